@@ -1,0 +1,8 @@
+#include "adam_kernel.inl.h"
+#include "vec_scalar.h"
+
+namespace hetero {
+
+constinit const Kernels scalar_kernels = make_kernels<VecScalar>();
+
+}  // namespace hetero

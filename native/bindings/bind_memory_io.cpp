@@ -1,0 +1,199 @@
+// Arena, Leases, IoEngine and IoOp as Python sees them, and the exceptions of failed transfers.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "arena.h"
+#include "io_engine.h"
+
+namespace py = pybind11;
+
+namespace hetero {
+
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+py::object export_capsule(const Arena& arena, std::size_t offset, std::size_t nbytes,
+                          std::shared_ptr<Leases> leases, std::size_t slot) {
+  dlpack::ManagedTensor* managed = arena.export_tensor(offset, nbytes, std::move(leases), slot);
+  PyObject* capsule = PyCapsule_New(managed, dlpack::kCapsuleName, [](PyObject* self) {
+    // A consumer renames the capsule; one that still has its name was never consumed.
+    if (!PyCapsule_IsValid(self, dlpack::kCapsuleName)) return;
+    auto* owned =
+        static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(self, dlpack::kCapsuleName));
+    owned->deleter(owned);
+  });
+  if (capsule == nullptr) {
+    managed->deleter(managed);
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+void bind_memory(py::module_& module) {
+  py::class_<Leases, std::shared_ptr<Leases>>(module, "Leases")
+      .def(py::init<std::size_t>(), py::arg("slots"))
+      .def("__len__", &Leases::size)
+      .def("__getitem__", &Leases::count, py::arg("slot"));
+
+  py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
+      .def(py::init<std::size_t>(), py::arg("nbytes"))
+      .def_property_readonly("nbytes", &Arena::nbytes)
+      .def_property_readonly(
+          "address",
+          [](const Arena& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
+      .def("export", &export_capsule, py::arg("offset"), py::arg("nbytes"),
+           py::arg("leases") = nullptr, py::arg("slot") = 0)
+      .def("discard", &Arena::discard, py::arg("offset"), py::arg("nbytes"), ReleaseGil());
+}
+
+const char* name_of(IoKind kind) { return kind == IoKind::read ? "read" : "write"; }
+
+IoKind kind_of(const std::string& name) {
+  if (name == "read") return IoKind::read;
+  if (name == "write") return IoKind::write;
+  throw std::invalid_argument("op must be \"read\" or \"write\", not \"" + name + "\"");
+}
+
+// Never released: exceptions may be translated until the interpreter is gone.
+PyObject* io_error_type = nullptr;
+
+void make_io_error_type(py::module_& module) {
+  io_error_type = PyErr_NewExceptionWithDoc(
+      "offload._native.NativeIoError",
+      "A failed transfer: which, of what file, how far it came, and why.", PyExc_OSError, nullptr);
+  if (io_error_type == nullptr) throw py::error_already_set();
+  const auto type = py::reinterpret_borrow<py::object>(io_error_type);
+  // OSError's own text has errno and file only.
+  type.attr("__str__") =
+      py::cpp_function([](const py::object& self) { return self.attr("message"); },
+                       py::is_method(type), py::name("__str__"));
+  module.attr("NativeIoError") = type;
+}
+
+void raise_io_error(const IoError& failure) {
+  const std::string reason = failure.error == 0 ? "unexpected end of file"
+                                                : std::generic_category().message(failure.error);
+  const py::object filename = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeFSDefaultAndSize(failure.path.data(), std::ssize(failure.path)));
+  const py::object type = py::reinterpret_borrow<py::object>(io_error_type);
+  const py::object error = type(failure.error, reason, filename);
+  error.attr("message") =
+      py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(failure.what()));
+  error.attr("op") = name_of(failure.kind);
+  error.attr("offset") = failure.offset;
+  error.attr("wanted_bytes") = failure.wanted_bytes;
+  error.attr("got_bytes") = failure.got_bytes;
+  error.attr("free_bytes") = failure.free_bytes;
+  PyErr_SetObject(io_error_type, error.ptr());
+}
+
+// For every function of this module, the step pipeline's included.
+void translate(std::exception_ptr caught) {
+  try {
+    std::rethrow_exception(std::move(caught));
+  } catch (const IoError& failure) {
+    raise_io_error(failure);
+  } catch (const std::system_error& failure) {
+    const py::tuple arguments = py::make_tuple(failure.code().value(), failure.what());
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+  }
+}
+
+// Letting go of an engine may wait for its transfers, so it does that without the GIL.
+std::shared_ptr<IoEngine> make_engine(const std::string& kind, unsigned queue_depth,
+                                      std::size_t block_bytes, unsigned threads) {
+  auto engine = make_io_engine(kind, {queue_depth, block_bytes, threads});
+  IoEngine* const raw = engine.get();
+  return {raw, [engine = std::move(engine)](IoEngine*) mutable {
+            if (PyGILState_Check()) {
+              const py::gil_scoped_release released;
+              engine.reset();
+            } else {
+              engine.reset();
+            }
+          }};
+}
+
+// The handle holds the engine, so that an operation still held can finish. (py::keep_alive would
+// say the same, but with pybind11 3.1.0 a call with wrong argument types then crashes.)
+template <IoKind kind>
+std::shared_ptr<IoOp> submit(const std::shared_ptr<IoEngine>& engine, int file,
+                             std::uintptr_t address, std::size_t nbytes, std::uint64_t offset) {
+  auto op = engine->submit(kind, file, reinterpret_cast<void*>(address), nbytes, offset);
+  IoOp* const raw = op.get();
+  return {raw, [engine, op = std::move(op)](IoOp*) {}};
+}
+
+py::dict stats_of(const IoEngine& engine) {
+  const IoStats stats = [&] {
+    const py::gil_scoped_release released;
+    return engine.stats();
+  }();
+  py::dict result;
+  result["read_bytes"] = stats.read_bytes;
+  result["written_bytes"] = stats.written_bytes;
+  result["reads"] = stats.reads;
+  result["writes"] = stats.writes;
+  result["short_transfers"] = stats.short_transfers;
+  result["retries"] = stats.retries;
+  result["errors"] = stats.errors;
+  return result;
+}
+
+void bind_io(py::module_& module) {
+  make_io_error_type(module);
+  py::register_local_exception_translator(&translate);
+
+  py::class_<IoOp, std::shared_ptr<IoOp>>(module, "IoOp")
+      .def("done", &IoOp::done)
+      .def("wait", &IoOp::wait, ReleaseGil());
+
+  const IoOptions defaults;
+  py::class_<IoEngine, std::shared_ptr<IoEngine>>(module, "IoEngine")
+      .def(py::init(&make_engine), py::arg("kind"), py::arg("queue_depth") = defaults.queue_depth,
+           py::arg("block_bytes") = defaults.block_bytes, py::arg("threads") = defaults.threads)
+      .def_property_readonly("kind", &IoEngine::kind)
+      .def_property_readonly("notes", py::cpp_function(&IoEngine::notes, ReleaseGil()))
+      .def("add_file", &IoEngine::add_file, py::arg("fd"), py::arg("path"), ReleaseGil())
+      .def("remove_file", &IoEngine::remove_file, py::arg("file"), ReleaseGil())
+      .def(
+          "register",
+          [](IoEngine& self, const Arena& arena) {
+            return self.register_memory(arena.address(), arena.nbytes(), arena.pin());
+          },
+          py::arg("arena"), ReleaseGil())
+      .def(
+          "unregister",
+          [](IoEngine& self, const Arena& arena) { self.unregister_memory(arena.address()); },
+          py::arg("arena"), ReleaseGil())
+      .def("read", &submit<IoKind::read>, py::arg("file"), py::arg("address"), py::arg("nbytes"),
+           py::arg("offset"), ReleaseGil())
+      .def("write", &submit<IoKind::write>, py::arg("file"), py::arg("address"), py::arg("nbytes"),
+           py::arg("offset"), ReleaseGil())
+      .def_property_readonly("stats", &stats_of)
+      .def(
+          "inject",
+          [](IoEngine& self, const std::string& op, std::uint64_t nth, int error,
+             std::int64_t short_bytes,
+             std::uint64_t count) { self.inject(kind_of(op), nth, error, short_bytes, count); },
+          py::arg("op"), py::arg("nth"), py::arg("error") = 0, py::arg("short_bytes") = -1,
+          py::arg("count") = 1, ReleaseGil())
+      .def("close", &IoEngine::close, ReleaseGil());
+}
+
+}  // namespace
+
+void bind_memory_io(py::module_& module) {
+  bind_memory(module);
+  bind_io(module);
+}
+
+}  // namespace hetero

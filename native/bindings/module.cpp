@@ -1,0 +1,45 @@
+// The extension module offload._native: what it was built from, and everything the other bindings
+// files add.
+#include <pybind11/pybind11.h>
+
+#include <sstream>
+#include <string>
+
+namespace py = pybind11;
+
+namespace hetero {
+
+void bind_memory_io(py::module_& module);
+void bind_optimizer(py::module_& module);
+
+namespace {
+
+py::dict build_info() {
+  py::list isas;
+  std::istringstream names(HETERO_ISAS);
+  for (std::string name; std::getline(names, name, ',');) isas.append(name);
+  py::dict info;
+#ifdef HETERO_LIBURING
+  info["liburing"] = HETERO_LIBURING;
+#else
+  info["liburing"] = py::none();
+#endif
+#ifdef __clang__
+  info["compiler"] = "clang " __clang_version__;
+#else
+  info["compiler"] = "gcc " __VERSION__;
+#endif
+  info["isas"] = isas;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "The native core of hetero: host memory, file transfers, Adam, the step pipeline.";
+  module.def("build_info", &build_info);
+  bind_memory_io(module);
+  bind_optimizer(module);
+}
+
+}  // namespace hetero

@@ -1,0 +1,87 @@
+#include "thread_engine.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <stdexcept>
+
+#include "quiet_thread.h"
+
+namespace hetero {
+
+namespace {
+
+constexpr unsigned kMaxThreads = 256;
+
+std::int64_t transfer(const Block& block) {
+  const auto offset = static_cast<off_t>(block.rest_offset());
+  const int fd = block.op->file->fd;
+  const ssize_t done = block.op->kind == IoKind::read
+                           ? ::pread(fd, block.rest_address(), block.rest_bytes(), offset)
+                           : ::pwrite(fd, block.rest_address(), block.rest_bytes(), offset);
+  return done < 0 ? -errno : done;
+}
+
+}  // namespace
+
+ThreadEngine::ThreadEngine(const IoOptions& options) : BlockEngine(options) {
+  if (options.threads == 0 || options.threads > kMaxThreads) {
+    throw std::invalid_argument("threads must be from 1 to " + std::to_string(kMaxThreads) +
+                                ", not " + std::to_string(options.threads));
+  }
+  try {
+    for (unsigned i = 0; i < options.threads; ++i) {
+      threads_.push_back(quiet_thread("hetero-io", [this] { work(); }));
+    }
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+bool ThreadEngine::register_memory(void*, std::size_t, std::shared_ptr<const void>) {
+  require_own();
+  return false;
+}
+
+void ThreadEngine::unregister_memory(void*) { require_own(); }
+
+int ThreadEngine::start(Block& block) {
+  ready_.push_back(&block);
+  return 0;
+}
+
+std::vector<BlockEngine::Refused> ThreadEngine::flush() {
+  if (ready_.size() == 1) {
+    wake_.notify_one();
+  } else if (!ready_.empty()) {
+    wake_.notify_all();
+  }
+  return {};
+}
+
+void ThreadEngine::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [&] { return stopping_ || !ready_.empty(); });
+    if (ready_.empty()) return;
+    Block& block = *ready_.front();
+    ready_.pop_front();
+    lock.unlock();
+    const std::int64_t result = transfer(block);
+    lock.lock();
+    complete(block, result);
+    pump();
+  }
+}
+
+void ThreadEngine::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+}  // namespace hetero

@@ -1,0 +1,35 @@
+// The engine that works everywhere: a pool of threads doing pread and pwrite.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "block_engine.h"
+
+namespace hetero {
+
+class ThreadEngine final : public BlockEngine {
+ public:
+  explicit ThreadEngine(const IoOptions& options);
+  std::string kind() const override { return "threads"; }
+  // There is nothing to register with: false, and the memory is used as it is.
+  bool register_memory(void* address, std::size_t nbytes,
+                       std::shared_ptr<const void> owner) override;
+  void unregister_memory(void* address) override;
+
+ private:
+  int start(Block& block) override;
+  std::vector<Refused> flush() override;
+  void stop() override;
+  void work();
+
+  std::condition_variable wake_;  // with mutex_
+  std::deque<Block*> ready_;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace hetero

@@ -1,0 +1,223 @@
+"""native/arena: mapped memory, its exports as tensors, and the leases they hold."""
+
+import gc
+import mmap
+import os
+import resource
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+import torch
+
+from offload import _native
+
+HUGE = 2 << 20
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """Of the mappings that overlap the range; an arena is a mapping of its own or shares it with
+    other anonymous memory, so the callers look at differences."""
+    total, counting = 0, False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                begin, end = (int(part, 16) for part in head.split("-"))
+                counting = begin < address + nbytes and end > address
+            elif counting and head == "Rss:":
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def view(arena, offset=0, nbytes=None, leases=None, slot=0):
+    nbytes = arena.nbytes - offset if nbytes is None else nbytes
+    return torch.from_dlpack(arena.export(offset, nbytes, leases, slot))
+
+
+@pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE, HUGE - 1, HUGE, 3 * HUGE + 5])
+def test_size_is_rounded_to_pages_and_memory_is_zero(nbytes):
+    arena = _native.Arena(nbytes)
+    assert arena.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert arena.address % (HUGE if arena.nbytes >= HUGE else mmap.PAGESIZE) == 0
+    assert not view(arena).any()
+
+
+def test_mapped_exactly():
+    def mapped():
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[0]) * mmap.PAGESIZE
+
+    before = mapped()
+    arena = _native.Arena(64 * HUGE)
+    assert mapped() - before == arena.nbytes
+    del arena
+    assert mapped() == before
+
+
+def test_pages_are_populated_on_first_touch():
+    arena = _native.Arena(32 * HUGE)
+    before = resident_bytes(arena.address, arena.nbytes)
+    view(arena, 0, HUGE).fill_(1)
+    grown = resident_bytes(arena.address, arena.nbytes) - before
+    assert HUGE <= grown < 4 * HUGE
+
+
+@pytest.mark.parametrize("nbytes", [1 << 62, (1 << 64) - 1])
+def test_impossible_size_is_a_memory_error_with_the_size(nbytes):
+    with pytest.raises(MemoryError, match=str(nbytes)):
+        _native.Arena(nbytes)
+
+
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="needs address space itself")
+def test_refused_by_the_address_space_limit():
+    script = (
+        "import resource; from offload import _native\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.RLIM_INFINITY))\n"
+        "try: _native.Arena(8 << 30)\n"
+        "except MemoryError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert str(8 << 30) in done.stdout, done.stderr
+
+
+def test_more_than_the_machine_has_is_refused():
+    with open("/proc/sys/vm/overcommit_memory") as mode:
+        if mode.read().strip() == "1":
+            pytest.skip("the kernel is told to promise anything")
+    nbytes = 2 * (psutil.virtual_memory().total + psutil.swap_memory().total)
+    with pytest.raises(MemoryError, match=str(nbytes)):
+        _native.Arena(nbytes)
+
+
+def test_zero_and_negative_sizes_are_refused():
+    with pytest.raises(ValueError, match="at least one byte"):
+        _native.Arena(0)
+    with pytest.raises(TypeError):
+        _native.Arena(-1)
+
+
+def test_export_is_the_memory_itself():
+    arena = _native.Arena(4 * mmap.PAGESIZE)
+    tensor = view(arena, 100, 50)
+    assert tensor.dtype == torch.uint8
+    assert tensor.shape == (50,)
+    assert tensor.stride() == (1,)
+    assert tensor.device.type == "cpu"
+    assert tensor.data_ptr() == arena.address + 100
+    tensor.fill_(7)
+    whole = view(arena)
+    assert int(whole.sum()) == 7 * 50
+    assert view(arena, arena.nbytes, 0).numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, 4097), (4096, 1), (4097, 0), (1, (1 << 64) - 1)]
+)
+def test_export_and_discard_outside_are_refused(offset, nbytes):
+    arena = _native.Arena(4096)
+    with pytest.raises(ValueError, match="outside an arena of 4096 bytes"):
+        arena.export(offset, nbytes)
+    with pytest.raises(ValueError, match="outside an arena of 4096 bytes"):
+        arena.discard(offset, nbytes)
+
+
+def test_leases_follow_the_last_view():
+    arena, leases = _native.Arena(1 << 16), _native.Leases(3)
+    assert len(leases) == 3
+    first = view(arena, 0, 64, leases, 1)
+    second = view(arena, 64, 64, leases, 1)
+    assert [leases[i] for i in range(3)] == [0, 2, 0]
+    part = first.view(torch.float32)[3:]
+    del first
+    assert leases[1] == 2
+    del part
+    assert leases[1] == 1
+    del second
+    assert leases[1] == 0
+
+
+def test_capsule_that_is_never_consumed_gives_its_lease_back():
+    arena, leases = _native.Arena(4096), _native.Leases(1)
+    capsule = arena.export(0, 16, leases, 0)
+    assert leases[0] == 1
+    del capsule
+    assert leases[0] == 0
+
+
+def test_leases_outside_are_refused():
+    arena, leases = _native.Arena(4096), _native.Leases(2)
+    with pytest.raises(IndexError):
+        leases[2]
+    with pytest.raises(IndexError):
+        arena.export(0, 16, leases, 2)
+
+
+def test_leases_end_in_autograd_and_on_other_threads():
+    arena, leases = _native.Arena(1 << 16), _native.Leases(1)
+    saved = view(arena, 0, 64, leases).view(torch.float32)
+    weight = torch.ones(16, requires_grad=True)
+    loss = (weight * saved).sum()
+    del saved
+    assert leases[0] == 1  # autograd keeps it
+    loss.backward()
+    assert leases[0] == 0
+
+    held = [view(arena, 0, 64, leases)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert leases[0] == 0
+
+
+def test_lease_count_is_atomic():
+    arena, leases = _native.Arena(1 << 16), _native.Leases(1)
+
+    def churn():
+        for _ in range(2000):
+            view(arena, 0, 64, leases)
+
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert leases[0] == 0
+
+
+def test_memory_outlives_the_arena():
+    arena = _native.Arena(8 * HUGE)
+    leases = _native.Leases(1)
+    tensor = view(arena, 0, arena.nbytes, leases)
+    counts = leases
+    del arena, leases
+    gc.collect()
+    tensor.fill_(9)
+    assert int(tensor[-1]) == 9
+    del tensor
+    assert counts[0] == 0
+
+
+def test_discard_gives_whole_pages_back():
+    arena = _native.Arena(8 * HUGE)
+    tensor = view(arena)
+    tensor.fill_(5)
+    before = resident_bytes(arena.address, arena.nbytes)
+    # Starts and ends within a page: those two pages stay.
+    arena.discard(HUGE - 1, 4 * HUGE + 2)
+    assert before - resident_bytes(arena.address, arena.nbytes) == 4 * HUGE
+    assert int(tensor[:HUGE].min()) == 5
+    assert not tensor[HUGE : 5 * HUGE].any()
+    assert int(tensor[5 * HUGE :].min()) == 5
+    arena.discard(1, mmap.PAGESIZE)  # no whole page inside: nothing happens
+    assert int(tensor[: 2 * mmap.PAGESIZE].min()) == 5
+
+
+def test_memory_is_returned_when_all_is_gone():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(20):
+        view(_native.Arena(64 * HUGE)).fill_(1)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown * 1024 < 2.5 * 64 * HUGE

@@ -1,0 +1,97 @@
+"""native/norm: the sum of squares is accurate and always the same bits."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from offload import _native
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BLOCK = 32 * 1024  # elements that are summed together
+SIZES = [0, 1, 31, 32, 33, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77]
+
+
+@pytest.fixture(autouse=True)
+def restore_choices() -> Iterator[None]:
+    isa, threads = _native.isa(), _native.threads()
+    yield
+    _native.set_isa(isa)
+    _native.set_threads(threads)
+
+
+def values(numel: int, dtype: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    scale = 10.0 ** (torch.rand(numel, generator=generator) * 8 - 5)
+    return (torch.randn(numel, generator=generator) * scale).to(DTYPES[dtype])
+
+
+def sum_of_squares(tensor: torch.Tensor, dtype: str) -> float:
+    return _native.sum_of_squares(dtype, tensor.data_ptr(), tensor.numel())
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accurate_and_independent_of_isa_and_threads(dtype: str, numel: int) -> None:
+    tensor = values(numel, dtype)
+    results = set()
+    for isa, threads in itertools.product(_native.isa_available(), (1, 2, 3)):
+        _native.set_isa(isa)
+        _native.set_threads(threads)
+        results.add(sum_of_squares(tensor, dtype))
+    assert len(results) == 1
+    exact = math.fsum(x * x for x in tensor.double().tolist())
+    assert results.pop() == pytest.approx(exact, rel=1e-13, abs=0)
+
+
+@pytest.mark.parametrize("numel", [1, 33, BLOCK + 1, 2 * BLOCK + 77])
+def test_order_of_additions_is_the_documented_one(numel: int) -> None:
+    tensor = values(numel, "fp32").double()
+    total = 0.0
+    for block in tensor.split(BLOCK):
+        lanes = [0.0] * 32
+        for i, x in enumerate(block.tolist()):
+            lanes[i % 32] += x * x
+        while len(lanes) > 1:
+            half = len(lanes) // 2
+            lanes = [a + b for a, b in zip(lanes[:half], lanes[half:], strict=True)]
+        total += lanes[0]
+    assert sum_of_squares(tensor.float(), "fp32") == total
+
+
+@pytest.mark.parametrize("isa", _native.isa_available())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_finite_if_and_only_if_every_element_is(dtype: str, isa: str) -> None:
+    _native.set_isa(isa)
+    numel = BLOCK + 19
+    largest = torch.full((numel,), torch.finfo(DTYPES[dtype]).max, dtype=DTYPES[dtype])
+    assert math.isfinite(sum_of_squares(largest, dtype))
+    smallest = torch.full((numel,), torch.finfo(DTYPES[dtype]).smallest_normal / 2).to(
+        DTYPES[dtype]
+    )
+    assert sum_of_squares(smallest, dtype) > 0
+    for poison, at in itertools.product(
+        (math.inf, -math.inf, math.nan), (0, 5, BLOCK - 1, BLOCK, numel - 1)
+    ):
+        tensor = torch.ones(numel, dtype=DTYPES[dtype])
+        tensor[at] = poison
+        assert not math.isfinite(sum_of_squares(tensor, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_address_needs_no_alignment(dtype: str) -> None:
+    tensor = values(1000, dtype)
+    size = tensor.element_size()
+    raw = torch.empty(tensor.numel() * size + 1, dtype=torch.uint8)
+    raw[1:] = tensor.view(torch.uint8)
+    shifted = _native.sum_of_squares(dtype, raw.data_ptr() + 1, tensor.numel())
+    assert shifted == sum_of_squares(tensor, dtype)
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="'fp8'"):
+        _native.sum_of_squares("fp8", 0, 0)
+    with pytest.raises(ValueError, match="address is 0"):
+        _native.sum_of_squares("fp32", 0, 1)
