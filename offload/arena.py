@@ -1,0 +1,54 @@
+"""Host memory cut into equal slots."""
+
+from __future__ import annotations
+
+import torch
+
+from offload._native import Arena, Leases
+from offload.ledger import Ledger
+from offload.tiers import Account, Tier
+
+
+class HostArena:
+    """`slots` slots of `slot_bytes` in one mapping. A slot is charged to the ledger when committed.
+
+    Pages are populated on first touch, so what is not committed costs no memory.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> None:
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.memory = Arena(slots * slot_bytes)
+        self.leases = Leases(slots)
+        self._ledger = ledger
+        self._account = account
+        self._committed = [False] * slots
+
+    def commit(self, slot: int, run: int = 1) -> None:
+        """Charges slots [slot, slot + run) that are not charged yet."""
+        fresh = [s for s in range(slot, slot + run) if not self._committed[s]]
+        if fresh:
+            self._ledger.charge(Tier.HOST, self._account, len(fresh) * self.slot_bytes)
+            for s in fresh:
+                self._committed[s] = True
+
+    def address(self, slot: int) -> int:
+        """Address of the first byte of `slot`."""
+        return self.memory.address + slot * self.slot_bytes
+
+    def slot_of(self, address: int) -> int | None:
+        """The slot that holds `address`, or None if it is not in this arena."""
+        offset = address - self.memory.address
+        return offset // self.slot_bytes if 0 <= offset < self.slots * self.slot_bytes else None
+
+    def view(self, slot: int, run: int, dtype: torch.dtype, leased: bool = False) -> torch.Tensor:
+        """A flat tensor over slots [slot, slot + run); `leased`: it is a lease of `slot`."""
+        capsule = self.memory.export(
+            slot * self.slot_bytes, run * self.slot_bytes, self.leases if leased else None, slot
+        )
+        return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Gives the charge back. The memory goes when the last tensor over it does."""
+        self._ledger.release(Tier.HOST, self._account, sum(self._committed) * self.slot_bytes)
+        self._committed = [False] * self.slots

@@ -1,0 +1,245 @@
+"""Slots that hold copies of chunks whose payload is homed in the file."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from offload._native import IoOp
+from offload.arena import HostArena
+from offload.errors import BudgetError
+from offload.order import UseOrder
+from offload.sizes import format_bytes
+from offload.store import Transfers
+
+
+def _nothing(chunk: int) -> None:
+    pass
+
+
+_NEVER = 1 << 62  # the next use of what will not be used
+
+
+class SlotState(enum.Enum):
+    """What a chunk's slots hold."""
+
+    READING = "a read from the file is under way into them"
+    CLEAN = "the same bytes as the file"
+    DIRTY = "bytes that the file does not have yet"
+    WRITING = "bytes on their way to the file; they may be read, not changed"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a chunk's payload lies in the file."""
+
+    offset: int  # bytes
+    nbytes: int  # transferred; at most run * slot_bytes
+    run: int  # consecutive slots it takes
+
+
+@dataclass
+class _Entry:
+    slot: int
+    state: SlotState
+    op: IoOp | None = None
+    pinned: bool = False
+
+
+class SlotCache:
+    """Keeps copies of chunks in the slots of an arena; the farthest next use is given up first.
+
+    A slot is taken from a chunk only when nothing leases it. Large chunks look for room from the
+    low end, single slots from the high end, so that long runs stay possible.
+    """
+
+    def __init__(
+        self,
+        arena: HostArena,
+        transfers: Transfers,
+        extents: Mapping[int, Extent],
+        order: UseOrder,
+        name_of: Callable[[int], str],
+    ) -> None:
+        """`extents` and `name_of` are by chunk id."""
+        self._arena = arena
+        self._transfers = transfers
+        self._extents = extents
+        self._order = order
+        self._name_of = name_of
+        # Called with the chunk: before its bytes are read, until the file has the latest; and
+        # before dirty bytes leave its slots.
+        self.before_read: Callable[[int], object] = _nothing
+        self.before_write: Callable[[int], object] = _nothing
+        self._entries: dict[int, _Entry] = {}
+        self._run_at: dict[int, int] = {}  # slot -> length of the run that was last taken there
+
+    def holds(self, chunk: int) -> bool:
+        """Whether the chunk has slots now."""
+        return chunk in self._entries
+
+    def is_dirty(self, chunk: int) -> bool:
+        """Whether the chunk is held with bytes that the file does not have."""
+        entry = self._entries.get(chunk)
+        return entry is not None and entry.state is SlotState.DIRTY
+
+    def address(self, chunk: int) -> int:
+        """Where the chunk's copy begins; it must be held."""
+        return self._arena.address(self._entries[chunk].slot)
+
+    def tensor(self, chunk: int, dtype: torch.dtype) -> torch.Tensor:
+        """A leased flat tensor over the chunk's copy; it must be held."""
+        return self._arena.view(
+            self._entries[chunk].slot, self._extents[chunk].run, dtype, leased=True
+        )
+
+    def get(self, chunk: int) -> None:
+        """Makes the chunk's bytes present, reading and making room as needed.
+
+        Raises BudgetError if leases leave no room, NativeIoError if a transfer fails.
+        """
+        if chunk not in self._entries:
+            self._start_read(chunk, self._room_for(chunk))
+        self._settle(chunk)
+
+    def create(self, chunk: int) -> None:
+        """Gives the chunk slots with undefined bytes, which the caller will fill (see dirty())."""
+        if chunk in self._entries:
+            self._settle(chunk)
+        else:
+            self._entries[chunk] = _Entry(self._room_for(chunk), SlotState.DIRTY)
+
+    def dirty(self, chunk: int) -> None:
+        """The caller changes the chunk's bytes: they are written before its slots are reused."""
+        self._settle(chunk)
+        self._entries[chunk].state = SlotState.DIRTY
+
+    def write_back(self, chunk: int) -> None:
+        """Starts writing the chunk if it is dirty."""
+        entry = self._entries[chunk]
+        if entry.state is SlotState.DIRTY:
+            self.before_write(chunk)
+            extent = self._extents[chunk]
+            entry.op = self._transfers.write(
+                self._arena.address(entry.slot), extent.nbytes, extent.offset
+            )
+            entry.state = SlotState.WRITING
+
+    def pin(self, chunk: int) -> None:
+        """Keeps the chunk's slots until drop(), whatever else is needed."""
+        self._entries[chunk].pinned = True
+
+    def drop(self, chunk: int) -> None:
+        """Forgets the chunk's copy; its slots are reused once nothing leases them."""
+        if chunk in self._entries:
+            self._settle(chunk)
+            del self._entries[chunk]
+
+    def prefetch(self, depth: int) -> None:
+        """Starts reading the next `depth` chunks expected, into room that is not needed sooner."""
+        for chunk in self._order.upcoming(depth):
+            if chunk not in self._entries and chunk in self._extents:
+                run = self._extents[chunk].run
+                slot = self._best_window(run, chunk, demand=False)
+                if slot is None:
+                    return
+                self._start_read(chunk, self._take(slot, run))
+
+    def close(self) -> None:
+        """Waits for transfers under way; failures do not matter any more."""
+        for entry in self._entries.values():
+            if entry.op is not None:
+                with contextlib.suppress(OSError):
+                    entry.op.wait()
+        self._entries.clear()
+
+    def _start_read(self, chunk: int, slot: int) -> None:
+        extent = self._extents[chunk]
+        self.before_read(chunk)
+        op = self._transfers.read(self._arena.address(slot), extent.nbytes, extent.offset)
+        self._entries[chunk] = _Entry(slot, SlotState.READING, op)
+
+    def _settle(self, chunk: int) -> None:
+        entry = self._entries[chunk]
+        if entry.op is None:
+            return
+        try:
+            entry.op.wait()
+        except OSError:
+            if entry.state is SlotState.READING:
+                del self._entries[chunk]
+            else:  # the bytes are still only here
+                entry.state, entry.op = SlotState.DIRTY, None
+            raise
+        entry.state, entry.op = SlotState.CLEAN, None
+
+    def _room_for(self, chunk: int) -> int:
+        """First slot of an emptied run for `chunk`. Raises BudgetError if leases leave none."""
+        run = self._extents[chunk].run
+        slot = self._best_window(run, chunk, demand=True)
+        if slot is None:
+            gc.collect()  # leases may hang in reference cycles, of an exception's frames say
+            slot = self._best_window(run, chunk, demand=True)
+        if slot is None:
+            raise BudgetError(self._no_room(chunk, run))
+        return self._take(slot, run)
+
+    def _take(self, slot: int, run: int) -> int:
+        for other in self._overlapping(slot, run):
+            self.write_back(other)
+            self._settle(other)
+            del self._entries[other]
+        self._arena.commit(slot, run)
+        for taken in [s for s in self._run_at if slot <= s < slot + run]:
+            del self._run_at[taken]
+        self._run_at[slot] = run
+        return slot
+
+    def _best_window(self, run: int, chunk: int, demand: bool) -> int | None:
+        """First slot of the window that costs least to empty: its soonest next use is farthest."""
+        leased = self._leased_slots()
+        candidates: list[tuple[int, int, int]] = []
+        for first in range(self._arena.slots - run + 1):
+            if any(leased[first : first + run]):
+                continue
+            owners = self._overlapping(first, run)
+            entries = [self._entries[owner] for owner in owners]
+            if any(entry.pinned for entry in entries):
+                continue
+            soonest = min(map(self._order.next_use, owners), default=_NEVER)
+            if not demand and (
+                any(entry.state is not SlotState.CLEAN for entry in entries)
+                or soonest <= self._order.next_use(chunk)
+            ):
+                continue
+            candidates.append((soonest, -len(owners), first if run == 1 else -first))
+        return abs(max(candidates)[2]) if candidates else None
+
+    def _leased_slots(self) -> list[bool]:
+        leased = [False] * self._arena.slots
+        for slot, run in self._run_at.items():
+            if self._arena.leases[slot]:
+                leased[slot : slot + run] = [True] * run
+        return leased
+
+    def _overlapping(self, slot: int, run: int) -> list[int]:
+        return [
+            other
+            for other, entry in self._entries.items()
+            if entry.slot < slot + run and slot < entry.slot + self._extents[other].run
+        ]
+
+    def _no_room(self, chunk: int, run: int) -> str:
+        leased = sum(self._leased_slots())
+        slot_bytes = self._arena.slot_bytes
+        return (
+            f"no room for {self._name_of(chunk)}: it needs {run} consecutive slots of "
+            f"{format_bytes(slot_bytes)}, and {leased} of {self._arena.slots} are held by tensors "
+            f"still in use; raise host_memory by {format_bytes(run * slot_bytes)} or hold fewer "
+            f"parameters at once (gathered(), activation checkpointing regions)"
+        )

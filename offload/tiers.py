@@ -1,0 +1,49 @@
+"""The vocabulary: tiers, payloads and the words everybody else uses.
+
+tier      DEVICE (where compute happens), HOST (RAM), DISK (a file on NVMe). With the CPU as the
+          compute device DEVICE and HOST are the same memory, and all of it is accounted as HOST.
+arena     one exactly sized allocation of a tier, cut into equal slots; the only source of
+          model-state memory.
+chunk     the unit of placement: an ordered list of parameters packed into one capacity. A tensor
+          is not split over chunks; one that is larger than a slot gets a chunk of several.
+piece     the part of a chunk that lies in one slot: the unit of the optimizer's reads and writes.
+payload   PARAM (compute dtype), GRAD, RECORD (optimizer state: what completes the parameter to an
+          fp32 master, exp_avg, exp_avg_sq).
+home      the tier where a payload's authoritative copy lives between steps.
+gathered  a clean copy of a DISK-homed PARAM payload in a slot while compute needs it; dropped,
+          never written back.
+lease     a live tensor over a slot. A slot is reused only when its leases are gone.
+ledger    bytes in use per tier and account; the budgets are enforced by it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Tier(enum.Enum):
+    """A kind of memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Payload(enum.Enum):
+    """What is stored of a chunk."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    RECORD = "record"
+
+
+class Account(enum.Enum):
+    """What managed bytes are used for; the ledger is kept per tier and account."""
+
+    PARAM = "param"  # homes
+    GRAD = "grad"
+    RECORD = "record"
+    GATHERED = "gathered"  # slots for copies of DISK-homed parameters
+    GRAD_SLOT = "grad_slot"  # slots for DISK-homed gradients on their way
+    BUFFER = "buffer"  # the optimizer pipeline's buffers
+    INIT = "init"  # parameters under construction, in their construction dtype
