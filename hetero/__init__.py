@@ -1,0 +1,44 @@
+"""hetero: train PyTorch models whose state does not fit in memory, inside strict budgets."""
+
+from hetero.access import clip_grad_norm_, engine_of, gathered, masters
+from hetero.config import Config
+from hetero.dtypes import default_dtype
+from hetero.engine import Engine
+from hetero.init_context import ZeroInitContext
+from hetero.initialize import initialize
+from hetero.optimizer import CPUAdam, HybridAdam
+from offload.errors import (
+    BudgetError,
+    ClosedError,
+    HeteroError,
+    NonFiniteError,
+    StaleGraphError,
+    StoreError,
+    UnmanagedParameterError,
+)
+from offload.sizes import format_bytes, parse_bytes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "CPUAdam",
+    "ClosedError",
+    "Config",
+    "Engine",
+    "HeteroError",
+    "HybridAdam",
+    "NonFiniteError",
+    "StaleGraphError",
+    "StoreError",
+    "UnmanagedParameterError",
+    "ZeroInitContext",
+    "clip_grad_norm_",
+    "default_dtype",
+    "engine_of",
+    "format_bytes",
+    "gathered",
+    "initialize",
+    "masters",
+    "parse_bytes",
+]

@@ -1,0 +1,103 @@
+"""Looking at managed parameters, changing them, and clipping their gradients, from user code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hetero.engine import Engine
+from hetero.state import export_masters, store_values
+from offload.errors import UnmanagedParameterError
+
+Params = torch.Tensor | Iterable[torch.Tensor]
+
+
+def _listed(params: Params) -> list[torch.Tensor]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def engine_of(params: Params) -> Engine:
+    """The engine that manages `params`. Raises UnmanagedParameterError if none or several do."""
+    engines = {id(e): e for p in _listed(params) if (e := getattr(p, "_hetero_engine", None))}
+    if len(engines) != 1:
+        raise UnmanagedParameterError(
+            f"the parameters given belong to {len(engines)} engines, not one; pass the parameters "
+            f"of one model that went through hetero.initialize()"
+        )
+    engine: Engine = next(iter(engines.values()))
+    return engine
+
+
+@contextmanager
+def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]:
+    """Inside the block the parameters are present, in the compute dtype.
+
+    With `modifier_rank` (0 for one process) they may be changed in place; at the end of the block
+    changed values go home, and the fp32 master of each changed element becomes its new value. For
+    the length of the block the copies to be changed are in RAM outside the budgets. If the block
+    raises, nothing is changed.
+
+    Raises UnmanagedParameterError for parameters of no engine, BudgetError if they do not fit.
+    """
+    listed = _listed(params)
+    if not listed:
+        yield
+        return
+    engine = engine_of(listed)
+    members = list({id(p): engine.find(p) for p in listed}.values())
+    acquired = []
+    try:
+        for m in members:
+            engine.params.acquire(m)
+            acquired.append(m)
+        if modifier_rank is None:
+            yield
+            return
+        before = {m: m.param.data for m in members}
+        copies = {m: m.param.data.clone() for m in members}
+        try:
+            for m in members:
+                m.param.data = copies[m]
+            yield
+            copies = {m: m.param.data for m in members}
+        finally:
+            for m in members:
+                m.param.data = before[m]
+    finally:
+        for m in acquired:
+            engine.params.release(m)
+    if modifier_rank is not None:
+        store_values(engine, copies)
+
+
+def masters(params: Params) -> list[torch.Tensor]:
+    """The fp32 master weights of `params`, whole, in RAM outside the budgets."""
+    listed = _listed(params)
+    found = export_masters(engine_of(listed), listed)
+    return [found[p] for p in listed]
+
+
+def clip_grad_norm_(
+    parameters: Params,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """torch.nn.utils.clip_grad_norm_ for managed parameters; returns the norm before clipping.
+
+    The gradients are not touched: the next step multiplies them by the factor, in fp32. Call it
+    after the last backward of a step. The norm is summed per parameter in a fixed order, so it does
+    not depend on the placement.
+
+    Raises ValueError for a norm other than 2 or when parameters with gradients are left out,
+    NonFiniteError (with `error_if_nonfinite`) for an infinite or NaN norm.
+    """
+    if norm_type != 2:
+        raise ValueError(f"clip_grad_norm_ knows the 2-norm only, not norm_type={norm_type}")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, not {max_norm}")
+    listed = _listed(parameters)
+    norm = engine_of(listed).clip(listed, max_norm, error_if_nonfinite)
+    return torch.tensor(norm, dtype=torch.float32)

@@ -1,0 +1,147 @@
+"""What a user can set, checked when it is set."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from hetero.dtypes import Dtypes, check_dtype, default_dtype
+from hetero.layout import pack
+from offload.sizes import parse_bytes
+from offload.store import check_directory
+from offload.tiers import Tier
+
+Policy = Literal["cuda", "cpu", "nvme", "auto"]
+_ALIASES = {"tensor_placement_policy": "placement_policy"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Placement, budgets and dtypes of one engine.
+
+    placement_policy  "cpu": all state in RAM. "nvme": records stream from NVMe every step, and
+                      gradients and parameters too as far as host_memory does not hold them. "auto":
+                      the fastest tiers that the budgets allow, per chunk. "cuda": all on the GPU.
+    host_memory       bytes of RAM for model state (int, or text such as "4GiB"). If it is given,
+                      what is left of it keeps records between steps. Default: 80 % of what is
+                      available now, of which nothing is used without need.
+    device_memory     bytes of device memory. On the CPU the device's memory is RAM, so this then
+                      limits the slots for gathered parameters, within host_memory.
+    nvme_path         directory on NVMe; needed by "nvme", and by "auto" when RAM is not enough.
+    nvme_capacity     bytes of it. Default: 95 % of what is free now.
+    dtype             compute dtype: "bf16" (default), "fp16" (with dynamic loss scaling) or "fp32";
+                      None: bf16 where the machine has it in hardware, else fp32.
+    grad_dtype        dtype gradients are kept and accumulated in; default: the compute dtype.
+    chunk_numel       elements per slot; default: found by search.
+    io_engine         "io_uring", "threads", or "auto": io_uring where it works.
+    prefetch          read DISK-homed parameters ahead of their use.
+    initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale, and the
+                      number of good steps after which it is doubled.
+
+    Raises ValueError or StoreError for what cannot work.
+    """
+
+    placement_policy: Policy = "auto"
+    host_memory: int | str | None = None
+    device_memory: int | str | None = None
+    nvme_path: str | None = None
+    nvme_capacity: int | str | None = None
+    dtype: str | None = "bf16"
+    grad_dtype: str | None = None
+    chunk_numel: int | None = None
+    io_engine: Literal["auto", "io_uring", "threads"] = "auto"
+    prefetch: bool = True
+    initial_loss_scale: float = 65536.0
+    loss_scale_window: int = 2000
+
+    def __post_init__(self) -> None:
+        _check_choice("placement_policy", self.placement_policy, get_args(Policy))
+        _check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
+        for name in ("host_memory", "device_memory", "nvme_capacity"):
+            value = getattr(self, name)
+            if value is not None:
+                try:
+                    object.__setattr__(self, name, parse_bytes(value))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+        compute = default_dtype() if self.dtype is None else check_dtype(self.dtype, "dtype")
+        object.__setattr__(self, "dtype", compute)
+        if self.grad_dtype is not None:
+            object.__setattr__(self, "grad_dtype", check_dtype(self.grad_dtype, "grad_dtype"))
+        if self.chunk_numel is not None:
+            pack([], self.chunk_numel)
+        if self.initial_loss_scale <= 0 or self.loss_scale_window < 1:
+            raise ValueError("initial_loss_scale and loss_scale_window must be positive")
+        if self.placement_policy == "cuda":
+            raise ValueError(_no_cuda())
+        if self.nvme_path is not None:
+            object.__setattr__(self, "nvme_path", check_directory(self.nvme_path))
+        elif self.placement_policy == "nvme":
+            raise ValueError(
+                "placement_policy='nvme' needs nvme_path, a directory on the NVMe disk"
+            )
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The checked dtypes."""
+        compute = check_dtype(str(self.dtype), "dtype")
+        return Dtypes(compute, check_dtype(self.grad_dtype or compute, "grad_dtype"))
+
+    def budget(self, tier: Tier) -> int | None:
+        """The user's limit of `tier` in bytes, or None."""
+        value = {
+            Tier.DEVICE: self.device_memory,
+            Tier.HOST: self.host_memory,
+            Tier.DISK: self.nvme_capacity,
+        }[tier]
+        return None if value is None else parse_bytes(value)
+
+    @classmethod
+    def make(cls, config: Config | Mapping[str, Any] | None = None, **options: Any) -> Config:
+        """A Config from a Config, a mapping or keywords; keywords win.
+
+        `tensor_placement_policy` is the same as `placement_policy`. Raises ValueError for an
+        unknown key, with the nearest names.
+        """
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        if isinstance(config, Config):
+            values = {name: getattr(config, name) for name in known}
+        elif config is not None:
+            options = {**config, **options}
+        for key, value in options.items():
+            name = _ALIASES.get(key, key)
+            if name not in known:
+                near = difflib.get_close_matches(key, [*known, *_ALIASES], n=3, cutoff=0.5)
+                hint = (
+                    f"; did you mean {' or '.join(near)}?"
+                    if near
+                    else f"; known: {', '.join(known)}"
+                )
+                raise ValueError(f"unknown option {key!r}{hint}")
+            values[name] = value
+        return cls(**values)
+
+
+def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"{option} must be one of {', '.join(choices)}, not {value!r}{hint}")
+
+
+def _no_cuda() -> str:
+    if torch.cuda.is_available():
+        return (
+            "placement_policy='cuda': computing on CUDA is not supported yet, although torch sees "
+            "a GPU; use 'auto', 'cpu' or 'nvme', which compute on the CPU"
+        )
+    return (
+        "placement_policy='cuda' needs a CUDA device, and torch sees none; the compute device "
+        "here is the CPU: use 'auto', 'cpu' or 'nvme'"
+    )

@@ -1,0 +1,83 @@
+"""Compute dtypes: their names, and the bytes each payload takes per element."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import torch
+
+DtypeName = Literal["bf16", "fp16", "fp32"]
+
+_TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# What a record adds to the parameter to make the fp32 master: the lower half of its bits, all of
+# it, or nothing, because the parameter is the master.
+_MASTER_BYTES = {"bf16": 2, "fp16": 4, "fp32": 0}
+MOMENTS_BYTES = 8  # exp_avg and exp_avg_sq in fp32
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """One engine's dtypes: parameters are in `compute`, kept gradients in `grad`."""
+
+    compute: DtypeName
+    grad: DtypeName
+
+    @property
+    def torch_compute(self) -> torch.dtype:
+        """torch's dtype of parameters."""
+        return _TORCH[self.compute]
+
+    @property
+    def torch_grad(self) -> torch.dtype:
+        """torch's dtype of kept gradients."""
+        return _TORCH[self.grad]
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of PARAM per element."""
+        return self.torch_compute.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of GRAD per element."""
+        return self.torch_grad.itemsize
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the master part of RECORD per element."""
+        return _MASTER_BYTES[self.compute]
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of RECORD per element."""
+        return self.master_bytes + MOMENTS_BYTES
+
+
+def check_dtype(name: str, option: str) -> DtypeName:
+    """`name` as a DtypeName; also understands torch dtypes and long names. Raises ValueError."""
+    text = str(name).removeprefix("torch.")
+    text = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}.get(
+        text, text
+    )
+    if text not in get_args(DtypeName):
+        raise ValueError(f"{option} must be one of bf16, fp16, fp32, not {name!r}")
+    return cast(DtypeName, text)
+
+
+def default_dtype() -> DtypeName:
+    """bf16 where this machine's CPU or GPU multiplies it in hardware, else fp32."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if _cpu_has_bf16() else "fp32"
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        with open("/proc/cpuinfo") as cpuinfo:
+            lines = [line for line in cpuinfo if line.startswith(("flags", "Features"))]
+    except OSError:
+        return platform.machine() == "arm64"  # Apple silicon from M2; M1 emulates it well
+    flags = set(lines[0].split(":", 1)[1].split()) if lines else set()
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -1,0 +1,295 @@
+"""The engine: one model and one optimizer, run inside the budgets."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hetero.dtypes import Dtypes
+from hetero.grads import Grads
+from hetero.hooks import ModuleHooks, hook_gradients, refuse_use
+from hetero.layout import Layout
+from hetero.managed import ManagedParam
+from hetero.params import Params
+from hetero.placement import Placement
+from hetero.records import Records
+from hetero.scaler import LossScale
+from hetero.steps import Stepper
+from offload import _native
+from offload._native import IoEngine, StepPipeline
+from offload.arena import HostArena
+from offload.errors import ClosedError, NonFiniteError, UnmanagedParameterError
+from offload.ledger import Ledger
+from offload.store import ScratchFile, Transfers
+
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes moved since the engine was made."""
+
+    h2d: int
+    d2h: int
+    disk_read: int
+    disk_write: int
+
+
+@dataclass
+class DiskParts:
+    """What exists only if something is homed on DISK."""
+
+    io: IoEngine
+    scratch: ScratchFile
+    transfers: Transfers
+
+    def close(self) -> None:
+        """Ends the transfers, then frees the space."""
+        self.transfers.close()
+        self.io.close()
+        self.scratch.close()
+
+
+class Removable(Protocol):
+    """Something that was put on the model."""
+
+    def remove(self) -> None:
+        """Takes it off again."""
+
+
+class Engine:
+    """Made by hetero.initialize(); reached as `optimizer.engine`.
+
+    `ledger` has the bytes per tier, `placement` and `layout` what lives where, `traffic` what was
+    moved. close() frees everything; the model cannot be used afterwards.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        managed: Sequence[ManagedParam],
+        layout: Layout,
+        placement: Placement,
+        dtypes: Dtypes,
+        ledger: Ledger,
+        params: Params,
+        grads: Grads,
+        records: Records,
+        stepper: Stepper,
+        pipeline: StepPipeline,
+        buffers: HostArena | None,
+        disk: DiskParts | None,
+        loss_scale: LossScale,
+        notes: list[str],
+        end_step: Callable[[], None],
+    ) -> None:
+        self.layout = layout
+        self.placement = placement
+        self.dtypes = dtypes
+        self.ledger = ledger
+        self.loss_scale = loss_scale
+        self.notes = notes
+        self.params = params
+        self.records = records
+        self._model = weakref.ref(model)
+        self._managed = {id(m.param): m for m in managed}
+        self._grads = grads
+        self._stepper = stepper
+        self._pipeline = pipeline
+        self._buffers = buffers
+        self._disk = disk
+        self._end_step = end_step
+        self._scaled_backward = False
+        self._clip = 1.0
+        self._closed = False
+        for m in managed:
+            m.param._hetero_engine = self  # type: ignore[attr-defined]
+            m.param.data = (
+                m.part_of(params.flat(m.chunk)) if params.is_resident(m.chunk) else m.absent
+            )
+        trainable = [m for m in managed if m.chunk.trainable]
+        for m in trainable:
+            grads.add_member(m)
+        self._hooks: list[Removable] = []
+        self._hooks += hook_gradients(trainable, self._check_grad, grads.add)
+        self.attach(ModuleHooks(model, self._own, params, dtypes.torch_compute))
+        # The engine lives as long as the model; without close() it ends with it, or at exit.
+        self._finalizer = weakref.finalize(model, self._free)
+
+    def attach(self, hooks: Removable) -> None:
+        """Hooks on the model that close() removes."""
+        self._hooks.append(hooks)
+
+    def _own(self, module: torch.nn.Module) -> list[ManagedParam]:
+        return [
+            self._managed[id(p)]
+            for p in module._parameters.values()
+            if p is not None and id(p) in self._managed
+        ]
+
+    def find(self, param: torch.Tensor) -> ManagedParam:
+        """What is known of `param`. Raises UnmanagedParameterError if it is not this engine's."""
+        self._check_open()
+        managed = self._managed.get(id(param))
+        if managed is None:
+            raise UnmanagedParameterError(
+                f"a parameter of shape {tuple(param.shape)} is not managed by this engine; pass "
+                f"the model that owns it through hetero.initialize()"
+            )
+        return managed
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """The parameter's first name in the model."""
+        return self.find(param).name
+
+    # Gradients
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """loss.backward(**options), with the loss times the loss scale under fp16."""
+        self._check_open()
+        self._scaled_backward = True
+        try:
+            (loss.float() * self.loss_scale.value if self.loss_scale.dynamic else loss).backward(
+                **options
+            )
+        finally:
+            self._scaled_backward = False
+
+    def _check_grad(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
+                f"use sparse=False"
+            )
+        if self.loss_scale.dynamic and not self._scaled_backward:
+            raise RuntimeError(
+                "fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()"
+            )
+
+    def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
+        """The 2-norm of the parameters' gradients, unscaled and before clipping.
+
+        Summed in double per parameter in a fixed order, then over parameters in the model's order:
+        the same bits for every placement and chunk size.
+        """
+        members = {m.slice.param.index: m for m in map(self.find, params) if m.has_grad}
+        total = 0.0
+        for index in sorted(members):
+            total += self._grads.sum_of_squares(members[index])
+        return math.sqrt(total) / self.loss_scale.value
+
+    def clip(
+        self, params: Iterable[torch.Tensor], max_norm: float, error_if_nonfinite: bool
+    ) -> float:
+        """Makes the next step scale gradients so that their norm is at most `max_norm`.
+
+        Returns the norm before. Raises ValueError if a gradient of the model is not among `params`.
+        """
+        given = list(params)
+        missing = [
+            m.name
+            for m in self._managed.values()
+            if m.has_grad and not any(m.param is p for p in given)
+        ]
+        if missing:
+            raise ValueError(
+                f"clip_grad_norm_ over some parameters only is not supported ({len(missing)} with "
+                f"gradients are missing, the first: {missing[0]}); pass model.parameters()"
+            )
+        norm = self.grad_norm(given) * self._clip
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient norm is {norm}")
+        self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
+        return norm
+
+    # Steps
+
+    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """One optimizer update of all parameters that have gradients."""
+        self._check_open()
+        groups = [
+            (group, [m for m in map(self.find, group["params"]) if m.has_grad])
+            for group in param_groups
+        ]
+        members = [m for _, some in groups for m in some]
+        clip, self._clip = self._clip, 1.0
+        chunks = {m.chunk.id: m.chunk for m in members}
+        overflow = self.loss_scale.dynamic and not all(
+            math.isfinite(self._grads.sum_of_squares(m)) for m in members
+        )
+        if members and not overflow:
+            self._stepper.run(groups, clip / self.loss_scale.value)
+            for chunk in chunks.values():
+                self.params.updated(chunk)
+            for m in members:
+                if self.params.is_resident(m.chunk):
+                    # As an in-place update does: a backward over older values then fails.
+                    torch.autograd.graph.increment_version(m.param)
+        for chunk in chunks.values():
+            self._grads.used(chunk)
+        self.loss_scale.update(overflow)
+        self._end_step()
+
+    # Facts
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes moved so far. Between DEVICE and HOST none: on the CPU they are the same memory."""
+        stats = self._disk.io.stats if self._disk is not None else {}
+        return Traffic(0, 0, stats.get("read_bytes", 0), stats.get("written_bytes", 0))
+
+    @property
+    def io_engine(self) -> str | None:
+        """ "io_uring" or "threads"; None if nothing is homed on DISK."""
+        return self._disk.io.kind if self._disk is not None else None
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that the optimizer's kernels use."""
+        return _native.isa()
+
+    def managed_params(self) -> list[ManagedParam]:
+        """All managed parameters, in the model's order."""
+        return sorted(self._managed.values(), key=lambda m: m.slice.param.index)
+
+    # End
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this model's engine was closed; build the model again to go on")
+
+    def close(self) -> None:
+        """Frees memory, file and threads; idempotent. Any later use raises ClosedError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer.detach()
+        model = self._model()
+        if model is not None:
+            refuse_use(
+                model,
+                lambda: ClosedError("the model was used after its engine was closed"),
+            )
+        for hooks in self._hooks:
+            hooks.remove()
+        for m in self._managed.values():
+            m.param.data = m.absent
+            m.param.grad = None
+        self._free()
+
+    def _free(self) -> None:
+        self._closed = True
+        self._pipeline.close()
+        self.params.close()
+        self._grads.close()
+        self.records.close()
+        if self._buffers is not None:
+            self._buffers.close()
+        if self._disk is not None:
+            self._disk.close()

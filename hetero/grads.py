@@ -1,0 +1,121 @@
+"""GRAD payloads: gradients arrive from autograd, are added up, and wait for the optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero.dtypes import Dtypes
+from hetero.homes import HostHomes
+from hetero.layout import Chunk, Layout
+from hetero.managed import ManagedParam
+from offload._native import Location, sum_of_squares
+from offload.cache import Extent, SlotCache
+
+
+class Grads:
+    """Keeps the gradients of all chunks, in the grad dtype.
+
+    A parameter's first gradient is copied, later ones (further micro-batches) are added in the grad
+    dtype. DISK-homed gradients pass through slots; their sums of squares are taken before they
+    leave.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtypes: Dtypes,
+        homes: HostHomes,
+        cache: SlotCache | None,
+        extents: dict[int, Extent],
+    ) -> None:
+        self._slot_bytes = layout.slot_numel * dtypes.grad_bytes
+        self._dtypes = dtypes
+        self._homes = homes
+        self._cache = cache
+        self._extents = extents
+        self._members: dict[int, list[ManagedParam]] = {}
+        self._arrived: dict[int, set[int]] = {}  # of DISK-homed chunks, in this round
+        self._spilled_sums: dict[ManagedParam, float] = {}
+        if cache is not None:
+            cache.before_write = self._before_write
+
+    def add_member(self, managed: ManagedParam) -> None:
+        """Makes a trainable parameter known."""
+        self._members.setdefault(managed.chunk.id, []).append(managed)
+
+    def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
+        chunk = managed.chunk
+        if chunk in self._homes:
+            kept = managed.part_of(self._homes.flat(chunk))
+        else:
+            kept = managed.part_of(self._flat_in_slot(chunk, accumulate))
+        if accumulate:
+            kept.add_(grad)
+        else:
+            kept.copy_(grad)
+        managed.param.grad = managed.absent_grad
+        if chunk not in self._homes:
+            self._write_when_complete(managed)
+
+    def _flat_in_slot(self, chunk: Chunk, accumulate: bool) -> torch.Tensor:
+        assert self._cache is not None
+        if accumulate or any(m.has_grad for m in self._members[chunk.id]):
+            self._cache.get(chunk.id)
+        else:
+            self._cache.create(chunk.id)
+        self._cache.dirty(chunk.id)
+        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)
+
+    def _write_when_complete(self, managed: ManagedParam) -> None:
+        assert self._cache is not None
+        chunk = managed.chunk
+        arrived = self._arrived.setdefault(chunk.id, set())
+        arrived.add(managed.slice.param.index)
+        if len(arrived) == len(self._members[chunk.id]):
+            arrived.clear()
+            self._cache.write_back(chunk.id)
+
+    def _before_write(self, chunk_id: int) -> None:
+        """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
+        assert self._cache is not None
+        address = self._cache.address(chunk_id)
+        for managed in self._members[chunk_id]:
+            self._spilled_sums[managed] = self._sum(managed, address)
+
+    def sum_of_squares(self, managed: ManagedParam) -> float:
+        """Sum of squares of the parameter's kept gradient, in a fixed order, in double."""
+        chunk = managed.chunk
+        if chunk in self._homes:
+            return self._sum(managed, self._homes.address(chunk, 0))
+        assert self._cache is not None
+        if self._cache.is_dirty(chunk.id):
+            return self._sum(managed, self._cache.address(chunk.id))
+        return self._spilled_sums[managed]
+
+    def _sum(self, managed: ManagedParam, chunk_address: int) -> float:
+        address = chunk_address + managed.slice.offset * self._dtypes.grad_bytes
+        return sum_of_squares(self._dtypes.grad, address, managed.numel)
+
+    def location(self, chunk: Chunk, piece: int) -> Location:
+        """Where the optimizer finds the piece; it stays there until used()."""
+        if chunk in self._homes:
+            return Location(self._homes.address(chunk, piece))
+        assert self._cache is not None
+        if self._cache.holds(chunk.id):
+            self._cache.pin(chunk.id)
+            return Location(self._cache.address(chunk.id) + piece * self._slot_bytes)
+        extent = self._extents[chunk.id]
+        return Location(file_offset=extent.offset + piece * self._slot_bytes)
+
+    def used(self, chunk: Chunk) -> None:
+        """The optimizer has used the chunk's gradient."""
+        if self._cache is not None and chunk not in self._homes:
+            self._arrived.pop(chunk.id, None)
+            self._cache.drop(chunk.id)
+
+    def close(self) -> None:
+        """Waits for transfers, frees slots and homes."""
+        if self._cache is not None:
+            self._cache.close()
+        self._homes.close()

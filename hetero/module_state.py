@@ -1,0 +1,85 @@
+"""model.state_dict() and model.load_state_dict() over managed parameters, names unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hetero.engine import Engine
+from hetero.managed import ManagedParam
+from hetero.state import store_masters
+from offload.errors import HeteroError
+
+
+class StateDictHooks:
+    """Makes a module's state_dict whole, in the compute dtype, and lets it load any float dtype.
+
+    state_dict() holds copies of absent parameters, in RAM outside the budgets. What is loaded
+    becomes the master, unrounded, and the parameter is its rounding; the moments stay.
+    """
+
+    def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
+        self._engine = engine
+        self._handles: list[RemovableHandle] = []
+        self._loading: dict[torch.nn.Module, dict[ManagedParam, torch.Tensor]] = {}
+        for module in model.modules():
+            own = {
+                name: engine.find(p)
+                for name, p in module._parameters.items()
+                if p is not None and p.is_floating_point() and p.numel()
+            }
+            if own:
+                self._hook(module, own)
+
+    def _hook(self, module: torch.nn.Module, own: dict[str, ManagedParam]) -> None:
+        def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name, managed in own.items():
+                absent = not self._engine.params.is_resident(managed.chunk) and not managed.uses
+                if absent and prefix + name in state_dict:
+                    state_dict[prefix + name] = self._copy(managed)
+
+        def before_load(
+            state_dict: dict[str, Any],
+            prefix: str,
+            metadata: dict[str, Any],
+            strict: bool,
+            missing: list[str],
+            unexpected: list[str],
+            errors: list[str],
+        ) -> None:
+            if metadata.get("assign_to_params_buffers", False):
+                raise HeteroError(
+                    "load_state_dict(assign=True) would replace managed parameters; "
+                    "use assign=False"
+                )
+            found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}
+            self._loading[module] = {
+                m: value for m, value in found.items() if value.shape == m.param.shape
+            }
+            for managed in own.values():
+                self._engine.params.acquire(managed)
+
+        def after_load(module: Any, incompatible: Any) -> None:
+            values = self._loading.pop(module, None)
+            if values is None:
+                return
+            for managed in own.values():
+                self._engine.params.release(managed)
+            store_masters(self._engine, values)
+
+        self._handles += [
+            module._register_state_dict_hook(fill),
+            module._register_load_state_dict_pre_hook(before_load),
+            module.register_load_state_dict_post_hook(after_load),
+        ]
+
+    def _copy(self, managed: ManagedParam) -> torch.Tensor:
+        return managed.part_of(self._engine.params.flat(managed.chunk)).clone()
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

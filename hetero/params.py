@@ -1,0 +1,175 @@
+"""PARAM payloads: resident in RAM, or gathered from the file while something needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hetero.homes import HostHomes
+from hetero.layout import Chunk, Layout
+from hetero.managed import ManagedParam
+from offload.arena import HostArena
+from offload.cache import SlotCache
+from offload.errors import StaleGraphError
+from offload.order import UseOrder
+
+_PREFETCH_CHUNKS = 4  # looked ahead; how many are really read is a matter of free slots
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """A view of a gathered copy that autograd saved: enough to make it again."""
+
+    chunk: Chunk
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements from the chunk's beginning
+
+
+class Params:
+    """Brings parameters in and lets them go.
+
+    A resident parameter is a view of its home for good. Of the others, `acquire` points the
+    parameter to a gathered copy and `release` makes it absent again; copies stay leased while any
+    tensor over them lives, whoever holds it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        homes: HostHomes,
+        arena: HostArena | None,
+        cache: SlotCache | None,
+        order: UseOrder,
+        dtype: torch.dtype,
+        prefetch: bool,
+        wait_written: Callable[[Chunk], None],
+    ) -> None:
+        """`wait_written(chunk)` returns when the file has the optimizer's last values."""
+        self._homes = homes
+        self._arena = arena
+        self._cache = cache
+        self._order = order
+        self._dtype = dtype
+        self._prefetch = prefetch
+        self._chunk_of_slot: dict[int, Chunk] = {}
+        self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
+        self._holders: dict[int, int] = {}
+        self._version = [0] * len(layout.chunks)
+        if cache is not None:
+            cache.before_read = lambda chunk: wait_written(layout.chunks[chunk])
+
+    def is_resident(self, chunk: Chunk) -> bool:
+        """Whether the chunk's home is in RAM, where compute uses it in place."""
+        return chunk in self._homes
+
+    def flat(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's parameters now, flat; for a DISK home a lease on a gathered copy."""
+        if chunk in self._homes:
+            return self._homes.flat(chunk)
+        held = self._held.get(chunk.id)
+        if held is not None:
+            return held
+        assert self._cache is not None
+        self._order.note(chunk.id)
+        self._cache.get(chunk.id)
+        flat = self._lease(chunk)
+        if self._prefetch:
+            self._cache.prefetch(_PREFETCH_CHUNKS)
+        return flat
+
+    def _lease(self, chunk: Chunk) -> torch.Tensor:
+        assert self._cache is not None
+        assert self._arena is not None
+        slot = self._arena.slot_of(self._cache.address(chunk.id))
+        assert slot is not None
+        self._chunk_of_slot[slot] = chunk
+        return self._cache.tensor(chunk.id, self._dtype)
+
+    def acquire(self, managed: ManagedParam) -> None:
+        """Makes the parameter present until as many release() calls."""
+        chunk = managed.chunk
+        if chunk in self._homes:
+            return
+        if managed.uses == 0:
+            flat = self.flat(chunk)
+            self._held[chunk.id] = flat
+            self._holders[chunk.id] = self._holders.get(chunk.id, 0) + 1
+            managed.param.data = managed.part_of(flat)
+        managed.uses += 1
+
+    def release(self, managed: ManagedParam) -> None:
+        """Undoes one acquire()."""
+        chunk = managed.chunk
+        if chunk in self._homes:
+            return
+        managed.uses -= 1
+        if managed.uses == 0:
+            managed.param.data = managed.absent
+            self._holders[chunk.id] -= 1
+            if self._holders[chunk.id] == 0:
+                del self._holders[chunk.id], self._held[chunk.id]
+
+    def fill(self, chunk: Chunk) -> torch.Tensor:
+        """Flat memory for the chunk's first values; call filled() when they are there."""
+        if chunk in self._homes:
+            return self._homes.flat(chunk)
+        assert self._cache is not None
+        self._cache.create(chunk.id)
+        return self._lease(chunk)
+
+    def filled(self, chunk: Chunk) -> None:
+        """The chunk's values changed in what fill() or flat() gave; returns when they are home."""
+        if chunk not in self._homes:
+            assert self._cache is not None
+            self._cache.dirty(chunk.id)
+            self._cache.write_back(chunk.id)
+            self._cache.get(chunk.id)
+
+    def updated(self, chunk: Chunk) -> None:
+        """The optimizer wrote new values to the chunk's home."""
+        self._version[chunk.id] += 1
+        if chunk not in self._homes:
+            assert self._cache is not None
+            self._cache.drop(chunk.id)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+        """What autograd keeps for `tensor`: of a view of a gathered copy, how to remake it."""
+        if self._arena is None or tensor.dtype != self._dtype or tensor.layout != torch.strided:
+            return tensor
+        base = tensor.untyped_storage().data_ptr()
+        slot = self._arena.slot_of(base)
+        if slot is None:
+            return tensor
+        chunk = self._chunk_of_slot[slot]
+        return SavedView(
+            chunk,
+            self._version[chunk.id],
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+
+    def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+        """The tensor that was packed. Raises StaleGraphError after an optimizer step."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if saved.version != self._version[saved.chunk.id]:
+            raise StaleGraphError(
+                f"backward needs {saved.chunk.name} as it was before an optimizer step that came "
+                f"between this graph's forward and its backward; call backward before step"
+            )
+        return self.flat(saved.chunk).as_strided(saved.size, saved.stride, saved.offset)
+
+    def close(self) -> None:
+        """Waits for transfers, frees slots and homes."""
+        self._held.clear()
+        self._holders.clear()
+        if self._cache is not None:
+            self._cache.close()
+        if self._arena is not None:
+            self._arena.close()
+        self._homes.close()

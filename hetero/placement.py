@@ -1,0 +1,252 @@
+"""Where every chunk's payloads live: a pure function of sizes and budgets.
+
+This is a static placement. A planner that has traced a step takes its place by returning the same
+`Placement`; the runtime only carries it out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hetero.dtypes import Dtypes
+from hetero.layout import Chunk, Layout
+from offload.errors import BudgetError
+from offload.sizes import format_bytes
+from offload.tiers import Tier
+
+# (buffers, gathered slots and gradient slots beyond the smallest number that works), best first:
+# with four buffers one is read, one computed and one written while one is spare.
+_CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
+_COMFORT = ((4, 2, 1), (2, 1, 0), (1, 0, 0))
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be used: of RAM, of file space (0: no directory), and for gathered slots.
+
+    `keep_records`: RAM that is left may keep records of DISK-homed chunks between steps.
+    """
+
+    host: int
+    disk: int
+    gathered: int | None = None
+    keep_records: bool = True
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """Bytes of one slot of each payload."""
+
+    param: int
+    grad: int
+    record: int
+
+    @classmethod
+    def of(cls, layout: Layout, dtypes: Dtypes) -> SlotBytes:
+        """The slots of `layout` in `dtypes`."""
+        n = layout.slot_numel
+        return cls(n * dtypes.param_bytes, n * dtypes.grad_bytes, n * dtypes.record_bytes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Homes per chunk id (GRAD and RECORD of frozen chunks: None), and the sizes of the pools."""
+
+    param: tuple[Tier, ...]
+    grad: tuple[Tier | None, ...]
+    record: tuple[Tier | None, ...]
+    gathered_slots: int  # for copies of DISK-homed parameters
+    grad_slots: int  # for DISK-homed gradients on their way
+    buffers: int  # of the optimizer pipeline
+    host_bytes: int  # of RAM, homes and pools together
+    disk_bytes: int  # of the file
+
+    @property
+    def trained_param_on_disk(self) -> bool:
+        """Whether the optimizer finds parameters in the file."""
+        pairs = zip(self.param, self.record, strict=True)
+        return any(p is Tier.DISK and r is not None for p, r in pairs)
+
+
+def concurrent_slots(chunk_sets: Iterable[Sequence[Chunk]]) -> int:
+    """The slots that always find room for any one of `chunk_sets` held at once.
+
+    With k other runs leased in the worst places, a run of r finds room in
+    others + (k + 1) (r - 1) + 1 slots.
+    """
+    need = 1
+    for chunks in chunk_sets:
+        longest = max(c.slots for c in chunks)
+        others = sum(c.slots for c in chunks) - longest
+        need = max(need, others + len(chunks) * (longest - 1) + 1)
+    return need
+
+
+def place(
+    layout: Layout, dtypes: Dtypes, policy: str, budgets: Budgets, min_gathered_slots: int
+) -> Placement:
+    """Homes for `layout` under `policy` ("cpu", "nvme" or "auto").
+
+    Per byte kept in RAM parameters save most traffic, then gradients, then records; so RAM is given
+    out in this order, after the pools. Raises BudgetError with the smallest budget that works.
+    """
+    slot = SlotBytes.of(layout, dtypes)
+    maker = _Maker(layout, slot, policy, min_gathered_slots, budgets)
+    tried: list[Placement] = []
+    # Without a disk all parameters are still in RAM, in fp32, while the homes are filled.
+    building = 0 if budgets.disk else _conversion_bytes(layout, slot)
+    for candidate in maker.candidates():
+        candidate = replace(candidate, host_bytes=max(candidate.host_bytes, building))
+        if candidate.host_bytes <= budgets.host and candidate.disk_bytes <= budgets.disk:
+            gathered = candidate.gathered_slots * slot.param
+            if budgets.gathered is None or gathered <= budgets.gathered:
+                return candidate
+        tried.append(candidate)
+    raise BudgetError(_refusal(tried, budgets, slot, policy, layout))
+
+
+class _Maker:
+    """Makes placements in which some chunks of each payload are in RAM, the others on DISK.
+
+    Chunks of few slots go to RAM first: they fill what is left of the budget best.
+    """
+
+    def __init__(
+        self, layout: Layout, slot: SlotBytes, policy: str, min_gathered: int, budgets: Budgets
+    ) -> None:
+        self._chunks = layout.chunks
+        by_size = sorted(layout.chunks, key=lambda c: (c.slots, c.id))
+        self._rank = {chunk.id: rank for rank, chunk in enumerate(by_size)}
+        self._slot = slot
+        self._policy = policy
+        self._budgets = budgets
+        self._min_gathered = min_gathered
+        self._min_grad = max((c.slots for c in layout.chunks if c.trainable), default=0)
+
+    def candidates(self) -> Iterable[Placement]:
+        """Placements from the fastest to the smallest, each using what room the budget leaves."""
+        n = len(self._chunks)
+        if self._policy in ("cpu", "auto"):
+            yield self._placement((n, n, n), (0, 0, 0))
+        if self._policy in ("nvme", "auto"):
+            for param, grad in ((n, n), (n, 0), (0, 0)):
+                for comfort in _COMFORT:
+                    yield self._filled(param, grad, comfort)
+
+    def _filled(self, param: int, grad: int, comfort: tuple[int, int, int]) -> Placement:
+        """At least `param` and `grad` chunks in RAM, then as many of each payload as fit."""
+        host = self._budgets.host
+        in_ram = [param, grad, 0]
+        for payload in range(3 if self._policy == "auto" else 2):
+
+            def host_bytes(count: int, payload: int = payload) -> int:
+                counts = (*in_ram[:payload], count, *in_ram[payload + 1 :])
+                return self._placement(counts, comfort).host_bytes
+
+            more = range(in_ram[payload] + 1, len(self._chunks) + 1)
+            in_ram[payload] += bisect_right(more, host, key=host_bytes)
+        return self._with_more_buffers(self._placement(tuple(in_ram), comfort))
+
+    def _with_more_buffers(self, placement: Placement) -> Placement:
+        """RAM that is left keeps records between steps, in more buffers."""
+        if not placement.buffers or not self._budgets.keep_records:
+            return placement
+        streamed = sum(c.slots for c in self._chunks if placement.record[c.id] is Tier.DISK)
+        buffer_bytes = self._buffer_bytes(placement)
+        spare = (self._budgets.host - placement.host_bytes) // buffer_bytes
+        more = max(0, min(streamed - placement.buffers, spare))
+        return replace(
+            placement,
+            buffers=placement.buffers + more,
+            host_bytes=placement.host_bytes + more * buffer_bytes,
+        )
+
+    def _buffer_bytes(self, placement: Placement) -> int:
+        slot = self._slot
+        return (
+            slot.record
+            + (slot.param if placement.trained_param_on_disk else 0)
+            + (slot.grad if Tier.DISK in placement.grad else 0)
+        )
+
+    def _placement(self, in_ram: tuple[int, ...], comfort: tuple[int, int, int]) -> Placement:
+        """in_ram[payload] chunks' payloads in RAM, and the pools which that needs."""
+
+        def home(chunk: Chunk, count: int) -> Tier:
+            return Tier.HOST if self._rank[chunk.id] < count else Tier.DISK
+
+        param = tuple(home(c, in_ram[0]) for c in self._chunks)
+        grad = tuple(home(c, in_ram[1]) if c.trainable else None for c in self._chunks)
+        record = tuple(home(c, in_ram[2]) if c.trainable else None for c in self._chunks)
+        homed = dict.fromkeys(Tier, 0)
+        slot = self._slot
+        for homes, slot_bytes in ((param, slot.param), (grad, slot.grad), (record, slot.record)):
+            for chunk, tier in zip(self._chunks, homes, strict=True):
+                if tier is not None:
+                    homed[tier] += chunk.slots * slot_bytes
+        buffers, more_gathered, more_grad = comfort
+        bare = Placement(
+            param=param,
+            grad=grad,
+            record=record,
+            gathered_slots=self._min_gathered + more_gathered if Tier.DISK in param else 0,
+            grad_slots=self._min_grad + more_grad if Tier.DISK in grad else 0,
+            buffers=0,
+            host_bytes=0,
+            disk_bytes=homed[Tier.DISK],
+        )
+        if not (bare.trained_param_on_disk or Tier.DISK in grad or Tier.DISK in record):
+            buffers = 0
+        pools = bare.gathered_slots * slot.param + bare.grad_slots * slot.grad
+        pools += buffers * self._buffer_bytes(bare)
+        return replace(bare, buffers=buffers, host_bytes=homed[Tier.HOST] + pools)
+
+
+def _conversion_bytes(layout: Layout, slot: SlotBytes) -> int:
+    """The most RAM while the chunks' parameters and records are made from fp32 parameters."""
+    waiting = layout.numel * _CONSTRUCTION_BYTES
+    made = most = 0
+    for chunk in layout.chunks:
+        made += chunk.slots * (slot.param + (slot.record if chunk.trainable else 0))
+        most = max(most, made + waiting)
+        waiting -= sum(s.param.numel for s in chunk.slices) * _CONSTRUCTION_BYTES
+    return most
+
+
+def _refusal(
+    tried: Sequence[Placement], budgets: Budgets, slot: SlotBytes, policy: str, layout: Layout
+) -> str:
+    smallest = min(tried, key=lambda p: p.host_bytes)
+    parts = [
+        f"policy {policy!r} cannot hold {layout.numel:,} parameters in "
+        f"{len(layout.chunks)} chunks of {layout.slot_numel:,} elements:"
+    ]
+    if smallest.host_bytes > budgets.host:
+        parts.append(
+            f"host_memory is {format_bytes(budgets.host)} ({budgets.host} bytes), and the smallest "
+            f"that works is {format_bytes(smallest.host_bytes)} ({smallest.host_bytes} bytes);"
+        )
+    if smallest.disk_bytes > budgets.disk:
+        what = (
+            "nvme_capacity or the free space there"
+            if budgets.disk
+            else "nvme_path is not given, so disk space"
+        )
+        parts.append(
+            f"{what} is {format_bytes(budgets.disk)}, and with the least RAM "
+            f"{format_bytes(smallest.disk_bytes)} ({smallest.disk_bytes} bytes) go to disk;"
+        )
+    gathered = smallest.gathered_slots * slot.param
+    if budgets.gathered is not None and gathered > budgets.gathered:
+        parts.append(
+            f"device_memory is {format_bytes(budgets.gathered)}, and gathered parameters need "
+            f"{format_bytes(gathered)} ({gathered} bytes);"
+        )
+    fixes = "raise host_memory, or set a smaller chunk_numel"
+    if policy == "cpu":
+        fixes = "raise host_memory, or use placement_policy='nvme' or 'auto' with nvme_path"
+    elif not budgets.disk:
+        fixes = "give nvme_path, or raise host_memory"
+    return " ".join([*parts, fixes])

@@ -1,0 +1,181 @@
+"""RECORD payloads: what completes a parameter to its fp32 master, and the moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hetero.dtypes import Dtypes
+from hetero.homes import HostHomes
+from hetero.layout import Chunk
+from hetero.managed import ManagedParam
+from offload._native import Location, StepPipeline, join_master, split_master
+from offload.arena import HostArena
+from offload.cache import Extent
+from offload.store import Transfers
+
+
+@dataclass(frozen=True)
+class Record:
+    """One piece's record, as flat tensors of slot_numel elements.
+
+    `master` has the lower 16 bits of the fp32 master (as int16) for bf16, the whole master for
+    fp16, and is None for fp32. The sign bit of `exp_avg_sq` belongs to the bf16 split
+    (docs/formats.md).
+    """
+
+    master: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    @classmethod
+    def over(cls, raw: torch.Tensor, slot_numel: int, dtypes: Dtypes) -> Record:
+        """Views of a record's bytes, laid out [master | exp_avg | exp_avg_sq]."""
+        moments = slot_numel * dtypes.master_bytes
+        half = moments + slot_numel * 4
+        master_dtype = torch.int16 if dtypes.compute == "bf16" else torch.float32
+        return cls(
+            raw[:moments].view(master_dtype) if moments else None,
+            raw[moments:half].view(torch.float32),
+            raw[half : half + slot_numel * 4].view(torch.float32),
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of one parameter that lie in one piece of its chunk."""
+
+    piece: int
+    in_param: slice  # of the flat parameter
+    in_piece: slice
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return int(self.in_piece.stop - self.in_piece.start)
+
+
+def parts_of(managed: ManagedParam, slot_numel: int) -> Iterator[Part]:
+    """The parameter cut at the borders of slots."""
+    begin = managed.slice.offset
+    while begin < managed.slice.end:
+        piece = begin // slot_numel
+        end = min((piece + 1) * slot_numel, managed.slice.end)
+        base = managed.slice.offset
+        yield Part(
+            piece,
+            slice(begin - base, end - base),
+            slice(begin - piece * slot_numel, end - piece * slot_numel),
+        )
+        begin = end
+
+
+class Records:
+    """Access to records wherever they live, between steps.
+
+    A DISK-homed record passes through the first of the pipeline's buffers, one piece at a time.
+    """
+
+    def __init__(
+        self,
+        slot_numel: int,
+        dtypes: Dtypes,
+        homes: HostHomes,
+        extents: dict[int, Extent],
+        buffers: HostArena | None,
+        transfers: Transfers | None,
+        pipeline: StepPipeline,
+    ) -> None:
+        self._slot_numel = slot_numel
+        self._dtypes = dtypes
+        self._slot_bytes = slot_numel * dtypes.record_bytes
+        self._homes = homes
+        self._extents = extents
+        self._buffers = buffers
+        self._transfers = transfers
+        self._pipeline = pipeline
+
+    def location(self, chunk: Chunk, piece: int) -> Location:
+        """Where the optimizer finds the piece's record."""
+        if chunk in self._homes:
+            return Location(self._homes.address(chunk, piece))
+        return Location(file_offset=self._offset(chunk, piece))
+
+    def _offset(self, chunk: Chunk, piece: int) -> int:
+        return self._extents[chunk.id].offset + piece * self._slot_bytes
+
+    @contextmanager
+    def open(
+        self, chunk: Chunk, piece: int, write: bool = False, fresh: bool = False
+    ) -> Iterator[Record | None]:
+        """The piece's record inside the block (None: frozen); with `write` it goes home afterwards.
+
+        With `fresh` it starts as zeros instead of what is at home.
+        """
+        if not chunk.trainable:
+            yield None
+            return
+        if write or chunk not in self._homes:
+            self._pipeline.forget()
+        if chunk in self._homes:
+            raw = self._homes.flat(chunk)[piece * self._slot_bytes : (piece + 1) * self._slot_bytes]
+            if fresh:
+                raw.zero_()
+            yield Record.over(raw, self._slot_numel, self._dtypes)
+            return
+        assert self._buffers is not None
+        assert self._transfers is not None
+        raw = self._buffers.view(0, 1, torch.uint8)[: self._slot_bytes]
+        offset = self._offset(chunk, piece)
+        if fresh:
+            raw.zero_()
+        else:
+            self._transfers.read(raw.data_ptr(), self._slot_bytes, offset).wait()
+        yield Record.over(raw, self._slot_numel, self._dtypes)
+        if write:
+            self._transfers.write(raw.data_ptr(), self._slot_bytes, offset).wait()
+
+    def split(
+        self, values: torch.Tensor, param: torch.Tensor, record: Record, where: slice
+    ) -> None:
+        """Writes fp32 `values` as parameter and master; `where` are its elements in the piece."""
+        if self._dtypes.compute == "fp32":
+            param.copy_(values)
+        elif self._dtypes.compute == "fp16":
+            assert record.master is not None
+            record.master[where] = values
+            param.copy_(values)
+        else:
+            assert record.master is not None
+            values = values.contiguous()
+            split_master(
+                values.data_ptr(),
+                param.data_ptr(),
+                record.master[where].data_ptr(),
+                record.exp_avg_sq[where].data_ptr(),
+                values.numel(),
+            )
+
+    def join(self, param: torch.Tensor, record: Record, where: slice) -> torch.Tensor:
+        """The fp32 master of the flat parameter part `param`."""
+        if self._dtypes.compute == "fp32":
+            return param.clone()
+        assert record.master is not None
+        if self._dtypes.compute == "fp16":
+            return record.master[where].clone()
+        values = torch.empty(param.numel(), dtype=torch.float32)
+        join_master(
+            param.data_ptr(),
+            record.master[where].data_ptr(),
+            record.exp_avg_sq[where].data_ptr(),
+            values.data_ptr(),
+            values.numel(),
+        )
+        return values
+
+    def close(self) -> None:
+        """Frees the homes."""
+        self._homes.close()

@@ -1,0 +1,121 @@
+"""One optimizer step: which pieces are updated, in what order, with what hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hetero.grads import Grads
+from hetero.homes import HostHomes
+from hetero.layout import Chunk, Layout
+from hetero.managed import ManagedParam
+from hetero.records import Records, parts_of
+from offload._native import AdamHyper, Location, StepPipeline, StepTask
+from offload.cache import Extent
+
+Segment = tuple[int, int, int]  # first element in the piece, numel, index of the hyper-parameters
+
+
+class Stepper:
+    """Turns the parameters that have gradients into the pipeline's tasks.
+
+    The order of pieces alternates from step to step (zig-zag): what the last step left in the
+    buffers is what this one needs first.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        param_bytes: int,
+        param_homes: HostHomes,
+        param_extents: dict[int, Extent],
+        grads: Grads,
+        records: Records,
+        pipeline: StepPipeline,
+    ) -> None:
+        self._slot_numel = layout.slot_numel
+        self._slot_bytes = layout.slot_numel * param_bytes
+        self._param_homes = param_homes
+        self._param_extents = param_extents
+        self._grads = grads
+        self._records = records
+        self._pipeline = pipeline
+        self._first_key: dict[int, int] = {}
+        key = 0
+        for chunk in layout.chunks:
+            self._first_key[chunk.id] = key
+            key += chunk.slots
+        self._forward = True
+
+    def run(
+        self, groups: Sequence[tuple[dict[str, Any], list[ManagedParam]]], scale: float
+    ) -> None:
+        """Updates all given parameters with their groups' options; gradients are times `scale`.
+
+        Returns when parameters in RAM are final; records and DISK-homed parameters may still be on
+        their way to the file.
+        """
+        hypers: dict[tuple[int, int], int] = {}
+        made: list[AdamHyper] = []
+        segments: dict[tuple[int, int], list[Segment]] = {}
+        chunks: dict[int, Chunk] = {}
+        for index, (options, members) in enumerate(groups):
+            for managed in members:
+                managed.step += 1
+                key = (index, managed.step)
+                if key not in hypers:
+                    hypers[key] = len(made)
+                    made.append(_hyper(options, managed.step))
+                chunks[managed.chunk.id] = managed.chunk
+                for part in parts_of(managed, self._slot_numel):
+                    segment = (part.in_piece.start, part.numel, hypers[key])
+                    segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
+        order = sorted(segments, reverse=not self._forward)
+        self._forward = not self._forward
+        tasks = [self._task(chunks[c], piece, segments[c, piece]) for c, piece in order]
+        self._pipeline.submit(tasks, made, scale)
+        self._pipeline.wait_updated()
+
+    def _task(self, chunk: Chunk, piece: int, segments: list[Segment]) -> StepTask:
+        if chunk in self._param_homes:
+            param = Location(self._param_homes.address(chunk, piece))
+        else:
+            offset = self._param_extents[chunk.id].offset
+            param = Location(file_offset=offset + piece * self._slot_bytes)
+        return StepTask(
+            self._first_key[chunk.id] + piece,
+            param,
+            self._grads.location(chunk, piece),
+            self._records.location(chunk, piece),
+            _merged(sorted(segments)),
+        )
+
+    def wait_written(self, chunk: Chunk) -> None:
+        """Until the file has what the last step computed for `chunk`."""
+        for piece in range(chunk.slots):
+            self._pipeline.wait_written(self._first_key[chunk.id] + piece)
+
+
+def _merged(segments: Iterable[Segment]) -> list[Segment]:
+    """Neighbours with the same hyper-parameters as one: fewer, longer runs for the kernel."""
+    merged: list[Segment] = []
+    for begin, numel, hyper in segments:
+        if merged and merged[-1][2] == hyper and merged[-1][0] + merged[-1][1] == begin:
+            merged[-1] = (merged[-1][0], merged[-1][1] + numel, hyper)
+        else:
+            merged.append((begin, numel, hyper))
+    return merged
+
+
+def _hyper(options: dict[str, Any], step: int) -> AdamHyper:
+    beta1, beta2 = options["betas"]
+    return AdamHyper(
+        float(options["lr"]),
+        float(beta1),
+        float(beta2),
+        float(options["eps"]),
+        float(options["weight_decay"]),
+        bool(options["adamw_mode"]),
+        bool(options["bias_correction"]),
+        step,
+    )
