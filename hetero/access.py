@@ -46,7 +46,7 @@ def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]
         yield
         return
     engine = engine_of(listed)
-    members = list({id(p): engine.find(p) for p in listed}.values())
+    members = list({m.param: m for m in engine.find_all(listed)}.values())
     acquired = []
     try:
         for m in members:
@@ -76,7 +76,7 @@ def masters(params: Params) -> list[torch.Tensor]:
     """The fp32 master weights of `params`, whole, in RAM outside the budgets."""
     listed = _listed(params)
     found = export_masters(engine_of(listed), listed)
-    return [found[p] for p in listed]
+    return [found.get(p, p.detach().float()) for p in listed]
 
 
 def clip_grad_norm_(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +23,6 @@ from hetero.scaler import LossScale
 from hetero.steps import Stepper
 from offload import _native
 from offload._native import IoEngine, StepPipeline
-from offload.arena import HostArena
 from offload.errors import ClosedError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
 from offload.store import ScratchFile, Transfers
@@ -47,12 +47,6 @@ class DiskParts:
     io: IoEngine
     scratch: ScratchFile
     transfers: Transfers
-
-    def close(self) -> None:
-        """Ends the transfers, then frees the space."""
-        self.transfers.close()
-        self.io.close()
-        self.scratch.close()
 
 
 class Removable(Protocol):
@@ -83,8 +77,8 @@ class Engine:
         records: Records,
         stepper: Stepper,
         pipeline: StepPipeline,
-        buffers: HostArena | None,
         disk: DiskParts | None,
+        resources: ExitStack,
         loss_scale: LossScale,
         notes: list[str],
         end_step: Callable[[], None],
@@ -102,8 +96,8 @@ class Engine:
         self._grads = grads
         self._stepper = stepper
         self._pipeline = pipeline
-        self._buffers = buffers
         self._disk = disk
+        self._resources = resources  # closed in the reverse order of their making
         self._end_step = end_step
         self._scaled_backward = False
         self._clip = 1.0
@@ -118,7 +112,7 @@ class Engine:
             grads.add_member(m)
         self._hooks: list[Removable] = []
         self._hooks += hook_gradients(trainable, self._check_grad, grads.add)
-        self.attach(ModuleHooks(model, self._own, params, dtypes.torch_compute))
+        self.attach(ModuleHooks(model, self._known, params, dtypes.torch_compute))
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._free)
 
@@ -126,12 +120,8 @@ class Engine:
         """Hooks on the model that close() removes."""
         self._hooks.append(hooks)
 
-    def _own(self, module: torch.nn.Module) -> list[ManagedParam]:
-        return [
-            self._managed[id(p)]
-            for p in module._parameters.values()
-            if p is not None and id(p) in self._managed
-        ]
+    def _known(self, param: torch.Tensor) -> ManagedParam | None:
+        return self._managed.get(id(param))
 
     def find(self, param: torch.Tensor) -> ManagedParam:
         """What is known of `param`. Raises UnmanagedParameterError if it is not this engine's."""
@@ -143,6 +133,10 @@ class Engine:
                 f"the model that owns it through hetero.initialize()"
             )
         return managed
+
+    def find_all(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
+        """find() for each of `params` that has elements; empty ones need no managing."""
+        return [self.find(p) for p in params if p.numel()]
 
     def name_of(self, param: torch.Tensor) -> str:
         """The parameter's first name in the model."""
@@ -178,7 +172,7 @@ class Engine:
         Summed in double per parameter in a fixed order, then over parameters in the model's order:
         the same bits for every placement and chunk size.
         """
-        members = {m.slice.param.index: m for m in map(self.find, params) if m.has_grad}
+        members = {m.slice.param.index: m for m in self.find_all(params) if m.has_grad}
         total = 0.0
         for index in sorted(members):
             total += self._grads.sum_of_squares(members[index])
@@ -214,7 +208,7 @@ class Engine:
         """One optimizer update of all parameters that have gradients."""
         self._check_open()
         groups = [
-            (group, [m for m in map(self.find, group["params"]) if m.has_grad])
+            (group, [m for m in self.find_all(group["params"]) if m.has_grad])
             for group in param_groups
         ]
         members = [m for _, some in groups for m in some]
@@ -235,6 +229,11 @@ class Engine:
             self._grads.used(chunk)
         self.loss_scale.update(overflow)
         self._end_step()
+
+    def synchronize(self) -> None:
+        """Until the file has all that the last step computed. Raises what a transfer met."""
+        self._check_open()
+        self._pipeline.wait_written()
 
     # Facts
 
@@ -285,11 +284,5 @@ class Engine:
 
     def _free(self) -> None:
         self._closed = True
-        self._pipeline.close()
-        self.params.close()
-        self._grads.close()
-        self.records.close()
-        if self._buffers is not None:
-            self._buffers.close()
-        if self._disk is not None:
-            self._disk.close()
+        self.params.forget()
+        self._resources.close()

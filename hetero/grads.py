@@ -113,9 +113,3 @@ class Grads:
         if self._cache is not None and chunk not in self._homes:
             self._arrived.pop(chunk.id, None)
             self._cache.drop(chunk.id)
-
-    def close(self) -> None:
-        """Waits for transfers, frees slots and homes."""
-        if self._cache is not None:
-            self._cache.close()
-        self._homes.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from hetero.bare_uses import BareUses
 from hetero.managed import ManagedParam
 from hetero.params import Params
 
@@ -19,30 +21,32 @@ from hetero.params import Params
 class _Entered:
     module: torch.nn.Module
     acquired: list[ManagedParam]
-    packing: saved_tensors_hooks | None
+    contexts: ExitStack
 
 
 class ModuleHooks:
     """Brings a module's own parameters in before its forward and lets them go afterwards.
 
-    While the outermost hooked module runs, autograd saves views of gathered copies as SavedView
-    (Params.pack), so that a forward holds no copies for the backward. Not so while a backward runs
-    (a checkpoint's recomputation): there copies stay leased until the region's backward is done.
+    While they run, autograd saves views of gathered copies as SavedView (Params.pack), so that a
+    forward holds no copies for the backward. Not so where somebody else's saved-tensor hooks are in
+    force (a non-reentrant checkpoint's): what those keep stays leased until they let it go.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        own: Callable[[torch.nn.Module], list[ManagedParam]],
+        find: Callable[[torch.Tensor], ManagedParam | None],
         params: Params,
         dtype: torch.dtype,
     ) -> None:
+        self._find = find
         self._params = params
         self._dtype = dtype
         self._entered: list[_Entered] = []
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
-            absent = [m for m in own(module) if not params.is_resident(m.chunk)]
+            own = [m for p in module._parameters.values() if p is not None and (m := find(p))]
+            absent = [m for m in own if not params.is_resident(m.chunk)]
             if absent or module is model:
                 self._hook(module, absent)
         self._handles.append(
@@ -61,16 +65,19 @@ class ModuleHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _enter(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        entered = _Entered(module, [], None)
+        entered = _Entered(module, [], ExitStack())
         self._entered.append(entered)
         for managed in needed:
             self._params.acquire(managed)
             entered.acquired.append(managed)
-        outermost = all(e.packing is None for e in self._entered)
-        in_backward = torch._C._current_graph_task_id() != -1
-        if outermost and not in_backward:
-            entered.packing = saved_tensors_hooks(self._params.pack, self._params.unpack)
-            entered.packing.__enter__()
+        if not self._params.gathers:
+            return
+        if len(self._entered) == 1:
+            entered.contexts.enter_context(BareUses(self._find, self._params))
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            entered.contexts.enter_context(
+                saved_tensors_hooks(self._params.pack, self._params.unpack)
+            )
 
     def _exit(self, module: torch.nn.Module) -> None:
         # After an exception torch runs these hooks from the inside out, so the last entered is
@@ -78,8 +85,7 @@ class ModuleHooks:
         if not self._entered or self._entered[-1].module is not module:
             return
         entered = self._entered.pop()
-        if entered.packing is not None:
-            entered.packing.__exit__()
+        entered.contexts.close()
         for managed in entered.acquired:
             self._params.release(managed)
 

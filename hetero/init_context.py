@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from hetero.config import Config
 from offload.errors import BudgetError, HeteroError
+from offload.heap import trim_heap
 from offload.ledger import Ledger
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.store import ScratchFile, free_bytes
 from offload.tiers import Account, Tier
 
 _BLOCK_BYTES = 4 << 20  # of one transfer to or from the file
+_TRIM_BYTES = 16 << 20  # given up since the heap was last trimmed
 _USES_OF_UNSHARED = 2  # a storage that only the parameter and the one who counts refer to
 
 
@@ -52,6 +54,7 @@ class Stage:
         self._absent: dict[int, torch.Tensor] = {}  # id(param) -> what stands in for it
         self._by_storage: dict[int, int] = {}  # address of an absent tensor's element -> id(param)
         self._file: ScratchFile | None = None
+        self._untrimmed_bytes = 0
 
     @property
     def any_absent(self) -> bool:
@@ -75,9 +78,12 @@ class Stage:
 
     def _forget(self, key: int) -> None:
         """The parameter is gone, or has found its home."""
-        self.ledger.release(Tier.HOST, Account.INIT, self._charged.pop(key, 0))
+        self._give_up(self._charged.pop(key, 0))
         self._params.pop(key, None)
         self._on_disk.pop(key, None)
+        absent = self._absent.pop(key, None)
+        if absent is not None:
+            del self._by_storage[absent.untyped_storage().data_ptr()]
 
     def _relieve(self, tier: Tier, nbytes: int) -> None:
         if tier is not Tier.HOST or self.config.nvme_path is None:
@@ -94,7 +100,6 @@ class Stage:
         if self._file is None:
             assert self.config.nvme_path is not None
             self._file = ScratchFile(self.config.nvme_path, self.ledger, Account.INIT)
-            weakref.finalize(self, self._file.close)
         flat = param.data.contiguous().view(-1).view(torch.uint8)
         offset = self._file.reserve(flat.numel())
         for begin, block in _blocks(flat.numel()):
@@ -108,7 +113,14 @@ class Stage:
             self._by_storage[absent.untyped_storage().data_ptr()] = key
         param.data = absent
         self._on_disk[key] = offset
-        self.ledger.release(Tier.HOST, Account.INIT, self._charged.pop(key))
+        self._give_up(self._charged.pop(key))
+
+    def _give_up(self, nbytes: int) -> None:
+        self.ledger.release(Tier.HOST, Account.INIT, nbytes)
+        self._untrimmed_bytes += nbytes
+        if self._untrimmed_bytes >= _TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            trim_heap()
 
     def _bring_in(self, key: int, param: torch.nn.Parameter) -> None:
         nbytes = param.numel() * param.element_size()
@@ -175,9 +187,23 @@ class Stage:
             self._forget(id(param))
             del param._hetero_stage  # type: ignore[attr-defined]
 
+    def restore(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Brings all back in and lets them go, as if they had not been adopted."""
+        self.ledger.relieve = None
+        for param in params:
+            key = id(param)
+            if key in self._on_disk:
+                values = torch.empty(param.shape, dtype=param.dtype)
+                for begin, block in self.blocks(param, slice(0, param.numel())):
+                    values.view(-1)[begin : begin + block.numel()] = block
+                param.data = values
+            self.release(param)
+        self.close()
+
     def close(self) -> None:
         """Frees the scratch file."""
         self.ledger.relieve = None
+        trim_heap()
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -61,11 +61,20 @@ def initialize(
         )
     if optimizer._engine is not None:
         raise ValueError("this optimizer was initialized already")
-    stage = _stage_for(model, config, options)
     specs, params = _specs(model, optimizer)
-    with ExitStack() as undo:
-        engine = _build(model, specs, params, stage, undo)
-        undo.pop_all()
+    stage = _context_stage(model, config, options)
+    adopting = stage is None
+    if stage is None:
+        stage = Stage(Config.make(config, **options))
+    try:
+        for param in params:
+            stage.adopt(param)
+        with ExitStack() as resources:
+            engine = _build(model, specs, params, stage, resources)
+    except BaseException:
+        if adopting:
+            stage.restore(params)
+        raise
     engine.attach(StateDictHooks(model, engine))
     optimizer._engine = engine
     for param in model.parameters():
@@ -74,10 +83,10 @@ def initialize(
     return model, optimizer
 
 
-def _stage_for(
+def _context_stage(
     model: torch.nn.Module, config: Config | Mapping[str, Any] | None, options: dict[str, Any]
-) -> Stage:
-    """The stage of the context that built the model, or a new one that adopts its parameters."""
+) -> Stage | None:
+    """The stage of the ZeroInitContext that built the model, or None."""
     stages = {
         id(stage): stage
         for p in model.parameters()
@@ -85,18 +94,13 @@ def _stage_for(
     }
     if len(stages) > 1:
         raise HeteroError("the model's parameters come from several ZeroInitContexts; use one")
+    stage = next(iter(stages.values()), None)
     given = config is not None or bool(options)
-    if stages:
-        stage = next(iter(stages.values()))
-        if given and Config.make(config, **options) != stage.config:
-            raise ValueError(
-                "initialize() was given other options than the ZeroInitContext that built the "
-                "model; give them to one of the two only"
-            )
-    else:
-        stage = Stage(Config.make(config, **options))
-    for param in model.parameters():
-        stage.adopt(param)
+    if stage is not None and given and Config.make(config, **options) != stage.config:
+        raise ValueError(
+            "initialize() was given other options than the ZeroInitContext that built the "
+            "model; give them to one of the two only"
+        )
     return stage
 
 
@@ -160,7 +164,7 @@ def _build(
     specs: Sequence[ParamSpec],
     params: Sequence[torch.nn.Parameter],
     stage: Stage,
-    undo: ExitStack,
+    resources: ExitStack,
 ) -> Engine:
     config, ledger, dtypes = stage.config, stage.ledger, stage.config.dtypes
     layout = _layout(specs, stage, dtypes)
@@ -187,20 +191,20 @@ def _build(
     notes: list[str] = []
     disk: DiskParts | None = None
     if file_map.nbytes:
-        disk = _open_disk(config, ledger, file_map.nbytes, notes, undo)
+        disk = _open_disk(config, ledger, file_map.nbytes, notes, resources)
 
     def homes(
         tiers: Sequence[Tier | None], nbytes: int, dtype: torch.dtype, account: Account
     ) -> Any:
         made = HostHomes(layout, tiers, nbytes, dtype, ledger, account)
-        undo.callback(made.close)
+        resources.callback(made.close)
         return made
 
     def pool(slots: int, nbytes: int, account: Account) -> HostArena | None:
         if not slots:
             return None
         made = HostArena(slots, nbytes, ledger, account)
-        undo.callback(made.close)
+        resources.callback(made.close)
         made.commit(0, slots)
         return made
 
@@ -229,7 +233,7 @@ def _build(
         placement.buffers,
         *shape,
     )
-    undo.callback(pipeline.close)
+    resources.callback(pipeline.close)
     records = Records(
         layout.slot_numel, dtypes, record_homes, file_map.record, buffers, transfers, pipeline
     )
@@ -242,7 +246,7 @@ def _build(
         assert transfers is not None
         names = [f"the chunk of {c.name}" for c in layout.chunks]
         made = SlotCache(arena, transfers, extents, order, names.__getitem__)
-        undo.callback(made.close)
+        resources.callback(made.close)
         return made
 
     order = UseOrder()
@@ -274,8 +278,8 @@ def _build(
         records=records,
         stepper=stepper,
         pipeline=pipeline,
-        buffers=buffers,
         disk=disk,
+        resources=resources.pop_all(),
         loss_scale=LossScale(config.initial_loss_scale, config.loss_scale_window)
         if dtypes.compute == "fp16"
         else LossScale(),
@@ -285,16 +289,16 @@ def _build(
 
 
 def _open_disk(
-    config: Config, ledger: Any, nbytes: int, notes: list[str], undo: ExitStack
+    config: Config, ledger: Any, nbytes: int, notes: list[str], resources: ExitStack
 ) -> DiskParts:
     assert config.nvme_path is not None
     io, io_notes = make_io_engine(config.io_engine)
-    undo.callback(io.close)
+    resources.callback(io.close)
     scratch = ScratchFile(config.nvme_path, ledger, Account.RECORD)
-    undo.callback(scratch.close)
+    resources.callback(scratch.close)
     scratch.reserve(nbytes)
     transfers = Transfers(io, scratch)
-    undo.callback(transfers.close)
+    resources.callback(transfers.close)
     notes += scratch.notes + io_notes
     return DiskParts(io, scratch, transfers)
 

@@ -29,6 +29,14 @@ class SavedView:
     offset: int  # elements from the chunk's beginning
 
 
+@dataclass(frozen=True)
+class SavedTensor:
+    """Any other tensor that autograd saved; with hooks nobody else checks its version."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class Params:
     """Brings parameters in and lets them go.
 
@@ -61,6 +69,11 @@ class Params:
         self._version = [0] * len(layout.chunks)
         if cache is not None:
             cache.before_read = lambda chunk: wait_written(layout.chunks[chunk])
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some parameters are gathered, and pack() and unpack() are needed."""
+        return self._arena is not None
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is in RAM, where compute uses it in place."""
@@ -136,14 +149,14 @@ class Params:
             assert self._cache is not None
             self._cache.drop(chunk.id)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
         """What autograd keeps for `tensor`: of a view of a gathered copy, how to remake it."""
-        if self._arena is None or tensor.dtype != self._dtype or tensor.layout != torch.strided:
-            return tensor
-        base = tensor.untyped_storage().data_ptr()
-        slot = self._arena.slot_of(base)
+        assert self._arena is not None
+        slot = None
+        if tensor.layout is torch.strided and tensor.dtype is self._dtype:
+            slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
         if slot is None:
-            return tensor
+            return SavedTensor(tensor, tensor._version)
         chunk = self._chunk_of_slot[slot]
         return SavedView(
             chunk,
@@ -153,10 +166,16 @@ class Params:
             int(tensor.storage_offset()),
         )
 
-    def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
-        """The tensor that was packed. Raises StaleGraphError after an optimizer step."""
-        if isinstance(saved, torch.Tensor):
-            return saved
+    def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
+        """The tensor that was packed. Raises StaleGraphError if it was changed since."""
+        if isinstance(saved, SavedTensor):
+            if saved.tensor._version != saved.version:
+                raise StaleGraphError(
+                    f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "
+                    f"modified by an inplace operation (it is at version "
+                    f"{saved.tensor._version}, expected {saved.version})"
+                )
+            return saved.tensor
         if saved.version != self._version[saved.chunk.id]:
             raise StaleGraphError(
                 f"backward needs {saved.chunk.name} as it was before an optimizer step that came "
@@ -164,12 +183,11 @@ class Params:
             )
         return self.flat(saved.chunk).as_strided(saved.size, saved.stride, saved.offset)
 
-    def close(self) -> None:
-        """Waits for transfers, frees slots and homes."""
+    def leased_slots(self) -> int:
+        """Slots that some tensor views now."""
+        return self._arena.leased_slots() if self._arena is not None else 0
+
+    def forget(self) -> None:
+        """Lets go of all gathered copies; the engine is closing."""
         self._held.clear()
         self._holders.clear()
-        if self._cache is not None:
-            self._cache.close()
-        if self._arena is not None:
-            self._arena.close()
-        self._homes.close()

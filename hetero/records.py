@@ -175,7 +175,3 @@ class Records:
             values.numel(),
         )
         return values
-
-    def close(self) -> None:
-        """Frees the homes."""
-        self._homes.close()

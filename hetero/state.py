@@ -49,7 +49,7 @@ def export_masters(
     engine: Engine, params: Iterable[torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Each parameter's fp32 master; of a frozen parameter its value in fp32."""
-    masters = {m: torch.empty(m.numel) for m in map(engine.find, params)}
+    masters = {m: torch.empty(m.numel) for m in engine.find_all(params)}
 
     def visit(m: ManagedParam, part: Part, values: torch.Tensor, record: Record | None) -> None:
         masters[m][part.in_param] = (
@@ -64,7 +64,7 @@ def export_states(
     engine: Engine, params: Iterable[torch.Tensor]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """step, exp_avg, exp_avg_sq and master of each trained parameter, in fp32."""
-    trained = [m for m in map(engine.find, params) if m.chunk.trainable]
+    trained = [m for m in engine.find_all(params) if m.chunk.trainable]
     states = {
         m: {key: torch.empty(m.numel) for key in ("exp_avg", "exp_avg_sq", "master")}
         for m in trained

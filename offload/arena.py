@@ -48,6 +48,10 @@ class HostArena:
         )
         return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
 
+    def leased_slots(self) -> int:
+        """How many first slots of views are leased now."""
+        return sum(self.leases[slot] > 0 for slot in range(self.slots))
+
     def close(self) -> None:
         """Gives the charge back. The memory goes when the last tensor over it does."""
         self._ledger.release(Tier.HOST, self._account, sum(self._committed) * self.slot_bytes)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 
 from offload._native import IoEngine, IoOp
@@ -76,6 +77,7 @@ class ScratchFile:
             raise StoreError(
                 error.errno, f"cannot make a scratch file: {error.strerror}", self.directory
             ) from error
+        self._closer = weakref.finalize(self, os.close, self.fd)
 
     def reserve(self, nbytes: int) -> int:
         """Grows the file by `nbytes` of allocated space; returns the offset where they begin.
@@ -174,8 +176,8 @@ class ScratchFile:
 
     def close(self) -> None:
         """Frees the space; idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
+        if self._closer.alive:
+            self._closer()
             self.fd = -1
             self._ledger.release(Tier.DISK, self._account, self.nbytes)
             self.nbytes = 0

@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
-#include "../adam.h"
-#include "../arena.h"
-#include "../io_engine.h"
-#include "../isa.h"
-#include "../norm.h"
-#include "../step_pipeline.h"
-#include "../worker_pool.h"
+#include "adam.h"
+#include "arena.h"
+#include "io_engine.h"
+#include "isa.h"
+#include "norm.h"
+#include "step_pipeline.h"
+#include "worker_pool.h"
 
 namespace py = pybind11;
 

@@ -1,0 +1,55 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import _native
+
+torch.set_num_threads(2)
+
+
+def open_files() -> set[str]:
+    """Descriptors of regular files and rings that are open now."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if "hetero" in target or "(deleted)" in target or "io_uring" in target:
+            found.add(f"{fd} -> {target}")
+    return found
+
+
+def own_threads() -> set[str]:
+    """Native threads of this project that are alive."""
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+        except OSError:
+            continue
+        if name.startswith("hetero"):
+            found.add(f"{task} {name}")
+    return found
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """Fails if the test leaves a file, a descriptor or a thread behind."""
+    gc.collect()
+    _native.shutdown_workers()
+    files, threads = open_files(), own_threads()
+    yield
+    gc.collect()
+    _native.shutdown_workers()
+    assert open_files() <= files
+    assert own_threads() <= threads
+    assert not list(tmp_path.rglob("*hetero*"))
