@@ -82,7 +82,8 @@ def thread_names() -> list[str]:
                 names.append(comm.read().strip())
         except FileNotFoundError:  # it has just ended
             continue
-    return sorted(name for name in names if name.startswith("hetero"))
+    # The optimizer's worker pool belongs to the process, not to an engine.
+    return sorted(n for n in names if n.startswith("hetero") and n != "hetero-worker")
 
 
 def run_script(script: str, timeout: float = 60) -> str:
