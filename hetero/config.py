@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal, get_args
 
+import psutil
 import torch
 
 from hetero.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.layout import pack
 from offload.sizes import parse_bytes
-from offload.store import check_directory
+from offload.store import check_directory, free_bytes
 from offload.tiers import Tier
 
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
@@ -101,15 +104,29 @@ class Config:
         }[tier]
         return None if value is None else parse_bytes(value)
 
+    def host_bytes(self) -> int:
+        """host_memory, or its default now."""
+        return self.budget(Tier.HOST) or int(psutil.virtual_memory().available * 0.8)
+
+    def disk_bytes(self) -> int:
+        """nvme_capacity, or its default now; 0 without nvme_path."""
+        if self.nvme_path is None:
+            return 0
+        return self.budget(Tier.DISK) or int(free_bytes(self.nvme_path) * 0.95)
+
     @classmethod
-    def make(cls, config: Config | Mapping[str, Any] | None = None, **options: Any) -> Config:
-        """A Config from a Config, a mapping or keywords; keywords win.
+    def make(
+        cls, config: Config | Mapping[str, Any] | str | PathLike[str] | None = None, **options: Any
+    ) -> Config:
+        """A Config from a Config, a mapping, the path of a JSON file, or keywords; keywords win.
 
         `tensor_placement_policy` is the same as `placement_policy`. Raises ValueError for an
         unknown key, with the nearest names.
         """
         known = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
+        if isinstance(config, (str, PathLike)):
+            config = _from_file(config)
         if isinstance(config, Config):
             values = {name: getattr(config, name) for name in known}
         elif config is not None:
@@ -126,6 +143,19 @@ class Config:
                 raise ValueError(f"unknown option {key!r}{hint}")
             values[name] = value
         return cls(**values)
+
+
+def _from_file(path: str | PathLike[str]) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"the configuration {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"the configuration {path} must be a JSON object")
+    return content
 
 
 def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:

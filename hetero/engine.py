@@ -23,7 +23,7 @@ from hetero.scaler import LossScale
 from hetero.steps import Stepper
 from offload import _native
 from offload._native import IoEngine, StepPipeline
-from offload.errors import ClosedError, NonFiniteError, UnmanagedParameterError
+from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
 from offload.store import ScratchFile, Transfers
 
@@ -186,11 +186,8 @@ class Engine:
         Returns the norm before. Raises ValueError if a gradient of the model is not among `params`.
         """
         given = list(params)
-        missing = [
-            m.name
-            for m in self._managed.values()
-            if m.has_grad and not any(m.param is p for p in given)
-        ]
+        known = {id(p) for p in given}
+        missing = [m.name for key, m in self._managed.items() if m.has_grad and key not in known]
         if missing:
             raise ValueError(
                 f"clip_grad_norm_ over some parameters only is not supported ({len(missing)} with "
@@ -205,12 +202,17 @@ class Engine:
     # Steps
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """One optimizer update of all parameters that have gradients."""
+        """One optimizer update of all parameters that have gradients.
+
+        Raises HeteroError, before anything is changed, for what would be lost silently: parameters
+        moved or unfrozen after initialize(), a step inside gathered().
+        """
         self._check_open()
-        groups = [
-            (group, [m for m in self.find_all(group["params"]) if m.has_grad])
-            for group in param_groups
-        ]
+        listed = [(group, self.find_all(group["params"])) for group in param_groups]
+        for _, all_members in listed:
+            for m in all_members:
+                self._check_trainable(m)
+        groups = [(group, [m for m in some if m.has_grad]) for group, some in listed]
         members = [m for _, some in groups for m in some]
         clip, self._clip = self._clip, 1.0
         chunks = {m.chunk.id: m.chunk for m in members}
@@ -230,6 +232,19 @@ class Engine:
         self.loss_scale.update(overflow)
         self._end_step()
 
+    def _check_trainable(self, managed: ManagedParam) -> None:
+        if not self.params.is_in_place(managed):
+            raise HeteroError(
+                f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
+                f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
+                f"update would be lost"
+            )
+        if not managed.chunk.trainable and managed.param.grad is not None:
+            raise HeteroError(
+                f"{managed.name} was frozen at hetero.initialize() and has a gradient now, but no "
+                f"optimizer state; set requires_grad before initialize()"
+            )
+
     def synchronize(self) -> None:
         """Until the file has all that the last step computed. Raises what a transfer met."""
         self._check_open()
@@ -242,6 +257,11 @@ class Engine:
         """Bytes moved so far. Between DEVICE and HOST none: on the CPU they are the same memory."""
         stats = self._disk.io.stats if self._disk is not None else {}
         return Traffic(0, 0, stats.get("read_bytes", 0), stats.get("written_bytes", 0))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes and its inputs belong."""
+        return torch.device("cpu")
 
     @property
     def io_engine(self) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -18,7 +18,7 @@ from offload.errors import BudgetError, HeteroError
 from offload.heap import trim_heap
 from offload.ledger import Ledger
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
-from offload.store import ScratchFile, free_bytes
+from offload.store import ScratchFile
 from offload.tiers import Account, Tier
 
 _BLOCK_BYTES = 4 << 20  # of one transfer to or from the file
@@ -36,10 +36,8 @@ class Stage:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.host_bytes = config.budget(Tier.HOST) or int(psutil.virtual_memory().available * 0.8)
-        self.disk_bytes = 0
-        if config.nvme_path is not None:
-            self.disk_bytes = config.budget(Tier.DISK) or int(free_bytes(config.nvme_path) * 0.95)
+        self.host_bytes = config.host_bytes()
+        self.disk_bytes = config.disk_bytes()
         self.ledger = Ledger(
             {
                 Tier.DEVICE: config.budget(Tier.DEVICE),
@@ -257,8 +255,9 @@ class _DispatchMode(TorchDispatchMode):
 class ZeroInitContext:
     """Inside the block, parameters of modules are built within the host budget.
 
-    Takes a Config, a mapping, or Config's fields as keywords. Weights come out bit for bit as in
-    plain construction under the same seed, whatever initialisation the modules do.
+    Takes a Config, a mapping, the path of a JSON file, or Config's fields as keywords. Weights come
+    out bit for bit as in plain construction under the same seed, whatever initialisation the
+    modules do.
 
         with hetero.ZeroInitContext(placement_policy="nvme", nvme_path="/mnt/nvme"):
             model = GPT2LMHeadModel(config)
@@ -269,7 +268,9 @@ class ZeroInitContext:
 
     _active: ZeroInitContext | None = None
 
-    def __init__(self, config: Config | Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, config: Config | Mapping[str, Any] | str | PathLike[str] | None = None, **options: Any
+    ) -> None:
         self.stage = Stage(Config.make(config, **options))
         self._mode = _DispatchMode(self.stage)
         self._register: Callable[..., None] | None = None

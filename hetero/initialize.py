@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from os import PathLike
 from typing import Any, TypeVar
 
 import torch
 
+from hetero.arrangement import Arrangement, arrange
 from hetero.config import Config
-from hetero.dtypes import Dtypes
 from hetero.engine import DiskParts, Engine
 from hetero.extents import map_file
 from hetero.grads import Grads
 from hetero.homes import HostHomes
 from hetero.init_context import Stage
-from hetero.layout import MAX_SLOT_NUMEL, Chunk, Layout, ParamSpec, pack, search_slot_numel
+from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.module_state import StateDictHooks
 from hetero.optimizer import HybridAdam
 from hetero.params import Params
-from hetero.placement import Budgets, SlotBytes, concurrent_slots, place
+from hetero.placement import SlotBytes
 from hetero.records import Part, Record, Records, parts_of
 from hetero.scaler import LossScale
 from hetero.steps import Stepper
@@ -32,22 +33,19 @@ from offload.order import UseOrder
 from offload.store import ScratchFile, Transfers, make_io_engine
 from offload.tiers import Account, Tier
 
-# A slot's four payloads are at most this share of host_memory: a few slots are always in flight.
-_SLOT_SHARE_OF_HOST = 16
-
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def initialize(
     model: Model,
     optimizer: HybridAdam,
-    config: Config | Mapping[str, Any] | None = None,
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
     **options: Any,
 ) -> tuple[Model, HybridAdam]:
     """Places the model's state and connects model and optimizer to the engine that runs it.
 
     The model may have been built inside ZeroInitContext (whose options then hold) or outside (then
-    give the options here: a Config, a mapping, or Config's fields as keywords). Parameters become
+    give the options here, as ZeroInitContext takes them). Parameters become
     the compute dtype; those that are frozen or not in the optimizer get no gradient and no record.
     Returns the same two objects.
 
@@ -61,19 +59,22 @@ def initialize(
         )
     if optimizer._engine is not None:
         raise ValueError("this optimizer was initialized already")
-    specs, params = _specs(model, optimizer)
+    optimized = _optimized(model, optimizer)
     stage = _context_stage(model, config, options)
     adopting = stage is None
     if stage is None:
         stage = Stage(Config.make(config, **options))
     try:
-        for param in params:
+        for param in model.parameters():
             stage.adopt(param)
         with ExitStack() as resources:
-            engine = _build(model, specs, params, stage, resources)
+            arrangement = arrange(
+                model, stage.config, stage.host_bytes, stage.disk_bytes, optimized
+            )
+            engine = _build(model, arrangement, stage, resources)
     except BaseException:
         if adopting:
-            stage.restore(params)
+            stage.restore(model.parameters())
         raise
     engine.attach(StateDictHooks(model, engine))
     optimizer._engine = engine
@@ -84,7 +85,9 @@ def initialize(
 
 
 def _context_stage(
-    model: torch.nn.Module, config: Config | Mapping[str, Any] | None, options: dict[str, Any]
+    model: torch.nn.Module,
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None,
+    options: dict[str, Any],
 ) -> Stage | None:
     """The stage of the ZeroInitContext that built the model, or None."""
     stages = {
@@ -104,13 +107,9 @@ def _context_stage(
     return stage
 
 
-def _specs(
-    model: torch.nn.Module, optimizer: HybridAdam
-) -> tuple[list[ParamSpec], list[torch.nn.Parameter]]:
-    """The managed parameters, in the model's order. Raises ValueError for foreign ones."""
-    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
-    owned = {id(p) for _, p in named}
-    optimized = set()
+def _optimized(model: torch.nn.Module, optimizer: HybridAdam) -> set[int]:
+    """Ids of the optimizer's parameters. Raises ValueError for one that is not the model's."""
+    owned = {id(p) for p in model.parameters() if p.is_floating_point()}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in owned:
@@ -119,73 +118,22 @@ def _specs(
                     f"{tuple(param.shape)} that is not one of this model's managed parameters; "
                     f"make the optimizer from model.parameters()"
                 )
-            optimized.add(id(param))
-    specs: list[ParamSpec] = []
-    params: list[torch.nn.Parameter] = []
-    for name, param in named:
-        if param.numel() == 0:
-            continue
-        trains = param.requires_grad and id(param) in optimized
-        specs.append(ParamSpec(len(specs), name, param.numel(), trains))
-        params.append(param)
-    if not specs:
-        raise ValueError("the model has no floating-point parameters to manage")
-    return specs, params
-
-
-def _layout(specs: Sequence[ParamSpec], stage: Stage, dtypes: Dtypes) -> Layout:
-    if stage.config.chunk_numel is not None:
-        return pack(specs, stage.config.chunk_numel)
-    slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.record_bytes
-    max_numel = min(MAX_SLOT_NUMEL, stage.host_bytes // _SLOT_SHARE_OF_HOST // slot_bytes)
-    return pack(specs, search_slot_numel(specs, max_numel))
-
-
-def _module_chunks(
-    model: torch.nn.Module, chunk_of: Mapping[int, Chunk]
-) -> list[tuple[Chunk, ...]]:
-    """For each module the chunks that are held while it runs: its own and its ancestors'."""
-    found: list[tuple[Chunk, ...]] = []
-
-    def visit(module: torch.nn.Module, held: dict[int, Chunk]) -> None:
-        own = [chunk_of[id(p)] for p in module._parameters.values() if id(p) in chunk_of]
-        held = {**held, **{c.id: c for c in own}}
-        if own:
-            found.append(tuple(held.values()))
-        for child in module.children():
-            visit(child, held)
-
-    visit(model, {})
-    return found
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _build(
     model: torch.nn.Module,
-    specs: Sequence[ParamSpec],
-    params: Sequence[torch.nn.Parameter],
+    arrangement: Arrangement,
     stage: Stage,
     resources: ExitStack,
 ) -> Engine:
     config, ledger, dtypes = stage.config, stage.ledger, stage.config.dtypes
-    layout = _layout(specs, stage, dtypes)
+    layout, placement = arrangement.layout, arrangement.placement
     managed = [
-        ManagedParam(params[s.param.index], chunk, s, dtypes.torch_compute)
+        ManagedParam(arrangement.params[s.param.index], chunk, s, dtypes.torch_compute)
         for chunk in layout.chunks
         for s in chunk.slices
     ]
-    chunk_of = {id(m.param): m.chunk for m in managed}
-    placement = place(
-        layout,
-        dtypes,
-        config.placement_policy,
-        Budgets(
-            stage.host_bytes,
-            stage.disk_bytes,
-            config.budget(Tier.DEVICE),
-            keep_records=config.host_memory is not None,
-        ),
-        concurrent_slots(_module_chunks(model, chunk_of)),
-    )
     slot = SlotBytes.of(layout, dtypes)
     file_map = map_file(layout, placement, dtypes)
     notes: list[str] = []

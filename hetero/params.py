@@ -126,6 +126,15 @@ class Params:
             if self._holders[chunk.id] == 0:
                 del self._holders[chunk.id], self._held[chunk.id]
 
+    def is_in_place(self, managed: ManagedParam) -> bool:
+        """Whether the parameter is where it belongs between steps: at home, or absent."""
+        if managed.chunk not in self._homes:
+            expected = managed.absent.data_ptr()
+        else:
+            offset = managed.slice.offset * self._dtype.itemsize
+            expected = self._homes.address(managed.chunk, 0) + offset
+        return managed.param.data_ptr() == expected
+
     def fill(self, chunk: Chunk) -> torch.Tensor:
         """Flat memory for the chunk's first values; call filled() when they are there."""
         if chunk in self._homes:

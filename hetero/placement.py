@@ -22,6 +22,14 @@ _CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
 _COMFORT = ((4, 2, 1), (2, 1, 0), (1, 0, 0))
 
 
+class PlacementError(BudgetError):
+    """No placement fits; `smallest_host_bytes` of RAM are what one needs at least."""
+
+    def __init__(self, message: str, smallest_host_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_host_bytes = smallest_host_bytes
+
+
 @dataclass(frozen=True)
 class Budgets:
     """Bytes that may be used: of RAM, of file space (0: no directory), and for gathered slots.
@@ -95,8 +103,11 @@ def place(
     slot = SlotBytes.of(layout, dtypes)
     maker = _Maker(layout, slot, policy, min_gathered_slots, budgets)
     tried: list[Placement] = []
-    # Without a disk all parameters are still in RAM, in fp32, while the homes are filled.
-    building = 0 if budgets.disk else _conversion_bytes(layout, slot)
+    # Construction needs its largest parameter in RAM; without a disk all of them, while the homes
+    # are filled.
+    building = max(s.param.numel for c in layout.chunks for s in c.slices) * _CONSTRUCTION_BYTES
+    if not budgets.disk:
+        building = _conversion_bytes(layout, slot)
     for candidate in maker.candidates():
         candidate = replace(candidate, host_bytes=max(candidate.host_bytes, building))
         if candidate.host_bytes <= budgets.host and candidate.disk_bytes <= budgets.disk:
@@ -104,7 +115,9 @@ def place(
             if budgets.gathered is None or gathered <= budgets.gathered:
                 return candidate
         tried.append(candidate)
-    raise BudgetError(_refusal(tried, budgets, slot, policy, layout))
+    smallest = min(tried, key=lambda p: p.host_bytes)
+    message = _refusal(smallest, budgets, slot, policy, layout)
+    raise PlacementError(message, smallest.host_bytes)
 
 
 class _Maker:
@@ -216,9 +229,8 @@ def _conversion_bytes(layout: Layout, slot: SlotBytes) -> int:
 
 
 def _refusal(
-    tried: Sequence[Placement], budgets: Budgets, slot: SlotBytes, policy: str, layout: Layout
+    smallest: Placement, budgets: Budgets, slot: SlotBytes, policy: str, layout: Layout
 ) -> str:
-    smallest = min(tried, key=lambda p: p.host_bytes)
     parts = [
         f"policy {policy!r} cannot hold {layout.numel:,} parameters in "
         f"{len(layout.chunks)} chunks of {layout.slot_numel:,} elements:"

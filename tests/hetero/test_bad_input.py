@@ -173,3 +173,51 @@ def test_disk_full_while_writing_is_an_error_with_numbers(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="No space"):
         optimizer.step()
     optimizer.engine.close()
+
+
+@pytest.mark.parametrize("host_memory", ["64MiB", "400KiB"])
+def test_moving_the_model_after_initialize_is_noticed(host_memory: str, tmp_path: Path) -> None:
+    model, optimizer = build(
+        placement_policy="nvme", nvme_path=str(tmp_path), host_memory=host_memory
+    )
+    model.float()
+    with pytest.raises(hetero.HeteroError, match=r"wte.weight was moved or converted.*lost"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
+    model, optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path), host_memory="400KiB")
+    tokens = batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    with (
+        pytest.raises(hetero.HeteroError, match="inside hetero.gathered"),
+        hetero.gathered(model.transformer.wte.weight),
+    ):
+        optimizer.step()
+    optimizer.step()
+    optimizer.engine.close()
+
+
+def test_unfreezing_after_initialize_is_noticed() -> None:
+    with hetero.ZeroInitContext(placement_policy="cpu", dtype="fp32"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    model[0].requires_grad_(True)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(hetero.HeteroError, match=r"0\.weight was frozen at hetero.initialize"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_configuration_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"placement_policy": "cpu", "dtype": "fp16"}')
+    context = hetero.ZeroInitContext(str(path), dtype="fp32")
+    assert (context.stage.config.placement_policy, context.stage.config.dtype) == ("cpu", "fp32")
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        hetero.ZeroInitContext(path)
+    with pytest.raises(ValueError, match="cannot read the configuration .*No such file"):
+        hetero.ZeroInitContext(tmp_path / "none.json")

@@ -70,12 +70,13 @@ def test_nvme_traffic_is_each_record_once_each_way(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("chunk_numel", [20480, None])
 @pytest.mark.parametrize("policy", ["cpu", "nvme", "auto"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_smallest_budget_named_is_the_smallest_that_works(
-    policy: str, dtype: str, tmp_path: Path
+    policy: str, dtype: str, chunk_numel: int | None, tmp_path: Path
 ) -> None:
-    options = {"placement_policy": policy, "dtype": dtype, "chunk_numel": 20480}
+    options = {"placement_policy": policy, "dtype": dtype, "chunk_numel": chunk_numel}
     if policy != "cpu":
         options["nvme_path"] = str(tmp_path)
     too_little = "90KiB" if policy != "cpu" else "1MiB"

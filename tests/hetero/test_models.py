@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from tests.smallest import smallest_host_memory
+from tests.training import batches, build, tiny_gpt2
 
 
 class Block(nn.Module):
@@ -246,3 +247,26 @@ def test_two_engines_in_one_process(tmp_path: Path, nothing_left: None) -> None:
     assert all(map(torch.equal, first, second))
     for _, optimizer in pairs:
         optimizer.engine.close()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_generation_and_evaluation_between_steps(mode: type, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = tiny_gpt2()
+    model, optimizer = build(
+        placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path), host_memory="600KiB"
+    )
+    tokens = batches(1)[0]
+    for _ in range(2):
+        plain.eval()
+        model.eval()
+        expected = plain.generate(tokens[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        found = model.generate(tokens[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert torch.equal(found, expected)
+        with mode():
+            torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+        model.train()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.engine.close()

@@ -1,0 +1,88 @@
+# Every target sets up what it needs, from a bare clone on: a Python environment in .venv, liburing
+# where it can be had, torch, and hetero itself with its extension built.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH_VERSION := 2.13.0
+
+# What decides whether the installed package is still the one of this tree.
+BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
+	$(wildcard native/*.h native/*.cpp native/*/*.h native/*/*.cpp)
+
+PYTHON_SOURCES := hetero offload bench tests setup.py
+NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
+
+.PHONY: help train test bench lint format clean
+
+help:
+	@echo "make train   train a language model of 100M parameters with its state on disk, about"
+	@echo "             3 minutes on 2 cores; options: make train ARGS='--steps 20'"
+	@echo "make test    all checks and tests"
+	@echo "make bench   step time and memory beside plain PyTorch; options as for train"
+	@echo "make lint    the checks alone"
+	@echo "make format  puts all sources into the project's format"
+	@echo "make clean   removes what was built, $(VENV) included"
+
+train: $(VENV)/train.stamp
+	$(BIN)/hetero train $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -x -q $(ARGS)
+
+bench: $(VENV)/train.stamp
+	$(BIN)/python -m bench.train $(or $(ARGS),--peers torch)
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/mypy hetero offload bench
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+format: $(VENV)/test.stamp
+	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	$(BIN)/clang-format -i $(NATIVE_SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f offload/_native.*.so
+	find hetero offload bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The extras of `test` hold those of `train`, so either is enough to train.
+$(VENV)/train.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
+	$(BIN)/pip install --quiet -e ".[train]"
+	@touch $@
+
+$(VENV)/test.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
+	$(BIN)/pip install --quiet -e ".[test]"
+	@touch $@ $(VENV)/train.stamp
+
+# First and alone, so that the version that the tests pin is the one that stays.
+$(VENV)/torch.stamp: | $(BIN)/python
+	$(BIN)/pip install --quiet torch==$(TORCH_VERSION)
+	@touch $@
+
+# Without liburing all works, on the thread engine; so a failure here is told and no error.
+$(VENV)/liburing.stamp: | $(BIN)/python
+	@if echo '#include <liburing.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1; then \
+		echo "liburing: found"; \
+	elif [ "$$(id -u)" = 0 ] && { \
+		if command -v apt-get >/dev/null; then \
+			apt-get update -qq && apt-get install -y -qq liburing-dev pkg-config; \
+		elif command -v dnf >/dev/null; then dnf install -y -q liburing-devel pkgconf; \
+		elif command -v apk >/dev/null; then apk add --quiet liburing-dev pkgconf; \
+		else false; fi; } >/dev/null; then \
+		echo "liburing: installed"; \
+	else \
+		echo "liburing: not found and not installed (that takes root and apt-get, dnf or apk):"; \
+		echo "liburing: the thread engine will be used instead of io_uring"; \
+	fi
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "hetero needs Python 3.10 or newer; name one: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "no environment could be made; on Debian and Ubuntu: apt-get install python3-venv"; \
+		exit 1; }

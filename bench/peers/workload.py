@@ -1,0 +1,51 @@
+"""What every contender has to do, written once as a file that each of them reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Model, batches and optimizer of a training; `tokens_file` holds the batches as raw bytes."""
+
+    model_config: dict[str, Any]  # of transformers, with "model_type"
+    tokens_file: str  # uint8[len(lrs), accumulate, batch_size, seq_len]
+    lrs: list[float]  # of every step
+    accumulate: int
+    batch_size: int
+    seq_len: int
+    betas: tuple[float, float]
+    weight_decay: float  # decoupled
+    clip: float  # 0 is none
+    seed: int
+    threads: int
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Workload:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def batches(self) -> Iterator[list[torch.Tensor]]:
+        """The micro-batches of every step: int64[batch_size, seq_len] each."""
+        raw = bytearray(Path(self.tokens_file).read_bytes())
+        tokens = torch.frombuffer(raw, dtype=torch.uint8).view(
+            len(self.lrs), self.accumulate, self.batch_size, self.seq_len
+        )
+        for step in tokens:
+            yield [micro_batch.long() for micro_batch in step]
+
+    def make_model_config(self) -> Any:
+        """The transformers configuration."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.model_config)

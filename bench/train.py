@@ -1,0 +1,243 @@
+"""Step time and memory of the main job beside its peers, one after the other on one machine.
+
+usage: python -m bench.train [options of `hetero train`] [--variants cpu,nvme]
+                             [--peers torch,deepspeed] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.contenders import (
+    Contender,
+    Outcome,
+    hetero_contender,
+    peer_contenders,
+    run_contender,
+)
+from bench.peers.workload import Workload
+from hetero.training.data import load_corpus
+from hetero.training.job import BETAS
+from hetero.training.models import model_config
+from hetero.training.options import TrainOptions, add_train_arguments
+from hetero.training.schedule import lr_factor
+from offload.errors import HeteroError
+from offload.sizes import format_bytes
+
+# The shape of docs/benchmarks.md: 354M parameters with GPT-2's own vocabulary.
+DEFAULTS = {
+    "model": "gpt2-medium",
+    "seq_len": 256,
+    "batch_size": 1,
+    "steps": 8,
+    "lr": 1e-4,
+    "warmup": 0,
+    "schedule": "constant",
+    "policy": None,
+}
+VOCAB_SIZE = 50257
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if every contender that is installed ran."""
+    arguments = _parser().parse_args(argv)
+    try:
+        options, variants = _options(arguments)
+        outcomes = run(options, variants, arguments)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, HeteroError, OSError) as error:
+        print(f"bench.train: error: {error}", file=sys.stderr)
+        return 2
+    summary = summarize(outcomes, f"hetero {options.policy}", arguments.skip_steps)
+    if arguments.json:
+        print(json.dumps(summary))
+    else:
+        print_table(summary)
+    return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__)
+    add_train_arguments(parser, DEFAULTS)
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--variants",
+        metavar="LIST",
+        help="policies of hetero to run (default: --policy if given, else cpu,nvme)",
+    )
+    group.add_argument(
+        "--peers", default="", metavar="LIST", help="torch, deepspeed or both (default: none)"
+    )
+    group.add_argument(
+        "--peer-python",
+        default=os.environ.get("BENCH_PEER_PYTHON", sys.executable),
+        metavar="FILE",
+        help="Python that has DeepSpeed (default: $BENCH_PEER_PYTHON, else this one)",
+    )
+    group.add_argument(
+        "--skip-steps",
+        type=int,
+        default=2,
+        metavar="N",
+        help="first steps left out of the medians (default: %(default)s)",
+    )
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="limit of one contender (default: %(default).0f)",
+    )
+    return parser
+
+
+def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
+    """The options of every contender, with the policy of the main variant, and all variants."""
+    given = arguments.policy
+    variants = _names(arguments.variants or given or "cpu,nvme")
+    if arguments.skip_steps < 0:
+        raise ValueError(f"--skip-steps must be 0 or more, got {arguments.skip_steps}")
+    if not variants:
+        raise ValueError("--variants names no policy")
+    arguments.policy = given if given in variants else variants[-1]
+    if arguments.config is None and arguments.vocab_size is None:
+        arguments.vocab_size = VOCAB_SIZE
+    options = TrainOptions.from_namespace(arguments)
+    if options.threads is None:
+        options = replace(options, threads=torch.get_num_threads())
+    return options, variants
+
+
+def run(options: TrainOptions, variants: list[str], arguments: argparse.Namespace) -> list[Outcome]:
+    """Runs all contenders one after the other; their files stay in the run folder."""
+    folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
+    workload = folder / "workload.json"
+    contenders: list[Contender] = [hetero_contender(options, name, folder) for name in variants]
+    for peer in _names(arguments.peers):
+        contenders += peer_contenders(peer, workload, folder, arguments.peer_python)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_workload(options, workload)
+    outcomes = []
+    for number, contender in enumerate(contenders, start=1):
+        print(f"[{number}/{len(contenders)}] {contender.name}", file=sys.stderr, flush=True)
+        outcome = run_contender(contender, arguments.timeout)
+        if outcome.error is not None:
+            print(f"  {outcome.status}: {outcome.error}", file=sys.stderr, flush=True)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def write_workload(options: TrainOptions, path: Path) -> None:
+    """Writes what `hetero train` would do with these options, batches and rates included."""
+    corpus = load_corpus(options.data, options.seq_len, options.seed)
+    tokens_path = path.with_name("tokens.bin")
+    with tokens_path.open("wb") as stream:
+        for _ in range(options.steps * options.accumulate):
+            batch = corpus.batch(options.batch_size).to(torch.uint8)
+            stream.write(batch.numpy().tobytes())
+    Workload(
+        model_config=model_config(options).to_diff_dict(),
+        tokens_file=str(tokens_path),
+        lrs=[
+            options.lr * lr_factor(step, options.warmup, options.steps, options.schedule)
+            for step in range(options.steps)
+        ],
+        accumulate=options.accumulate,
+        batch_size=options.batch_size,
+        seq_len=options.seq_len,
+        betas=BETAS,
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+        seed=options.seed,
+        threads=options.threads or torch.get_num_threads(),
+    ).write(path)
+
+
+def summarize(outcomes: list[Outcome], main_name: str, skip_steps: int) -> dict[str, Any]:
+    """The keys of `hetero train --json` for the main variant, and every contender's figures.
+
+    A contender's `ratio_to` is its median step time over that of each peer that finished.
+    """
+    contenders: dict[str, dict[str, Any]] = {}
+    for outcome in outcomes:
+        figures: dict[str, Any] = {"status": outcome.status, "error": outcome.error}
+        if outcome.status == "finished":
+            figures |= outcome.figures
+            for key in ("step_s", "forward_s", "backward_s", "optimizer_s"):
+                seconds = outcome.figures[key]
+                # At least one step stays, however many are to be left out.
+                steady = seconds[min(skip_steps, len(seconds) - 1) :]
+                figures[f"median_{key}"] = statistics.median(steady)
+        contenders[outcome.name] = figures
+    finished = {name: c for name, c in contenders.items() if c["status"] == "finished"}
+    for name, figures in finished.items():
+        figures["ratio_to"] = {
+            peer: figures["median_step_s"] / finished[peer]["median_step_s"]
+            for peer in finished
+            if peer != name and not peer.startswith("hetero ")
+        }
+    return {
+        **contenders[main_name],
+        "main": main_name,
+        "skipped_steps": skip_steps,
+        "contenders": contenders,
+    }
+
+
+def print_table(summary: dict[str, Any]) -> None:
+    """Prints one line per contender on stdout."""
+    contenders = summary["contenders"]
+    peers = [name for name, c in contenders.items() if not name.startswith("hetero ")
+             and c["status"] == "finished"]  # fmt: skip
+    table = Table(title="bench.train", title_justify="left")
+    table.add_column("contender", no_wrap=True)
+    for heading in ("step s", "fwd", "bwd", "opt", "peak RSS", "NVMe read", "written", "loss"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for peer in peers:
+        table.add_column(f"x {peer}", justify="right")
+    notes = []
+    for name, figures in contenders.items():
+        if figures["status"] != "finished":
+            table.add_row(name, figures["status"])
+            notes.append(f"{name}: {figures['error']}")
+            continue
+        moved = figures["bytes_per_step"]
+        table.add_row(
+            name,
+            *(f"{figures[f'median_{part}_s']:.2f}"
+              for part in ("step", "forward", "backward", "optimizer")),
+            format_bytes(figures["peak_rss_bytes"]),
+            format_bytes(moved["disk_read"]),
+            format_bytes(moved["disk_write"]),
+            f"{figures['losses'][-1]:.3f}",
+            *(f"{figures['ratio_to'][peer]:.2f}" if peer in figures["ratio_to"] else ""
+              for peer in peers),
+        )  # fmt: skip
+    # Where there is no terminal rich would squeeze the table into 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
+
+
+def _names(text: str) -> list[str]:
+    """The names of a comma-separated list, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""The main job: a language model trained on text, and what is recorded and shown of it.
+
+Vocabulary of this package:
+
+    options   what the user asked for, validated
+    corpus    the bytes that are trained on; a token is a byte
+    step      one optimizer update: `accumulate` micro-batches of `batch_size` sequences
+    metrics   what one step did
+    result    what the whole run did; its dictionary form is the `--json` object
+    run folder   where config, metrics, summary and figure are written
+"""

@@ -1,0 +1,128 @@
+"""What a run needs before its first step: corpus, model inside its budgets, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import hetero
+from hetero.arrangement import arrange
+from hetero.training.data import Corpus, load_corpus
+from hetero.training.models import build_model, count_parameters, model_config, model_label
+from hetero.training.options import TrainOptions
+from hetero.training.result import USUAL_STATE_BYTES_PER_PARAM, Setting
+from hetero.training.run_folder import RunFolder
+from hetero.training.schedule import make_scheduler
+from offload import _native
+
+# Adam's betas for language models: the second moment forgets faster than torch's 0.999, which
+# suits runs of few steps.
+BETAS = (0.9, 0.95)
+
+# Below this a third of the state of a small model is less than its chunks need to move at all.
+LEAST_DEFAULT_HOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
+
+    options: TrainOptions
+    corpus: Corpus
+    model: torch.nn.Module
+    optimizer: hetero.HybridAdam
+    scheduler: LambdaLR
+    engine: Any
+    device: torch.device
+    setting: Setting
+
+
+@contextmanager
+def open_job(options: TrainOptions, folder: RunFolder) -> Iterator[Job]:
+    """Prepares a job and closes its engine at the end, however that comes.
+
+    Raises ValueError or hetero.HeteroError for options that cannot work.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+        _native.set_threads(options.threads)
+    corpus = load_corpus(options.data, options.seq_len, options.seed)
+    architecture = model_config(options)
+    params = count_parameters(architecture)
+    config = memory_config(options, folder, params)
+    # A budget that cannot work is refused with the one that can, before anything is built.
+    with torch.device("meta"):
+        arrange(build_model(architecture), config, config.host_bytes(), config.disk_bytes())
+    torch.manual_seed(options.seed)
+    with hetero.ZeroInitContext(config):
+        model = build_model(architecture)
+    optimizer = hetero.HybridAdam(
+        _param_groups(model, options.weight_decay), lr=options.lr, betas=BETAS
+    )
+    model, optimizer = hetero.initialize(model, optimizer)
+    engine = optimizer.engine
+    try:
+        yield Job(
+            options=options,
+            corpus=corpus,
+            model=model,
+            optimizer=optimizer,
+            scheduler=make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
+            engine=engine,
+            device=engine.device,
+            setting=Setting(
+                model=model_label(options),
+                params=params,
+                vocab_size=architecture.vocab_size,
+                dtype=config.dtypes.compute,
+                policy=options.policy,
+                threads=torch.get_num_threads(),
+                engine=engine.io_engine,
+                isa=engine.isa,
+                budget_bytes=dict(engine.ledger.budget_bytes),
+                notes=tuple(engine.notes),
+                steps=options.steps,
+                tokens_per_step=options.tokens_per_step,
+                data=f"{corpus.source} ({hetero.format_bytes(len(corpus))})",
+                nvme_path=config.nvme_path,
+                run_dir=str(folder.path),
+            ),
+        )
+    finally:
+        engine.close()
+
+
+def memory_config(options: TrainOptions, folder: RunFolder, params: int) -> hetero.Config:
+    """The engine's configuration, with this command's defaults for what was not given."""
+    host_memory: str | int | None = options.host_memory
+    if host_memory is None and options.policy == "nvme":
+        third = USUAL_STATE_BYTES_PER_PARAM * params // 3
+        host_memory = max(third, LEAST_DEFAULT_HOST_BYTES)
+    nvme_path = options.nvme_path
+    if nvme_path is None and options.policy in ("nvme", "auto"):
+        nvme_path = str(folder.path)
+    return hetero.Config.make(
+        placement_policy=options.policy,
+        host_memory=host_memory,
+        device_memory=options.device_memory,
+        nvme_path=nvme_path,
+        nvme_capacity=options.nvme_capacity,
+        dtype=options.dtype,
+        chunk_numel=options.chunk_numel,
+        io_engine=options.io_engine,
+        prefetch=options.prefetch,
+    )
+
+
+def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms, which have one dimension, do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]

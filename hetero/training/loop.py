@@ -1,0 +1,127 @@
+"""The training loop: takes a job through its steps and measures every one."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Protocol
+
+import hetero
+from hetero.training.job import Job, open_job
+from hetero.training.metrics import LINKS, MemorySample, StepMetrics
+from hetero.training.options import TrainOptions
+from hetero.training.process_memory import peak_rss_bytes, rss_bytes
+from hetero.training.result import Setting, TrainResult
+from hetero.training.run_folder import RunFolder
+from hetero.training.stopwatch import Stopwatch
+
+
+class DivergedError(RuntimeError):
+    """The loss is no number any more."""
+
+
+class Observer(Protocol):
+    """Who watches a run."""
+
+    def begin(self, setting: Setting) -> None: ...
+    def step(self, metrics: StepMetrics) -> None: ...
+    def end(self) -> None: ...
+
+
+def train(options: TrainOptions, folder: RunFolder, observer: Observer) -> TrainResult:
+    """Runs the main job.
+
+    Options that cannot work raise ValueError or hetero.HeteroError before the first step. What
+    ends the run later, Ctrl-C included, is told by the result's status and failure.
+    """
+    with open_job(options, folder) as job:
+        result = TrainResult(job.setting)
+        observer.begin(job.setting)
+        try:
+            _run_steps(job, folder, observer, result)
+        except KeyboardInterrupt:
+            result.status = "interrupted"
+        except (DivergedError, hetero.HeteroError, OSError, MemoryError) as error:
+            result.status = "failed"
+            result.failure = error
+        finally:
+            observer.end()
+        result.peak_managed_bytes = dict(job.engine.ledger.peak_bytes)
+        result.peak_rss_bytes = peak_rss_bytes()
+    return result
+
+
+def _run_steps(job: Job, folder: RunFolder, observer: Observer, result: TrainResult) -> None:
+    start_s = time.perf_counter()
+    for step in range(1, job.options.steps + 1):
+        metrics = _one_step(job, step, start_s)
+        result.steps.append(metrics)
+        folder.append_metrics(metrics.as_dict())
+        observer.step(metrics)
+
+
+def _one_step(job: Job, step: int, start_s: float) -> StepMetrics:
+    options = job.options
+    clock = Stopwatch(job.device)
+    before = _traffic_bytes(job)
+    memory: list[MemorySample] = []
+    loss_sum = 0.0
+    for _ in range(options.accumulate):
+        tokens = job.corpus.batch(options.batch_size).to(job.device)
+        with clock.span("forward"):
+            loss = job.model(input_ids=tokens, labels=tokens).loss
+            loss_value = loss.item()
+        _require_number(loss_value, step, options)
+        loss_sum += loss_value
+        memory.append(_memory_sample(job, start_s))
+        with clock.span("backward"):
+            job.optimizer.backward(loss / options.accumulate)
+        memory.append(_memory_sample(job, start_s))
+    lr = float(job.optimizer.param_groups[0]["lr"])
+    grad_norm: float | None = None
+    with clock.span("optimizer"):
+        if options.clip > 0:
+            norm = float(hetero.clip_grad_norm_(job.model.parameters(), options.clip))
+            # Under fp16 an overflow is part of life: the step is skipped and the scale lowered.
+            grad_norm = norm if math.isfinite(norm) else None
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    job.scheduler.step()
+    memory.append(_memory_sample(job, start_s))
+    after = _traffic_bytes(job)
+    return StepMetrics(
+        step=step,
+        loss=loss_sum / options.accumulate,
+        grad_norm=grad_norm,
+        lr=lr,
+        step_s=clock.total_s(),
+        forward_s=clock.seconds["forward"],
+        backward_s=clock.seconds["backward"],
+        optimizer_s=clock.seconds["optimizer"],
+        tokens=options.tokens_per_step,
+        traffic_bytes={link: after[link] - before[link] for link in LINKS},
+        memory=tuple(memory),
+    )
+
+
+def _require_number(loss: float, step: int, options: TrainOptions) -> None:
+    if math.isfinite(loss):
+        return
+    advice = f"a smaller --lr (now {options.lr:g}) or more --warmup (now {options.warmup})"
+    if options.clip == 0:
+        advice += ", or --clip 1"
+    if options.dtype == "fp16":
+        advice += ", or --dtype bf16 or fp32, whose range is wider"
+    raise DivergedError(f"the loss became {loss} in step {step}; try {advice}")
+
+
+def _traffic_bytes(job: Job) -> dict[str, int]:
+    return {link: int(getattr(job.engine.traffic, link)) for link in LINKS}
+
+
+def _memory_sample(job: Job, start_s: float) -> MemorySample:
+    return MemorySample(
+        time_s=time.perf_counter() - start_s,
+        managed_bytes=dict(job.engine.ledger.in_use_bytes),
+        rss_bytes=rss_bytes(),
+    )

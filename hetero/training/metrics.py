@@ -1,0 +1,48 @@
+"""What one step did."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+TIERS = ("device", "host", "disk")
+LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """Bytes held at one moment, `time_s` after the run's first step began."""
+
+    time_s: float
+    managed_bytes: dict[str, int]  # per tier, the model state that hetero holds
+    rss_bytes: int  # of the whole process
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Figures of one optimizer step; all times are wall-clock seconds, all bytes this step's.
+
+    `step_s` spans the whole step; what is not forward, backward or optimizer is the data, the
+    scheduler and the measuring itself.
+    """
+
+    step: int  # from 1
+    loss: float  # mean over the micro-batches
+    grad_norm: float | None  # before clipping; None without clipping or if not finite
+    lr: float
+    step_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    tokens: int
+    traffic_bytes: dict[str, int]  # per link
+    memory: tuple[MemorySample, ...]  # after forward, backward and optimizer
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """The line of metrics.jsonl."""
+        return dataclasses.asdict(self) | {"tokens_per_s": self.tokens_per_s}

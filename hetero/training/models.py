@@ -1,0 +1,122 @@
+"""Models: by name or from a configuration file, built by transformers without any download."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetero.training.options import TrainOptions
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+BYTE_VALUES = 256
+
+# Shapes of GPT-2 as published, and one that is quick enough to learn something in minutes on a
+# CPU while its state is still worth offloading.
+GPT2_SHAPES: dict[str, dict[str, int]] = {
+    "gpt2-100m": {"n_layer": 8, "n_embd": 1024, "n_head": 16},
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12},
+    "gpt2-medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
+}
+
+
+def model_config(options: TrainOptions) -> PretrainedConfig:
+    """The configuration of the model that the options name.
+
+    Raises ValueError for an unknown name, an unreadable file or a vocabulary smaller than a byte.
+    """
+    from transformers.utils import logging
+
+    # Its warnings are about generation and special tokens, which bytes do not have.
+    logging.set_verbosity_error()
+    if options.config is not None:
+        config = _config_from_file(Path(options.config))
+    else:
+        config = _config_from_name(options.model, options.vocab_size or BYTE_VALUES)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < options.seq_len:
+        config.max_position_embeddings = options.seq_len
+    # A cache of keys and values is for generation; in training it only holds memory.
+    config.use_cache = False
+    return config
+
+
+def model_label(options: TrainOptions) -> str:
+    """How the model is called in tables and figures."""
+    return options.model if options.config is None else Path(options.config).stem
+
+
+def build_model(config: PretrainedConfig) -> torch.nn.Module:
+    """A freshly initialised model in training mode, its weights as its own code makes them."""
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Number of parameters, tied ones once; allocates none of them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(config).parameters())
+
+
+def _config_from_name(name: str, vocab_size: int) -> PretrainedConfig:
+    from transformers import GPT2Config
+
+    if name not in GPT2_SHAPES:
+        near = difflib.get_close_matches(name, GPT2_SHAPES, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(GPT2_SHAPES)}"
+        raise ValueError(f"unknown model {name!r}; {hint}")
+    if vocab_size < BYTE_VALUES:
+        raise ValueError(f"--vocab-size must be at least {BYTE_VALUES}, got {vocab_size}")
+    values: dict[str, Any] = {
+        **GPT2_SHAPES[name],
+        "vocab_size": vocab_size,
+        # One pass over little of the data cannot overfit, and losses stay comparable.
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return GPT2Config(**values)
+
+
+def _config_from_file(path: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read --config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--config {path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ValueError(f'--config {path} must be an object with a "model_type", like "llama"')
+    model_type = content.pop("model_type")
+    # Weights start in fp32, where the master is; the compute dtype is the engine's business.
+    for key in ("dtype", "torch_dtype"):
+        content.pop(key, None)
+    known = list(CONFIG_MAPPING.keys())
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"--config {path}: unknown model_type {model_type!r}{hint}")
+    try:
+        config = AutoConfig.for_model(model_type, **content)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is None or vocab_size < BYTE_VALUES:
+        raise ValueError(
+            f"--config {path}: vocab_size must be at least {BYTE_VALUES}, got {vocab_size}"
+        )
+    return config

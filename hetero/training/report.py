@@ -1,0 +1,75 @@
+"""The table at the end of a run."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+import hetero
+from hetero.training.metrics import TIERS
+from hetero.training.result import TrainResult
+
+
+def rows(result: TrainResult) -> list[tuple[str, str]]:
+    """Label and value of every line of the table, in order. The result has at least one step."""
+    setting = result.setting
+    steady = result.steady_steps
+    step_s = statistics.median(step.step_s for step in steady)
+    parts = {
+        "forward": statistics.median(step.forward_s for step in steady),
+        "backward": statistics.median(step.backward_s for step in steady),
+        "optimizer": statistics.median(step.optimizer_s for step in steady),
+    }
+    split = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
+    per_step, total = result.bytes_per_step, result.total_bytes
+    losses = [step.loss for step in result.steps]
+    made = f"{len(result.steps)} of {setting.steps}"
+    table = [
+        ("model", f"{setting.model}, {setting.params:,} parameters"),
+        (
+            "model state, usual",
+            f"{hetero.format_bytes(setting.state_bytes)} (16 bytes per parameter)",
+        ),
+        ("policy, compute", f"{setting.policy}, {setting.dtype}, {setting.isa}"),
+    ]
+    for tier in TIERS:
+        budget, peak = setting.budget_bytes[tier], result.peak_managed_bytes[tier]
+        if budget is None and peak == 0:
+            continue
+        limit = "no budget" if budget is None else f"budget {hetero.format_bytes(budget)}"
+        table.append((f"managed peak, {tier}", f"{hetero.format_bytes(peak)}, {limit}"))
+    table += [
+        ("peak RSS of the process", hetero.format_bytes(result.peak_rss_bytes)),
+        ("steps", made + ("" if result.status == "finished" else f", {result.status}")),
+        ("step time, median", f"{step_s:.3f} s: {split}"),
+        ("speed", f"{result.tokens_per_s:.0f} tokens/s"),
+    ]
+    if setting.engine is not None:
+        for verb, link in (("read", "disk_read"), ("written", "disk_write")):
+            table.append(
+                (
+                    f"NVMe {verb}",
+                    f"{hetero.format_bytes(per_step[link])} per step,"
+                    f" {hetero.format_bytes(total[link])} in all by {setting.engine}",
+                )
+            )
+    table += [
+        ("loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"),
+        ("run folder", setting.run_dir),
+    ]
+    return table
+
+
+def print_report(result: TrainResult) -> None:
+    """Prints the table on stdout."""
+    table = Table(title="hetero train", title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows(result):
+        table.add_row(label, value)
+    # Where there is no terminal rich would squeeze the table into 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table, highlight=False, markup=False)

@@ -1,0 +1,112 @@
+"""What a whole run did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetero.training.metrics import LINKS, MemorySample, StepMetrics
+
+# fp32 master, exp_avg, exp_avg_sq and gradient: what the state takes where nothing is split.
+USUAL_STATE_BYTES_PER_PARAM = 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known before the first step."""
+
+    model: str
+    params: int
+    dtype: str
+    policy: str
+    threads: int
+    engine: str | None  # of disk transfers; None when nothing is on disk
+    isa: str
+    budget_bytes: dict[str, int | None]  # per tier; None is no limit
+    notes: tuple[str, ...]  # fallbacks worth knowing
+    vocab_size: int
+    steps: int  # planned
+    tokens_per_step: int
+    data: str
+    nvme_path: str | None
+    run_dir: str
+
+    @property
+    def state_bytes(self) -> int:
+        return USUAL_STATE_BYTES_PER_PARAM * self.params
+
+
+@dataclass
+class TrainResult:
+    """The setting, the steps that were made and the peaks; `status` says how the run ended."""
+
+    setting: Setting
+    steps: list[StepMetrics] = field(default_factory=list)
+    peak_managed_bytes: dict[str, int] = field(default_factory=dict)
+    peak_rss_bytes: int = 0
+    status: str = "finished"  # "finished" | "interrupted" | "failed"
+    failure: Exception | None = None
+
+    @property
+    def error(self) -> str | None:
+        return None if self.failure is None else str(self.failure)
+
+    @property
+    def steady_steps(self) -> list[StepMetrics]:
+        """The steps without the first, which also touches memory for the first time."""
+        return self.steps[1:] or self.steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        seconds = sum(step.step_s for step in self.steady_steps)
+        return sum(step.tokens for step in self.steady_steps) / seconds if seconds else 0.0
+
+    @property
+    def bytes_per_step(self) -> dict[str, int]:
+        """Mean traffic of the steady steps."""
+        steady = self.steady_steps
+        count = max(1, len(steady))
+        return {
+            link: round(sum(step.traffic_bytes[link] for step in steady) / count) for link in LINKS
+        }
+
+    @property
+    def total_bytes(self) -> dict[str, int]:
+        return {link: sum(step.traffic_bytes[link] for step in self.steps) for link in LINKS}
+
+    @property
+    def memory(self) -> list[MemorySample]:
+        return [sample for step in self.steps for sample in step.memory]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that `--json` prints and summary.json holds."""
+        setting = self.setting
+        return {
+            "model": setting.model,
+            "params": setting.params,
+            "state_bytes": setting.state_bytes,
+            "dtype": setting.dtype,
+            "policy": setting.policy,
+            "engine": setting.engine,
+            "isa": setting.isa,
+            "threads": setting.threads,
+            "status": self.status,
+            "error": self.error,
+            "steps": len(self.steps),
+            "losses": [step.loss for step in self.steps],
+            "grad_norms": [step.grad_norm for step in self.steps],
+            "step_s": [step.step_s for step in self.steps],
+            "forward_s": [step.forward_s for step in self.steps],
+            "backward_s": [step.backward_s for step in self.steps],
+            "optimizer_s": [step.optimizer_s for step in self.steps],
+            "tokens_per_s": self.tokens_per_s,
+            "budget_bytes": setting.budget_bytes,
+            "peak_managed_bytes": self.peak_managed_bytes,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "bytes_per_step": self.bytes_per_step,
+            "total_bytes": self.total_bytes,
+            "notes": list(setting.notes),
+            "data": setting.data,
+            "nvme_path": setting.nvme_path,
+            "run_dir": setting.run_dir,
+        }
