@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import psutil
 import torch
@@ -77,17 +78,28 @@ class Config:
         if self.grad_dtype is not None:
             object.__setattr__(self, "grad_dtype", check_dtype(self.grad_dtype, "grad_dtype"))
         if self.chunk_numel is not None:
+            _check_integer("chunk_numel", self.chunk_numel)
             pack([], self.chunk_numel)
-        if self.initial_loss_scale <= 0 or self.loss_scale_window < 1:
-            raise ValueError("initial_loss_scale and loss_scale_window must be positive")
+        _check_integer("loss_scale_window", self.loss_scale_window, at_least=1)
+        scale = self.initial_loss_scale
+        if not _is_number(scale) or not 1 <= scale < math.inf:
+            raise ValueError(
+                f"initial_loss_scale must be a number from 1 on, such as 65536, not {scale!r}"
+            )
+        if not isinstance(self.prefetch, bool):
+            raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")
         if self.placement_policy == "cuda":
             raise ValueError(_no_cuda())
         if self.nvme_path is not None:
+            if not isinstance(self.nvme_path, (str, PathLike)):
+                raise ValueError(f"nvme_path must be a directory's path, not {self.nvme_path!r}")
             object.__setattr__(self, "nvme_path", check_directory(self.nvme_path))
         elif self.placement_policy == "nvme":
             raise ValueError(
                 "placement_policy='nvme' needs nvme_path, a directory on the NVMe disk"
             )
+        elif self.nvme_capacity is not None:
+            raise ValueError("nvme_capacity is of no use without nvme_path; give it too")
 
     @property
     def dtypes(self) -> Dtypes:
@@ -123,26 +135,33 @@ class Config:
         `tensor_placement_policy` is the same as `placement_policy`. Raises ValueError for an
         unknown key, with the nearest names.
         """
-        known = {field.name: field for field in dataclasses.fields(cls)}
+        known = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
         if isinstance(config, (str, PathLike)):
             config = _from_file(config)
         if isinstance(config, Config):
             values = {name: getattr(config, name) for name in known}
         elif config is not None:
-            options = {**config, **options}
-        for key, value in options.items():
-            name = _ALIASES.get(key, key)
-            if name not in known:
-                near = difflib.get_close_matches(key, [*known, *_ALIASES], n=3, cutoff=0.5)
-                hint = (
-                    f"; did you mean {' or '.join(near)}?"
-                    if near
-                    else f"; known: {', '.join(known)}"
-                )
-                raise ValueError(f"unknown option {key!r}{hint}")
-            values[name] = value
-        return cls(**values)
+            values = _by_name(config, known)
+        return cls(**{**values, **_by_name(options, known)})
+
+
+def _by_name(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        name = _ALIASES.get(key, key)
+        if name not in known:
+            near = difflib.get_close_matches(str(key), [*known, *_ALIASES], n=3, cutoff=0.5)
+            hint = (
+                f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"
+            )
+            raise ValueError(f"unknown option {key!r}{hint}")
+        if values.setdefault(name, value) != value:
+            raise ValueError(
+                f"{' and '.join(k for k in options if _ALIASES.get(k, k) == name)} are one option "
+                f"and differ ({values[name]!r}, {value!r}); give one of them"
+            )
+    return values
 
 
 def _from_file(path: str | PathLike[str]) -> dict[str, Any]:
@@ -156,6 +175,17 @@ def _from_file(path: str | PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"the configuration {path} must be a JSON object")
     return content
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_integer(option: str, value: object, at_least: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (at_least is not None and cast(int, value) < at_least):
+        least = "" if at_least is None else f" of at least {at_least}"
+        raise ValueError(f"{option} must be an integer{least}, not {value!r}")
 
 
 def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:

@@ -219,6 +219,11 @@ class Engine:
         overflow = self.loss_scale.dynamic and not all(
             math.isfinite(self._grads.sum_of_squares(m)) for m in members
         )
+        if overflow and self.loss_scale.value <= 1:
+            raise NonFiniteError(
+                "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
+                "'fp32', whose range is wider"
+            )
         if members and not overflow:
             self._stepper.run(groups, clip / self.loss_scale.value)
             for chunk in chunks.values():

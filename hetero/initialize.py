@@ -242,7 +242,7 @@ def _open_disk(
     assert config.nvme_path is not None
     io, io_notes = make_io_engine(config.io_engine)
     resources.callback(io.close)
-    scratch = ScratchFile(config.nvme_path, ledger, Account.RECORD)
+    scratch = ScratchFile(config.nvme_path, ledger, Account.FILE)
     resources.callback(scratch.close)
     scratch.reserve(nbytes)
     transfers = Transfers(io, scratch)

@@ -192,9 +192,9 @@ class Params:
             )
         return self.flat(saved.chunk).as_strided(saved.size, saved.stride, saved.offset)
 
-    def leased_slots(self) -> int:
-        """Slots that some tensor views now."""
-        return self._arena.leased_slots() if self._arena is not None else 0
+    def leased_copies(self) -> int:
+        """Gathered copies that some tensor views now."""
+        return self._arena.live_views() if self._arena is not None else 0
 
     def forget(self) -> None:
         """Lets go of all gathered copies; the engine is closing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from hetero.dtypes import Dtypes
 from hetero.layout import Chunk, Layout
@@ -16,9 +17,9 @@ from offload.errors import BudgetError
 from offload.sizes import format_bytes
 from offload.tiers import Tier
 
+_CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
 # (buffers, gathered slots and gradient slots beyond the smallest number that works), best first:
 # with four buffers one is read, one computed and one written while one is spare.
-_CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
 _COMFORT = ((4, 2, 1), (2, 1, 0), (1, 0, 0))
 
 
@@ -115,9 +116,19 @@ def place(
             if budgets.gathered is None or gathered <= budgets.gathered:
                 return candidate
         tried.append(candidate)
-    smallest = min(tried, key=lambda p: p.host_bytes)
+    smallest = _closest(tried, budgets)
     message = _refusal(smallest, budgets, slot, policy, layout)
     raise PlacementError(message, smallest.host_bytes)
+
+
+def _closest(tried: Sequence[Placement], budgets: Budgets) -> Placement:
+    """The one that misses least, so that the numbers in the refusal are true to the byte."""
+    if not budgets.disk:
+        tried = [p for p in tried if not p.disk_bytes] or tried
+    in_host = [p for p in tried if p.host_bytes <= budgets.host]
+    if in_host:
+        return min(in_host, key=lambda p: (max(p.disk_bytes, budgets.disk), p.host_bytes))
+    return min(tried, key=lambda p: p.host_bytes)
 
 
 class _Maker:
@@ -147,6 +158,19 @@ class _Maker:
             for param, grad in ((n, n), (n, 0), (0, 0)):
                 for comfort in _COMFORT:
                     yield self._filled(param, grad, comfort)
+            yield from self._frugal()
+
+    def _frugal(self) -> Iterable[Placement]:
+        """Placements of which one needs the least RAM of all.
+
+        RAM per payload grows with the chunks in it, but falls where a pool becomes needless: when
+        all trained chunks are in, or all chunks.
+        """
+        n = len(self._chunks)
+        trained = max((self._rank[c.id] + 1 for c in self._chunks if c.trainable), default=0)
+        records = (0, trained) if self._policy == "auto" else (0,)
+        for in_ram in product((n, trained, 0), (trained, 0), records):
+            yield self._placement(in_ram, _COMFORT[-1])
 
     def _filled(self, param: int, grad: int, comfort: tuple[int, int, int]) -> Placement:
         """At least `param` and `grad` chunks in RAM, then as many of each payload as fit."""
@@ -247,7 +271,7 @@ def _refusal(
             else "nvme_path is not given, so disk space"
         )
         parts.append(
-            f"{what} is {format_bytes(budgets.disk)}, and with the least RAM "
+            f"{what} is {format_bytes(budgets.disk)}, and with that much RAM "
             f"{format_bytes(smallest.disk_bytes)} ({smallest.disk_bytes} bytes) go to disk;"
         )
     gathered = smallest.gathered_slots * slot.param

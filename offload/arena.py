@@ -48,8 +48,8 @@ class HostArena:
         )
         return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
 
-    def leased_slots(self) -> int:
-        """How many first slots of views are leased now."""
+    def live_views(self) -> int:
+        """How many slots have a leased view that begins there and lives."""
         return sum(self.leases[slot] > 0 for slot in range(self.slots))
 
     def close(self) -> None:

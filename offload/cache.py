@@ -109,9 +109,11 @@ class SlotCache:
 
     def create(self, chunk: int) -> None:
         """Gives the chunk slots with undefined bytes, which the caller will fill (see dirty())."""
-        if chunk in self._entries:
+        entry = self._entries.get(chunk)
+        if entry is not None and entry.state is not SlotState.READING:
             self._settle(chunk)
         else:
+            self.drop(chunk)  # a read that is under way: its bytes are not wanted any more
             self._entries[chunk] = _Entry(self._room_for(chunk), SlotState.DIRTY)
 
     def dirty(self, chunk: int) -> None:
@@ -137,8 +139,7 @@ class SlotCache:
     def drop(self, chunk: int) -> None:
         """Forgets the chunk's copy; its slots are reused once nothing leases them."""
         if chunk in self._entries:
-            self._settle(chunk)
-            del self._entries[chunk]
+            self._forget(chunk)
 
     def prefetch(self, depth: int) -> None:
         """Starts reading the next `depth` chunks expected, into room that is not needed sooner."""
@@ -178,6 +179,16 @@ class SlotCache:
             raise
         entry.state, entry.op = SlotState.CLEAN, None
 
+    def _forget(self, chunk: int) -> None:
+        entry = self._entries[chunk]
+        if entry.state is SlotState.READING:
+            assert entry.op is not None
+            with contextlib.suppress(OSError):  # nobody wants the bytes
+                entry.op.wait()
+        else:
+            self._settle(chunk)
+        del self._entries[chunk]
+
     def _room_for(self, chunk: int) -> int:
         """First slot of an emptied run for `chunk`. Raises BudgetError if leases leave none."""
         run = self._extents[chunk].run
@@ -192,11 +203,8 @@ class SlotCache:
     def _take(self, slot: int, run: int) -> int:
         for other in self._overlapping(slot, run):
             self.write_back(other)
-            self._settle(other)
-            del self._entries[other]
+            self._forget(other)
         self._arena.commit(slot, run)
-        for taken in [s for s in self._run_at if slot <= s < slot + run]:
-            del self._run_at[taken]
         self._run_at[slot] = run
         return slot
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+_MOST_USES = 1 << 14  # of one step; more are taken for several, as of inference that has no steps
+
 
 class UseOrder:
     """Remembers one step's sequence of uses and follows it through the next.
@@ -24,6 +26,8 @@ class UseOrder:
         """`chunk` is used now. Repeated uses in a row count once."""
         if self._recording and self._recording[-1] == chunk:
             return
+        if len(self._recording) == _MOST_USES:
+            self.end_step()
         self._recording.append(chunk)
         distance = self._distance(chunk)
         if distance is not None:
@@ -58,6 +62,6 @@ class UseOrder:
             chunk = self._known[(self._position + step) % len(self._known)]
             if chunk not in found:
                 found.append(chunk)
-                if len(found) == count:
+                if len(found) in (count, len(self._uses)):
                     break
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 PAGE_BYTES = 4096  # alignment of extents and O_DIRECT transfers
 
@@ -39,7 +40,7 @@ def parse_bytes(size: int | str) -> int:
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             raise ValueError(f"cannot read {size!r} as a size; write bytes or e.g. '4GiB', '512MB'")
-        nbytes = int(float(match[1]) * unit)
+        nbytes = int(Fraction(match[1]) * unit)  # exact, whatever the number of digits
     if nbytes <= 0:
         raise ValueError(f"a size must be positive, not {size!r}")
     return nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import tempfile
 import weakref
@@ -98,7 +99,7 @@ class ScratchFile:
             )
         self._ledger.charge(Tier.DISK, self._account, nbytes)
         try:
-            os.posix_fallocate(self.fd, offset, nbytes)
+            self._allocate(offset, nbytes)
         except OSError as error:
             self._ledger.release(Tier.DISK, self._account, nbytes)
             raise StoreError(
@@ -109,6 +110,22 @@ class ScratchFile:
             ) from error
         self.nbytes += nbytes
         return offset
+
+    def _allocate(self, offset: int, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        # The filesystem cannot preallocate (ext3, NFS before 4.2): the C library then writes to
+        # each block, in a way that O_DIRECT does not allow.
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        finally:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Fills page-aligned `memory` from the file, in this thread. Raises StoreError."""
@@ -136,14 +153,12 @@ class ScratchFile:
                     f"{error.strerror}; {format_bytes(free_bytes(self.directory))} free",
                     self.path,
                 ) from error
-            if moved == 0:
-                raise StoreError(
-                    errno.EIO,
-                    f"{verb} at offset {offset + done} met the end of the file",
-                    self.path,
-                )
             # O_DIRECT goes on at page boundaries only: redo the page that a short transfer cut.
-            done = done + moved if done + moved == len(memory) else (done + moved) & -PAGE_BYTES
+            whole = moved if done + moved == len(memory) else moved & -PAGE_BYTES
+            if whole == 0:
+                how = f"moved {moved} bytes only" if moved else "met the end of the file"
+                raise StoreError(errno.EIO, f"{verb} at offset {offset + done} {how}", self.path)
+            done += whole
 
     def _open(self) -> int:
         try:

@@ -46,4 +46,5 @@ class Account(enum.Enum):
     GATHERED = "gathered"  # slots for copies of DISK-homed parameters
     GRAD_SLOT = "grad_slot"  # slots for DISK-homed gradients on their way
     BUFFER = "buffer"  # the optimizer pipeline's buffers
+    FILE = "file"  # the file of all DISK homes
     INIT = "init"  # parameters under construction, in their construction dtype

@@ -135,7 +135,7 @@ def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--policy", "nvmee"], "nvme"),
-        (["--host-memory", "4KiB"], "host budget of 4.0 KiB"),
+        (["--host-memory", "4KiB"], "host_memory is 4.0 KiB"),
         (["--host-memory", "many"], "cannot read 'many' as a size"),
         (["--nvme-path", "../in/none"], "none"),
         (["--nvme-path", "../in/text"], "director"),

@@ -148,7 +148,7 @@ def test_training_equals_plain_torch(
         assert bool(on_disk) == (options["placement_policy"] == "nvme")
 
         def step() -> None:
-            assert engine.params.leased_slots() == 0, "nothing is held after a backward"
+            assert engine.params.leased_copies() == 0, "nothing is held after a backward"
             optimizer.step()
             optimizer.zero_grad()
 

@@ -251,6 +251,14 @@ class TestRoom:
         assert torch.equal(lease, pattern(3 * SLOT, 0))
         assert torch.equal(first, pattern(r.extents[1].nbytes, 1))
 
+    def test_single_slots_stay_out_of_the_way_of_runs(self, rig):
+        r = rig(6, [1, 1, 3])
+        leases = [r.got(0), r.got(1)]
+        run = r.got(2)
+        assert torch.equal(run, pattern(3 * SLOT, 2))
+        assert run.data_ptr() == r.arena.address(0)
+        assert len(leases) == 2
+
     def test_slots_are_charged_when_they_are_first_used(self, rig):
         r = rig(4, [1, 2])
         r.got(0)
@@ -295,6 +303,16 @@ class TestOrder:
             r.order.end_step()
         assert len(r.reads) == fewest_reads(step * 2, slots, residents)
         r.close()
+
+    def test_a_run_displaces_the_window_whose_soonest_use_is_farthest(self, rig):
+        r = rig(4, [1, 1, 1, 1, 2])
+        for chunk in (4, 2, 1, 0, 3):
+            r.order.note(chunk)
+        r.order.end_step()
+        for chunk in (0, 1, 2, 3):
+            r.got(chunk)  # from the last slot to the first: 3, 2, 1, 0 lie side by side
+        r.use(4)
+        assert r.held() == {2, 3, 4}
 
     def test_prefetch_reads_everything_ahead_once_the_step_is_known(self, rig):
         r = rig(3, [1, 1, 1, 1, 1])
@@ -492,15 +510,18 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             yield
         except _native.NativeIoError as error:
-            assert error.errno == errno.EIO
-            assert self.faults > 0, "a transfer failed for no reason"
-            self.faults -= 1
-            self.pinned &= self.rig.held()  # a failed read leaves nothing to pin
-            assert error.op == "read" or any(map(self.write_failed, self.rig.held()))
+            self.surfaced(error)
         except BudgetError:
             assert no_room, "there was a window that nothing leases"
         else:
             assert not no_room, "found room where there is none"
+
+    def surfaced(self, failure: _native.NativeIoError) -> None:
+        assert failure.errno == errno.EIO
+        assert self.faults > 0, "a transfer failed for no reason"
+        self.faults -= 1
+        self.pinned &= self.rig.held()  # a failed read leaves nothing to pin
+        assert failure.op == "read" or any(map(self.write_failed, self.rig.held()))
 
     def write_failed(self, chunk: int) -> bool:
         """It is dirty although it was not changed since its last write began."""

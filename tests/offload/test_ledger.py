@@ -15,11 +15,9 @@ HOST, DISK = Tier.HOST, Tier.DISK
 PARAM, GRAD, RECORD = Account.PARAM, Account.GRAD, Account.RECORD
 
 changes = st.lists(
-    st.tuples(
-        st.sampled_from(Tier), st.sampled_from(Account), st.integers(0, 60), st.booleans()
-    ),
+    st.tuples(st.sampled_from(Tier), st.sampled_from(Account), st.integers(0, 60), st.booleans()),
     max_size=40,
-)  # fmt: skip
+)
 budgets = st.fixed_dictionaries({}, optional=dict.fromkeys(Tier, st.none() | st.integers(0, 100)))
 
 

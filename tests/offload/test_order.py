@@ -1,5 +1,7 @@
 """offload/order: the learned order of uses, against a model that searches the whole step."""
 
+import tracemalloc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,6 +103,19 @@ def test_a_step_that_deviates_is_learned_in_its_turn():
     order.end_step()
     assert order.upcoming(9) == [2, 9, 0]
     assert order.next_use(1) > max(map(order.next_use, (2, 9, 0)))
+
+
+def test_inference_without_an_end_of_step_takes_no_more_and_more_memory():
+    order = UseOrder()
+    tracemalloc.start()
+    try:
+        for _ in range(100_000):
+            order.note(0)
+            order.note(1)
+        grown_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown_bytes < 1 << 20
 
 
 def test_chunks_of_no_known_use_come_after_all_others():

@@ -38,9 +38,27 @@ def test_sizes_are_read_as_written(text, nbytes):
 
 @pytest.mark.parametrize(
     "bad",
-    ["", " ", "g", "GiB", "4 apples", "4Gi", "4.GiB", ".5g", "1e9", "-1", "+1", "4 GiB 2", "4_000",
-     "4,5g", "nan", "inf", "0x10", "\N{ARABIC-INDIC DIGIT FOUR}g"],
-)  # fmt: skip
+    [
+        "",
+        " ",
+        "g",
+        "GiB",
+        "4 apples",
+        "4Gi",
+        "4.GiB",
+        ".5g",
+        "1e9",
+        "-1",
+        "+1",
+        "4 GiB 2",
+        "4_000",
+        "4,5g",
+        "nan",
+        "inf",
+        "0x10",
+        "\N{ARABIC-INDIC DIGIT FOUR}g",
+    ],
+)
 def test_text_that_is_no_size_is_quoted_in_the_error(bad):
     with pytest.raises(ValueError, match=re.escape(repr(bad)) + ".*'4GiB'"):
         parse_bytes(bad)

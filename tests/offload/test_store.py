@@ -1,5 +1,6 @@
 """offload/store: the scratch file and its engine, on good and on bad file systems."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -51,10 +52,8 @@ def memory_of(nbytes: int) -> tuple[torch.Tensor, memoryview]:
 def open_fds() -> set[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
             found.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
-        except FileNotFoundError:  # the listing's own
-            pass
     return found
 
 
@@ -312,6 +311,7 @@ class TestRealMounts:
             ["-t", "tmpfs", "-o", "size=2m", "tmpfs"],
             """
             scratch = ScratchFile(directory, ledger, Account.RECORD)
+            free_bytes = store.free_bytes
             assert free_bytes(directory) == 2 * MIB
             try:
                 scratch.reserve(3 * MIB)
