@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from hetero.engine import Engine
+from hetero.managed import ManagedParam
 from hetero.state import export_masters, store_values
 from offload.errors import UnmanagedParameterError
 
@@ -47,36 +48,51 @@ def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]
         return
     engine = engine_of(listed)
     members = list({m.param: m for m in engine.find_all(listed)}.values())
+    with _present(engine, members):
+        if modifier_rank is None:
+            yield
+            return
+        changed: dict[ManagedParam, torch.Tensor] = {}
+        with _replaced_by_copies(members, changed):
+            yield
+    store_values(engine, changed)
+
+
+@contextmanager
+def _present(engine: Engine, members: list[ManagedParam]) -> Iterator[None]:
     acquired = []
     try:
         for m in members:
             engine.params.acquire(m)
             acquired.append(m)
-        if modifier_rank is None:
-            yield
-            return
-        before = {m: m.param.data for m in members}
-        copies = {m: m.param.data.clone() for m in members}
-        try:
-            for m in members:
-                m.param.data = copies[m]
-            yield
-            copies = {m: m.param.data for m in members}
-        finally:
-            for m in members:
-                m.param.data = before[m]
+        yield
     finally:
         for m in acquired:
             engine.params.release(m)
-    if modifier_rank is not None:
-        store_values(engine, copies)
+
+
+@contextmanager
+def _replaced_by_copies(
+    members: list[ManagedParam], changed: dict[ManagedParam, torch.Tensor]
+) -> Iterator[None]:
+    """Inside the block the parameters are copies, which are in `changed` if it ends well."""
+    before = {m: m.param.data for m in members}
+    try:
+        for m in members:
+            m.param.data = m.param.data.clone()
+        yield
+        changed.update({m: m.param.data for m in members})
+    finally:
+        for m in members:
+            m.param.data = before[m]
+            m.note_change()
 
 
 def masters(params: Params) -> list[torch.Tensor]:
     """The fp32 master weights of `params`, whole, in RAM outside the budgets."""
     listed = _listed(params)
     found = export_masters(engine_of(listed), listed)
-    return [found.get(p, p.detach().float()) for p in listed]
+    return [found[p] if p in found else p.detach().float() for p in listed]
 
 
 def clip_grad_norm_(

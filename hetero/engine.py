@@ -13,7 +13,7 @@ import torch
 
 from hetero.dtypes import Dtypes
 from hetero.grads import Grads
-from hetero.hooks import ModuleHooks, hook_gradients, refuse_use
+from hetero.hooks import GradHook, ModuleHooks, refuse_use
 from hetero.layout import Layout
 from hetero.managed import ManagedParam
 from hetero.params import Params
@@ -107,12 +107,13 @@ class Engine:
             m.param.data = (
                 m.part_of(params.flat(m.chunk)) if params.is_resident(m.chunk) else m.absent
             )
+            m.note_change()
         trainable = [m for m in managed if m.chunk.trainable]
         for m in trainable:
             grads.add_member(m)
-        self._hooks: list[Removable] = []
-        self._hooks += hook_gradients(trainable, self._check_grad, grads.add)
-        self.attach(ModuleHooks(model, self._known, params, dtypes.torch_compute))
+        self._module_hooks = ModuleHooks(model, self._known, params, dtypes.torch_compute)
+        self._hooks: list[Removable] = [self._module_hooks]
+        self._hooks += [GradHook(m, self._check_grad, grads.add) for m in trainable]
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._free)
 
@@ -161,6 +162,13 @@ class Engine:
                 f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
                 f"use sparse=False"
             )
+        if self._clip != 1.0:
+            if managed.has_grad:
+                raise HeteroError(
+                    f"a gradient of {managed.name} arrived between clip_grad_norm_() and step(); "
+                    f"clip after the last backward"
+                )
+            self.forget_clip()  # the gradients it was made for are gone
         if self.loss_scale.dynamic and not self._scaled_backward:
             raise RuntimeError(
                 "fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()"
@@ -199,6 +207,10 @@ class Engine:
         self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
         return norm
 
+    def forget_clip(self) -> None:
+        """The gradients that were clipped are forgotten."""
+        self._clip = 1.0
+
     # Steps
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
@@ -208,14 +220,13 @@ class Engine:
         moved or unfrozen after initialize(), a step inside gathered().
         """
         self._check_open()
+        self._module_hooks.unwind()
         listed = [(group, self.find_all(group["params"])) for group in param_groups]
         for _, all_members in listed:
             for m in all_members:
                 self._check_trainable(m)
         groups = [(group, [m for m in some if m.has_grad]) for group, some in listed]
         members = [m for _, some in groups for m in some]
-        clip, self._clip = self._clip, 1.0
-        chunks = {m.chunk.id: m.chunk for m in members}
         overflow = self.loss_scale.dynamic and not all(
             math.isfinite(self._grads.sum_of_squares(m)) for m in members
         )
@@ -225,17 +236,28 @@ class Engine:
                 "'fp32', whose range is wider"
             )
         if members and not overflow:
-            self._stepper.run(groups, clip / self.loss_scale.value)
-            for chunk in chunks.values():
-                self.params.updated(chunk)
+            self._update(groups, members)
+        self._clip = 1.0
+        self.loss_scale.update(overflow)
+        self._end_step()
+
+    def _update(
+        self, groups: list[tuple[dict[str, Any], list[ManagedParam]]], members: list[ManagedParam]
+    ) -> None:
+        chunks = {m.chunk.id: m.chunk for m in members}
+        # Before the update, so that even an interruption leaves no copy of old values in use.
+        for chunk in chunks.values():
+            self.params.invalidate(chunk)
+        try:
+            self._stepper.run(groups, self._clip / self.loss_scale.value)
+        finally:
             for m in members:
                 if self.params.is_resident(m.chunk):
                     # As an in-place update does: a backward over older values then fails.
                     torch.autograd.graph.increment_version(m.param)
-        for chunk in chunks.values():
-            self._grads.used(chunk)
-        self.loss_scale.update(overflow)
-        self._end_step()
+                m.note_change()
+            for chunk in chunks.values():
+                self._grads.used(chunk)
 
     def _check_trainable(self, managed: ManagedParam) -> None:
         if not self.params.is_in_place(managed):
@@ -243,6 +265,16 @@ class Engine:
                 f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
                 f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
                 f"update would be lost"
+            )
+        if managed.changed_unnoticed:
+            raise HeteroError(
+                f"{managed.name} was changed in place outside hetero.gathered(..., "
+                f"modifier_rank=0); its master would not follow"
+            )
+        if managed.chunk.trainable and managed.param.grad is not None and not managed.has_grad:
+            raise HeteroError(
+                f"the .grad of {managed.name} was assigned; hetero keeps gradients itself and "
+                f"would ignore it: let backward() make it"
             )
         if not managed.chunk.trainable and managed.param.grad is not None:
             raise HeteroError(

@@ -43,6 +43,7 @@ class Grads:
         """Makes a trainable parameter known."""
         self._members.setdefault(managed.chunk.id, []).append(managed)
 
+    @torch.no_grad()  # with create_graph, hooks run with gradients enabled
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
         chunk = managed.chunk
@@ -109,7 +110,7 @@ class Grads:
         return Location(file_offset=extent.offset + piece * self._slot_bytes)
 
     def used(self, chunk: Chunk) -> None:
-        """The optimizer has used the chunk's gradient."""
+        """The optimizer has used the chunk's gradient. It stays until `.grad` is cleared."""
         if self._cache is not None and chunk not in self._homes:
             self._arrived.pop(chunk.id, None)
-            self._cache.drop(chunk.id)
+            self._cache.unpin(chunk.id)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from hetero.bare_uses import BareUses
 from hetero.managed import ManagedParam
 from hetero.params import Params
+from offload.errors import HeteroError
 
 
 @dataclass
 class _Entered:
     module: torch.nn.Module
+    frame: FrameType  # of the call; a call that is not on the stack any more was interrupted
     acquired: list[ManagedParam]
     contexts: ExitStack
 
@@ -65,7 +69,7 @@ class ModuleHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _enter(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        entered = _Entered(module, [], ExitStack())
+        entered = _Entered(module, sys._getframe(2), [], ExitStack())
         self._entered.append(entered)
         for managed in needed:
             self._params.acquire(managed)
@@ -84,15 +88,34 @@ class ModuleHooks:
         # ours, unless our own enter was never reached.
         if not self._entered or self._entered[-1].module is not module:
             return
-        entered = self._entered.pop()
+        self._leave(self._entered.pop())
+
+    def _leave(self, entered: _Entered) -> None:
         entered.contexts.close()
         for managed in entered.acquired:
             self._params.release(managed)
+
+    def unwind(self) -> None:
+        """Leaves forwards that Ctrl-C ended: torch calls no hook for what is not an Exception."""
+        running = set()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and self._entered:
+            running.add(frame)
+            frame = frame.f_back
+        while self._entered and self._entered[-1].frame not in running:
+            self._leave(self._entered.pop())
+
+    def __deepcopy__(self, memo: Any) -> ModuleHooks:
+        raise HeteroError(
+            "a managed model cannot be deep-copied: its state lives in the engine; build a second "
+            "model and load model.state_dict() into it, or use hetero.masters()"
+        )
 
     def _cast_inputs(
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Floating inputs of the model in the compute dtype, as FSDP2's mixed precision does."""
+        self.unwind()
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -106,42 +129,52 @@ class ModuleHooks:
         self._handles.clear()
 
 
-def hook_gradients(
-    managed_params: Iterable[ManagedParam],
-    check: Callable[[ManagedParam, torch.Tensor], None],
-    keep: Callable[[ManagedParam, torch.Tensor, bool], None],
-) -> list[RemovableHandle]:
-    """Calls `keep(managed, grad, accumulate)` whenever a parameter's gradient is ready.
+class GradHook:
+    """Hands a parameter's gradient to `keep(managed, grad, accumulate)` whenever it is ready.
 
-    `.grad` holds the placeholder if there is a gradient already; it is taken away before autograd
-    would add to it. `check(managed, grad)` may refuse by raising.
+    `.grad` holds the placeholder if there is a gradient already; it is taken away only when
+    autograd is about to accumulate (torch.autograd.grad() does not), and put back if keeping
+    fails. `check(managed, grad)` may refuse by raising.
     """
-    handles: list[RemovableHandle] = []
-    for managed in managed_params:
-        accumulating = [False]
 
-        def before(
-            grad: torch.Tensor,
-            managed: ManagedParam = managed,
-            accumulating: list[bool] = accumulating,
-        ) -> None:
-            check(managed, grad)
-            accumulating[0] = managed.has_grad
-            if managed.has_grad:
-                managed.param.grad = None
+    def __init__(
+        self,
+        managed: ManagedParam,
+        check: Callable[[ManagedParam, torch.Tensor], None],
+        keep: Callable[[ManagedParam, torch.Tensor, bool], None],
+    ) -> None:
+        self._managed = managed
+        self._check = check
+        self._keep = keep
+        self._accumulating = False
+        param = managed.param
+        # The node that accumulates; its hooks last as long as somebody refers to it.
+        self._node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._handles = [
+            self._node.register_prehook(self._before),  # type: ignore[union-attr]
+            param.register_post_accumulate_grad_hook(self._after),
+        ]
 
-        def after(
-            param: torch.Tensor,
-            managed: ManagedParam = managed,
-            accumulating: list[bool] = accumulating,
-        ) -> None:
-            grad, param.grad = param.grad, None
-            assert grad is not None
-            keep(managed, grad, accumulating[0])
+    def _before(self, grads: tuple[torch.Tensor, ...]) -> None:
+        self._check(self._managed, grads[0])
+        self._accumulating = self._managed.has_grad
+        if self._accumulating:
+            self._managed.param.grad = None
 
-        handles.append(managed.param.register_hook(before))
-        handles.append(managed.param.register_post_accumulate_grad_hook(after))
-    return handles
+    def _after(self, param: torch.Tensor) -> None:
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        try:
+            self._keep(self._managed, grad, self._accumulating)
+        except BaseException:
+            if self._accumulating:
+                param.grad = self._managed.absent_grad
+            raise
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def refuse_use(model: torch.nn.Module, error: Callable[[], Exception]) -> None:

@@ -126,9 +126,10 @@ class Stage:
         self._charged[key] = nbytes
         values = torch.empty(param.shape, dtype=param.dtype)
         raw = values.view(-1).view(torch.uint8)
-        for begin, part in self._read(self._on_disk.pop(key), nbytes):
+        for begin, part in self._read(self._on_disk[key], nbytes):
             raw[begin : begin + part.numel()] = part
         param.data = values
+        del self._on_disk[key]
 
     def _read(self, offset: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         assert self._file is not None

@@ -50,7 +50,8 @@ def initialize(
     Returns the same two objects.
 
     Raises BudgetError with the smallest budget that works, ValueError for an optimizer that does
-    not fit the model, StoreError if the NVMe directory cannot be used. The model is then as before.
+    not fit the model, StoreError if the NVMe directory cannot be used. The model is then as
+    before; only after a failed transfer, when state is already on its way, it must be built again.
     """
     if not isinstance(optimizer, HybridAdam):
         raise ValueError(

@@ -24,6 +24,7 @@ class ManagedParam:
     dtype: torch.dtype
     step: int = 0  # optimizer updates made
     uses: int = 0  # modules and gathered() blocks that need the value now
+    version: int = 0  # of the parameter, as of the last change that hetero knows of
     absent: torch.Tensor = field(init=False)
     absent_grad: torch.Tensor = field(init=False)
 
@@ -46,6 +47,17 @@ class ManagedParam:
     def has_grad(self) -> bool:
         """Whether the chunk holds a gradient of it. Clearing `.grad`, by whomever, clears it."""
         return self.param.grad is self.absent_grad
+
+    def note_change(self) -> None:
+        """The parameter was changed in a way that reached its home."""
+        self.version = self.param._version
+
+    @property
+    def changed_unnoticed(self) -> bool:
+        """Whether somebody wrote to the parameter in place outside gathered()."""
+        # torch refuses writes to an absent tensor unless it has a single element.
+        written = self.numel == 1 and not bool(torch.isnan(self.absent).all())
+        return written or self.param._version != self.version
 
     def part_of(self, chunk_flat: torch.Tensor) -> torch.Tensor:
         """Its elements of a flat tensor over the chunk, in its shape."""

@@ -66,6 +66,7 @@ class StateDictHooks:
             if values is None:
                 return
             for managed in own.values():
+                managed.note_change()  # by torch's own copy_, into what store_masters() replaces
                 self._engine.params.release(managed)
             store_masters(self._engine, values)
 

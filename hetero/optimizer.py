@@ -99,6 +99,8 @@ class HybridAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
+        if self._engine is not None:
+            self._engine.forget_clip()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: for each parameter step, exp_avg, exp_avg_sq and master (all fp32, whole).

@@ -12,7 +12,7 @@ from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from offload.arena import HostArena
 from offload.cache import SlotCache
-from offload.errors import StaleGraphError
+from offload.errors import HeteroError, StaleGraphError
 from offload.order import UseOrder
 
 _PREFETCH_CHUNKS = 4  # looked ahead; how many are really read is a matter of free slots
@@ -122,9 +122,16 @@ class Params:
         managed.uses -= 1
         if managed.uses == 0:
             managed.param.data = managed.absent
+            changed = managed.changed_unnoticed
+            managed.note_change()
             self._holders[chunk.id] -= 1
             if self._holders[chunk.id] == 0:
                 del self._holders[chunk.id], self._held[chunk.id]
+            if changed:
+                raise HeteroError(
+                    f"{managed.name} was changed in place where only reading is possible; change "
+                    f"it inside hetero.gathered(..., modifier_rank=0)"
+                )
 
     def is_in_place(self, managed: ManagedParam) -> bool:
         """Whether the parameter is where it belongs between steps: at home, or absent."""
@@ -145,14 +152,15 @@ class Params:
 
     def filled(self, chunk: Chunk) -> None:
         """The chunk's values changed in what fill() or flat() gave; returns when they are home."""
+        self._version[chunk.id] += 1
         if chunk not in self._homes:
             assert self._cache is not None
             self._cache.dirty(chunk.id)
             self._cache.write_back(chunk.id)
             self._cache.get(chunk.id)
 
-    def updated(self, chunk: Chunk) -> None:
-        """The optimizer wrote new values to the chunk's home."""
+    def invalidate(self, chunk: Chunk) -> None:
+        """The optimizer is about to write new values to the chunk's home."""
         self._version[chunk.id] += 1
         if chunk not in self._homes:
             assert self._cache is not None

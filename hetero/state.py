@@ -43,6 +43,9 @@ def _visit_chunk(engine: Engine, members: list[ManagedParam], visit: Visit, writ
                     visit(m, part, in_slot[part.in_piece], record)
     if write:
         engine.params.filled(chunk)
+        for m in members:
+            torch.autograd.graph.increment_version(m.param)
+            m.note_change()
 
 
 def export_masters(
@@ -106,7 +109,6 @@ def import_states(engine: Engine, states: Mapping[torch.Tensor, Mapping[str, Any
     visit_parts(engine, members, visit, write=True)
     for m, state in members.items():
         m.step = int(state["step"])
-        engine.params.updated(m.chunk)
 
 
 def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:

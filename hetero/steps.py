@@ -52,8 +52,9 @@ class Stepper:
     ) -> None:
         """Updates all given parameters with their groups' options; gradients are times `scale`.
 
-        Returns when parameters in RAM are final; records and DISK-homed parameters may still be on
-        their way to the file.
+        Raises ValueError for hyper-parameters that make no sense, with nothing changed. Returns
+        when parameters in RAM are final; records and DISK-homed parameters may still be on their
+        way to the file.
         """
         hypers: dict[tuple[int, int], int] = {}
         made: list[AdamHyper] = []
@@ -61,19 +62,21 @@ class Stepper:
         chunks: dict[int, Chunk] = {}
         for index, (options, members) in enumerate(groups):
             for managed in members:
-                managed.step += 1
-                key = (index, managed.step)
+                key = (index, managed.step + 1)
                 if key not in hypers:
                     hypers[key] = len(made)
-                    made.append(_hyper(options, managed.step))
+                    made.append(_hyper(options, managed.step + 1))
                 chunks[managed.chunk.id] = managed.chunk
                 for part in parts_of(managed, self._slot_numel):
                     segment = (part.in_piece.start, part.numel, hypers[key])
                     segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
         order = sorted(segments, reverse=not self._forward)
-        self._forward = not self._forward
         tasks = [self._task(chunks[c], piece, segments[c, piece]) for c, piece in order]
         self._pipeline.submit(tasks, made, scale)
+        self._forward = not self._forward
+        for _, members in groups:
+            for managed in members:
+                managed.step += 1
         self._pipeline.wait_updated()
 
     def _task(self, chunk: Chunk, piece: int, segments: list[Segment]) -> StepTask:

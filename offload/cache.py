@@ -133,8 +133,13 @@ class SlotCache:
             entry.state = SlotState.WRITING
 
     def pin(self, chunk: int) -> None:
-        """Keeps the chunk's slots until drop(), whatever else is needed."""
+        """Keeps the chunk's slots until unpin() or drop(), whatever else is needed."""
         self._entries[chunk].pinned = True
+
+    def unpin(self, chunk: int) -> None:
+        """Undoes pin(), if the chunk is held."""
+        if chunk in self._entries:
+            self._entries[chunk].pinned = False
 
     def drop(self, chunk: int) -> None:
         """Forgets the chunk's copy; its slots are reused once nothing leases them."""
@@ -211,8 +216,10 @@ class SlotCache:
     def _best_window(self, run: int, chunk: int, demand: bool) -> int | None:
         """First slot of the window that costs least to empty: its soonest next use is farthest."""
         leased = self._leased_slots()
-        candidates: list[tuple[int, int, int]] = []
-        for first in range(self._arena.slots - run + 1):
+        best: tuple[int, int] | None = None
+        found: int | None = None
+        firsts = range(self._arena.slots - run + 1)
+        for first in reversed(firsts) if run == 1 else firsts:
             if any(leased[first : first + run]):
                 continue
             owners = self._overlapping(first, run)
@@ -225,8 +232,9 @@ class SlotCache:
                 or soonest <= self._order.next_use(chunk)
             ):
                 continue
-            candidates.append((soonest, -len(owners), first if run == 1 else -first))
-        return abs(max(candidates)[2]) if candidates else None
+            if best is None or (soonest, -len(owners)) > best:
+                best, found = (soonest, -len(owners)), first
+        return found
 
     def _leased_slots(self) -> list[bool]:
         leased = [False] * self._arena.slots
