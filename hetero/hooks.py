@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoint_module
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +27,20 @@ class _Entered:
     frame: FrameType  # of the call; a call that is not on the stack any more was interrupted
     acquired: list[ManagedParam]
     contexts: ExitStack
+    packing: bool = False
+
+
+def _recomputing() -> bool:
+    """Whether a non-reentrant checkpoint is being recomputed, as the stack of calls tells."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint_module.__file__:
+            if frame.f_code.co_name == "unpack_hook":
+                return True
+            if frame.f_code.co_name == "backward":  # a reentrant one's
+                return False
+        frame = frame.f_back
+    return False
 
 
 class ModuleHooks:
@@ -78,10 +93,20 @@ class ModuleHooks:
             return
         if len(self._entered) == 1:
             entered.contexts.enter_context(BareUses(self._find, self._params))
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        if not self._saved_tensor_hooks_in_force():
             entered.contexts.enter_context(
                 saved_tensors_hooks(self._params.pack, self._params.unpack)
             )
+            entered.packing = True
+
+    def _saved_tensor_hooks_in_force(self) -> bool:
+        """Whether autograd asks hooks already: ours, of an outer module, or somebody else's."""
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        if top is not None:
+            return top(False) is not None
+        # torch before 2.8 cannot tell. Ours we know; of others those of a non-reentrant
+        # checkpoint's recomputation matter, which runs inside its unpack hook.
+        return any(entered.packing for entered in self._entered) or _recomputing()
 
     def _exit(self, module: torch.nn.Module) -> None:
         # After an exception torch runs these hooks from the inside out, so the last entered is

@@ -270,3 +270,32 @@ def test_generation_and_evaluation_between_steps(mode: type, tmp_path: Path) -> 
         optimizer.zero_grad()
     optimizer.step()
     optimizer.engine.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_with_a_torch_that_cannot_tell_about_hooks(
+    reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch before 2.8: the same results by the other way of finding out."""
+    nvme = {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
+
+    def trained(host_memory: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with hetero.ZeroInitContext(
+            dtype="fp32", chunk_numel=4096, host_memory=host_memory, **nvme
+        ):
+            model = Checkpointed(reentrant)
+        model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+        assert not all(
+            optimizer.engine.params.is_resident(m.chunk) for m in optimizer.engine.managed_params()
+        )
+        (model(torch.linspace(-1, 1, 128).view(2, 64)) ** 3).sum().backward()
+        optimizer.step()
+        found = hetero.masters(model.parameters())
+        optimizer.engine.close()
+        return found
+
+    enough = smallest_host_memory(lambda: trained(40 << 10)) + 2 * 4096 * 4
+    expected = trained(enough)
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    assert all(map(torch.equal, trained(enough), expected))
