@@ -49,13 +49,14 @@ clean:
 	rm -f offload/_native.*.so
 	find hetero offload bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The extras of `test` hold those of `train`, so either is enough to train.
+# The extras of `test` hold those of `train`, so either is enough to train. For tests, compiler
+# warnings are errors.
 $(VENV)/train.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	$(BIN)/pip install --quiet -e ".[train]"
 	@touch $@
 
 $(VENV)/test.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
-	$(BIN)/pip install --quiet -e ".[test]"
+	HETERO_WERROR=1 $(BIN)/pip install --quiet -e ".[test]"
 	@touch $@ $(VENV)/train.stamp
 
 # First and alone, so that the version that the tests pin is the one that stays.

@@ -67,9 +67,7 @@ def check_dtype(name: str, option: str) -> DtypeName:
 
 
 def default_dtype() -> DtypeName:
-    """bf16 where this machine's CPU or GPU multiplies it in hardware, else fp32."""
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp32"
+    """bf16 where the compute device, the CPU, multiplies it in hardware, else fp32."""
     return "bf16" if _cpu_has_bf16() else "fp32"
 
 
