@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
@@ -30,16 +30,26 @@ class _Entered:
     packing: bool = False
 
 
+def _callers() -> Iterator[FrameType]:
+    """The frames of the calls that are running, innermost first.
+
+    A frame must not be kept in a variable of its own: that cycle would keep all locals of all
+    callers, activations among them, until the garbage collector comes.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
 def _recomputing() -> bool:
     """Whether a non-reentrant checkpoint is being recomputed, as the stack of calls tells."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in _callers():
         if frame.f_code.co_filename == checkpoint_module.__file__:
             if frame.f_code.co_name == "unpack_hook":
                 return True
             if frame.f_code.co_name == "backward":  # a reentrant one's
                 return False
-        frame = frame.f_back
     return False
 
 
@@ -122,12 +132,8 @@ class ModuleHooks:
 
     def unwind(self) -> None:
         """Leaves forwards that Ctrl-C ended: torch calls no hook for what is not an Exception."""
-        running = set()
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and self._entered:
-            running.add(frame)
-            frame = frame.f_back
-        while self._entered and self._entered[-1].frame not in running:
+        running = {id(frame) for frame in _callers()} if self._entered else set()
+        while self._entered and id(self._entered[-1].frame) not in running:
             self._leave(self._entered.pop())
 
     def __deepcopy__(self, memo: Any) -> ModuleHooks:

@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -286,4 +287,27 @@ def test_several_forwards_then_backwards_and_evaluation_between(net: Callable) -
         first.backward()
         step()
     assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_a_step_leaves_nothing_to_the_garbage_collector(net: Callable) -> None:
+    """Cycles keep activations alive until the collector comes: memory that no budget knows of."""
+    model, optimizer = net()
+
+    def step() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        step()
+        gc.collect()
+        left = [type(o).__name__ for o in gc.garbage if isinstance(o, (torch.Tensor, FrameType))]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not left
     optimizer.engine.close()
