@@ -29,14 +29,6 @@ class Tier(enum.Enum):
     DISK = "disk"
 
 
-class Payload(enum.Enum):
-    """What is stored of a chunk."""
-
-    PARAM = "param"
-    GRAD = "grad"
-    RECORD = "record"
-
-
 class Account(enum.Enum):
     """What managed bytes are used for; the ledger is kept per tier and account."""
 
