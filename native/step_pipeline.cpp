@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -16,13 +15,12 @@
 #include <utility>
 
 #include "quiet_thread.h"
+#include "step_buffers.h"
 
 namespace hetero {
 namespace {
 
-constexpr std::int64_t kNoKey = -1;
-constexpr std::size_t kPageBytes = 4096;
-constexpr std::size_t kPieceGranularity = 2048;  // elements; 2-byte parts are then whole pages
+constexpr std::int64_t kAnyKey = -1;
 
 using OpPtr = std::shared_ptr<IoOp>;
 
@@ -41,65 +39,16 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-enum class BufferState {
-  idle,      // nobody's; may keep the clean content of `key`
-  assigned,  // a task's that is not updated yet: its reads fill it, its update changes it
-  writing,   // the engine's, until its writes are done; then idle
-};
-
-// Fields change under the pipeline's lock, except `reads`, which belongs to the task.
-struct Buffer {
-  char* memory = nullptr;
-  BufferState state = BufferState::idle;
-  std::int64_t key = kNoKey;  // whose content is here, or is on its way
-  bool keeps_record = false;
-  bool keeps_param = false;
-  std::uint64_t last_used = 0;
-  std::vector<OpPtr> reads;
-  std::vector<OpPtr> writes;
-};
-
-using Constants = std::shared_ptr<const std::vector<AdamConstants>>;
-
-// A submitted task.
-struct Work {
-  StepTask task;
-  Constants constants;
-  Buffer* buffer = nullptr;  // none if the task lives in RAM
-};
-
-bool needs_buffer(const StepTask& task) {
-  return task.param.in_file() || task.grad.in_file() || task.record.in_file();
-}
-
-[[noreturn]] void refuse(const StepTask& task, const std::string& fact) {
-  throw std::invalid_argument("StepTask " + std::to_string(task.key) + ": " + fact);
-}
-
 }  // namespace
-
-PieceLayout::PieceLayout(Dtype dtype, Dtype grad_dtype, std::size_t piece_numel, bool param_in_file,
-                         bool grad_in_file)
-    : dtype(dtype),
-      grad_dtype(grad_dtype),
-      piece_numel(piece_numel),
-      param_in_file(param_in_file),
-      grad_in_file(grad_in_file) {
-  if (piece_numel == 0 || piece_numel % kPieceGranularity != 0) {
-    throw std::invalid_argument("piece_numel is " + std::to_string(piece_numel) +
-                                ", must be a positive multiple of " +
-                                std::to_string(kPieceGranularity));
-  }
-}
 
 class StepPipeline::Impl {
  public:
   Impl(std::shared_ptr<IoEngine> engine, int file, char* memory, std::size_t buffers,
        const PieceLayout& layout)
-      : layout_(layout), engine_(std::move(engine)), file_(file), buffers_(buffers) {
-    for (std::size_t i = 0; i < buffers; ++i) {
-      buffers_[i].memory = memory + i * layout_.buffer_bytes();
-    }
+      : layout_(layout),
+        engine_(std::move(engine)),
+        file_(file),
+        buffers_(memory, buffers, layout_.buffer_bytes()) {
     stager_ = quiet_thread("hetero-stage", [this] { thread_main(&Impl::stage_tasks); });
     try {
       updater_ = quiet_thread("hetero-step", [this] { thread_main(&Impl::update_tasks); });
@@ -112,8 +61,10 @@ class StepPipeline::Impl {
   void submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers, double grad_scale);
   void wait_updated();
   void wait_written(std::int64_t key);
+  void flush(std::int64_t key);
   void forget(std::int64_t key);
   StepStats stats() const;
+  void inject(std::uint64_t nth);
   void close();
 
  private:
@@ -123,8 +74,8 @@ class StepPipeline::Impl {
 
   // The stager.
   void stage_tasks();
-  Buffer* acquire(Lock& lock, std::int64_t key);
-  Buffer* find_victim();
+  Buffer* acquire(Lock& lock, const StepTask& task);
+  Buffer* take_another(Lock& lock, std::int64_t key);
   void submit_reads(const StepTask& task, Buffer& buffer, bool read_record, bool read_param);
 
   // The updater.
@@ -135,14 +86,14 @@ class StepPipeline::Impl {
   // With the lock held.
   bool stopping() const { return closing_ || failure_ != nullptr; }
   bool unfinished(std::int64_t key) const;
-  bool settled(Buffer& buffer);
   void settle_all();
+  void submit_write(Buffer& buffer, std::size_t at, std::size_t nbytes, std::int64_t offset);
+  void submit_record_write(Buffer& buffer);
+  void launder(Buffer& buffer);
   void fail(std::exception_ptr error);
   void throw_if_failed() const;
 
-  void check(const StepTask& task, std::size_t hypers) const;
-  void check(const StepTask& task, const Location& location, const char* name, bool has_room) const;
-  std::vector<OpPtr> writes_of(std::int64_t key) const;
+  std::vector<OpPtr> writes_of(std::int64_t key);
 
   const PieceLayout layout_;
   const std::shared_ptr<IoEngine> engine_;
@@ -150,12 +101,12 @@ class StepPipeline::Impl {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // any of what follows
-  std::vector<Buffer> buffers_;
-  std::deque<Work> queued_;      // no buffer yet
+  BufferPool buffers_;
+  WorkQueue queued_;             // no buffer yet
   std::deque<Work> staged_;      // reads submitted
   std::optional<Work> current_;  // the updater's; changed by it alone
-  std::uint64_t clock_ = 0;      // orders the uses of buffers
   StepStats stats_;
+  std::optional<std::uint64_t> updates_until_fault_;
   bool closing_ = false;
   std::exception_ptr failure_;  // the first
 
@@ -166,54 +117,9 @@ class StepPipeline::Impl {
 
 // --- submitting and waiting -----------------------------------------------------------------
 
-void StepPipeline::Impl::check(const StepTask& task, const Location& location, const char* name,
-                               bool has_room) const {
-  const bool offset_given = location.file_offset >= 0;
-  if (location.in_file() != offset_given) {
-    refuse(task, std::string(name) + (offset_given ? " has both an address and a file offset"
-                                                   : " has neither an address nor a file offset"));
-  }
-  if (!location.in_file()) return;
-  if (engine_ == nullptr) {
-    refuse(task, std::string(name) + " is in the file, but the pipeline has no engine");
-  }
-  if (!has_room) {
-    refuse(task, std::string(name) + " is in the file, but the buffers have no room for it");
-  }
-  if (location.file_offset % static_cast<std::int64_t>(kPageBytes) != 0) {
-    refuse(task, std::string(name) + "'s file offset " + std::to_string(location.file_offset) +
-                     " is not a multiple of " + std::to_string(kPageBytes));
-  }
-}
-
-void StepPipeline::Impl::check(const StepTask& task, std::size_t hypers) const {
-  if (task.key < 0) refuse(task, "the key must be at least 0");
-  check(task, task.param, "param", layout_.param_in_file);
-  check(task, task.grad, "grad", layout_.grad_in_file);
-  check(task, task.record, "record", true);
-  std::vector<StepSegment> segments = task.segments;
-  std::sort(segments.begin(), segments.end(),
-            [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::size_t end = 0;  // of the segments before
-  for (const auto& [first, numel, hyper] : segments) {
-    const std::string segment =
-        "segment (" + std::to_string(first) + ", " + std::to_string(numel) + ") ";
-    if (numel > layout_.piece_numel || first > layout_.piece_numel - numel) {
-      refuse(task, segment + "is outside the piece of " + std::to_string(layout_.piece_numel) +
-                       " elements");
-    }
-    if (first < end) refuse(task, segment + "overlaps another that ends at " + std::to_string(end));
-    if (hyper >= hypers) {
-      refuse(task, segment + "wants hyper-parameters " + std::to_string(hyper) + " of " +
-                       std::to_string(hypers));
-    }
-    end = first + numel;
-  }
-}
-
 void StepPipeline::Impl::submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers,
                                 double grad_scale) {
-  for (const StepTask& task : tasks) check(task, hypers.size());
+  for (const StepTask& task : tasks) task.check(layout_, hypers.size(), engine_ != nullptr);
   auto constants = std::make_shared<std::vector<AdamConstants>>();
   for (const AdamHyper& hyper : hypers) {
     hyper.validate();
@@ -222,13 +128,13 @@ void StepPipeline::Impl::submit(std::vector<StepTask> tasks, std::span<const Ada
   const Lock lock(mutex_);
   settle_all();
   if (closing_) throw std::runtime_error("the step pipeline is closed");
-  for (StepTask& task : tasks) queued_.push_back({std::move(task), constants});
+  for (StepTask& task : tasks) queued_.push({std::move(task), constants});
   changed_.notify_all();
 }
 
 void StepPipeline::Impl::wait_updated() {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] { return failure_ != nullptr || !unfinished(kNoKey); });
+  changed_.wait(lock, [&] { return failure_ != nullptr || !unfinished(kAnyKey); });
   settle_all();
 }
 
@@ -252,21 +158,38 @@ void StepPipeline::Impl::wait_written(std::int64_t key) {
   settle_all();
 }
 
-void StepPipeline::Impl::forget(std::int64_t key) {
+void StepPipeline::Impl::flush(std::int64_t key) {
+  {
+    Lock lock(mutex_);
+    changed_.wait(lock, [&] { return failure_ != nullptr || !unfinished(key); });
+    throw_if_failed();
+    for (Buffer& buffer : buffers_) {
+      if (key != kAnyKey && buffer.key != key) continue;
+      // (A task submitted since may have it.)
+      if (buffer.state != BufferState::assigned && buffer.dirty()) launder(buffer);
+    }
+  }
   wait_written(key);
+}
+
+void StepPipeline::Impl::forget(std::int64_t key) {
+  flush(key);
   const Lock lock(mutex_);
   for (Buffer& buffer : buffers_) {
-    if (key != kNoKey && buffer.key != key) continue;
-    if (buffer.state != BufferState::idle) continue;  // a task submitted since
-    buffer.key = kNoKey;
-    buffer.keeps_record = buffer.keeps_param = false;
-    buffer.last_used = 0;
+    if (key != kAnyKey && buffer.key != key) continue;
+    if (buffer.state != BufferState::idle || buffer.dirty()) continue;  // a task submitted since
+    buffers_.forget(buffer);
   }
 }
 
 StepStats StepPipeline::Impl::stats() const {
   const Lock lock(mutex_);
   return stats_;
+}
+
+void StepPipeline::Impl::inject(std::uint64_t nth) {
+  const Lock lock(mutex_);
+  updates_until_fault_ = nth;
 }
 
 void StepPipeline::Impl::close() {
@@ -305,31 +228,43 @@ void StepPipeline::Impl::close() {
 // --- with the lock held ---------------------------------------------------------------------
 
 bool StepPipeline::Impl::unfinished(std::int64_t key) const {
-  const auto matches = [&](const Work& work) { return key == kNoKey || work.task.key == key; };
+  const auto matches = [&](const Work& work) { return key == kAnyKey || work.task.key == key; };
   return (current_ && matches(*current_)) || std::any_of(staged_.begin(), staged_.end(), matches) ||
          std::any_of(queued_.begin(), queued_.end(), matches);
-}
-
-// Whether the buffer is idle, which it becomes here if its writes are done. Throws if one failed.
-bool StepPipeline::Impl::settled(Buffer& buffer) {
-  if (buffer.state != BufferState::writing) return buffer.state == BufferState::idle;
-  for (const OpPtr& write : buffer.writes) {
-    if (!write->done()) return false;
-  }
-  for (const OpPtr& write : buffer.writes) write->wait();
-  buffer.writes.clear();
-  buffer.state = BufferState::idle;
-  return true;
 }
 
 // Notices the writes that are done, so that a failed one is not overlooked. Throws the failure.
 void StepPipeline::Impl::settle_all() {
   try {
-    for (Buffer& buffer : buffers_) settled(buffer);
+    for (Buffer& buffer : buffers_) buffer.settle();
   } catch (...) {
     fail(std::current_exception());
   }
   throw_if_failed();
+}
+
+// Starts a write. The buffer stays whose it is until the caller changes its state.
+void StepPipeline::Impl::submit_write(Buffer& buffer, std::size_t at, std::size_t nbytes,
+                                      std::int64_t offset) {
+  buffer.writes.push_back(engine_->submit(IoKind::write, file_, buffer.memory + at, nbytes,
+                                          static_cast<std::uint64_t>(offset)));
+  stats_.written_bytes += nbytes;
+}
+
+void StepPipeline::Impl::submit_record_write(Buffer& buffer) {
+  submit_write(buffer, 0, layout_.record_bytes(), buffer.dirty_at);
+  buffer.dirty_at = Buffer::kClean;
+}
+
+// Starts the write that an idle buffer's record still lacks. A failure stops the pipeline.
+void StepPipeline::Impl::launder(Buffer& buffer) {
+  try {
+    submit_record_write(buffer);
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+  buffer.state = BufferState::writing;
 }
 
 void StepPipeline::Impl::fail(std::exception_ptr error) {
@@ -343,10 +278,10 @@ void StepPipeline::Impl::throw_if_failed() const {
   if (failure_ != nullptr) std::rethrow_exception(failure_);
 }
 
-std::vector<OpPtr> StepPipeline::Impl::writes_of(std::int64_t key) const {
+std::vector<OpPtr> StepPipeline::Impl::writes_of(std::int64_t key) {
   std::vector<OpPtr> writes;
   for (const Buffer& buffer : buffers_) {
-    if (key != kNoKey && buffer.key != key) continue;
+    if (key != kAnyKey && buffer.key != key) continue;
     writes.insert(writes.end(), buffer.writes.begin(), buffer.writes.end());
   }
   return writes;
@@ -369,9 +304,9 @@ void StepPipeline::Impl::stage_tasks() {
     changed_.wait(lock, [&] { return stopping() || !queued_.empty(); });
     if (stopping()) return;
     // The task stays in the queue meanwhile: it is one of those that waiters wait for.
-    if (needs_buffer(queued_.front().task)) {
-      StepTask task = queued_.front().task;
-      Buffer* buffer = acquire(lock, task.key);
+    if (queued_.front().task.needs_buffer()) {
+      const StepTask task = queued_.front().task;
+      Buffer* const buffer = acquire(lock, task);
       if (buffer == nullptr) return;
       const bool read_record = task.record.in_file() && !buffer->keeps_record;
       const bool read_param = task.param.in_file() && !buffer->keeps_param;
@@ -386,61 +321,65 @@ void StepPipeline::Impl::stage_tasks() {
       if (stopping()) return;
       queued_.front().buffer = buffer;
     }
-    staged_.push_back(std::move(queued_.front()));
-    queued_.pop_front();
+    staged_.push_back(queued_.pop());
     changed_.notify_all();
   }
 }
 
 // The buffer that keeps the key's content, or one to give up; nullptr when stopping.
-Buffer* StepPipeline::Impl::acquire(Lock& lock, std::int64_t key) {
+Buffer* StepPipeline::Impl::acquire(Lock& lock, const StepTask& task) {
+  Buffer* kept = nullptr;
+  // While an earlier task with the same key has the buffer, the file is behind.
+  changed_.wait(lock, [&] {
+    kept = buffers_.find(task.key);
+    return stopping() || kept == nullptr || kept->state != BufferState::assigned;
+  });
+  if (stopping()) return nullptr;
+  if (kept == nullptr) return take_another(lock, task.key);
+  if (kept->dirty() && kept->dirty_at != task.record.file_offset) {
+    throw std::logic_error("StepTask " + std::to_string(task.key) +
+                           ": its record was moved while a buffer keeps what belongs to offset " +
+                           std::to_string(kept->dirty_at) + "; call forget() before moving it");
+  }
+  // (The updater waits for the writes of a kept buffer; reads of other parts may start now.)
+  kept->state = BufferState::assigned;
+  kept->reads.clear();
+  return kept;
+}
+
+// A buffer for the content of `key`, which none has; nullptr when stopping. Of the buffers that no
+// queued task wants the one used least recently, even if it is still being written, for the reason
+// given at shortage(). To wait for a task's buffer is better than to give up content that another
+// task is about to want; only if all is wanted, what is wanted last goes.
+Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key) {
   while (!stopping()) {
-    const auto kept = std::find_if(buffers_.begin(), buffers_.end(),
-                                   [&](const Buffer& buffer) { return buffer.key == key; });
-    const bool is_kept = kept != buffers_.end();
-    Buffer* const buffer = is_kept ? &*kept : find_victim();
-    if (buffer == nullptr || buffer->state == BufferState::assigned) {
-      // An earlier task has it. If that is one with the same key, the file is behind until then.
-      changed_.wait(lock);
-    } else if (is_kept || settled(*buffer)) {
-      // (The updater waits for the writes of a kept buffer; reads of other parts may start now.)
-      if (!is_kept) buffer->keeps_record = buffer->keeps_param = false;
-      buffer->key = key;
+    Buffer* buffer = buffers_.spare(queued_);
+    if (buffer == nullptr) {
+      // Dirty content is left of tasks that this step has none of. All that will be needed is
+      // written together: one after the other the disk would wait for us each time.
+      const std::vector<Buffer*> dirty = buffers_.launderable(queued_);
+      const std::size_t needed = buffers_.shortage(queued_, dirty.size());
+      for (std::size_t i = 0; i < needed; ++i) launder(*dirty[i]);
+      if (needed > 0) continue;
+      if (!buffers_.one_will_be_spare(queued_)) buffer = buffers_.wanted_last(queued_);
+      if (buffer == nullptr) {
+        changed_.wait(lock);
+        continue;
+      }
+      if (buffer->dirty()) launder(*buffer);
+    }
+    if (buffer->settle()) {
+      buffers_.rename(*buffer, key);
       buffer->state = BufferState::assigned;
       buffer->reads.clear();
       return buffer;
-    } else {
-      const std::vector<OpPtr> writes = buffer->writes;
-      lock.unlock();
-      for (const OpPtr& write : writes) write->wait();
-      lock.lock();
     }
+    const std::vector<OpPtr> writes = buffer->writes;
+    lock.unlock();
+    for (const OpPtr& write : writes) write->wait();
+    lock.lock();
   }
   return nullptr;
-}
-
-// Among the buffers that no task has, the one that no queued task wants and that was used least
-// recently; else the one wanted last. One still being written is worth waiting for: what is kept
-// then depends on the order of the tasks only, not on the disk's timing.
-Buffer* StepPipeline::Impl::find_victim() {
-  constexpr std::size_t never = std::numeric_limits<std::size_t>::max();
-  const auto next_use = [&](const Buffer& buffer) {
-    const auto next = std::find_if(queued_.begin(), queued_.end(),
-                                   [&](const Work& work) { return work.task.key == buffer.key; });
-    return next == queued_.end() ? never : static_cast<std::size_t>(next - queued_.begin());
-  };
-  Buffer* victim = nullptr;
-  std::size_t victim_use = 0;
-  for (Buffer& buffer : buffers_) {
-    if (buffer.state == BufferState::assigned) continue;
-    const std::size_t use = next_use(buffer);
-    if (victim == nullptr || use > victim_use ||
-        (use == victim_use && buffer.last_used < victim->last_used)) {
-      victim = &buffer;
-      victim_use = use;
-    }
-  }
-  return victim;
 }
 
 void StepPipeline::Impl::submit_reads(const StepTask& task, Buffer& buffer, bool read_record,
@@ -483,6 +422,10 @@ void StepPipeline::Impl::update_tasks() {
     stats_.write_wait_s += write_wait_s;
     if (stopping()) return;
     if (buffer != nullptr) buffer->writes.clear();
+    if (updates_until_fault_ && (*updates_until_fault_)-- == 0) {
+      throw std::runtime_error("the update of piece " + std::to_string(current_->task.key) +
+                               " was made to fail");
+    }
 
     // From here to the submission of the writes nothing stops the task: half of an update in RAM
     // and the other half not in the file would be worse than none.
@@ -491,10 +434,10 @@ void StepPipeline::Impl::update_tasks() {
       const Stopwatch watch(adam_s);
       update(*current_);
     }
-    if (buffer != nullptr) submit_writes(current_->task, *buffer);
     lock.lock();
     stats_.adam_s += adam_s;
     ++stats_.tasks;
+    if (buffer != nullptr) submit_writes(current_->task, *buffer);
     current_.reset();
     changed_.notify_all();
   }
@@ -522,21 +465,20 @@ void StepPipeline::Impl::update(const Work& work) const {
   adam_step(layout_.dtype, layout_.grad_dtype, slices);
 }
 
+// With the lock held, so that close() sees every write that was started.
 void StepPipeline::Impl::submit_writes(const StepTask& task, Buffer& buffer) {
-  const auto write = [&](const Location& to, std::size_t at, std::size_t nbytes) {
-    OpPtr op = engine_->submit(IoKind::write, file_, buffer.memory + at, nbytes,
-                               static_cast<std::uint64_t>(to.file_offset));
-    const Lock lock(mutex_);
-    buffer.writes.push_back(std::move(op));
-    stats_.written_bytes += nbytes;
-  };
-  if (task.record.in_file()) write(task.record, 0, layout_.record_bytes());
-  if (task.param.in_file()) write(task.param, layout_.param_at(), layout_.param_bytes());
-  const Lock lock(mutex_);
+  const bool wanted = queued_.next_use(buffer.key) != WorkQueue::kNever;
   buffer.keeps_record = task.record.in_file();
   buffer.keeps_param = task.param.in_file();
+  if (buffer.keeps_record) {
+    buffer.dirty_at = task.record.file_offset;
+    if (!wanted && buffers_.shortage(queued_, 1) > 0) submit_record_write(buffer);
+  }
+  if (buffer.keeps_param) {
+    submit_write(buffer, layout_.param_at(), layout_.param_bytes(), task.param.file_offset);
+  }
   buffer.state = buffer.writes.empty() ? BufferState::idle : BufferState::writing;
-  buffer.last_used = ++clock_;
+  buffers_.touch(buffer);
 }
 
 // --- the handle -----------------------------------------------------------------------------
@@ -581,9 +523,13 @@ void StepPipeline::wait_updated() { impl().wait_updated(); }
 
 void StepPipeline::wait_written(std::int64_t key) { impl().wait_written(key); }
 
+void StepPipeline::flush(std::int64_t key) { impl().flush(key); }
+
 void StepPipeline::forget(std::int64_t key) { impl().forget(key); }
 
 StepStats StepPipeline::stats() const { return impl().stats(); }
+
+void StepPipeline::inject(std::uint64_t nth) { impl().inject(nth); }
 
 void StepPipeline::close() {
   if (getpid() == owner_) impl_->close();

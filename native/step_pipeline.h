@@ -1,9 +1,4 @@
 // The optimizer step over pieces: read -> Adam -> write, several pieces in flight.
-//
-// A *piece* is a rank's part of a chunk: a parameter payload, a gradient payload and a record. Each
-// of the three is either in RAM, where it is used in place, or in the file, from where it passes
-// through a *buffer*. A buffer is laid out as [record | param | grad]; a record as
-// [master | exp_avg | exp_avg_sq], every part as long as a whole piece.
 #pragma once
 
 #include <sys/types.h>
@@ -15,55 +10,10 @@
 #include <vector>
 
 #include "adam.h"
-#include "dtype.h"
 #include "io_engine.h"
+#include "step_task.h"
 
 namespace hetero {
-
-// What all pieces of a pipeline have in common, and where the parts of a buffer are, in bytes.
-struct PieceLayout {
-  // Throws std::invalid_argument unless piece_numel is a positive multiple of 2048, which makes
-  // every part a multiple of a page and so fit for direct I/O.
-  PieceLayout(Dtype dtype, Dtype grad_dtype, std::size_t piece_numel, bool param_in_file,
-              bool grad_in_file);
-
-  std::size_t exp_avg_at() const { return piece_numel * master_bytes(dtype); }
-  std::size_t exp_avg_sq_at() const { return exp_avg_at() + piece_numel * sizeof(float); }
-  std::size_t record_bytes() const { return exp_avg_sq_at() + piece_numel * sizeof(float); }
-  std::size_t param_bytes() const { return piece_numel * element_bytes(dtype); }
-  std::size_t grad_bytes() const { return piece_numel * element_bytes(grad_dtype); }
-  std::size_t param_at() const { return record_bytes(); }
-  std::size_t grad_at() const { return param_at() + (param_in_file ? param_bytes() : 0); }
-  std::size_t buffer_bytes() const { return grad_at() + (grad_in_file ? grad_bytes() : 0); }
-
-  Dtype dtype;
-  Dtype grad_dtype;
-  std::size_t piece_numel;
-  bool param_in_file;  // buffers have room for a parameter payload
-  bool grad_in_file;
-};
-
-// Where a payload lives: in RAM, or at an offset of the pipeline's file.
-struct Location {
-  char* address = nullptr;
-  std::int64_t file_offset = -1;
-
-  bool in_file() const { return address == nullptr; }
-};
-
-// Elements [first, first + numel) of a piece are updated with the task's hyper-parameters `hyper`.
-struct StepSegment {
-  std::size_t first = 0;
-  std::size_t numel = 0;
-  std::size_t hyper = 0;
-};
-
-// The update of one piece. `key` names the piece (at least 0).
-struct StepTask {
-  std::int64_t key = 0;
-  Location param, grad, record;
-  std::vector<StepSegment> segments;
-};
 
 struct StepStats {
   std::uint64_t tasks = 0;  // updated
@@ -75,8 +25,12 @@ struct StepStats {
 };
 
 // Works on two threads: one gives buffers to the tasks in order and submits their reads, as far
-// ahead as there are buffers; the other computes and submits the writes. A buffer keeps its clean
-// content after its write, so that a later task with the same key need not read it.
+// ahead as there are buffers; the other computes and submits the writes.
+//
+// A buffer keeps its content, so that a later task with the same key need not read it. A parameter
+// is written at once, because the next forward reads it from the file; a record only when its
+// buffer is needed for another one (step_buffers.h), or by flush(). Until then the file is behind,
+// so a key's record must not move before forget().
 //
 // The first failure, of a transfer or anything else, stops the pipeline: queued tasks are dropped
 // and every later call but close() and stats() rethrows it.
@@ -100,16 +54,22 @@ class StepPipeline {
   // Until every submitted update is computed: parameters in RAM are final, gradients free.
   void wait_updated();
 
-  // Until all writes, or those of `key` (-1: all), are in the file.
+  // Until no write, or none of `key` (-1: any), is under way: parameters in the file are final.
   void wait_written(std::int64_t key = -1);
 
-  // wait_written, then drops the kept content: somebody else is about to write the file.
+  // Writes the records that only buffers have, then wait_written: the file has all.
+  void flush(std::int64_t key = -1);
+
+  // flush, then drops the kept content: somebody else is about to write the file.
   void forget(std::int64_t key = -1);
 
   StepStats stats() const;
 
+  // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing.
+  void inject(std::uint64_t nth);
+
   // Abandons the tasks not yet being computed, waits for transfers in flight, joins the threads.
-  // Idempotent. If tasks were abandoned, later waits throw.
+  // Idempotent. If tasks were abandoned, later waits throw. Records that were not flushed are lost.
   void close();
 
  private:

@@ -178,8 +178,11 @@ class StepPipeline:
     Every piece has room for `piece_numel` elements. A record is laid out as
     [master | exp_avg | exp_avg_sq], each `piece_numel` long (no master part for fp32). The buffers
     are slots of `arena`, one after another, each `buffer_bytes(...)` long, and hold
-    [record | param | grad], a part only if the pipeline was made with it. A buffer keeps its clean
-    content after its write, and a later task with the same key does not read it again.
+    [record | param | grad], a part only if the pipeline was made with it.
+
+    A buffer keeps its content, and a later task with the same key does not read it again. A
+    parameter is written at once; a record only when its buffer is needed for another one, or by
+    flush(). A key's record must not move before forget().
     """
 
     def __init__(
@@ -212,12 +215,18 @@ class StepPipeline:
         """Until every submitted update is computed: parameters in RAM are final, gradients free.
         Raises the first failure; the pipeline then refuses further work with the same error."""
     def wait_written(self, key: int = -1) -> None:
-        """Until all writes (or those of `key`) are in the file. Raises like wait_updated."""
+        """Until no write (or none of `key`) is under way: parameters in the file are final. Raises
+        like wait_updated."""
+    def flush(self, key: int = -1) -> None:
+        """Writes the records (or that of `key`) which only buffers have, and waits: the file has
+        all. Raises like wait_updated."""
     def forget(self, key: int = -1) -> None:
-        """Drops kept buffer contents (of `key`, or all) after waiting for their writes: somebody
-        else is about to write the file."""
+        """flush(), then drops the kept content: somebody else is about to write the file."""
     @property
     def stats(self) -> dict[str, float]:
         """tasks, hits, read_bytes, written_bytes, adam_s, read_wait_s, write_wait_s"""
+    def inject(self, nth: int) -> None:
+        """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
     def close(self) -> None:
-        """Abandons queued tasks, waits for transfers in flight, joins the thread; idempotent."""
+        """Abandons queued tasks, waits for transfers in flight, joins the threads; idempotent.
+        Records that were not flushed are lost."""

@@ -200,8 +200,10 @@ void bind_pipeline(py::module_& module) {
           py::arg("tasks"), py::arg("hypers"), py::arg("grad_scale"), NoGil())
       .def("wait_updated", &BoundPipeline::wait_updated, NoGil())
       .def("wait_written", &BoundPipeline::wait_written, py::arg("key") = -1, NoGil())
+      .def("flush", &BoundPipeline::flush, py::arg("key") = -1, NoGil())
       .def("forget", &BoundPipeline::forget, py::arg("key") = -1, NoGil())
       .def_property_readonly("stats", &stats_dict)
+      .def("inject", &BoundPipeline::inject, py::arg("nth"), NoGil())
       .def("close", &BoundPipeline::close, NoGil());
 }
 

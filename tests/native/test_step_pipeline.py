@@ -220,21 +220,28 @@ def test_file_and_ram_give_the_same_bytes(
     for step in range(1, steps + 1):
         filed.pipeline.submit(filed.tasks(zig_zag(count, step)), hypers(step), 0.5)
         filed.pipeline.wait_updated()
+    # Zig-zag: each step begins with what the one before left in the buffers, and only what the
+    # buffers do not hold is read, and written.
+    hits = (steps - 1) * min(buffers, count)
+    param_bytes = pieces.param_bytes if param_in_file else 0
     filed.pipeline.wait_written()
+    written = steps * max(0, count - buffers) * pieces.record_bytes
+    written += steps * count * param_bytes
+    assert filed.pipeline.stats["written_bytes"] == written == filed.engine.stats["written_bytes"]
+    filed.pipeline.flush()
+    written += min(buffers, count) * pieces.record_bytes
+    assert filed.pipeline.stats["written_bytes"] == written == filed.engine.stats["written_bytes"]
+    filed.pipeline.flush()
+    assert filed.engine.stats["written_bytes"] == written
     train_in_ram(pieces, steps, 0.5)
     assert filed.bytes() == pieces.bytes()
 
-    # Zig-zag: each step begins with what the one before left in the buffers.
-    hits = (steps - 1) * min(buffers, count)
-    kept = pieces.record_bytes + (pieces.param_bytes if param_in_file else 0)
-    read = (steps * count - hits) * kept
+    read = (steps * count - hits) * (pieces.record_bytes + param_bytes)
     read += steps * count * (pieces.grad_bytes if grad_in_file else 0)
     stats = filed.pipeline.stats
     assert stats["tasks"] == steps * count
     assert stats["hits"] == hits
     assert stats["read_bytes"] == read == filed.engine.stats["read_bytes"]
-    written = steps * count * kept
-    assert stats["written_bytes"] == written == filed.engine.stats["written_bytes"]
     assert stats["adam_s"] > 0
     assert stats["read_wait_s"] >= 0
     assert stats["write_wait_s"] >= 0
@@ -272,7 +279,7 @@ def test_several_steps_queued_at_once(tmp_path: Path, opened: list[Filed], kind:
     opened.append(filed)
     for step in range(1, 9):
         filed.pipeline.submit(filed.tasks([step % 3, 0, 0, (step + 1) % 3]), hypers(step), 1.0)
-    filed.pipeline.wait_written()
+    filed.pipeline.flush()
     pipeline = _native.StepPipeline(None, 0, None, 0, "bf16", "bf16", PIECE, False, False)
     for step in range(1, 9):
         order = [step % 3, 0, 0, (step + 1) % 3]
@@ -293,7 +300,7 @@ def test_ram_and_file_tasks_mix(tmp_path: Path, opened: list[Filed], kind: str) 
     record = _native.Location(file_offset=filed.record_at[2])
     tasks[2] = _native.StepTask(2, ram(filed.params[2]), ram(pieces.grads[2]), record, SEGMENTS)
     filed.pipeline.submit(tasks, hypers(1), 1.0)
-    filed.pipeline.wait_written()
+    filed.pipeline.flush()
     train_in_ram(pieces, steps=1)
     assert moved[0].tobytes() == pieces.params[1].tobytes()
     assert moved[1].tobytes() == pieces.records[1].tobytes()
@@ -314,16 +321,16 @@ def test_a_payload_that_was_in_ram_is_not_taken_from_the_buffer(
     filed = Filed(pieces, tmp_path / "file", kind, 1, param_in_file=True)
     opened.append(filed)
     filed.pipeline.submit(filed.tasks([0]), hypers(1), 1.0)
-    filed.pipeline.wait_written()
+    filed.pipeline.flush()
     # The parameter goes to RAM for one step and comes back to the file.
     param = np.frombuffer(filed.in_file(filed.params[0], 0 + filed.param_at[0]), np.uint16).copy()
     record = _native.Location(file_offset=filed.record_at[0])
     task = _native.StepTask(0, ram(param), ram(pieces.grads[0]), record, SEGMENTS)
     filed.pipeline.submit([task], hypers(2), 1.0)
-    filed.pipeline.wait_written()
+    filed.pipeline.flush()
     os.pwrite(filed.fd, param.tobytes(), filed.param_at[0])
     filed.pipeline.submit(filed.tasks([0]), hypers(3), 1.0)
-    filed.pipeline.wait_written()
+    filed.pipeline.flush()
     train_in_ram(pieces, steps=3)
     assert filed.bytes() == pieces.bytes()
 
@@ -346,27 +353,38 @@ def test_forget_makes_the_next_task_read_the_file(
     assert filed.pipeline.stats["hits"] == 1  # key 0
     filed.pipeline.forget()
     filed.pipeline.submit(filed.tasks([0, 1]), hypers(3), 1.0)
-    filed.pipeline.wait_written()
+    filed.pipeline.flush()
     assert filed.pipeline.stats["hits"] == 1
     train_in_ram(pieces, steps=3)
     assert filed.bytes() == pieces.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_wait_written_of_a_key_waits_for_that_key(
+def test_a_key_is_waited_for_or_flushed_alone(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
     pieces = Pieces(6, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=3)
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=3, param_in_file=True)
     opened.append(filed)
     filed.pipeline.submit(filed.tasks(range(6)), hypers(1), 1.0)
     train_in_ram(pieces, steps=1)
     for key in (2, 0, 5, 1):
         filed.pipeline.wait_written(key)
-        record = pieces.records[key]
-        assert filed.in_file(record, filed.record_at[key]) == record.tobytes()
-    filed.pipeline.wait_written(77)  # never submitted
+        param = pieces.params[key]
+        assert filed.in_file(param, filed.param_at[key]) == param.tobytes()
+    # The last three records are in buffers only.
     filed.pipeline.wait_written()
+    for key, record in enumerate(pieces.records):
+        assert (filed.in_file(record, filed.record_at[key]) == record.tobytes()) == (key < 3)
+    filed.pipeline.flush(4)
+    for key, record in enumerate(pieces.records):
+        assert (filed.in_file(record, filed.record_at[key]) == record.tobytes()) == (
+            key in (0, 1, 2, 4)
+        )
+    for key in (77, -1):  # 77 was never submitted
+        filed.pipeline.wait_written(key)
+        filed.pipeline.flush(key)
+    assert filed.bytes() == pieces.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -420,7 +438,7 @@ def test_the_last_writes_failure_is_not_lost(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
     pieces = Pieces(1, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=1, param_in_file=True)
     opened.append(filed)
     filed.engine.inject("write", 0, error=errno.EIO)
     filed.pipeline.submit(filed.tasks([0]), hypers(1), 1.0)
@@ -482,7 +500,7 @@ def test_the_pipeline_keeps_engine_and_arena_alive(
     del filed.engine, filed.arena
     gc.collect()
     pipeline.submit(tasks, hypers(1), 1.0)
-    pipeline.wait_written()
+    pipeline.flush()
     train_in_ram(pieces, steps=1)
     assert filed.bytes() == pieces.bytes()
     pipeline.submit(tasks, hypers(2), 1.0)
@@ -510,7 +528,7 @@ def test_a_forked_child_neither_works_nor_hangs(
         del filed.pipeline
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    filed.pipeline.wait_written()
+    filed.pipeline.flush()
     train_in_ram(pieces, steps=1)
     assert filed.bytes() == pieces.bytes()
 
@@ -564,7 +582,7 @@ def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
         no_engine.submit([task(record=filed)], hypers(1), 1.0)
     with pytest.raises(ValueError, match="grad_scale"):
         pipeline.submit([task()], hypers(1), float("nan"))
-    pipeline.wait_written()
+    pipeline.flush()
     assert pipeline.stats["tasks"] == 0
     assert pieces.bytes() == before
     for closing in (pipeline, no_engine, engine):

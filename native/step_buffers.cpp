@@ -1,0 +1,138 @@
+#include "step_buffers.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace hetero {
+
+bool Buffer::settle() {
+  if (state != BufferState::writing) return state == BufferState::idle;
+  for (const auto& write : writes) {
+    if (!write->done()) return false;
+  }
+  for (const auto& write : writes) write->wait();
+  writes.clear();
+  state = BufferState::idle;
+  return true;
+}
+
+void Buffer::drop() {
+  keeps_record = keeps_param = false;
+  dirty_at = kClean;
+}
+
+// --- the queue ------------------------------------------------------------------------------
+
+void WorkQueue::push(Work work) {
+  work.turn = next_turn_++;
+  if (work.task.needs_buffer()) turns_[work.task.key].push_back(work.turn);
+  works_.push_back(std::move(work));
+}
+
+Work WorkQueue::pop() {
+  Work work = std::move(works_.front());
+  works_.pop_front();
+  if (work.task.needs_buffer()) {
+    const auto found = turns_.find(work.task.key);
+    found->second.pop_front();
+    if (found->second.empty()) turns_.erase(found);
+  }
+  return work;
+}
+
+void WorkQueue::clear() {
+  works_.clear();
+  turns_.clear();
+}
+
+std::uint64_t WorkQueue::next_use(std::int64_t key) const {
+  const auto found = turns_.find(key);
+  return found == turns_.end() ? kNever : found->second.front();
+}
+
+// --- the pool -------------------------------------------------------------------------------
+
+BufferPool::BufferPool(char* memory, std::size_t count, std::size_t buffer_bytes)
+    : buffers_(count) {
+  for (std::size_t i = 0; i < count; ++i) buffers_[i].memory = memory + i * buffer_bytes;
+}
+
+Buffer* BufferPool::find(std::int64_t key) const {
+  const auto found = by_key_.find(key);
+  return found == by_key_.end() ? nullptr : found->second;
+}
+
+void BufferPool::rename(Buffer& buffer, std::int64_t key) {
+  forget(buffer);
+  buffer.key = key;
+  by_key_[key] = &buffer;
+}
+
+void BufferPool::forget(Buffer& buffer) {
+  by_key_.erase(buffer.key);
+  buffer.key = Buffer::kNoKey;
+  buffer.drop();
+  buffer.last_used = 0;
+}
+
+bool BufferPool::wanted(const Buffer& buffer, const WorkQueue& queue) const {
+  return queue.next_use(buffer.key) != WorkQueue::kNever;
+}
+
+Buffer* BufferPool::spare(const WorkQueue& queue) {
+  Buffer* found = nullptr;
+  for (Buffer& buffer : buffers_) {
+    if (!buffer.free_at_once() || wanted(buffer, queue)) continue;
+    if (found == nullptr || buffer.last_used < found->last_used) found = &buffer;
+  }
+  return found;
+}
+
+std::vector<Buffer*> BufferPool::launderable(const WorkQueue& queue) {
+  std::vector<Buffer*> found;
+  for (Buffer& buffer : buffers_) {
+    if (buffer.state == BufferState::assigned || !buffer.dirty() || wanted(buffer, queue)) continue;
+    found.push_back(&buffer);
+  }
+  std::sort(found.begin(), found.end(),
+            [](const Buffer* a, const Buffer* b) { return a->last_used < b->last_used; });
+  return found;
+}
+
+bool BufferPool::one_will_be_spare(const WorkQueue& queue) const {
+  return std::any_of(buffers_.begin(), buffers_.end(), [&](const Buffer& buffer) {
+    return buffer.state == BufferState::assigned && !wanted(buffer, queue);
+  });
+}
+
+Buffer* BufferPool::wanted_last(const WorkQueue& queue) {
+  Buffer* found = nullptr;
+  for (Buffer& buffer : buffers_) {
+    if (buffer.state == BufferState::assigned) continue;
+    if (found == nullptr || queue.next_use(buffer.key) > queue.next_use(found->key)) {
+      found = &buffer;
+    }
+  }
+  return found;
+}
+
+std::size_t BufferPool::shortage(const WorkQueue& queue, std::size_t limit) const {
+  auto spare = static_cast<std::size_t>(std::count_if(
+      buffers_.begin(), buffers_.end(),
+      [&](const Buffer& buffer) { return buffer.free_at_once() && !wanted(buffer, queue); }));
+  std::size_t missing = 0;
+  for (const Work& work : queue) {
+    if (missing == limit) break;
+    const StepTask& task = work.task;
+    if (!task.needs_buffer() || find(task.key) != nullptr) continue;
+    if (queue.next_use(task.key) != work.turn) continue;  // an earlier one brings its content
+    if (spare > 0) {
+      --spare;
+    } else {
+      ++missing;
+    }
+  }
+  return missing;
+}
+
+}  // namespace hetero

@@ -1,0 +1,121 @@
+// The step pipeline's buffers and the tasks that wait for one; which buffer is given up, and when.
+//
+// A buffer keeps what it held after its task. A kept record is *clean* (the file has the same) or
+// *dirty* (the file is behind). A dirty record is written when its buffer is needed and not before:
+// with B buffers, N records and an order that alternates (zig-zag), a step reads and writes N - B
+// records and not one more.
+//
+// Nothing here locks: all of it is used under the pipeline's lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "adam.h"
+#include "io_engine.h"
+#include "step_task.h"
+
+namespace hetero {
+
+enum class BufferState {
+  idle,      // nobody's; may keep the content of `key`
+  assigned,  // a task's that is not updated yet: its reads fill it, its update changes it
+  writing,   // the engine reads it, until its writes are done; then idle
+};
+
+// `reads` belongs to the task that has the buffer, the other fields to the pipeline's lock.
+struct Buffer {
+  static constexpr std::int64_t kNoKey = -1;
+  static constexpr std::int64_t kClean = -1;
+
+  // Whether it is idle, which it becomes here if its writes are done. Throws if one failed.
+  bool settle();
+  void drop();  // its content
+  bool dirty() const { return dirty_at != kClean; }
+  // Takes no task's memory away and needs no write first.
+  bool free_at_once() const { return state != BufferState::assigned && !dirty(); }
+
+  char* memory = nullptr;
+  BufferState state = BufferState::idle;
+  std::int64_t key = kNoKey;  // whose content is here, or is on its way
+  bool keeps_record = false;
+  bool keeps_param = false;
+  std::int64_t dirty_at = kClean;  // file offset where the dirty record belongs
+  std::uint64_t last_used = 0;
+  std::vector<std::shared_ptr<IoOp>> reads;
+  std::vector<std::shared_ptr<IoOp>> writes;
+};
+
+// A submitted task.
+struct Work {
+  StepTask task;
+  std::shared_ptr<const std::vector<AdamConstants>> constants;
+  std::uint64_t turn = 0;    // its place among all tasks ever submitted
+  Buffer* buffer = nullptr;  // none if the task lives in RAM
+};
+
+// Tasks in order, with an index of when each key is wanted next.
+class WorkQueue {
+ public:
+  static constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
+
+  void push(Work work);
+  Work pop();
+  void clear();
+  bool empty() const { return works_.empty(); }
+  std::size_t size() const { return works_.size(); }
+  Work& front() { return works_.front(); }
+  auto begin() const { return works_.begin(); }
+  auto end() const { return works_.end(); }
+  // The turn of the first task that wants a buffer with this key's content.
+  std::uint64_t next_use(std::int64_t key) const;
+
+ private:
+  std::deque<Work> works_;
+  std::unordered_map<std::int64_t, std::deque<std::uint64_t>> turns_;
+  std::uint64_t next_turn_ = 0;
+};
+
+class BufferPool {
+ public:
+  BufferPool(char* memory, std::size_t count, std::size_t buffer_bytes);
+
+  auto begin() { return buffers_.begin(); }
+  auto end() { return buffers_.end(); }
+
+  // The buffer with the key's content, whatever its state; nullptr if there is none.
+  Buffer* find(std::int64_t key) const;
+
+  // Gives the buffer, whose content is no longer wanted, to the task's key.
+  void rename(Buffer& buffer, std::int64_t key);
+  void forget(Buffer& buffer);
+  void touch(Buffer& buffer) { buffer.last_used = ++clock_; }
+
+  // The least recently used buffer that is free at once and that no queued task wants.
+  Buffer* spare(const WorkQueue& queue);
+  // The dirty ones among those that no task has or wants, least recently used first.
+  std::vector<Buffer*> launderable(const WorkQueue& queue);
+  // Whether some task has a buffer whose content no queued task wants.
+  bool one_will_be_spare(const WorkQueue& queue) const;
+  // Among the buffers that no task has, the one wanted last; nullptr if tasks have all.
+  Buffer* wanted_last(const WorkQueue& queue);
+
+  // By how many buffers the queued tasks that find no content need more than are spare; at most
+  // `limit`. What is kept dirty or is written follows from this figure, which staging does not
+  // change: so it depends on the order of the tasks alone, not on the disk's timing.
+  std::size_t shortage(const WorkQueue& queue, std::size_t limit) const;
+
+ private:
+  bool wanted(const Buffer& buffer, const WorkQueue& queue) const;
+
+  std::vector<Buffer> buffers_;
+  std::unordered_map<std::int64_t, Buffer*> by_key_;
+  std::uint64_t clock_ = 0;  // orders the uses of buffers
+};
+
+}  // namespace hetero

@@ -1,0 +1,80 @@
+#include "step_task.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace hetero {
+namespace {
+
+constexpr std::size_t kPageBytes = 4096;
+constexpr std::size_t kPieceGranularity = 2048;  // elements; 2-byte parts are then whole pages
+
+[[noreturn]] void refuse(const StepTask& task, const std::string& fact) {
+  throw std::invalid_argument("StepTask " + std::to_string(task.key) + ": " + fact);
+}
+
+void check_location(const StepTask& task, const Location& location, const char* name, bool has_room,
+                    bool has_file) {
+  const bool offset_given = location.file_offset >= 0;
+  if (location.in_file() != offset_given) {
+    refuse(task, std::string(name) + (offset_given ? " has both an address and a file offset"
+                                                   : " has neither an address nor a file offset"));
+  }
+  if (!location.in_file()) return;
+  if (!has_file) {
+    refuse(task, std::string(name) + " is in the file, but the pipeline has no engine");
+  }
+  if (!has_room) {
+    refuse(task, std::string(name) + " is in the file, but the buffers have no room for it");
+  }
+  if (location.file_offset % static_cast<std::int64_t>(kPageBytes) != 0) {
+    refuse(task, std::string(name) + "'s file offset " + std::to_string(location.file_offset) +
+                     " is not a multiple of " + std::to_string(kPageBytes));
+  }
+}
+
+}  // namespace
+
+PieceLayout::PieceLayout(Dtype dtype, Dtype grad_dtype, std::size_t piece_numel, bool param_in_file,
+                         bool grad_in_file)
+    : dtype(dtype),
+      grad_dtype(grad_dtype),
+      piece_numel(piece_numel),
+      param_in_file(param_in_file),
+      grad_in_file(grad_in_file) {
+  if (piece_numel == 0 || piece_numel % kPieceGranularity != 0) {
+    throw std::invalid_argument("piece_numel is " + std::to_string(piece_numel) +
+                                ", must be a positive multiple of " +
+                                std::to_string(kPieceGranularity));
+  }
+}
+
+void StepTask::check(const PieceLayout& layout, std::size_t hypers, bool has_file) const {
+  if (key < 0) refuse(*this, "the key must be at least 0");
+  check_location(*this, param, "param", layout.param_in_file, has_file);
+  check_location(*this, grad, "grad", layout.grad_in_file, has_file);
+  check_location(*this, record, "record", true, has_file);
+  std::vector<StepSegment> sorted = segments;
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::size_t end = 0;  // of the segments before
+  for (const auto& [first, numel, hyper] : sorted) {
+    const std::string segment =
+        "segment (" + std::to_string(first) + ", " + std::to_string(numel) + ") ";
+    if (numel > layout.piece_numel || first > layout.piece_numel - numel) {
+      refuse(*this, segment + "is outside the piece of " + std::to_string(layout.piece_numel) +
+                        " elements");
+    }
+    if (first < end) {
+      refuse(*this, segment + "overlaps another that ends at " + std::to_string(end));
+    }
+    if (hyper >= hypers) {
+      refuse(*this, segment + "wants hyper-parameters " + std::to_string(hyper) + " of " +
+                        std::to_string(hypers));
+    }
+    end = first + numel;
+  }
+}
+
+}  // namespace hetero
