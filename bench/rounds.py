@@ -1,0 +1,90 @@
+"""Contenders that take turns within one run, so that a slow minute of the machine hits all alike.
+
+Vocabulary: a *sample* is what one contender measured in one turn, under the names of its metrics.
+A *round* gives every contender one turn; each round begins one contender later than the one before.
+The first round is a warm-up and is left out. A *ratio* of two contenders is taken within each round
+and its median given: a drift of the machine between rounds cancels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+Sample = Mapping[str, float]
+
+
+class ContenderError(Exception):
+    """A contender cannot be measured; it is left out with this reason and the others go on."""
+
+
+@dataclass
+class Rounds:
+    """The samples of all contenders; index r of each list is the same round.
+
+    `failed` has the reason of each contender that was left out; its samples are dropped, because
+    rounds in which it did not take part would not be comparable.
+    """
+
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def values(self, contender: str, metric: str) -> list[float]:
+        """One value per round. Raises KeyError for an unknown contender or metric."""
+        return [sample[metric] for sample in self.samples[contender]]
+
+    def median(self, contender: str, metric: str) -> float:
+        return statistics.median(self.values(contender, metric))
+
+    def spread(self, contender: str, metric: str) -> dict[str, float]:
+        """{"median", "min", "max"} over the rounds."""
+        values = self.values(contender, metric)
+        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+    def ratio(self, contender: str, other: str, metric: str) -> float:
+        """Median over the rounds of `contender`'s value over `other`'s."""
+        pairs = zip(self.values(contender, metric), self.values(other, metric), strict=True)
+        return statistics.median(own / theirs for own, theirs in pairs)
+
+
+def run_rounds(
+    contenders: Mapping[str, Callable[[], Sample]],
+    rounds: int,
+    tell: Callable[[str], None] | None = None,
+) -> Rounds:
+    """Measures every contender once per round, `rounds` times after one round of warm-up.
+
+    `contenders` maps names to functions that take one sample. A function that raises
+    ContenderError is not called again; any other exception ends the run. `tell` gets progress in
+    lines (default: to stderr). Raises ValueError for less than one round or no contender.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be 1 or more, got {rounds}")
+    if not contenders:
+        raise ValueError("there is no contender to measure")
+    tell = tell or _to_stderr
+    names = list(contenders)
+    result = Rounds(samples={name: [] for name in names})
+    for number in range(rounds + 1):
+        label = f"round {number}/{rounds}" if number else "warm-up"
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if name in result.failed:
+                continue
+            try:
+                sample = contenders[name]()
+            except ContenderError as error:
+                result.failed[name] = str(error)
+                del result.samples[name]
+                tell(f"{label}  {name}: left out: {error}")
+                continue
+            tell(f"{label}  {name}: " + "  ".join(f"{k} {v:.4g}" for k, v in sample.items()))
+            if number:
+                result.samples[name].append(sample)
+    return result
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
