@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.peers import deepspeed_train
+from bench.peer_process import path_beside, python_path
+from bench.peers.serve import EXIT_MISSING
 from hetero.training.options import TrainOptions, to_arguments
-
-ROOT = Path(__file__).resolve().parent.parent
 
 PEERS = ("torch", "deepspeed")
 
@@ -103,7 +102,10 @@ def _peer(
 
 def run_contender(contender: Contender, timeout_s: float) -> Outcome:
     """Runs it to its end; what it prints is in its log."""
-    environment = os.environ | {"PYTHONPATH": _python_path(), "PATH": _path(contender.command[0])}
+    environment = os.environ | {
+        "PYTHONPATH": python_path(),
+        "PATH": path_beside(contender.command[0]),
+    }
     try:
         with contender.log_path.open("w", encoding="utf-8") as log:
             done = subprocess.run(
@@ -123,7 +125,7 @@ def run_contender(contender: Contender, timeout_s: float) -> Outcome:
     finally:
         if contender.swap_folder is not None:
             shutil.rmtree(contender.swap_folder, ignore_errors=True)
-    if done.returncode == deepspeed_train.EXIT_MISSING and contender.result_path is not None:
+    if done.returncode == EXIT_MISSING and contender.result_path is not None:
         why = f"{_last_line(contender.log_path)}; install: {DEEPSPEED_INSTALL}"
         return Outcome(contender.name, "missing", {}, why)
     if done.returncode != 0:
@@ -131,17 +133,6 @@ def run_contender(contender: Contender, timeout_s: float) -> Outcome:
         return Outcome(contender.name, "failed", {}, f"{why} (all of it in {contender.log_path})")
     text = done.stdout if contender.result_path is None else contender.result_path.read_text()
     return Outcome(contender.name, "finished", json.loads(text))
-
-
-def _python_path() -> str:
-    """Lets a contender import bench, and hetero where it was built in place."""
-    inherited = os.environ.get("PYTHONPATH")
-    return str(ROOT) if not inherited else f"{ROOT}{os.pathsep}{inherited}"
-
-
-def _path(program: str) -> str:
-    """Tools installed next to the interpreter first; DeepSpeed builds with ninja."""
-    return f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
 def _last_line(log_path: Path) -> str:

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 
 from bench.peers.measure import measure, write_result
+from bench.peers.serve import EXIT_MISSING
 from bench.peers.workload import Workload
-
-# "Missing" is told apart from "failed" by this exit code.
-EXIT_MISSING = 3
 
 # Of DeepSpeed's buffers for parameters: no tensor may be larger.
 LEAST_BUFFER_NUMEL = 100_000_000

@@ -11,7 +11,8 @@ import torch
 
 from bench import train as bench_train
 from bench.contenders import Contender, Outcome, peer_contenders, run_contender
-from bench.peers.deepspeed_train import EXIT_MISSING, deepspeed_config
+from bench.peers.deepspeed_train import deepspeed_config
+from bench.peers.serve import EXIT_MISSING
 from bench.peers.workload import Workload
 from bench.train import main, summarize, write_workload
 from hetero.training.data import load_corpus

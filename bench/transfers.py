@@ -1,0 +1,266 @@
+"""How fast hetero's I/O engines move chunks, and the file that every contender does it on.
+
+Three patterns: "read" and "write" go through the file once per pass, in requests as large as chunks
+are, several in flight. "mixed" is the optimizer step's: each extent is read, then written back,
+while others are read; as many bytes are written as read, and both count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from offload._native import Arena, IoEngine, IoOp
+from offload.sizes import PAGE_BYTES, format_bytes
+from offload.store import check_directory, free_bytes
+
+PATTERNS = ("read", "write", "mixed")
+
+REQUEST_BYTES = 64 << 20  # the most that one request moves
+IN_FLIGHT = 4  # requests, each with a buffer of its own
+FILE_PER_BUFFER = 16  # the file is at least so many requests: four times all buffers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What every contender does. The file is whole requests; a request is whole blocks."""
+
+    size_bytes: int  # of the file
+    block_bytes: int
+    depth: int  # blocks in flight
+    request_bytes: int
+    in_flight: int  # requests
+    sample_bytes: int  # at least so many are moved per sample
+
+    @classmethod
+    def of(cls, size_bytes: int, block_bytes: int, depth: int, sample_bytes: int = 1) -> Shape:
+        """Raises ValueError, naming the option, for what cannot be measured.
+
+        The file becomes the most whole requests that are not larger than `size_bytes`.
+        """
+        if block_bytes < 1 or block_bytes % PAGE_BYTES:
+            raise ValueError(f"--block must be a multiple of {PAGE_BYTES} bytes, got {block_bytes}")
+        if not 1 <= depth <= 4096:
+            raise ValueError(f"--depth must be from 1 to 4096, got {depth}")
+        request = min(REQUEST_BYTES, size_bytes // FILE_PER_BUFFER) // block_bytes * block_bytes
+        # With fewer blocks than these the pattern itself would keep the queue from being full.
+        if IN_FLIGHT // 2 * request < depth * block_bytes:
+            least = FILE_PER_BUFFER * -(-depth // (IN_FLIGHT // 2)) * block_bytes
+            if IN_FLIGHT // 2 * REQUEST_BYTES // block_bytes < depth:
+                raise ValueError(
+                    f"{depth} blocks of {format_bytes(block_bytes)} in flight are more than the"
+                    f" buffers hold ({format_bytes(IN_FLIGHT // 2 * REQUEST_BYTES)});"
+                    f" lower --depth or --block"
+                )
+            raise ValueError(
+                f"--size of {format_bytes(size_bytes)} is too small for {depth} blocks of"
+                f" {format_bytes(block_bytes)} in flight; the least is {format_bytes(least)}"
+            )
+        size_bytes -= size_bytes % request
+        return cls(size_bytes, block_bytes, depth, request, IN_FLIGHT, sample_bytes)
+
+    def passes(self, pattern: str) -> int:
+        """How often a sample of `pattern` goes through the file."""
+        return max(1, -(-self.sample_bytes // (self.size_bytes * bytes_per_byte(pattern))))
+
+    def moved_bytes(self, pattern: str) -> int:
+        """What a sample of `pattern` moves, both directions together."""
+        return self.passes(pattern) * self.size_bytes * bytes_per_byte(pattern)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For peers, which import none of this."""
+        return asdict(self) | {"passes": {pattern: self.passes(pattern) for pattern in PATTERNS}}
+
+
+def bytes_per_byte(pattern: str) -> int:
+    """Bytes moved per byte of the file in one pass."""
+    if pattern not in PATTERNS:
+        raise ValueError(f"unknown pattern {pattern!r}; known: {', '.join(PATTERNS)}")
+    return 2 if pattern == "mixed" else 1
+
+
+@contextlib.contextmanager
+def measured_file(directory: str, size_bytes: int) -> Iterator[str]:
+    """A file of `size_bytes` written random bytes in `directory`, removed in the end.
+
+    It has a name, because other programs open it. Written, because a filesystem turns the first
+    write to a reserved extent into two. Raises StoreError for a directory that cannot be used, and
+    OSError or ValueError for one that is too full or has no O_DIRECT.
+    """
+    directory = check_directory(directory)
+    available = free_bytes(directory)
+    if size_bytes > available:
+        raise OSError(
+            errno.ENOSPC,
+            f"--size {format_bytes(size_bytes)} is more than the {format_bytes(available)} that are"
+            f" free; free space or lower --size",
+            directory,
+        )
+    fd, path = tempfile.mkstemp(prefix="hetero-bench-", dir=directory)
+    try:
+        with os.fdopen(fd, "wb", buffering=0):
+            os.posix_fallocate(fd, 0, size_bytes)
+            # Incompressible, and no two tiles of the file alike for what stores blocks only once.
+            tile = bytearray(os.urandom(min(size_bytes, 1 << 20)))
+            for offset in range(0, size_bytes, len(tile)):
+                tile[:8] = os.urandom(8)
+                for at in range(PAGE_BYTES, len(tile), PAGE_BYTES):
+                    tile[at : at + 8] = (offset + at).to_bytes(8, "little")
+                _write_all(fd, memoryview(tile)[: size_bytes - offset], offset)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        _check_direct(path)
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _check_direct(path: str) -> None:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ValueError(
+            f"{os.path.dirname(path)}: the filesystem has no O_DIRECT, so the page cache would be"
+            f" measured; choose another --path"
+        ) from error
+
+
+class HeteroTransfers:
+    """One engine on one file, with one registered arena for its requests.
+
+    Close it after use (it is a context manager). The constructor raises what IoEngine raises.
+    """
+
+    def __init__(self, kind: str, path: str, shape: Shape) -> None:
+        self.shape = shape
+        self.arena = Arena(shape.in_flight * shape.request_bytes)
+        memory: torch.Tensor = torch.from_dlpack(self.arena.export(0, self.arena.nbytes))  # type: ignore[attr-defined]
+        memory.random_()
+        self.engine = IoEngine(kind, shape.depth, shape.block_bytes)
+        fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            self._file = self.engine.add_file(fd, path)
+        finally:
+            os.close(fd)
+        self.engine.register(self.arena)
+        self.notes = [f"hetero {kind}: {note}" for note in self.engine.notes]
+
+    def __enter__(self) -> HeteroTransfers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for what is in flight and joins the engine's threads; idempotent."""
+        self.engine.close()
+
+    def sample(self, pattern: str) -> dict[str, float]:
+        """{"gbps", "cpu_s_per_gb"} of one sample; CPU is all of this process during it."""
+        moved_gb = self.shape.moved_bytes(pattern) / 1e9
+        cpu_s = process_cpu_s()
+        begin_s = time.perf_counter()
+        for _ in range(self.shape.passes(pattern)):
+            if pattern == "mixed":
+                self._update_pass()
+            else:
+                self._pass(pattern)
+        seconds = time.perf_counter() - begin_s
+        cpu_s = process_cpu_s() - cpu_s
+        return {"gbps": moved_gb / seconds, "cpu_s_per_gb": cpu_s / moved_gb}
+
+    def _pass(self, pattern: str) -> None:
+        submit = self.engine.read if pattern == "read" else self.engine.write
+        shape = self.shape
+        flying: list[IoOp | None] = [None] * shape.in_flight
+        for number, offset in enumerate(range(0, shape.size_bytes, shape.request_bytes)):
+            buffer = number % shape.in_flight
+            _wait(flying[buffer])
+            flying[buffer] = submit(self._file, self._address(buffer), shape.request_bytes, offset)
+        for op in flying:
+            _wait(op)
+
+    def _update_pass(self) -> None:
+        """Half of the buffers are being read into while the other half is written from."""
+        shape = self.shape
+        ahead = shape.in_flight // 2
+        reads: list[IoOp | None] = [None] * shape.in_flight
+        writes: list[IoOp | None] = [None] * shape.in_flight
+        requests = shape.size_bytes // shape.request_bytes
+        for number in range(requests + ahead):
+            if number < requests:
+                buffer = number % shape.in_flight
+                _wait(writes[buffer])
+                reads[buffer] = self.engine.read(
+                    self._file,
+                    self._address(buffer),
+                    shape.request_bytes,
+                    number * shape.request_bytes,
+                )
+            if number >= ahead:
+                buffer = (number - ahead) % shape.in_flight
+                _wait(reads[buffer])
+                writes[buffer] = self.engine.write(
+                    self._file,
+                    self._address(buffer),
+                    shape.request_bytes,
+                    (number - ahead) * shape.request_bytes,
+                )
+        for op in writes:
+            _wait(op)
+
+    def _address(self, buffer: int) -> int:
+        return self.arena.address + buffer * self.shape.request_bytes
+
+
+def measure_mixed_bandwidth(
+    directory: str,
+    size_bytes: int = 2 << 30,
+    block_bytes: int = 1 << 20,
+    depth: int = 16,
+    samples: int = 3,
+    kind: str = "io_uring",
+) -> float:
+    """Bytes per second, read and written together, of the optimizer step's pattern in `directory`.
+
+    The median of `samples` passes after one of warm-up, on a file of `size_bytes` that is gone
+    afterwards. To measure it in turn with something else, hold measured_file() and HeteroTransfers
+    open and call sample("mixed") instead.
+    """
+    shape = Shape.of(size_bytes, block_bytes, depth)
+    with (
+        measured_file(directory, shape.size_bytes) as path,
+        HeteroTransfers(kind, path, shape) as transfers,
+    ):
+        transfers.sample("mixed")
+        gbps = [transfers.sample("mixed")["gbps"] for _ in range(samples)]
+    return statistics.median(gbps) * 1e9
+
+
+def process_cpu_s() -> float:
+    """User and system time of this process, its kernel-side I/O workers included."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _wait(op: IoOp | None) -> None:
+    if op is not None:
+        op.wait()
