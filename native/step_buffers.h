@@ -16,9 +16,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "adam.h"
 #include "io_engine.h"
 #include "step_task.h"
+#include "update.h"
 
 namespace hetero {
 
@@ -54,7 +54,7 @@ struct Buffer {
 // A submitted task.
 struct Work {
   StepTask task;
-  std::shared_ptr<const std::vector<AdamConstants>> constants;
+  std::shared_ptr<const std::vector<UpdateConstants>> constants;
   std::uint64_t turn = 0;    // its place among all tasks ever submitted
   Buffer* buffer = nullptr;  // none if the task lives in RAM
 };

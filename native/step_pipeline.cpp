@@ -58,7 +58,7 @@ class StepPipeline::Impl {
     }
   }
 
-  void submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers, double grad_scale);
+  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
   void wait_updated();
   void wait_written(std::int64_t key);
   void flush(std::int64_t key);
@@ -117,13 +117,12 @@ class StepPipeline::Impl {
 
 // --- submitting and waiting -----------------------------------------------------------------
 
-void StepPipeline::Impl::submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers,
-                                double grad_scale) {
+void StepPipeline::Impl::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) {
   for (const StepTask& task : tasks) task.check(layout_, hypers.size(), engine_ != nullptr);
-  auto constants = std::make_shared<std::vector<AdamConstants>>();
-  for (const AdamHyper& hyper : hypers) {
+  auto constants = std::make_shared<std::vector<UpdateConstants>>();
+  for (const Hyper& hyper : hypers) {
     hyper.validate();
-    constants->push_back(make_adam_constants(hyper, grad_scale));
+    constants->push_back(make_constants(layout_.kind, hyper));
   }
   const Lock lock(mutex_);
   settle_all();
@@ -451,18 +450,16 @@ void StepPipeline::Impl::update(const Work& work) const {
   char* const record = part(task.record, 0);
   char* const param = part(task.param, layout_.param_at());
   char* const grad = part(task.grad, layout_.grad_at());
-  std::vector<AdamSlice> slices;
-  for (const auto& [first, numel, hyper] : task.segments) {
-    const AdamArrays at = {
-        .param = param + first * element_bytes(layout_.dtype),
-        .grad = grad + first * element_bytes(layout_.grad_dtype),
-        .master = record + first * master_bytes(layout_.dtype),
-        .exp_avg = record + layout_.exp_avg_at() + first * sizeof(float),
-        .exp_avg_sq = record + layout_.exp_avg_sq_at() + first * sizeof(float),
-    };
-    slices.push_back({at, numel, (*work.constants)[hyper]});
+  UpdateArrays whole = {.param = param, .grad = grad, .master = record};
+  for (std::size_t i = 0; i < layout_.kind.states(); ++i) {
+    whole.states[i] = record + layout_.state_at(i);
   }
-  adam_step(layout_.dtype, layout_.grad_dtype, slices);
+  std::vector<UpdateSlice> slices;
+  for (const auto& [first, numel, hyper, index] : task.segments) {
+    slices.push_back(
+        {advanced(whole, layout_.kind, first), numel, (*work.constants)[hyper], index});
+  }
+  hetero::update(layout_.kind, slices);
 }
 
 // With the lock held, so that close() sees every write that was started.
@@ -514,9 +511,8 @@ StepPipeline::Impl& StepPipeline::impl() const {
   return *impl_;
 }
 
-void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers,
-                          double grad_scale) {
-  impl().submit(std::move(tasks), hypers, grad_scale);
+void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) {
+  impl().submit(std::move(tasks), hypers);
 }
 
 void StepPipeline::wait_updated() { impl().wait_updated(); }

@@ -1,4 +1,4 @@
-// The optimizer step over pieces: read -> Adam -> write, several pieces in flight.
+// The optimizer step over pieces: read -> update -> write, several pieces in flight.
 #pragma once
 
 #include <sys/types.h>
@@ -9,9 +9,9 @@
 #include <span>
 #include <vector>
 
-#include "adam.h"
 #include "io_engine.h"
 #include "step_task.h"
+#include "update.h"
 
 namespace hetero {
 
@@ -49,7 +49,7 @@ class StepPipeline {
 
   // Queues the tasks in order; their RAM parts must stay until updated. All or nothing: throws
   // std::invalid_argument if any is not valid.
-  void submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers, double grad_scale);
+  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
 
   // Until every submitted update is computed: parameters in RAM are final, gradients free.
   void wait_updated();

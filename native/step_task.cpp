@@ -8,7 +8,6 @@ namespace hetero {
 namespace {
 
 constexpr std::size_t kPageBytes = 4096;
-constexpr std::size_t kPieceGranularity = 2048;  // elements; 2-byte parts are then whole pages
 
 [[noreturn]] void refuse(const StepTask& task, const std::string& fact) {
   throw std::invalid_argument("StepTask " + std::to_string(task.key) + ": " + fact);
@@ -36,20 +35,6 @@ void check_location(const StepTask& task, const Location& location, const char* 
 
 }  // namespace
 
-PieceLayout::PieceLayout(Dtype dtype, Dtype grad_dtype, std::size_t piece_numel, bool param_in_file,
-                         bool grad_in_file)
-    : dtype(dtype),
-      grad_dtype(grad_dtype),
-      piece_numel(piece_numel),
-      param_in_file(param_in_file),
-      grad_in_file(grad_in_file) {
-  if (piece_numel == 0 || piece_numel % kPieceGranularity != 0) {
-    throw std::invalid_argument("piece_numel is " + std::to_string(piece_numel) +
-                                ", must be a positive multiple of " +
-                                std::to_string(kPieceGranularity));
-  }
-}
-
 void StepTask::check(const PieceLayout& layout, std::size_t hypers, bool has_file) const {
   if (key < 0) refuse(*this, "the key must be at least 0");
   check_location(*this, param, "param", layout.param_in_file, has_file);
@@ -59,7 +44,7 @@ void StepTask::check(const PieceLayout& layout, std::size_t hypers, bool has_fil
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   std::size_t end = 0;  // of the segments before
-  for (const auto& [first, numel, hyper] : sorted) {
+  for (const auto& [first, numel, hyper, index] : sorted) {
     const std::string segment =
         "segment (" + std::to_string(first) + ", " + std::to_string(numel) + ") ";
     if (numel > layout.piece_numel || first > layout.piece_numel - numel) {
