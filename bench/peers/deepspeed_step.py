@@ -1,0 +1,115 @@
+"""DeepSpeed's optimizer step with its state in files. A peer of bench.step (see serve.py).
+
+ZeRO-3 on one process of the CPU: bf16 parameters in RAM, fp32 master, momentum, variance and
+gradients swapped by its pipelined optimizer swapper. Only engine.step() is timed. Forward and
+backward of a chain of square layers on one row make the gradients; DeepSpeed's backward also
+writes them to files, which is not in the time, and its step reads them, which is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+
+from bench.peers.serve import serve
+
+# Parameters whose state is in RAM at a time. Its default of 1e9 would swap a model of this size in
+# one part, with nothing to overlap.
+SUB_GROUP_NUMEL = 50_000_000
+
+
+class DeepSpeedStep:
+    """Set-up: {"params", "swap_folder", "threads"}. Request: {"steps"}, to take the mean of."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "DS_ACCELERATOR": "cpu",
+        }
+        torch.set_num_threads(setup["threads"])
+        # By name, because type checking must not need it.
+        deepspeed: Any = importlib.import_module("deepspeed")
+        deepspeed.init_distributed("gloo")
+        width, layers = chain_shape(setup["params"])
+        config = step_config(setup["swap_folder"])
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = torch.nn.Sequential(
+                *(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+            )
+        self._engine, *_ = deepspeed.initialize(
+            model=model, config=config, model_parameters=model.parameters()
+        )
+        self._row = torch.full((1, width), 1.0, dtype=torch.bfloat16)
+        self.info: dict[str, Any] = {
+            "deepspeed": deepspeed.__version__,
+            "params": layers * width * width,
+            "sub_group_numel": SUB_GROUP_NUMEL,
+        }
+
+    def sample(self, request: dict[str, Any]) -> dict[str, float]:
+        seconds = 0.0
+        for _ in range(request["steps"]):
+            self._engine.backward(self._engine(self._row).float().sum())
+            begin_s = time.perf_counter()
+            self._engine.step()
+            seconds += time.perf_counter() - begin_s
+        return {"step_s": seconds / request["steps"]}
+
+
+def chain_shape(params: int) -> tuple[int, int]:
+    """(width, layers) of square layers with about `params` parameters, of at most 2048 a side."""
+    width = 2048
+    while width > 64 and width * width * 16 > params:
+        width //= 2
+    return width, max(1, round(params / (width * width)))
+
+
+def step_config(swap_folder: str) -> dict[str, Any]:
+    """DeepSpeed's configuration: what its documentation recommends for NVMe, pipelined."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": SUB_GROUP_NUMEL,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": swap_folder,
+                "pin_memory": False,
+                "buffer_count": 5,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+            "offload_param": {"device": "cpu", "pin_memory": False},
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 16,
+            "thread_count": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(serve(DeepSpeedStep))
