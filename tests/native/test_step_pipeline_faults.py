@@ -1,0 +1,306 @@
+"""native/step_pipeline when things go wrong: a typed error for whoever waits, and nothing else."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offload import _native
+from tests.native.test_step_pipeline import (
+    ENGINES,
+    PIECE,
+    SEGMENTS,
+    Filed,
+    Pieces,
+    hypers,
+    opened,  # noqa: F401 (a fixture)
+    pipeline_threads,
+    ram,
+    train_in_ram,
+    zig_zag,
+)
+
+BLOCK = 8192  # of the engine that Filed makes
+WAIT_S = 20
+
+
+def within(call: Callable[[], object]) -> None:
+    """Calls it on a thread of its own, so that a wait for ever fails the test."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "it waits for ever"
+    if errors:
+        raise errors[0]
+
+
+def refuses_everything(filed: Filed, error: type[Exception], match: str | None = None) -> None:
+    for call in (
+        filed.pipeline.wait_updated,
+        filed.pipeline.wait_written,
+        filed.pipeline.flush,
+        filed.pipeline.forget,
+        lambda: filed.pipeline.submit(filed.tasks([0]), hypers(9)),
+    ):
+        with pytest.raises(error, match=match):
+            within(call)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.parametrize("nth", [0, 2, 4])
+def test_an_update_that_throws_changes_nothing_of_its_piece_and_stops_the_rest(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+    buffers: int,
+    nth: int,
+) -> None:
+    pieces = Pieces(5, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers)
+    opened.append(filed)
+    filed.pipeline.inject(nth)
+    filed.pipeline.submit(filed.tasks(range(5)), hypers(1))
+    with pytest.raises(RuntimeError, match=f"the update of piece {nth} was made to fail"):
+        within(filed.pipeline.wait_updated)
+    refuses_everything(filed, RuntimeError, "made to fail")
+    assert filed.pipeline.stats["tasks"] == nth
+    within(filed.pipeline.close)
+    assert pipeline_threads() == []
+    untouched = [param.tobytes() for param in pieces.params]
+    train_in_ram(pieces, steps=1)
+    for key, param in enumerate(filed.params):
+        wanted = pieces.params[key].tobytes() if key < nth else untouched[key]
+        assert param.tobytes() == wanted
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("nth", range(0, 50, 7))
+def test_any_failed_block_ends_in_a_typed_error(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+    op: str,
+    nth: int,
+) -> None:
+    """Blocks of records and parameters alike: 6 a piece, 5 pieces, two steps."""
+    pieces = Pieces(5, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=1, param_in_file=True)
+    opened.append(filed)
+    filed.engine.inject(op, nth, error=errno.EIO)
+    with pytest.raises(_native.NativeIoError) as caught:
+        for step in (1, 2):
+            filed.pipeline.submit(filed.tasks(zig_zag(5, step)), hypers(step))
+            within(filed.pipeline.wait_updated)
+        within(filed.pipeline.flush)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.op == op
+    assert caught.value.filename == str(tmp_path / "file")
+    refuses_everything(filed, _native.NativeIoError)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_short_transfers_give_the_same_bytes(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+    op: str,
+) -> None:
+    pieces = Pieces(5, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2, param_in_file=True)
+    opened.append(filed)
+    for nth in (0, 3, 11):
+        filed.engine.inject(op, nth, short_bytes=BLOCK // 2, count=2)
+    for step in (1, 2, 3):
+        filed.pipeline.submit(filed.tasks(zig_zag(5, step)), hypers(step))
+        filed.pipeline.wait_updated()
+    filed.pipeline.flush()
+    assert filed.engine.stats["short_transfers"] >= 3
+    train_in_ram(pieces, steps=3)
+    assert filed.bytes() == pieces.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_record_written_late_fails_at_the_flush(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+) -> None:
+    pieces = Pieces(2, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    opened.append(filed)
+    filed.pipeline.submit(filed.tasks([0, 1]), hypers(1))
+    filed.pipeline.wait_written()
+    assert filed.engine.stats["written_bytes"] == 0
+    filed.engine.inject("write", 0, error=errno.ENOSPC)
+    with pytest.raises(_native.NativeIoError, match="free"):
+        within(filed.pipeline.flush)
+    refuses_everything(filed, _native.NativeIoError)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_engine_closed_too_early_fails_the_wait(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+) -> None:
+    pieces = Pieces(5, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    opened.append(filed)
+    for step in range(1, 30):
+        filed.pipeline.submit(filed.tasks(range(5)), hypers(step))
+    filed.engine.close()
+    # What was queued in the engine is cancelled, what comes later is refused.
+    with pytest.raises((_native.NativeIoError, RuntimeError)):
+        within(filed.pipeline.wait_updated)
+    within(filed.pipeline.close)
+    assert pipeline_threads() == []
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("fault", ["read", "write", "update"])
+def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_records_alone(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+    fault: str,
+) -> None:
+    """Even keys are one pipeline's, odd keys another's: all records are neighbours in one file."""
+    pieces = Pieces(8, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    opened.append(filed)
+    shape = (pieces.kind, PIECE, False, False)
+    arena = _native.Arena(2 * _native.StepPipeline.buffer_bytes(*shape))
+    other = _native.StepPipeline(filed.engine, filed.file, arena, 2, *shape)
+    evens, odds = [0, 2, 4, 6], [1, 3, 5, 7]
+    if fault == "update":
+        filed.pipeline.inject(1)
+    else:
+        filed.engine.inject(fault, 3, error=errno.EIO)
+    filed.pipeline.submit(filed.tasks(evens), hypers(1))
+    with pytest.raises((_native.NativeIoError, RuntimeError)):
+        within(filed.pipeline.wait_updated)
+        within(filed.pipeline.flush)
+    within(filed.pipeline.close)
+    for step, order in ((1, odds), (2, odds[::-1])):
+        other.submit(filed.tasks(order), hypers(step))
+        within(other.wait_updated)
+    within(other.flush)
+    other.close()
+    train_in_ram(pieces, steps=2)
+    for key in odds:
+        record = pieces.records[key]
+        assert filed.in_file(record, filed.record_at[key]) == record.tobytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_two_pipelines_share_an_engine(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+) -> None:
+    pieces = Pieces(8, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=3)
+    opened.append(filed)
+    shape = (pieces.kind, PIECE, False, False)
+    arena = _native.Arena(2 * _native.StepPipeline.buffer_bytes(*shape))
+    other = _native.StepPipeline(filed.engine, filed.file, arena, 2, *shape)
+    for step in range(1, 4):
+        filed.pipeline.submit(filed.tasks([0, 2, 4, 6]), hypers(step))
+        other.submit(filed.tasks([1, 3, 5, 7]), hypers(step))
+        filed.pipeline.wait_updated()
+        other.wait_updated()
+    filed.pipeline.flush()
+    other.flush()
+    other.close()
+    train_in_ram(pieces, steps=3)
+    assert filed.bytes() == pieces.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_failures_leak_neither_threads_nor_descriptors(tmp_path: Path, kind: str) -> None:
+    pieces = Pieces(4, "bf16", "bf16")
+
+    def fail(round_: int) -> None:
+        filed = Filed(pieces, tmp_path / f"file{round_}", kind, buffers=2)
+        if round_ % 3 == 2:
+            filed.pipeline.inject(round_ % 4)
+        else:
+            filed.engine.inject(("read", "write")[round_ % 3], round_, error=errno.EIO)
+        filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
+        if round_ % 2:
+            with pytest.raises((_native.NativeIoError, RuntimeError)):
+                within(filed.pipeline.wait_updated)
+                within(filed.pipeline.flush)
+        within(filed.close)  # otherwise with tasks in flight
+
+    fail(1)
+    before = open_fds()
+    for round_ in range(12):
+        fail(round_)
+    assert open_fds() == before
+    assert pipeline_threads() == []
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_child_forked_with_tasks_in_flight_can_end(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+) -> None:
+    pieces = Pieces(5, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    opened.append(filed)
+    steps = 40
+    for step in range(1, steps + 1):
+        filed.pipeline.submit(filed.tasks(zig_zag(5, step)), hypers(step))
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (filed.pipeline.flush, lambda: filed.pipeline.inject(0)):
+            try:
+                call()
+            except RuntimeError:
+                refused += 1
+        filed.pipeline.close()
+        os._exit(0 if refused == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    within(filed.pipeline.flush)
+    train_in_ram(pieces, steps)
+    assert filed.bytes() == pieces.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_record_moved_without_forget_is_refused(
+    tmp_path: Path,
+    opened: list[Filed],  # noqa: F811
+    kind: str,
+) -> None:
+    pieces = Pieces(2, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2, param_in_file=True)
+    opened.append(filed)
+    filed.pipeline.submit(filed.tasks([0]), hypers(1))
+    filed.pipeline.wait_written()
+    params = _native.Location(file_offset=filed.param_at[0])
+    record = ram(pieces.records[0].copy())
+    moved = _native.StepTask(0, params, ram(pieces.grads[0]), record, SEGMENTS)
+    filed.pipeline.submit([moved], hypers(2))
+    with pytest.raises(RuntimeError, match="StepTask 0: its record was moved.*forget"):
+        within(filed.pipeline.wait_updated)

@@ -1,0 +1,136 @@
+"""native/step_pipeline against a model: any calls in any order, with and without faults.
+
+The model updates the same pieces in RAM, at once. A wait that returns must have told the truth;
+once a call has failed, all later ones must fail.
+"""
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from offload import _native
+from tests.native.test_step_pipeline import (
+    ENGINES,
+    PIECE,
+    Filed,
+    Pieces,
+    hypers,
+    pipeline_threads,
+)
+
+COUNT = 4
+KEYS = st.integers(0, COUNT - 1)
+FAULTS = (_native.NativeIoError, RuntimeError)
+
+
+class PipelineMachine(RuleBasedStateMachine):
+    """`doomed`: a fault was injected that some call will report, unless nothing meets it."""
+
+    kind = "threads"
+
+    @initialize(buffers=st.integers(1, COUNT + 1), param_in_file=st.booleans())
+    def start(self, buffers: int, param_in_file: bool) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.pieces = Pieces(COUNT, "bf16", "bf16")
+        path = Path(self.folder.name) / "file"
+        self.filed = Filed(self.pieces, path, self.kind, buffers, param_in_file)
+        self.model = _native.StepPipeline(None, 0, None, 0, self.pieces.kind, PIECE, False, False)
+        self.step = 0
+        self.doomed = self.failed = False
+
+    def call(self, method: Callable[..., None], *arguments: object) -> bool:
+        """Whether it returned; it may fail only when doomed, and must when one has failed."""
+        try:
+            method(*arguments)
+        except FAULTS:
+            assert self.doomed
+            self.failed = True
+            return False
+        assert not self.failed
+        return True
+
+    @rule(order=st.lists(KEYS, min_size=1, max_size=12))
+    def submit(self, order: list[int]) -> None:
+        self.step += 1
+        now = hypers(self.step)
+        if self.call(self.filed.pipeline.submit, self.filed.tasks(order), now):
+            self.model.submit(self.pieces.tasks_in_ram(order), now)
+            self.model.wait_updated()
+
+    @rule()
+    def wait_updated(self) -> None:
+        if self.call(self.filed.pipeline.wait_updated) and not self.filed.param_in_file:
+            for mine, wanted in zip(self.filed.params, self.pieces.params, strict=True):
+                assert mine.tobytes() == wanted.tobytes()
+
+    @rule(key=KEYS)
+    def wait_written(self, key: int) -> None:
+        if self.call(self.filed.pipeline.wait_written, key):
+            self.check_param(key)
+
+    @rule(key=KEYS)
+    def flush(self, key: int) -> None:
+        if self.call(self.filed.pipeline.flush, key):
+            self.check_param(key)
+            self.check_record(key)
+
+    @rule(key=KEYS)
+    def rewrite(self, key: int) -> None:
+        """forget() is for who writes the file behind the pipeline's back."""
+        if self.call(self.filed.pipeline.forget, key):
+            self.check_record(key)
+            record = self.pieces.records[key]
+            record[:] = self.pieces.records[(key + 1) % COUNT]
+            os.pwrite(self.filed.fd, record.tobytes(), self.filed.record_at[key])
+
+    @rule()
+    def flush_all(self) -> None:
+        if self.call(self.filed.pipeline.flush):
+            assert self.filed.bytes() == self.pieces.bytes()
+
+    @rule(op=st.sampled_from(["read", "write"]), nth=st.integers(0, 20))
+    def transfer_is_short(self, op: str, nth: int) -> None:
+        self.filed.engine.inject(op, nth, short_bytes=4096)
+
+    @precondition(lambda self: self.step >= 3)
+    @rule(op=st.sampled_from(["read", "write"]), nth=st.integers(0, 20))
+    def transfer_fails(self, op: str, nth: int) -> None:
+        self.doomed = True
+        self.filed.engine.inject(op, nth, error=errno.EIO)
+
+    @precondition(lambda self: self.step >= 3 and not self.failed)
+    @rule(nth=st.integers(0, 8))
+    def update_throws(self, nth: int) -> None:
+        self.doomed = True
+        self.filed.pipeline.inject(nth)
+
+    def check_param(self, key: int) -> None:
+        if self.filed.param_in_file:
+            wanted = self.pieces.params[key]
+            assert self.filed.in_file(wanted, self.filed.param_at[key]) == wanted.tobytes()
+
+    def check_record(self, key: int) -> None:
+        wanted = self.pieces.records[key]
+        assert self.filed.in_file(wanted, self.filed.record_at[key]) == wanted.tobytes()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "filed"):
+            return
+        self.filed.close()  # with whatever is in flight
+        self.model.close()
+        self.folder.cleanup()
+        assert pipeline_threads() == []
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_any_calls_in_any_order(kind: str) -> None:
+    machine = type("Machine", (PipelineMachine,), {"kind": kind}).TestCase
+    machine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+    machine().runTest()
