@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "float_state.h"
 #include "quiet_thread.h"
@@ -52,9 +52,9 @@ void check_usable(const std::vector<int>& cpus) {
     }
   }).join();
   if (refused != nullptr) {
-    throw std::invalid_argument("set_threads: this process cannot run on CPU " +
-                                std::to_string(*refused) + " (" + std::strerror(error) +
-                                "); see Cpus_allowed_list in /proc/self/status");
+    throw std::invalid_argument(
+        "set_threads: this process cannot run on CPU " + std::to_string(*refused) + " (" +
+        std::generic_category().message(error) + "); see Cpus_allowed_list in /proc/self/status");
   }
 }
 
