@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.fio import INSTALL, Fio, fio_version
-from bench.machine import describe_machine, header
+from bench.machine import describe_machine
 from bench.peer_process import PeerProcess
-from bench.program import command_line, names, run_program
+from bench.program import chosen_peers, command_line, print_header, run_program
 from bench.rounds import Rounds, Sample, run_rounds
 from bench.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
 from offload.sizes import format_bytes, parse_bytes
@@ -113,7 +112,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     )
     if arguments.rounds < 1:
         raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
-    peers = peer_names(arguments.peers)
+    peers = chosen_peers(arguments.peers, PEERS)
     results = []
     for path in dict.fromkeys(arguments.path):
         print(f"{path}: writing {format_bytes(shape.size_bytes)}", file=sys.stderr, flush=True)
@@ -133,19 +132,6 @@ def _size(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
-
-
-def peer_names(text: str) -> list[str]:
-    """The peers that --peers asks for. Raises ValueError for an unknown one."""
-    chosen = names(text)
-    if chosen == ["none"]:
-        return []
-    for name in chosen:
-        if name not in PEERS:
-            near = difflib.get_close_matches(name, (*PEERS, "none"), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(PEERS)}, none"
-            raise ValueError(f"unknown peer {name!r} in --peers; {hint}")
-    return chosen
 
 
 def measure_directory(
@@ -294,12 +280,6 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             console.print(f"hetero io_uring / the better fio: {shares}", highlight=False)
         for note in directory["notes"]:
             console.print(note, markup=False, highlight=False)
-
-
-def print_header(result: Mapping[str, Any], console: Console) -> None:
-    console.print(
-        header(result["machine"], result["command"]), markup=False, highlight=False, soft_wrap=True
-    )
 
 
 def _rates(directory: Mapping[str, Any], name: str) -> list[str]:
