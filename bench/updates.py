@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.peers.adam_timing import timed_rate
 from bench.rounds import Sample
 from offload import _native
-from offload._native import Arena, DtypeName, Hyper, RuleName, StateDtypeName, UpdateKind
+from offload._native import Arena, Hyper, UpdateKind
 from offload.sizes import round_up
+
+if TYPE_CHECKING:
+    from offload._native import DtypeName, RuleName, StateDtypeName
 
 RULES: tuple[RuleName, ...] = ("adam", "lion", "adagrad")
 STATE_DTYPES: tuple[StateDtypeName, ...] = ("fp32", "bf16")
