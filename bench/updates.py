@@ -76,6 +76,7 @@ class Updates:
         tile = min(numel, TILE)
         self._weights = torch.randn(tile, generator=generator) * 0.02
         self._grads = torch.randn(tile, generator=generator) * 1e-3
+        self._averages = torch.randn(tile, generator=generator) * 1e-3
         self._squares = torch.rand(tile, generator=generator) * 1e-6 + 1e-8
         self._remainders = torch.randint(-(1 << 15), 1 << 15, (tile,), generator=generator)
 
@@ -140,10 +141,10 @@ class Updates:
             self._put("master", torch.int16, self._remainders)
         elif kind.dtype == "fp16":
             self._put("master", torch.float32, self._weights)
-        last = f"state {kind.states - 1}"
-        self._put("state 0", state_dtype, self._grads)
-        if kind.rule != "lion":  # whose only state has a sign
-            self._put(last, state_dtype, self._squares)
+        if kind.rule != "adagrad":
+            self._put("state 0", state_dtype, self._averages)
+        if kind.rule != "lion":
+            self._put(f"state {kind.states - 1}", state_dtype, self._squares)
 
     def run(self, kind: UpdateKind) -> None:
         """One update of all elements."""
