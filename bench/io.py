@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fio import INSTALL, Fio, fio_version
+from bench.fio import INSTALL, SETTINGS, Fio, fio_version
 from bench.machine import describe_machine
 from bench.peer_process import PeerProcess
 from bench.program import chosen_peers, command_line, print_header, run_program
@@ -32,12 +32,13 @@ from offload.sizes import format_bytes, parse_bytes
 PEERS = ("fio", "aiofiles", "deepspeed")
 ENGINES = ("io_uring", "threads")
 
+DEEPSPEED_THREADS = {"deepspeed 1 thread": 1, "deepspeed 4 threads": 4}
+
 # What is measured with several settings counts with the one that is best for the pattern.
 BEST_OF = {
-    "fio": ("fio default", "fio tuned"),
-    "deepspeed": ("deepspeed 1 thread", "deepspeed 4 threads"),
+    "fio": tuple(SETTINGS),
+    "deepspeed": tuple(DEEPSPEED_THREADS),
 }
-DEEPSPEED_THREADS = {"deepspeed 1 thread": 1, "deepspeed 4 threads": 4}
 
 DEEPSPEED_INSTALL = (
     "python -m venv VENV && VENV/bin/pip install torch deepspeed setuptools ninja (and the"
@@ -199,11 +200,8 @@ def _peer_samplers(
         if version is None:
             notes.append(f"fio: left out: it is not installed; {INSTALL}")
             return {}
-        notes.append(f"fio: {version}, io_uring, O_DIRECT, with its defaults and tuned")
-        return {
-            "fio default": Fio(file, shape, tuned=False).sample,
-            "fio tuned": Fio(file, shape, tuned=True).sample,
-        }
+        notes.append(f"fio: {version}, io_uring, O_DIRECT, with its defaults, tuned, and batched")
+        return {name: Fio(file, shape, settings).sample for name, settings in SETTINGS.items()}
     setup: dict[str, Any] = {"path": file, "shape": shape.to_dict()}
     if peer == "aiofiles":
         notes.append("aiofiles: buffered; drops the file's pages before reads, fsync after writes")
@@ -277,7 +275,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         share = directory["share_of_fio"]
         if any(share.values()):
             shares = ", ".join(f"{p} {s:.3f}" for p, s in share.items() if s is not None)
-            console.print(f"hetero io_uring / the better fio: {shares}", highlight=False)
+            console.print(f"hetero io_uring / the best fio: {shares}", highlight=False)
         for note in directory["notes"]:
             console.print(note, markup=False, highlight=False)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import io as bench_io
-from bench.fio import FIO_PATTERN, TUNED, Fio, figures, fio_version
+from bench.fio import FIO_PATTERN, SETTINGS, Fio, figures, fio_version
 from bench.io import main, summarize
 from bench.peer_process import PeerProcess
 from bench.peers.io_aiofiles import AiofilesPeer
@@ -159,31 +159,31 @@ def test_fio_output_that_is_none(output: str) -> None:
 
 def test_fio_does_what_the_others_do() -> None:
     shape = Shape.of(2 << 30, MIB, 16, 4 << 30)
-    for tuned in (False, True):
+    for settings in SETTINGS.values():
         for pattern in PATTERNS:
-            command = Fio("/a:b/file", shape, tuned).command(pattern)
+            command = Fio("/a:b/file", shape, settings).command(pattern)
             assert "--filename=/a\\:b/file" in command
             for option in ("--direct=1", "--ioengine=io_uring", "--bs=1048576", "--iodepth=16",
                            "--size=2147483648", "--io_size=4294967296",
                            f"--rw={FIO_PATTERN[pattern]}"):  # fmt: skip
                 assert option in command
-            assert (set(TUNED) <= set(command)) == tuned
+            assert set(settings) <= set(command)
 
 
 def test_fio_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert fio_version() is None
     with pytest.raises(ContenderError, match="install fio"):
-        Fio(str(tmp_path / "f"), SMALL, tuned=False).sample("read")
+        Fio(str(tmp_path / "f"), SMALL, ()).sample("read")
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
-@pytest.mark.parametrize("tuned", [False, True])
-def test_fio_runs_on_the_same_file(directory: Path, tuned: bool) -> None:
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
+def test_fio_runs_on_the_same_file(directory: Path, settings: tuple[str, ...]) -> None:
     with measured_file(str(directory), SMALL.size_bytes) as path:
         for pattern in PATTERNS:
             try:
-                assert Fio(path, SMALL, tuned).sample(pattern)["gbps"] > 0
+                assert Fio(path, SMALL, settings).sample(pattern)["gbps"] > 0
             except ContenderError as refusal:
                 pytest.skip(str(refusal))  # a kernel without io_uring
         assert os.path.getsize(path) == SMALL.size_bytes
@@ -350,7 +350,7 @@ def test_several_directories_and_the_table(
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert out.count("hetero threads") == 2
-    assert "fio" not in out.replace(bench_io.BEST_OF["fio"][0], "").split("CPU:")[0]
+    assert "fio default" not in out
 
 
 def test_a_peer_that_is_missing_is_left_out_and_said(
