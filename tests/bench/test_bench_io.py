@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,74 @@ def test_hetero_moves_every_byte_of_the_file(directory: Path, kind: str, pattern
         assert all(before[at : at + 4096] != after[at : at + 4096] for at in requests)
     else:  # mixed writes back what it read, to where it was
         assert before == after
+
+
+class LazyOp:
+    """A transfer that happens when it is waited for, as late as an engine may make it."""
+
+    def __init__(self, transfer: Callable[[], None]) -> None:
+        self._transfer: Callable[[], None] | None = transfer
+
+    def wait(self) -> None:
+        if self._transfer is not None:
+            self._transfer()
+            self._transfer = None
+
+
+class LazyEngine:
+    """An engine whose operations of one kind are late and those of the other at once."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, late: str) -> None:
+        self._late = late
+        self.done: list[tuple[str, int]] = []
+
+    def add_file(self, fd: int, path: str) -> int:
+        self._fd = os.open(path, os.O_RDWR)
+        return 0
+
+    def register(self, arena: object) -> None: ...
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def read(self, file: int, address: int, nbytes: int, offset: int) -> LazyOp:
+        def transfer() -> None:
+            ctypes.memmove(address, os.pread(self._fd, nbytes, offset), nbytes)
+            self.done.append(("read", offset))
+
+        return self._start("read", transfer)
+
+    def write(self, file: int, address: int, nbytes: int, offset: int) -> LazyOp:
+        def transfer() -> None:
+            os.pwrite(self._fd, ctypes.string_at(address, nbytes), offset)
+            self.done.append(("write", offset))
+
+        return self._start("write", transfer)
+
+    def _start(self, op: str, transfer: Callable[[], None]) -> LazyOp:
+        started = LazyOp(transfer)
+        if op != self._late:
+            started.wait()
+        return started
+
+
+@pytest.mark.parametrize("late", ["read", "write"])
+def test_mixed_waits_for_what_it_uses_next(
+    directory: Path, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write begins after its extent was read, and a buffer is read into after it was written."""
+    engine = LazyEngine(late)
+    monkeypatch.setattr("bench.transfers.IoEngine", lambda *_: engine)
+    with measured_file(str(directory), SMALL.size_bytes) as path:
+        before = Path(path).read_bytes()
+        with HeteroTransfers("lazy", path, SMALL) as transfers:
+            transfers.sample("mixed")
+        assert Path(path).read_bytes() == before
+    extents = range(0, SMALL.size_bytes, SMALL.request_bytes)
+    for op in ("read", "write"):
+        assert [offset for done, offset in engine.done if done == op] == list(extents)
 
 
 def test_mixed_bandwidth_leaves_nothing_behind(directory: Path) -> None:
