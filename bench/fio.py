@@ -15,18 +15,27 @@ from bench.transfers import Shape
 INSTALL = "install fio (apt-get install fio) to compare with it"
 
 # The best settings known of fio 3.33 and later, beside those that are part of the measurement:
-# registered buffers and file, few system calls, no clock per block, buffers filled only once, and
-# buffers in huge pages (through glibc, since fio's own options need reserved huge pages).
+# registered buffers and file, no clock per block, buffers filled only once, and, what counts most,
+# buffers in huge pages (through glibc, since fio's own options need reserved huge pages). Whether
+# few system calls or early submission is better depends on the disk and the block size.
 TUNED = (
     "--fixedbufs=1",
     "--registerfiles=1",
-    "--iodepth_batch_submit=8",
-    "--iodepth_batch_complete_min=1",
-    "--iodepth_batch_complete_max=16",
     "--gtod_reduce=1",
     "--scramble_buffers=0",
     "--thread=1",
 )
+BATCHED = (
+    *TUNED,
+    "--iodepth_batch_submit=8",
+    "--iodepth_batch_complete_min=1",
+    "--iodepth_batch_complete_max=16",
+)
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "fio default": (),
+    "fio tuned": TUNED,
+    "fio batched": BATCHED,
+}
 TUNED_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 FIO_PATTERN = {"read": "read", "write": "write", "mixed": "rw"}
@@ -51,7 +60,7 @@ class Fio:
 
     path: str
     shape: Shape
-    tuned: bool
+    settings: tuple[str, ...]
     timeout_s: float = 900.0
 
     def command(self, pattern: str) -> list[str]:
@@ -71,7 +80,7 @@ class Fio:
             "--overwrite=1",
             "--randrepeat=0",
             "--output-format=json",
-            *(TUNED if self.tuned else ()),
+            *self.settings,
         ]
 
     def sample(self, pattern: str) -> dict[str, float]:
@@ -82,7 +91,7 @@ class Fio:
         try:
             done = subprocess.run(
                 self.command(pattern),
-                env=os.environ | (TUNED_ENVIRONMENT if self.tuned else {}),
+                env=os.environ | (TUNED_ENVIRONMENT if self.settings else {}),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fio import INSTALL, Fio, fio_version
-from bench.machine import describe_machine, header
+from bench.fio import INSTALL, SETTINGS, Fio, fio_version
+from bench.machine import describe_machine
 from bench.peer_process import PeerProcess
-from bench.program import command_line, names, run_program
+from bench.program import chosen_peers, command_line, print_header, run_program
 from bench.rounds import Rounds, Sample, run_rounds
 from bench.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
 from offload.sizes import format_bytes, parse_bytes
@@ -33,12 +32,13 @@ from offload.sizes import format_bytes, parse_bytes
 PEERS = ("fio", "aiofiles", "deepspeed")
 ENGINES = ("io_uring", "threads")
 
+DEEPSPEED_THREADS = {"deepspeed 1 thread": 1, "deepspeed 4 threads": 4}
+
 # What is measured with several settings counts with the one that is best for the pattern.
 BEST_OF = {
-    "fio": ("fio default", "fio tuned"),
-    "deepspeed": ("deepspeed 1 thread", "deepspeed 4 threads"),
+    "fio": tuple(SETTINGS),
+    "deepspeed": tuple(DEEPSPEED_THREADS),
 }
-DEEPSPEED_THREADS = {"deepspeed 1 thread": 1, "deepspeed 4 threads": 4}
 
 DEEPSPEED_INSTALL = (
     "python -m venv VENV && VENV/bin/pip install torch deepspeed setuptools ninja (and the"
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     )
     if arguments.rounds < 1:
         raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
-    peers = peer_names(arguments.peers)
+    peers = chosen_peers(arguments.peers, PEERS)
     results = []
     for path in dict.fromkeys(arguments.path):
         print(f"{path}: writing {format_bytes(shape.size_bytes)}", file=sys.stderr, flush=True)
@@ -133,19 +133,6 @@ def _size(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
-
-
-def peer_names(text: str) -> list[str]:
-    """The peers that --peers asks for. Raises ValueError for an unknown one."""
-    chosen = names(text)
-    if chosen == ["none"]:
-        return []
-    for name in chosen:
-        if name not in PEERS:
-            near = difflib.get_close_matches(name, (*PEERS, "none"), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(PEERS)}, none"
-            raise ValueError(f"unknown peer {name!r} in --peers; {hint}")
-    return chosen
 
 
 def measure_directory(
@@ -213,11 +200,8 @@ def _peer_samplers(
         if version is None:
             notes.append(f"fio: left out: it is not installed; {INSTALL}")
             return {}
-        notes.append(f"fio: {version}, io_uring, O_DIRECT, with its defaults and tuned")
-        return {
-            "fio default": Fio(file, shape, tuned=False).sample,
-            "fio tuned": Fio(file, shape, tuned=True).sample,
-        }
+        notes.append(f"fio: {version}, io_uring, O_DIRECT, with its defaults, tuned, and batched")
+        return {name: Fio(file, shape, settings).sample for name, settings in SETTINGS.items()}
     setup: dict[str, Any] = {"path": file, "shape": shape.to_dict()}
     if peer == "aiofiles":
         notes.append("aiofiles: buffered; drops the file's pages before reads, fsync after writes")
@@ -291,15 +275,9 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         share = directory["share_of_fio"]
         if any(share.values()):
             shares = ", ".join(f"{p} {s:.3f}" for p, s in share.items() if s is not None)
-            console.print(f"hetero io_uring / the better fio: {shares}", highlight=False)
+            console.print(f"hetero io_uring / the best fio: {shares}", highlight=False)
         for note in directory["notes"]:
             console.print(note, markup=False, highlight=False)
-
-
-def print_header(result: Mapping[str, Any], console: Console) -> None:
-    console.print(
-        header(result["machine"], result["command"]), markup=False, highlight=False, soft_wrap=True
-    )
 
 
 def _rates(directory: Mapping[str, Any], name: str) -> list[str]:

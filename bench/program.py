@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
 
+from bench.machine import header
 from offload.errors import HeteroError
 
 
@@ -42,6 +46,12 @@ def wide_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
+def print_header(result: Mapping[str, Any], console: Console) -> None:
+    """The machine and the command of a result."""
+    text = header(result["machine"], result["command"])
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def command_line(name: str, argv: Sequence[str] | None) -> str:
     """The command as one would type it; `name` is e.g. "bench.io"."""
     return shlex.join(["python", "-m", name, *(sys.argv[1:] if argv is None else argv)])
@@ -50,3 +60,42 @@ def command_line(name: str, argv: Sequence[str] | None) -> str:
 def names(text: str) -> list[str]:
     """The names of a comma-separated list, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def chosen_peers(text: str, known: Sequence[str]) -> list[str]:
+    """The peers that --peers asks for; "none" is no peer. Raises ValueError for an unknown one."""
+    chosen = names(text)
+    if chosen == ["none"]:
+        return []
+    for name in chosen:
+        if name not in known:
+            near = difflib.get_close_matches(name, (*known, "none"), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, none"
+            raise ValueError(f"unknown peer {name!r} in --peers; {hint}")
+    return chosen
+
+
+_COUNT_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+}
+_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([kmg]i?)?", re.IGNORECASE)
+
+
+def parse_count(option: str, text: str) -> int:
+    """A number of elements such as "500e6", "64Mi" (binary) or "64M" (decimal).
+
+    Raises ValueError, naming the option, for anything else, for 0 and for parts of an element.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{option}: cannot read {text!r} as a count; write e.g. 500e6 or 64Mi")
+    count = Fraction(match[1]) * _COUNT_UNITS[(match[2] or "").lower()]
+    if count < 1 or count.denominator != 1:
+        raise ValueError(f"{option} must be a whole number of 1 or more, got {text!r}")
+    return int(count)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from bench.contenders import (
@@ -29,6 +28,7 @@ from bench.contenders import (
     run_contender,
 )
 from bench.peers.workload import Workload
+from bench.program import names, wide_console
 from hetero.training.data import load_corpus
 from hetero.training.job import BETAS
 from hetero.training.models import model_config
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
     """The options of every contender, with the policy of the main variant, and all variants."""
     given = arguments.policy
-    variants = _names(arguments.variants or given or "cpu,nvme")
+    variants = names(arguments.variants or given or "cpu,nvme")
     if arguments.skip_steps < 0:
         raise ValueError(f"--skip-steps must be 0 or more, got {arguments.skip_steps}")
     if not variants:
@@ -127,7 +127,7 @@ def run(options: TrainOptions, variants: list[str], arguments: argparse.Namespac
     folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
     workload = folder / "workload.json"
     contenders: list[Contender] = [hetero_contender(options, name, folder) for name in variants]
-    for peer in _names(arguments.peers):
+    for peer in names(arguments.peers):
         contenders += peer_contenders(peer, workload, folder, arguments.peer_python)
     folder.mkdir(parents=True, exist_ok=True)
     write_workload(options, workload)
@@ -227,16 +227,10 @@ def print_table(summary: dict[str, Any]) -> None:
             *(f"{figures['ratio_to'][peer]:.2f}" if peer in figures["ratio_to"] else ""
               for peer in peers),
         )  # fmt: skip
-    # Where there is no terminal rich would squeeze the table into 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = wide_console()
     console.print(table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
-
-
-def _names(text: str) -> list[str]:
-    """The names of a comma-separated list, each once."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 if __name__ == "__main__":

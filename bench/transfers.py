@@ -22,7 +22,7 @@ import torch
 
 from offload._native import Arena, IoEngine, IoOp
 from offload.sizes import PAGE_BYTES, format_bytes
-from offload.store import check_directory, free_bytes
+from offload.store import free_bytes
 
 PATTERNS = ("read", "write", "mixed")
 
@@ -94,17 +94,18 @@ def measured_file(directory: str, size_bytes: int) -> Iterator[str]:
     """A file of `size_bytes` written random bytes in `directory`, removed in the end.
 
     It has a name, because other programs open it. Written, because a filesystem turns the first
-    write to a reserved extent into two. Raises StoreError for a directory that cannot be used, and
-    OSError or ValueError for one that is too full or has no O_DIRECT.
+    write to a reserved extent into two. Raises ValueError for a directory that cannot be used, is
+    too full, or has no O_DIRECT.
     """
-    directory = check_directory(directory)
+    if not os.path.isdir(directory):
+        raise ValueError(f"--path {directory} is not a directory; make it first")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ValueError(f"--path {directory} is not writable for this user; choose another")
     available = free_bytes(directory)
     if size_bytes > available:
-        raise OSError(
-            errno.ENOSPC,
-            f"--size {format_bytes(size_bytes)} is more than the {format_bytes(available)} that are"
-            f" free; free space or lower --size",
-            directory,
+        raise ValueError(
+            f"{directory}: --size {format_bytes(size_bytes)} is more than the"
+            f" {format_bytes(available)} that are free; free space or lower --size"
         )
     fd, path = tempfile.mkstemp(prefix="hetero-bench-", dir=directory)
     try:
@@ -138,8 +139,8 @@ def _check_direct(path: str) -> None:
         if error.errno != errno.EINVAL:
             raise
         raise ValueError(
-            f"{os.path.dirname(path)}: the filesystem has no O_DIRECT, so the page cache would be"
-            f" measured; choose another --path"
+            f"--path {os.path.dirname(path)}: the filesystem has no O_DIRECT, so the page cache"
+            f" would be measured; choose another"
         ) from error
 
 
