@@ -16,41 +16,11 @@
 //     * a NaN becomes 0x7fc0 (the sum might wrap around).
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "kernels.h"
 
 namespace hetero {
-
-// 32 random bits for each element, from its number and the update's key alone: so they depend
-// neither on threads nor on how an array is cut. Numbers count modulo 2^32: elements that far apart
-// round with the same bits, which does no harm, because they round different values.
-//
-// The mixer is the 32-bit one with the least bias that Wellons' hash prospector lists
-// (github.com/skeeto/hash-prospector, [16 21f0aaad 15 d35a2d97 15]).
-template <class V>
-class RandomBits {
- public:
-  using U = typename V::U;
-
-  RandomBits(std::uint64_t index, std::uint32_t key)
-      : counter_(V::add(V::set_bits(static_cast<std::uint32_t>(index)), V::iota())),
-        key_(V::set_bits(key)) {}
-
-  U next() {
-    U x = V::bit_xor(counter_, key_);
-    counter_ = V::add(counter_, V::set_bits(V::lanes));
-    x = V::bit_xor(x, V::template shift_right<16>(x));
-    x = V::mul(x, V::set_bits(0x21f0aaad));
-    x = V::bit_xor(x, V::template shift_right<15>(x));
-    x = V::mul(x, V::set_bits(0xd35a2d97));
-    return V::bit_xor(x, V::template shift_right<15>(x));
-  }
-
- private:
-  U counter_, key_;
-};
 
 template <class V, Dtype dtype, Carrier carrier>
 struct StateCodec {
@@ -76,7 +46,9 @@ struct StateCodec {
   }
 
   static U carry(U bits) {
-    return V::bit_and(V::template shift_right<carry_bit>(bits), V::set_bits(1));
+    if constexpr (carry_bit != 0) bits = V::template shift_right<carry_bit>(bits);
+    if constexpr (carry_bit == 31) return bits;
+    return V::bit_and(bits, V::set_bits(1));
   }
 
   // The number, without the carry.
@@ -99,8 +71,8 @@ struct StateCodec {
       // A NaN that has no other bit would become an infinity.
       bits = V::if_nan(V::from_bits(bits), V::bit_or(bits, V::set_bits(0x00400000)), bits);
     }
-    return V::bit_or(V::bit_and(bits, V::set_bits(~carry_mask)),
-                     V::template shift_left<carry_bit>(carry));
+    if constexpr (carry_bit != 0) carry = V::template shift_left<carry_bit>(carry);
+    return V::bit_or(V::bit_and(bits, V::set_bits(~carry_mask)), carry);
   }
 };
 

@@ -18,6 +18,7 @@
 #include "kernels.h"
 #include "load.inl.h"
 #include "prefetch.inl.h"
+#include "random_bits.inl.h"
 #include "split_master.inl.h"
 #include "state_codec.inl.h"
 #include "update_rules.inl.h"

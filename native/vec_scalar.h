@@ -39,7 +39,7 @@ struct VecScalar {
   static U bit_and(U a, U b) { return a & b; }
   static U bit_or(U a, U b) { return a | b; }
   static U bit_xor(U a, U b) { return a ^ b; }
-  template <int count>
+  template <int count>  // 1 to 31, as in shift_right
   static U shift_left(U x) {
     return x << count;
   }
