@@ -30,7 +30,7 @@ from bench.contenders import (
 from bench.peers.workload import Workload
 from bench.program import names, wide_console
 from hetero.training.data import load_corpus
-from hetero.training.job import BETAS
+from hetero.training.job import ADAM_BETAS
 from hetero.training.models import model_config
 from hetero.training.options import TrainOptions, add_train_arguments
 from hetero.training.schedule import lr_factor
@@ -159,7 +159,7 @@ def write_workload(options: TrainOptions, path: Path) -> None:
         accumulate=options.accumulate,
         batch_size=options.batch_size,
         seq_len=options.seq_len,
-        betas=BETAS,
+        betas=ADAM_BETAS,
         weight_decay=options.weight_decay,
         clip=options.clip,
         seed=options.seed,

@@ -6,7 +6,8 @@ from hetero.dtypes import default_dtype
 from hetero.engine import Engine
 from hetero.init_context import ZeroInitContext
 from hetero.initialize import initialize
-from hetero.optimizer import CPUAdam, HybridAdam
+from hetero.optimizer import HybridOptimizer
+from hetero.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
 from offload.errors import (
     BudgetError,
     ClosedError,
@@ -27,7 +28,10 @@ __all__ = [
     "Config",
     "Engine",
     "HeteroError",
+    "HybridAdagrad",
     "HybridAdam",
+    "HybridLion",
+    "HybridOptimizer",
     "NonFiniteError",
     "StaleGraphError",
     "StoreError",

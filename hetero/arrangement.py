@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.config import Config
+from hetero.dtypes import Dtypes
 from hetero.layout import (
     MAX_SLOT_NUMEL,
     MIN_SLOT_NUMEL,
@@ -39,13 +40,15 @@ class Arrangement:
 def arrange(
     model: torch.nn.Module,
     config: Config,
+    dtypes: Dtypes,
     host_bytes: int,
     disk_bytes: int,
     optimized: set[int] | None = None,
 ) -> Arrangement:
     """Lays out and places the model's floating-point parameters that have elements.
 
-    `optimized` are the ids of the optimizer's parameters (None: all that require gradients).
+    `dtypes` are optimizer.dtypes(config). `optimized` are the ids of the optimizer's parameters
+    (None: all that require gradients).
     Raises BudgetError with the smallest budget that works, ValueError for a model without any.
     """
     specs: list[ParamSpec] = []
@@ -64,13 +67,11 @@ def arrange(
         keep_records=config.host_memory is not None,
     )
     refusals = []
-    for layout in _layouts(specs, config, host_bytes):
+    for layout in _layouts(specs, config, dtypes, host_bytes):
         chunk_of = {id(params[s.param.index]): c for c in layout.chunks for s in c.slices}
         held_together = concurrent_slots(_held_together(model, chunk_of))
         try:
-            placement = place(
-                layout, config.dtypes, config.placement_policy, budgets, held_together
-            )
+            placement = place(layout, dtypes, config.placement_policy, budgets, held_together)
         except PlacementError as refusal:
             refusals.append(refusal)
         else:
@@ -78,12 +79,13 @@ def arrange(
     raise min(refusals, key=lambda refusal: refusal.smallest_host_bytes)
 
 
-def _layouts(specs: Sequence[ParamSpec], config: Config, host_bytes: int) -> Iterator[Layout]:
+def _layouts(
+    specs: Sequence[ParamSpec], config: Config, dtypes: Dtypes, host_bytes: int
+) -> Iterator[Layout]:
     """Layouts to try: the one that suits the budget, then with ever smaller slots."""
     if config.chunk_numel is not None:
         yield pack(specs, config.chunk_numel)
         return
-    dtypes = config.dtypes
     slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.record_bytes
     suits = min(MAX_SLOT_NUMEL, host_bytes // _SLOT_SHARE_OF_HOST // slot_bytes)
     smaller = [MAX_SLOT_NUMEL >> shift for shift in range(MAX_SLOT_NUMEL.bit_length())]

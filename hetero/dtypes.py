@@ -11,16 +11,23 @@ import torch
 from offload._native import UpdateKind
 
 DtypeName = Literal["bf16", "fp16", "fp32"]
+StateDtypeName = Literal["fp32", "bf16"]
+RuleName = Literal["adam", "lion", "adagrad"]
 
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """One engine's dtypes: parameters are in `compute`, kept gradients in `grad`."""
+    """One engine's dtypes: parameters are in `compute`, kept gradients in `grad`.
+
+    The optimizer's rule says how many states a record has, and `state` is their dtype.
+    """
 
     compute: DtypeName
     grad: DtypeName
+    rule: RuleName = "adam"
+    state: StateDtypeName = "fp32"
 
     @property
     def torch_compute(self) -> torch.dtype:
@@ -45,12 +52,12 @@ class Dtypes:
     @property
     def kind(self) -> UpdateKind:
         """The update that these dtypes take."""
-        return UpdateKind(self.compute, self.grad)
+        return UpdateKind(self.compute, self.grad, self.rule, self.state)
 
     @property
     def torch_state(self) -> torch.dtype:
         """torch's dtype of optimizer states."""
-        return _TORCH[self.kind.state_dtype]
+        return _TORCH[self.state]
 
     @property
     def master_bytes(self) -> int:
@@ -65,13 +72,24 @@ class Dtypes:
 
 def check_dtype(name: str, option: str) -> DtypeName:
     """`name` as a DtypeName; also understands torch dtypes and long names. Raises ValueError."""
-    text = str(name).removeprefix("torch.")
-    text = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}.get(
-        text, text
-    )
+    text = _short_name(name)
     if text not in get_args(DtypeName):
         raise ValueError(f"{option} must be one of bf16, fp16, fp32, not {name!r}")
     return cast(DtypeName, text)
+
+
+def check_state_dtype(name: str) -> StateDtypeName:
+    """Likewise for optimizer states, which fp16's range does not suit."""
+    text = _short_name(name)
+    if text not in get_args(StateDtypeName):
+        raise ValueError(f"state_dtype must be fp32 or bf16, not {name!r}")
+    return cast(StateDtypeName, text)
+
+
+def _short_name(name: object) -> str:
+    text = str(name).removeprefix("torch.")
+    names = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+    return names.get(text, text)
 
 
 def default_dtype() -> DtypeName:

@@ -20,7 +20,7 @@ from hetero.params import Params
 from hetero.placement import Placement
 from hetero.records import Records
 from hetero.scaler import LossScale
-from hetero.steps import Stepper
+from hetero.steps import HyperOf, Stepper
 from offload import _native
 from offload._native import IoEngine, StepPipeline
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
@@ -213,7 +213,7 @@ class Engine:
 
     # Steps
 
-    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def step(self, param_groups: Sequence[dict[str, Any]], hyper_of: HyperOf) -> None:
         """One optimizer update of all parameters that have gradients.
 
         Raises HeteroError, before anything is changed, for what would be lost silently: parameters
@@ -236,20 +236,23 @@ class Engine:
                 "'fp32', whose range is wider"
             )
         if members and not overflow:
-            self._update(groups, members)
+            self._update(groups, members, hyper_of)
         self._clip = 1.0
         self.loss_scale.update(overflow)
         self._end_step()
 
     def _update(
-        self, groups: list[tuple[dict[str, Any], list[ManagedParam]]], members: list[ManagedParam]
+        self,
+        groups: list[tuple[dict[str, Any], list[ManagedParam]]],
+        members: list[ManagedParam],
+        hyper_of: HyperOf,
     ) -> None:
         chunks = {m.chunk.id: m.chunk for m in members}
         # Before the update, so that even an interruption leaves no copy of old values in use.
         for chunk in chunks.values():
             self.params.invalidate(chunk)
         try:
-            self._stepper.run(groups, self._clip / self.loss_scale.value)
+            self._stepper.run(groups, hyper_of, self._clip / self.loss_scale.value)
         finally:
             for m in members:
                 if self.params.is_resident(m.chunk):

@@ -11,6 +11,7 @@ import torch
 
 from hetero.arrangement import Arrangement, arrange
 from hetero.config import Config
+from hetero.dtypes import Dtypes
 from hetero.engine import DiskParts, Engine
 from hetero.extents import map_file
 from hetero.grads import Grads
@@ -19,7 +20,7 @@ from hetero.init_context import Stage
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.module_state import StateDictHooks
-from hetero.optimizer import HybridAdam
+from hetero.optimizer import HybridOptimizer
 from hetero.params import Params
 from hetero.placement import SlotBytes
 from hetero.records import Part, Record, Records, parts_of
@@ -34,14 +35,15 @@ from offload.store import ScratchFile, Transfers, make_io_engine
 from offload.tiers import Account, Tier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+Optimizer = TypeVar("Optimizer", bound=HybridOptimizer)
 
 
 def initialize(
     model: Model,
-    optimizer: HybridAdam,
+    optimizer: Optimizer,
     config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
     **options: Any,
-) -> tuple[Model, HybridAdam]:
+) -> tuple[Model, Optimizer]:
     """Places the model's state and connects model and optimizer to the engine that runs it.
 
     The model may have been built inside ZeroInitContext (whose options then hold) or outside (then
@@ -53,9 +55,9 @@ def initialize(
     not fit the model, StoreError if the NVMe directory cannot be used. The model is then as
     before; only after a failed transfer, when state is already on its way, it must be built again.
     """
-    if not isinstance(optimizer, HybridAdam):
+    if not isinstance(optimizer, HybridOptimizer):
         raise ValueError(
-            f"the optimizer must be hetero.HybridAdam or hetero.CPUAdam, not "
+            f"the optimizer must be hetero.HybridAdam, HybridLion or HybridAdagrad, not "
             f"{type(optimizer).__name__}: the update runs where the state lives"
         )
     if optimizer._engine is not None:
@@ -69,10 +71,11 @@ def initialize(
         for param in model.parameters():
             stage.adopt(param)
         with ExitStack() as resources:
+            dtypes = optimizer.dtypes(stage.config)
             arrangement = arrange(
-                model, stage.config, stage.host_bytes, stage.disk_bytes, optimized
+                model, stage.config, dtypes, stage.host_bytes, stage.disk_bytes, optimized
             )
-            engine = _build(model, arrangement, stage, resources)
+            engine = _build(model, arrangement, dtypes, stage, resources)
     except BaseException:
         if adopting:
             stage.restore(model.parameters())
@@ -108,7 +111,7 @@ def _context_stage(
     return stage
 
 
-def _optimized(model: torch.nn.Module, optimizer: HybridAdam) -> set[int]:
+def _optimized(model: torch.nn.Module, optimizer: HybridOptimizer) -> set[int]:
     """Ids of the optimizer's parameters. Raises ValueError for one that is not the model's."""
     owned = {id(p) for p in model.parameters() if p.is_floating_point()}
     for index, group in enumerate(optimizer.param_groups):
@@ -125,10 +128,11 @@ def _optimized(model: torch.nn.Module, optimizer: HybridAdam) -> set[int]:
 def _build(
     model: torch.nn.Module,
     arrangement: Arrangement,
+    dtypes: Dtypes,
     stage: Stage,
     resources: ExitStack,
 ) -> Engine:
-    config, ledger, dtypes = stage.config, stage.ledger, stage.config.dtypes
+    config, ledger = stage.config, stage.ledger
     layout, placement = arrangement.layout, arrangement.placement
     managed = [
         ManagedParam(arrangement.params[s.param.index], chunk, s, dtypes.torch_compute)

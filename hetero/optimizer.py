@@ -1,47 +1,50 @@
-"""HybridAdam: Adam and AdamW over managed parameters, as a torch optimizer."""
+"""The optimizers' common part: a torch optimizer whose updates an engine runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, overload
 
 import torch
 
+from hetero.config import Config
+from hetero.dtypes import Dtypes, RuleName, check_state_dtype
 from hetero.engine import Engine
 from hetero.state import export_states, import_states
+from offload._native import Hyper
 from offload.errors import UnmanagedParameterError
 
+ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
-class HybridAdam(torch.optim.Optimizer):
-    """Adam (adamw_mode=False) or AdamW over parameters that an engine manages.
 
-    A true torch.optim.Optimizer: param groups, LR schedulers, zero_grad and state_dict work. The
-    order of operations is documented with the kernel (docs/design.md); the update runs where the
-    record lives, in fp32. hetero.initialize() connects it to the model.
+class HybridOptimizer(torch.optim.Optimizer):
+    """Updates parameters that an engine manages, where their records live, in fp32.
 
-    Raises ValueError for hyper-parameters out of range.
+    A true torch.optim.Optimizer: param groups, LR schedulers, zero_grad and state_dict work. A
+    subclass names a rule of the native kernel (docs/design.md has the formulas) and says what its
+    options mean. hetero.initialize() connects it to the model.
     """
 
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adamw_mode: bool = True,
-    ) -> None:
+    rule: ClassVar[RuleName]
+    state_names: ClassVar[tuple[str, ...]]  # as in state_dict(), in the order of the record
+
+    def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
         self._engine: Engine | None = None
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adamw_mode": adamw_mode,
-        }
+        self.state_dtype = check_state_dtype(state_dtype)
         super().__init__(params, defaults)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises ValueError for a param group's options that are out of range."""
+        raise NotImplementedError
+
+    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        """What update number `step` of a group needs; gradients are times `grad_scale`."""
+        raise NotImplementedError
+
+    def dtypes(self, config: Config) -> Dtypes:
+        """The configuration's dtypes with this optimizer's records."""
+        return replace(config.dtypes, rule=self.rule, state=self.state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group before initialize(). Later it raises ValueError: the layout is fixed."""
@@ -50,15 +53,7 @@ class HybridAdam(torch.optim.Optimizer):
                 "add_param_group after hetero.initialize(): chunks are laid out already; give all "
                 "param groups to the optimizer first"
             )
-        merged = {**self.defaults, **param_group}
-        beta1, beta2 = merged["betas"]
-        if not (merged["lr"] >= 0 and merged["eps"] >= 0 and merged["weight_decay"] >= 0):
-            raise ValueError(
-                f"lr, eps and weight_decay must not be negative, not lr={merged['lr']}, "
-                f"eps={merged['eps']}, weight_decay={merged['weight_decay']}"
-            )
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ValueError(f"betas must be in [0, 1), not {merged['betas']}")
+        self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @property
@@ -91,7 +86,7 @@ class HybridAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.step(self.param_groups)
+        self.engine.step(self.param_groups, self._hyper)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -103,18 +98,21 @@ class HybridAdam(torch.optim.Optimizer):
             self._engine.forget_clip()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: for each parameter step, exp_avg, exp_avg_sq and master (all fp32, whole).
+        """As torch's: for each parameter step, the rule's states and master (all fp32, whole).
 
-        It is in RAM outside the budgets: 12 bytes a parameter.
+        It is in RAM outside the budgets: 4 bytes a parameter for each of them.
         """
         params = [p for group in self.param_groups for p in group["params"]]
-        states = export_states(self.engine, params)
+        states = export_states(self.engine, params, self.state_names)
         state = super().state_dict()
         state["state"] = {i: states[p] for i, p in enumerate(params) if p in states}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() gave. Raises ValueError, with nothing loaded, if it is not."""
+        """Takes what state_dict() gave. Raises ValueError, with nothing loaded, if it is not.
+
+        States in bf16 take the nearest bf16 of what is given, which is exact for what they gave.
+        """
         params = [p for group in self.param_groups for p in group["params"]]
         states = {params[i]: state for i, state in state_dict["state"].items() if i < len(params)}
         if len(states) < len(state_dict["state"]):
@@ -124,7 +122,7 @@ class HybridAdam(torch.optim.Optimizer):
             )
         for param, state in states.items():
             name = self.engine.name_of(param)
-            for key in ("step", "exp_avg", "exp_avg_sq", "master"):
+            for key in ("step", *self.state_names, "master"):
                 if key not in state:
                     raise ValueError(f"the state of {name} has no {key!r}")
                 if key != "step" and state[key].shape != param.shape:
@@ -133,8 +131,4 @@ class HybridAdam(torch.optim.Optimizer):
                         f"the parameter has {tuple(param.shape)}"
                     )
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        import_states(self.engine, states)
-
-
-class CPUAdam(HybridAdam):
-    """HybridAdam whose updates always run on the CPU, whatever the compute device."""
+        import_states(self.engine, states, self.state_names)

@@ -23,8 +23,8 @@ class Record:
     """One piece's record, as flat tensors of slot_numel elements.
 
     `master` has the lower 16 bits of the fp32 master (as int16) for bf16, the whole master for
-    fp16, and is None for fp32. `states` are exp_avg and exp_avg_sq; the sign bit of the last one
-    belongs to the bf16 split (docs/formats.md).
+    fp16, and is None for fp32. `states` are the rule's, in its order; for bf16 one bit of the last
+    one belongs to the split master (docs/formats.md).
     """
 
     master: torch.Tensor | None
@@ -157,6 +157,17 @@ class Records:
                 record.states[-1][where].data_ptr(),
                 values.numel(),
             )
+
+    def states(self, record: Record, where: slice) -> list[torch.Tensor]:
+        """The rule's states in fp32, without the bit of the last one that the split uses."""
+        *others, last = (state[where] for state in record.states)
+        if self._dtypes.compute == "bf16":
+            if self._dtypes.rule == "lion":
+                bits = torch.int32 if self._dtypes.state == "fp32" else torch.int16
+                last = (last.view(bits) & ~1).view(last.dtype)
+            else:
+                last = last.abs()
+        return [state.float() for state in (*others, last)]
 
     def join(self, param: torch.Tensor, record: Record, where: slice) -> torch.Tensor:
         """The fp32 master of the flat parameter part `param`."""

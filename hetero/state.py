@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,21 +64,17 @@ def export_masters(
 
 
 def export_states(
-    engine: Engine, params: Iterable[torch.Tensor]
+    engine: Engine, params: Iterable[torch.Tensor], names: Sequence[str]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """step, exp_avg, exp_avg_sq and master of each trained parameter, in fp32."""
+    """step, the states (called `names`) and master of each trained parameter, in fp32."""
     trained = [m for m in engine.find_all(params) if m.chunk.trainable]
-    states = {
-        m: {key: torch.empty(m.numel) for key in ("exp_avg", "exp_avg_sq", "master")}
-        for m in trained
-    }
+    states = {m: {key: torch.empty(m.numel) for key in (*names, "master")} for m in trained}
 
     def visit(m: ManagedParam, part: Part, values: torch.Tensor, record: Record | None) -> None:
         assert record is not None
         records, state = engine.records, states[m]
-        exp_avg, exp_avg_sq = record.states
-        state["exp_avg"][part.in_param] = exp_avg[part.in_piece]
-        state["exp_avg_sq"][part.in_param] = exp_avg_sq[part.in_piece].abs()
+        for name, found in zip(names, records.states(record, part.in_piece), strict=True):
+            state[name][part.in_param] = found
         state["master"][part.in_param] = records.join(values, record, part.in_piece)
 
     visit_parts(engine, trained, visit)
@@ -91,7 +87,9 @@ def export_states(
     }
 
 
-def import_states(engine: Engine, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+def import_states(
+    engine: Engine, states: Mapping[torch.Tensor, Mapping[str, Any]], names: Sequence[str]
+) -> None:
     """Takes what export_states() gave, parameter values (the rounded masters) included."""
     members = {engine.find(param): state for param, state in states.items()}
 
@@ -103,9 +101,8 @@ def import_states(engine: Engine, states: Mapping[torch.Tensor, Mapping[str, Any
             tensor: torch.Tensor = state[key]
             return tensor.reshape(-1)[part.in_param].float()
 
-        exp_avg, exp_avg_sq = record.states
-        exp_avg[where] = flat("exp_avg")
-        exp_avg_sq[where] = flat("exp_avg_sq")
+        for name, kept in zip(names, record.states, strict=True):
+            kept[where] = flat(name)
         engine.records.split(flat("master"), values, record, where)
 
     visit_parts(engine, members, visit, write=True)

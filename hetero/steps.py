@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,8 @@ from offload.cache import Extent
 
 # First element in the piece, numel, index of the hyper-parameters, number of the first element.
 Segment = tuple[int, int, int, int]
+# From a param group's options, the update's number and the factor of gradients.
+HyperOf = Callable[[dict[str, Any], int, float], Hyper]
 
 
 class Stepper:
@@ -57,7 +59,10 @@ class Stepper:
         }
 
     def run(
-        self, groups: Sequence[tuple[dict[str, Any], list[ManagedParam]]], scale: float
+        self,
+        groups: Sequence[tuple[dict[str, Any], list[ManagedParam]]],
+        hyper_of: HyperOf,
+        scale: float,
     ) -> None:
         """Updates all given parameters with their groups' options; gradients are times `scale`.
 
@@ -74,7 +79,7 @@ class Stepper:
                 key = (index, managed.step + 1)
                 if key not in hypers:
                     hypers[key] = len(made)
-                    made.append(_hyper(options, managed.step + 1, scale))
+                    made.append(hyper_of(options, managed.step + 1, scale))
                 chunks[managed.chunk.id] = managed.chunk
                 first_number = self._first_number[managed.slice.param.index]
                 for part in parts_of(managed, self._slot_numel):
@@ -122,18 +127,3 @@ def _merged(segments: Iterable[Segment]) -> list[Segment]:
                 continue
         merged.append(segment)
     return merged
-
-
-def _hyper(options: dict[str, Any], step: int, grad_scale: float) -> Hyper:
-    beta1, beta2 = options["betas"]
-    return Hyper(
-        lr=float(options["lr"]),
-        weight_decay=float(options["weight_decay"]),
-        decoupled=bool(options["adamw_mode"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(options["eps"]),
-        bias_correction=bool(options["bias_correction"]),
-        step=step,
-        grad_scale=grad_scale,
-    )

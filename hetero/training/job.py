@@ -22,7 +22,7 @@ from offload import _native
 
 # Adam's betas for language models: the second moment forgets faster than torch's 0.999, which
 # suits runs of few steps.
-BETAS = (0.9, 0.95)
+ADAM_BETAS = (0.9, 0.95)
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
 LEAST_DEFAULT_HOST_BYTES = 256 << 20
@@ -35,7 +35,7 @@ class Job:
     options: TrainOptions
     corpus: Corpus
     model: torch.nn.Module
-    optimizer: hetero.HybridAdam
+    optimizer: hetero.HybridOptimizer
     scheduler: LambdaLR
     engine: Any
     device: torch.device
@@ -57,14 +57,13 @@ def open_job(options: TrainOptions, folder: RunFolder) -> Iterator[Job]:
     config = memory_config(options, folder, params)
     # A budget that cannot work is refused with the one that can, before anything is built.
     with torch.device("meta"):
-        arrange(build_model(architecture), config, config.host_bytes(), config.disk_bytes())
+        shape = build_model(architecture)
+        dtypes = make_optimizer(options, shape).dtypes(config)
+        arrange(shape, config, dtypes, config.host_bytes(), config.disk_bytes())
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config):
         model = build_model(architecture)
-    optimizer = hetero.HybridAdam(
-        _param_groups(model, options.weight_decay), lr=options.lr, betas=BETAS
-    )
-    model, optimizer = hetero.initialize(model, optimizer)
+    model, optimizer = hetero.initialize(model, make_optimizer(options, model))
     engine = optimizer.engine
     try:
         yield Job(
@@ -117,6 +116,17 @@ def memory_config(options: TrainOptions, folder: RunFolder, params: int) -> hete
         io_engine=options.io_engine,
         prefetch=options.prefetch,
     )
+
+
+def make_optimizer(options: TrainOptions, model: torch.nn.Module) -> hetero.HybridOptimizer:
+    """The optimizer that was asked for."""
+    groups = _param_groups(model, options.weight_decay)
+    lr, state_dtype = options.lr, options.state_dtype
+    if options.optimizer == "lion":
+        return hetero.HybridLion(groups, lr=lr, state_dtype=state_dtype)
+    if options.optimizer == "adagrad":
+        return hetero.HybridAdagrad(groups, lr=lr, state_dtype=state_dtype)
+    return hetero.HybridAdam(groups, lr=lr, betas=ADAM_BETAS, state_dtype=state_dtype)
 
 
 def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

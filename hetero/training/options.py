@@ -12,6 +12,8 @@ from typing import Any
 DEFAULT_MODEL = "gpt2-100m"
 
 SCHEDULES = ("cosine", "constant")
+OPTIMIZERS = ("adamw", "lion", "adagrad")
+STATE_DTYPES = ("fp32", "bf16")
 
 
 def _option(
@@ -83,6 +85,12 @@ class TrainOptions:
         "bf16, fp16 or fp32 (default: bf16 where the hardware has it, else fp32)",
         group="memory",
     )
+    state_dtype: str = _option(
+        "fp32",
+        "optimizer states; bf16 is rounded stochastically",
+        choices=STATE_DTYPES,
+        group="memory",
+    )
     chunk_numel: int | None = _option(
         None,
         "elements per chunk (default: searched for little waste)",
@@ -97,11 +105,12 @@ class TrainOptions:
     seq_len: int = _option(128, "tokens per sequence", type=int, metavar="N")
     batch_size: int = _option(8, "sequences per micro-batch", type=int, metavar="N")
     accumulate: int = _option(1, "micro-batches per step", type=int, metavar="N")
+    optimizer: str = _option("adamw", "the optimizer", choices=OPTIMIZERS)
     lr: float = _option(3e-4, "peak learning rate", type=float)
     warmup: int = _option(20, "steps of linear warm-up", type=int, metavar="N")
     schedule: str = _option("cosine", "learning rate after the warm-up", choices=SCHEDULES)
     weight_decay: float = _option(
-        0.1, "decoupled weight decay of matrices", type=float, metavar="X"
+        0.1, "weight decay of matrices; decoupled but for adagrad", type=float, metavar="X"
     )
     clip: float = _option(1.0, "gradient norm to clip to; 0 for no clipping", type=float)
     seed: int = _option(0, "seed of the weights and of the data order", type=int, metavar="N")
@@ -132,7 +141,12 @@ class TrainOptions:
             self._require(name, math.isfinite(value) and value >= 0, "a finite number, 0 or more")
         self._require("warmup", self.warmup >= 0, "0 or more")
         self._require("seed", 0 <= self.seed < 2**63, "in [0, 2**63)")
-        self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        for name, choices in (
+            ("schedule", SCHEDULES),
+            ("optimizer", OPTIMIZERS),
+            ("state_dtype", STATE_DTYPES),
+        ):
+            self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         if self.config is not None and self.vocab_size is not None:
             raise ValueError(
                 "--vocab-size is for models by name; with --config set vocab_size in the file"

@@ -121,7 +121,7 @@ def test_unmanaged_parameters_elsewhere() -> None:
 
 def test_another_optimizer_is_refused() -> None:
     linear = torch.nn.Linear(3, 5)
-    with pytest.raises(ValueError, match=r"must be hetero\.HybridAdam .* not SGD"):
+    with pytest.raises(ValueError, match=r"must be hetero\.HybridAdam, .* not SGD"):
         hetero.initialize(linear, torch.optim.SGD(linear.parameters()), placement_policy="cpu")
 
 

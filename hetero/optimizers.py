@@ -1,0 +1,151 @@
+"""The optimizers that users make: their options, and what the native kernel gets of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hetero.optimizer import HybridOptimizer, ParamGroups
+from offload._native import Hyper
+
+
+def _require_not_negative(options: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not options[name] >= 0:
+            raise ValueError(f"{name} must not be negative, and is {options[name]}")
+
+
+def _require_betas(options: Mapping[str, Any]) -> None:
+    beta1, beta2 = options["betas"]
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas must be in [0, 1), not {options['betas']}")
+
+
+class HybridAdam(HybridOptimizer):
+    """AdamW, or Adam with adamw_mode=False. Two states: exp_avg, exp_avg_sq.
+
+    `state_dtype` "bf16" keeps them in half the bytes, rounded stochastically and reproducibly.
+
+    Raises ValueError for options out of range.
+    """
+
+    rule = "adam"
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        state_dtype: str = "fp32",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+        }
+        super().__init__(params, defaults, state_dtype)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        _require_not_negative(options, "lr", "eps", "weight_decay")
+        _require_betas(options)
+
+    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        beta1, beta2 = options["betas"]
+        return Hyper(
+            lr=float(options["lr"]),
+            weight_decay=float(options["weight_decay"]),
+            decoupled=bool(options["adamw_mode"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(options["eps"]),
+            bias_correction=bool(options["bias_correction"]),
+            step=step,
+            grad_scale=grad_scale,
+        )
+
+
+class CPUAdam(HybridAdam):
+    """HybridAdam whose updates always run on the CPU, whatever the compute device."""
+
+
+class HybridLion(HybridOptimizer):
+    """Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023). One state: exp_avg.
+
+    Weight decay is decoupled. With bf16 parameters exp_avg has one bit of precision less, because
+    the master needs it (docs/formats.md). `state_dtype` as in HybridAdam.
+
+    Raises ValueError for options out of range.
+    """
+
+    rule = "lion"
+    state_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        state_dtype: str = "fp32",
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, state_dtype)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        _require_not_negative(options, "lr", "weight_decay")
+        _require_betas(options)
+
+    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        beta1, beta2 = options["betas"]
+        return Hyper(
+            lr=float(options["lr"]),
+            weight_decay=float(options["weight_decay"]),
+            decoupled=True,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            step=step,
+            grad_scale=grad_scale,
+        )
+
+
+class HybridAdagrad(HybridOptimizer):
+    """Adagrad, as torch.optim.Adagrad with initial_accumulator_value=0. One state: sum.
+
+    `state_dtype` as in HybridAdam. Raises ValueError for options out of range.
+    """
+
+    rule = "adagrad"
+    state_names = ("sum",)
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        eps: float = 1e-10,
+        state_dtype: str = "fp32",
+    ) -> None:
+        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        super().__init__(params, defaults, state_dtype)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        _require_not_negative(options, "lr", "lr_decay", "weight_decay", "eps")
+
+    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        return Hyper(
+            lr=float(options["lr"]),
+            weight_decay=float(options["weight_decay"]),
+            eps=float(options["eps"]),
+            lr_decay=float(options["lr_decay"]),
+            step=step,
+            grad_scale=grad_scale,
+        )
