@@ -25,13 +25,13 @@ namespace hetero {
 class BlockEngine : public IoEngine {
  public:
   std::vector<std::string> notes() const override;
-  int add_file(int fd, const std::string& path) override;
+  int add_file(const std::vector<FileMember>& members, const StripeMap& stripes) override;
   void remove_file(int file) override;
   std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
                                std::uint64_t offset) override;
+  void cancel(IoOp& op) override;
   IoStats stats() const override;
-  void inject(IoKind kind, std::uint64_t nth, int error, std::int64_t short_bytes,
-              std::uint64_t count) override;
+  void inject(const Fault& fault) override;
   void close() override;
 
   // False when destroying the engine would touch what is not ours to touch: in a forked child, or
@@ -59,7 +59,10 @@ class BlockEngine : public IoEngine {
   virtual void detach_file(int) {}
 
   // The result of one transfer: bytes or -errno. Needs mutex_; call pump() after a batch of them.
-  void complete(Block& block, std::int64_t result);
+  // Throws nothing: a thread of the engine has nobody to throw to, so the operation fails instead.
+  void complete(Block& block, std::int64_t result) noexcept;
+  // Gives up a block that was never begun, because its operation was abandoned. Needs mutex_.
+  void drop(Block& block) { release(block); }
   // Refills the queue from the backlog. Needs mutex_.
   void pump();
   // Fails everything in flight and queued; for an engine that lost its kernel object. Needs mutex_.
@@ -83,6 +86,7 @@ class BlockEngine : public IoEngine {
   bool launch_next();
   bool retry(Block& block);
   void restart(Block& block);
+  void judge(Block& block, std::int64_t result);
   void continue_short(Block& block, std::size_t got);
   void fail(Block& block, int error, std::size_t got_bytes);
   void release(Block& block);
@@ -91,7 +95,7 @@ class BlockEngine : public IoEngine {
   const pid_t owner_;
   Phase phase_ = Phase::open;
   std::condition_variable changed_;  // an operation settled, or the phase changed
-  std::map<int, std::shared_ptr<OpenFile>> files_;
+  std::map<int, std::shared_ptr<IoFile>> files_;
   int next_file_ = 0;
   std::vector<Block> blocks_;
   std::vector<Block*> free_blocks_;

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 
@@ -15,7 +16,7 @@ constexpr unsigned kMaxThreads = 256;
 
 std::int64_t transfer(const Block& block) {
   const auto offset = static_cast<off_t>(block.rest_offset());
-  const int fd = block.op->file->fd;
+  const int fd = block.file->fd;
   const ssize_t done = block.op->kind == IoKind::read
                            ? ::pread(fd, block.rest_address(), block.rest_bytes(), offset)
                            : ::pwrite(fd, block.rest_address(), block.rest_bytes(), offset);
@@ -47,31 +48,43 @@ bool ThreadEngine::register_memory(void*, std::size_t, std::shared_ptr<const voi
 void ThreadEngine::unregister_memory(void*) { require_own(); }
 
 int ThreadEngine::start(Block& block) {
-  ready_.push_back(&block);
+  block.next = nullptr;
+  (first_ == nullptr ? first_ : last_->next) = &block;
+  last_ = &block;
+  ++ready_;
   return 0;
 }
 
 std::vector<BlockEngine::Refused> ThreadEngine::flush() {
-  if (ready_.size() == 1) {
-    wake_.notify_one();
-  } else if (!ready_.empty()) {
-    wake_.notify_all();
-  }
+  const std::size_t taken = returning_ ? 1 : 0;
+  if (ready_ <= taken) return {};
+  for (std::size_t n = std::min(idle_, ready_ - taken); n > 0; --n) wake_.notify_one();
   return {};
 }
 
 void ThreadEngine::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [&] { return stopping_ || !ready_.empty(); });
-    if (ready_.empty()) return;
-    Block& block = *ready_.front();
-    ready_.pop_front();
-    lock.unlock();
-    const std::int64_t result = transfer(block);
-    lock.lock();
-    complete(block, result);
+    while (!stopping_ && ready_ == 0) {
+      ++idle_;
+      wake_.wait(lock);
+      --idle_;
+    }
+    if (ready_ == 0) return;
+    Block& block = *first_;
+    first_ = block.next;
+    --ready_;
+    if (block.op->abandoned()) {
+      drop(block);
+    } else {
+      lock.unlock();
+      const std::int64_t result = transfer(block);
+      lock.lock();
+      complete(block, result);
+    }
+    returning_ = true;
     pump();
+    returning_ = false;
   }
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
+#include <cstddef>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,7 +27,12 @@ class ThreadEngine final : public BlockEngine {
   void work();
 
   std::condition_variable wake_;  // with mutex_
-  std::deque<Block*> ready_;
+  // Blocks that no thread has taken yet, oldest first, linked by `next`.
+  Block* first_ = nullptr;
+  Block* last_ = nullptr;
+  std::size_t ready_ = 0;
+  std::size_t idle_ = 0;    // threads asleep
+  bool returning_ = false;  // the thread that holds mutex_ will take a block itself
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -74,7 +74,7 @@ int UringEngine::start(Block& block) {
     entry = io_uring_get_sqe(&ring_);
     if (entry == nullptr) return EBUSY;
   }
-  const OpenFile& file = *block.op->file;
+  const OpenFile& file = *block.file;
   const int fd = file.fixed_slot >= 0 ? file.fixed_slot : file.fd;
   const auto nbytes = static_cast<unsigned>(block.rest_bytes());
   std::byte* const address = block.rest_address();

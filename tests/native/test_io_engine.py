@@ -122,6 +122,7 @@ def test_round_trip(engine, tmp_path, direct, nbytes, registered):
         "short_transfers": 0,
         "retries": 0,
         "errors": 0,
+        "in_flight": 0,
     }
     assert engine.notes == []
 
@@ -528,7 +529,7 @@ def test_close_in_the_middle_of_an_operation(kind, tmp_path):
         op.wait()
     assert caught.value.errno == errno.ECANCELED
     assert caught.value.offset == BLOCK
-    assert engine.stats["reads"] == 1
+    assert engine.stats["reads"] == 0  # the block that was being retried was given up
 
 
 def test_closed_engine(engine, tmp_path):
