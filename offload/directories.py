@@ -33,13 +33,14 @@ def check_directories(paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...
     seen: dict[tuple[int, int], str] = {}
     for directory in directories:
         stat = os.stat(directory)
-        first = seen.setdefault((stat.st_dev, stat.st_ino), directory)
-        if first is not directory:
+        place = (stat.st_dev, stat.st_ino)
+        if place in seen:
             raise StoreError(
                 errno.EINVAL,
-                f"nvme_path names one directory twice (it is {first} as well); name each disk once",
+                f"nvme_path names one directory twice (also as {seen[place]}); name each disk once",
                 directory,
             )
+        seen[place] = directory
     return directories
 
 
