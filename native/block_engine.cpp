@@ -82,7 +82,6 @@ int BlockEngine::add_file(const std::vector<FileMember>& members, const StripeMa
   auto file = std::make_shared<IoFile>(members, stripes);
   const std::lock_guard lock(mutex_);
   require_open();
-  for (const auto& member : file->members) member->fixed_slot = attach_file(member->fd);
   files_.emplace(next_file_, std::move(file));
   return next_file_++;
 }
@@ -96,10 +95,6 @@ void BlockEngine::remove_file(int id) {
   const std::shared_ptr<IoFile> file = found->second;
   files_.erase(found);
   changed_.wait(lock, [&] { return file->pending == 0; });
-  if (phase_ != Phase::open) return;
-  for (const auto& member : file->members) {
-    if (member->fixed_slot >= 0) detach_file(member->fixed_slot);
-  }
 }
 
 std::shared_ptr<IoOp> BlockEngine::submit(IoKind kind, int id, void* address, std::size_t nbytes,
@@ -184,13 +179,25 @@ void BlockEngine::wait_for_earlier(std::unique_lock<std::mutex>& lock) {
   changed_.wait(lock, [&] { return unsettled_.empty() || *unsettled_.begin() >= end; });
 }
 
+void BlockEngine::refill() {
+  while (!free_blocks_.empty() && launch_next()) {
+  }
+}
+
 void BlockEngine::pump() {
+  refill();
+  if (waiting_ != 0) wake(waiting_);
+}
+
+Block* BlockEngine::take() {
   for (;;) {
-    while (!free_blocks_.empty() && launch_next()) {
-    }
-    const std::vector<Refused> refused = flush();
-    if (refused.empty()) return;
-    for (const Refused& each : refused) fail(*each.block, each.error, each.block->done_bytes);
+    refill();
+    if (first_ == nullptr) return nullptr;
+    Block& block = *first_;
+    first_ = block.next;
+    --waiting_;
+    if (!block.op->abandoned()) return &block;
+    release(block);
   }
 }
 
@@ -217,7 +224,11 @@ bool BlockEngine::launch_next() {
 }
 
 void BlockEngine::restart(Block& block) {
-  if (const int error = start(block)) fail(block, error, block.done_bytes);
+  if (lost()) return fail(block, lost_error_, block.done_bytes);
+  block.next = nullptr;
+  (first_ == nullptr ? first_ : last_->next) = &block;
+  last_ = &block;
+  ++waiting_;
 }
 
 bool BlockEngine::retry(Block& block) {
@@ -311,7 +322,10 @@ void BlockEngine::settle_if_finished(Operation& op) {
   changed_.notify_all();
 }
 
-void BlockEngine::fail_in_flight(int error) {
+void BlockEngine::lose(int error) {
+  lost_error_ = error;
+  first_ = nullptr;
+  waiting_ = 0;
   for (Block& each : blocks_) {
     if (each.op) fail(each, error, each.done_bytes);
   }

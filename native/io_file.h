@@ -28,7 +28,6 @@ struct OpenFile {
   const std::shared_ptr<const std::string> path;  // shared with errors, which outlive the file
   bool regular = false;
   std::size_t alignment = 1;  // transfers resume at multiples of this
-  int fixed_slot = -1;        // in the kernel's table of registered files
 };
 
 // One logical file of one or several members; the members are closed when nobody uses it any more.

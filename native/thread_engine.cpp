@@ -47,41 +47,26 @@ bool ThreadEngine::register_memory(void*, std::size_t, std::shared_ptr<const voi
 
 void ThreadEngine::unregister_memory(void*) { require_own(); }
 
-int ThreadEngine::start(Block& block) {
-  block.next = nullptr;
-  (first_ == nullptr ? first_ : last_->next) = &block;
-  last_ = &block;
-  ++ready_;
-  return 0;
-}
-
-std::vector<BlockEngine::Refused> ThreadEngine::flush() {
-  const std::size_t taken = returning_ ? 1 : 0;
-  if (ready_ <= taken) return {};
-  for (std::size_t n = std::min(idle_, ready_ - taken); n > 0; --n) wake_.notify_one();
-  return {};
+void ThreadEngine::wake(std::size_t waiting) {
+  if (returning_) --waiting;
+  for (std::size_t n = std::min(idle_, waiting); n > 0; --n) wanted_.notify_one();
 }
 
 void ThreadEngine::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    while (!stopping_ && ready_ == 0) {
+    Block* const block = take();
+    if (block == nullptr) {
+      if (stopping_) return;
       ++idle_;
-      wake_.wait(lock);
+      wanted_.wait(lock);
       --idle_;
+      continue;
     }
-    if (ready_ == 0) return;
-    Block& block = *first_;
-    first_ = block.next;
-    --ready_;
-    if (block.op->abandoned()) {
-      drop(block);
-    } else {
-      lock.unlock();
-      const std::int64_t result = transfer(block);
-      lock.lock();
-      complete(block, result);
-    }
+    lock.unlock();
+    const std::int64_t result = transfer(*block);
+    lock.lock();
+    complete(*block, result);
     returning_ = true;
     pump();
     returning_ = false;
@@ -93,7 +78,7 @@ void ThreadEngine::stop() {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  wake_.notify_all();
+  wanted_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 

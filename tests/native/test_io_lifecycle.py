@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from offload import _native
 from tests.io_tools import (
@@ -15,6 +16,7 @@ from tests.io_tools import (
     NO_URING,
     Memory,
     add_file,
+    needs_uring,
     run_script,
     stall,
     thread_names,
@@ -237,3 +239,38 @@ def test_interpreter_exit_with_transfers_in_flight(kind, tmp_path):
         fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
         ops = [engine.write(engine.add_file(fd, "x"), arena.address, arena.nbytes, 0)]
         """)
+
+
+@needs_uring
+@pytest.mark.parametrize("setup", ["defer", "coop", "plain"])
+@pytest.mark.parametrize("registered", [False, True])
+def test_every_setup_of_the_ring(tmp_path, monkeypatch, setup, registered):
+    """Each falls back to the next where the kernel does not know it, so all must work."""
+    monkeypatch.setenv("HETERO_URING_SETUP", setup)
+    before = len(os.listdir("/proc/self/fd"))
+    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=BLOCK)
+    memory = Memory(40 * BLOCK)
+    if registered:
+        assert engine.register(memory.arena), engine.notes
+    file = add_file(engine, tmp_path, direct=True)
+    want = memory.randomise()
+    ops = [engine.write(file, memory.address + i * BLOCK, BLOCK, i * BLOCK) for i in range(40)]
+    for op in ops:
+        op.wait()
+    memory.bytes.zero_()
+    engine.read(file, memory.address, 40 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    time.sleep(0.05)  # it waits by now, and is woken again
+    engine.read(file, memory.address, BLOCK, 0).wait()
+    engine.unregister(memory.arena)
+    assert engine.notes == []
+    engine.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not thread_names()
+
+
+@needs_uring
+def test_an_unknown_setup_is_refused(monkeypatch):
+    monkeypatch.setenv("HETERO_URING_SETUP", "fast")
+    with pytest.raises(ValueError, match='HETERO_URING_SETUP is "fast"'):
+        _native.IoEngine("io_uring")
