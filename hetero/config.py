@@ -16,8 +16,8 @@ import torch
 
 from hetero.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.layout import pack
+from offload.directories import check_directories, total_free_bytes
 from offload.sizes import parse_bytes
-from offload.store import check_directory, free_bytes
 from offload.tiers import Tier
 
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
@@ -37,7 +37,8 @@ class Config:
     device_memory     bytes of device memory. On the CPU the device's memory is RAM, so this then
                       limits the slots for gathered parameters, within host_memory.
     nvme_path         directory on NVMe; needed by "nvme", and by "auto" when RAM is not enough.
-    nvme_capacity     bytes of it. Default: 95 % of what is free now.
+                      Several, best on different disks: the bytes are striped over all of them.
+    nvme_capacity     bytes of it, of all together. Default: 95 % of what is free now.
     dtype             compute dtype: "bf16" (default), "fp16" (with dynamic loss scaling) or "fp32";
                       None: bf16 where the machine has it in hardware, else fp32.
     grad_dtype        dtype gradients are kept and accumulated in; default: the compute dtype.
@@ -53,7 +54,7 @@ class Config:
     placement_policy: Policy = "auto"
     host_memory: int | str | None = None
     device_memory: int | str | None = None
-    nvme_path: str | None = None
+    nvme_path: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
     nvme_capacity: int | str | None = None
     dtype: str | None = "bf16"
     grad_dtype: str | None = None
@@ -91,9 +92,8 @@ class Config:
         if self.placement_policy == "cuda":
             raise ValueError(_no_cuda())
         if self.nvme_path is not None:
-            if not isinstance(self.nvme_path, (str, PathLike)):
-                raise ValueError(f"nvme_path must be a directory's path, not {self.nvme_path!r}")
-            object.__setattr__(self, "nvme_path", check_directory(self.nvme_path))
+            found = check_directories(_paths(self.nvme_path))
+            object.__setattr__(self, "nvme_path", found[0] if len(found) == 1 else found)
         elif self.placement_policy == "nvme":
             raise ValueError(
                 "placement_policy='nvme' needs nvme_path, a directory on the NVMe disk"
@@ -106,6 +106,11 @@ class Config:
         """The checked dtypes."""
         compute = check_dtype(str(self.dtype), "dtype")
         return Dtypes(compute, check_dtype(self.grad_dtype or compute, "grad_dtype"))
+
+    @property
+    def nvme_paths(self) -> tuple[str, ...]:
+        """The directories of nvme_path; empty without one."""
+        return () if self.nvme_path is None else tuple(map(str, _paths(self.nvme_path)))
 
     def budget(self, tier: Tier) -> int | None:
         """The user's limit of `tier` in bytes, or None."""
@@ -124,7 +129,7 @@ class Config:
         """nvme_capacity, or its default now; 0 without nvme_path."""
         if self.nvme_path is None:
             return 0
-        return self.budget(Tier.DISK) or int(free_bytes(self.nvme_path) * 0.95)
+        return self.budget(Tier.DISK) or int(total_free_bytes(self.nvme_paths) * 0.95)
 
     @classmethod
     def make(
@@ -175,6 +180,16 @@ def _from_file(path: str | PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"the configuration {path} must be a JSON object")
     return content
+
+
+def _paths(value: object) -> list[str | PathLike[str]]:
+    """One path, or a list or tuple of some, as a list."""
+    paths = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not paths or not all(isinstance(path, (str, PathLike)) for path in paths):
+        raise ValueError(
+            f"nvme_path must be a directory's path, or a list of such paths, not {value!r}"
+        )
+    return cast("list[str | PathLike[str]]", paths)
 
 
 def _is_number(value: object) -> bool:

@@ -96,8 +96,7 @@ class Stage:
 
     def _evict(self, key: int, param: torch.nn.Parameter) -> None:
         if self._file is None:
-            assert self.config.nvme_path is not None
-            self._file = ScratchFile(self.config.nvme_path, self.ledger, Account.INIT)
+            self._file = ScratchFile(self.config.nvme_paths, self.ledger, Account.INIT)
         flat = param.data.contiguous().view(-1).view(torch.uint8)
         offset = self._file.reserve(flat.numel())
         for begin, block in _blocks(flat.numel()):

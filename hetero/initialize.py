@@ -243,11 +243,11 @@ def _build(
 def _open_disk(
     config: Config, ledger: Any, nbytes: int, notes: list[str], resources: ExitStack
 ) -> DiskParts:
-    assert config.nvme_path is not None
-    io, io_notes = make_io_engine(config.io_engine)
+    io, io_notes = make_io_engine(config.io_engine, len(config.nvme_paths))
     resources.callback(io.close)
-    scratch = ScratchFile(config.nvme_path, ledger, Account.FILE)
+    scratch = ScratchFile(config.nvme_paths, ledger, Account.FILE)
     resources.callback(scratch.close)
+    scratch.balance(io, nbytes)
     scratch.reserve(nbytes)
     transfers = Transfers(io, scratch)
     resources.callback(transfers.close)

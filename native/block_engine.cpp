@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <chrono>
 #include <limits>
+#include <new>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -76,12 +77,11 @@ void BlockEngine::note(std::string text) {
   }
 }
 
-int BlockEngine::add_file(int fd, const std::string& path) {
+int BlockEngine::add_file(const std::vector<FileMember>& members, const StripeMap& stripes) {
   require_own();
-  auto file = std::make_shared<OpenFile>(fd, path);
+  auto file = std::make_shared<IoFile>(members, stripes);
   const std::lock_guard lock(mutex_);
   require_open();
-  file->fixed_slot = attach_file(file->fd);
   files_.emplace(next_file_, std::move(file));
   return next_file_++;
 }
@@ -92,10 +92,9 @@ void BlockEngine::remove_file(int id) {
   if (phase_ == Phase::closed) return;  // closed with the engine
   const auto found = files_.find(id);
   if (found == files_.end()) throw std::invalid_argument("no file " + std::to_string(id));
-  const std::shared_ptr<OpenFile> file = found->second;
+  const std::shared_ptr<IoFile> file = found->second;
   files_.erase(found);
   changed_.wait(lock, [&] { return file->pending == 0; });
-  if (phase_ == Phase::open && file->fixed_slot >= 0) detach_file(file->fixed_slot);
 }
 
 std::shared_ptr<IoOp> BlockEngine::submit(IoKind kind, int id, void* address, std::size_t nbytes,
@@ -125,17 +124,28 @@ std::shared_ptr<IoOp> BlockEngine::submit(IoKind kind, int id, void* address, st
   return op;
 }
 
+void BlockEngine::cancel(IoOp& handle) {
+  if (handle.done()) return;
+  require_own();
+  const std::lock_guard lock(mutex_);
+  auto& op = static_cast<Operation&>(handle);
+  if (op.done()) return;
+  op.cancel();
+  settle_if_finished(op);
+}
+
 IoStats BlockEngine::stats() const {
   require_own();
   const std::lock_guard lock(mutex_);
-  return stats_;
+  IoStats now = stats_;
+  now.in_flight = blocks_.size() - free_blocks_.size();
+  return now;
 }
 
-void BlockEngine::inject(IoKind kind, std::uint64_t nth, int error, std::int64_t short_bytes,
-                         std::uint64_t count) {
+void BlockEngine::inject(const Fault& fault) {
   require_own();
   const std::lock_guard lock(mutex_);
-  faults_.add(kind, nth, error, short_bytes, count);
+  faults_.add(fault);
 }
 
 void BlockEngine::close() {
@@ -148,8 +158,8 @@ void BlockEngine::close() {
   phase_ = Phase::closing;
   for (const auto& op : backlog_) {
     if (op->all_launched()) continue;
-    op->fail(IoError(op->kind, op->file->path, op->offset + op->launched, op->nbytes - op->launched,
-                     0, ECANCELED, op->file->free_bytes()));
+    op->fail(
+        {op->file->path, op->offset + op->launched, op->nbytes - op->launched, 0, ECANCELED, -1});
     ++stats_.errors;
     settle_if_finished(*op);
   }
@@ -169,27 +179,42 @@ void BlockEngine::wait_for_earlier(std::unique_lock<std::mutex>& lock) {
   changed_.wait(lock, [&] { return unsettled_.empty() || *unsettled_.begin() >= end; });
 }
 
+void BlockEngine::refill() {
+  while (!free_blocks_.empty() && launch_next()) {
+  }
+}
+
 void BlockEngine::pump() {
+  refill();
+  if (waiting_ != 0) wake(waiting_);
+}
+
+Block* BlockEngine::take() {
   for (;;) {
-    while (!free_blocks_.empty() && launch_next()) {
-    }
-    const std::vector<Refused> refused = flush();
-    if (refused.empty()) return;
-    for (const Refused& each : refused) fail(*each.block, each.error, each.block->done_bytes);
+    refill();
+    if (first_ == nullptr) return nullptr;
+    Block& block = *first_;
+    first_ = block.next;
+    --waiting_;
+    if (!block.op->abandoned()) return &block;
+    release(block);
   }
 }
 
 bool BlockEngine::launch_next() {
-  // An operation that failed early has nothing left to launch.
+  // An operation that failed early or was cancelled has nothing left to launch.
   while (!backlog_.empty() && backlog_.front()->all_launched()) backlog_.pop_front();
   if (backlog_.empty()) return false;
   Block& block = *free_blocks_.back();
   free_blocks_.pop_back();
   block.op = backlog_.front();
   Operation& op = *block.op;
+  const StripeMap::Place place = op.file->stripes.place(op.offset + op.launched);
+  block.file = op.file->members[place.member].get();
   block.address = op.address + op.launched;
-  block.offset = op.offset + op.launched;
+  block.offset = place.offset;
   block.nbytes = std::min(options_.block_bytes, op.nbytes - op.launched);
+  if (block.nbytes > place.run_bytes) block.nbytes = place.run_bytes;
   block.done_bytes = 0;
   block.stalls = 0;
   op.launched += block.nbytes;
@@ -199,7 +224,11 @@ bool BlockEngine::launch_next() {
 }
 
 void BlockEngine::restart(Block& block) {
-  if (const int error = start(block)) fail(block, error, block.done_bytes);
+  if (lost()) return fail(block, lost_error_, block.done_bytes);
+  block.next = nullptr;
+  (first_ == nullptr ? first_ : last_->next) = &block;
+  last_ = &block;
+  ++waiting_;
 }
 
 bool BlockEngine::retry(Block& block) {
@@ -211,13 +240,25 @@ bool BlockEngine::retry(Block& block) {
   return true;
 }
 
-void BlockEngine::complete(Block& block, std::int64_t result) {
-  result = faults_.apply(block.op->kind, result);
+void BlockEngine::complete(Block& block, std::int64_t result) noexcept {
+  // What throws does so before the block is let go.
+  try {
+    judge(block, faults_.apply(block.op->kind, result));
+  } catch (const std::bad_alloc&) {
+    fail(block, ENOMEM, block.done_bytes);
+  } catch (...) {
+    fail(block, EIO, block.done_bytes);
+  }
+}
+
+void BlockEngine::judge(Block& block, std::int64_t result) {
   if (result < 0) {
     const int error = static_cast<int>(-result);
-    if (transient(error) && retry(block)) return;
-    fail(block, error, block.done_bytes);
-    return;
+    if (transient(error)) {
+      if (block.op->abandoned()) return release(block);
+      if (retry(block)) return;
+    }
+    return fail(block, error, block.done_bytes);
   }
   const auto got = static_cast<std::size_t>(result);
   if (got < block.rest_bytes()) {
@@ -231,19 +272,23 @@ void BlockEngine::complete(Block& block, std::int64_t result) {
     ++stats_.writes;
     stats_.written_bytes += block.nbytes;
   }
+  block.done_bytes = block.nbytes;
   release(block);
 }
 
 void BlockEngine::continue_short(Block& block, std::size_t got) {
   ++stats_.short_transfers;
-  const OpenFile& file = *block.op->file;
+  const OpenFile& file = *block.file;
   if (block.op->kind == IoKind::read && (got == 0 || file.ends_at(block.rest_offset() + got))) {
     fail(block, 0, block.done_bytes + got);
     return;
   }
   // A direct transfer may stop between sectors but cannot start there: redo the broken part.
   const std::size_t resume = (block.done_bytes + got) / file.alignment * file.alignment;
-  if (resume > block.done_bytes) {
+  if (block.op->abandoned()) {
+    block.done_bytes += got;
+    release(block);
+  } else if (resume > block.done_bytes) {
     block.done_bytes = resume;
     block.stalls = 0;
     restart(block);
@@ -254,9 +299,9 @@ void BlockEngine::continue_short(Block& block, std::size_t got) {
 
 void BlockEngine::fail(Block& block, int error, std::size_t got_bytes) {
   ++stats_.errors;
-  const OpenFile& file = *block.op->file;
-  block.op->fail(IoError(block.op->kind, file.path, block.offset, block.nbytes, got_bytes, error,
-                         file.free_bytes()));
+  block.op->fail(
+      {block.file->path, block.offset, block.nbytes, got_bytes, error, block.file->free_bytes()});
+  block.done_bytes = got_bytes;
   release(block);
 }
 
@@ -264,6 +309,7 @@ void BlockEngine::release(Block& block) {
   const std::shared_ptr<Operation> op = std::move(block.op);
   block.op.reset();
   free_blocks_.push_back(&block);
+  op->moved += block.done_bytes;
   --op->in_flight;
   settle_if_finished(*op);
 }
@@ -276,7 +322,10 @@ void BlockEngine::settle_if_finished(Operation& op) {
   changed_.notify_all();
 }
 
-void BlockEngine::fail_in_flight(int error) {
+void BlockEngine::lose(int error) {
+  lost_error_ = error;
+  first_ = nullptr;
+  waiting_ = 0;
   for (Block& each : blocks_) {
     if (each.op) fail(each, error, each.done_bytes);
   }

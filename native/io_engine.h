@@ -12,17 +12,21 @@
 #include <string>
 #include <vector>
 
+#include "stripe_map.h"
+
 namespace hetero {
 
 enum class IoKind { read, write };
 
-// A failed transfer, with all that a message needs.
+// A failed transfer, with all that a message needs. A transfer that was cancelled has ECANCELED,
+// and its numbers are those of the whole operation: where it begins in the logical file, its size,
+// and how many of its bytes were transferred (not always the first ones).
 struct IoError : std::runtime_error {
   IoError(IoKind kind, std::string path, std::uint64_t offset, std::size_t wanted_bytes,
           std::size_t got_bytes, int error, std::int64_t free_bytes);
   IoKind kind;
   std::string path;
-  std::uint64_t offset;      // into the file, where the failing transfer began
+  std::uint64_t offset;      // into the member file, where the failing block began
   std::size_t wanted_bytes;  // of the block that failed
   std::size_t got_bytes;
   int error;                // errno; 0 for an unexpected end of file
@@ -37,11 +41,29 @@ class IoOp {
   virtual void wait() = 0;  // blocks; throws IoError if the operation failed
 };
 
+// A file to be added: the engine duplicates `fd` and uses `path` in messages only.
+struct FileMember {
+  int fd;
+  std::string path;
+};
+
+// For tests: the `nth` completion of `kind` (from 0, counted from now) and the `count` - 1 after it
+// become -`error`, or are cut to `short_bytes`, or throw in the engine's own thread.
+struct Fault {
+  IoKind kind;
+  std::uint64_t nth = 0;
+  int error = 0;
+  std::int64_t short_bytes = -1;
+  std::uint64_t count = 1;
+  bool throws = false;
+};
+
 // Counters since the engine was made.
 struct IoStats {
   std::uint64_t read_bytes = 0, written_bytes = 0;
   std::uint64_t reads = 0, writes = 0;  // blocks completed
   std::uint64_t short_transfers = 0, retries = 0, errors = 0;
+  std::uint64_t in_flight = 0;  // blocks, now
 };
 
 // Asynchronous file transfers; all members may be called from any thread. After fork() an engine
@@ -51,7 +73,10 @@ class IoEngine {
   virtual ~IoEngine() = default;
   virtual std::string kind() const = 0;
   virtual std::vector<std::string> notes() const = 0;
-  virtual int add_file(int fd, const std::string& path) = 0;
+  // One logical file of several members, or of one. Throws std::invalid_argument unless `stripes`
+  // is for as many.
+  virtual int add_file(const std::vector<FileMember>& members, const StripeMap& stripes) = 0;
+  // Waits for the file's operations, then closes the duplicates.
   virtual void remove_file(int file) = 0;
   // `owner` keeps the memory alive and is let go by unregister_memory() or close(). False, with a
   // note, when the kernel refuses; false without a note when this engine has no use for it.
@@ -61,9 +86,11 @@ class IoEngine {
   // Throws std::invalid_argument for a bad file id, std::runtime_error after close().
   virtual std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
                                        std::uint64_t offset) = 0;
+  // Drops the blocks of `op` that are not in flight; wait() throws an IoError of ECANCELED as soon
+  // as those in flight are done. Nothing if it is done or was cancelled. `op` is this engine's.
+  virtual void cancel(IoOp& op) = 0;
   virtual IoStats stats() const = 0;
-  virtual void inject(IoKind kind, std::uint64_t nth, int error, std::int64_t short_bytes,
-                      std::uint64_t count) = 0;
+  virtual void inject(const Fault& fault) = 0;
   virtual void close() = 0;
 };
 

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 
@@ -15,7 +16,7 @@ constexpr unsigned kMaxThreads = 256;
 
 std::int64_t transfer(const Block& block) {
   const auto offset = static_cast<off_t>(block.rest_offset());
-  const int fd = block.op->file->fd;
+  const int fd = block.file->fd;
   const ssize_t done = block.op->kind == IoKind::read
                            ? ::pread(fd, block.rest_address(), block.rest_bytes(), offset)
                            : ::pwrite(fd, block.rest_address(), block.rest_bytes(), offset);
@@ -46,32 +47,29 @@ bool ThreadEngine::register_memory(void*, std::size_t, std::shared_ptr<const voi
 
 void ThreadEngine::unregister_memory(void*) { require_own(); }
 
-int ThreadEngine::start(Block& block) {
-  ready_.push_back(&block);
-  return 0;
-}
-
-std::vector<BlockEngine::Refused> ThreadEngine::flush() {
-  if (ready_.size() == 1) {
-    wake_.notify_one();
-  } else if (!ready_.empty()) {
-    wake_.notify_all();
-  }
-  return {};
+void ThreadEngine::wake(std::size_t waiting) {
+  if (returning_) --waiting;
+  for (std::size_t n = std::min(idle_, waiting); n > 0; --n) wanted_.notify_one();
 }
 
 void ThreadEngine::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [&] { return stopping_ || !ready_.empty(); });
-    if (ready_.empty()) return;
-    Block& block = *ready_.front();
-    ready_.pop_front();
+    Block* const block = take();
+    if (block == nullptr) {
+      if (stopping_) return;
+      ++idle_;
+      wanted_.wait(lock);
+      --idle_;
+      continue;
+    }
     lock.unlock();
-    const std::int64_t result = transfer(block);
+    const std::int64_t result = transfer(*block);
     lock.lock();
-    complete(block, result);
+    complete(*block, result);
+    returning_ = true;
     pump();
+    returning_ = false;
   }
 }
 
@@ -80,7 +78,7 @@ void ThreadEngine::stop() {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  wake_.notify_all();
+  wanted_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 

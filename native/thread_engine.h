@@ -2,7 +2,7 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
+#include <cstddef>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,13 +21,13 @@ class ThreadEngine final : public BlockEngine {
   void unregister_memory(void* address) override;
 
  private:
-  int start(Block& block) override;
-  std::vector<Refused> flush() override;
+  void wake(std::size_t waiting) override;
   void stop() override;
   void work();
 
-  std::condition_variable wake_;  // with mutex_
-  std::deque<Block*> ready_;
+  std::condition_variable wanted_;  // with mutex_
+  std::size_t idle_ = 0;            // threads asleep
+  bool returning_ = false;          // the thread that holds mutex_ will take a block itself
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -1,10 +1,15 @@
 #include "uring_engine.h"
 
+#include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
+#include <stdexcept>
 #include <system_error>
 #include <utility>
 
@@ -14,13 +19,30 @@ namespace hetero {
 
 namespace {
 
-constexpr unsigned kFileSlots = 64;
+// How a ring may be set up, best first; a kernel that does not know one refuses it with EINVAL.
+// The thread that submits is the one that waits, so its completions need no interrupt
+// (COOP_TASKRUN, Linux 5.19) and may be left until it waits (DEFER_TASKRUN, 6.1, which wants the
+// one issuer declared; the ring is enabled by it). IOPOLL is not among them: it refuses files
+// without O_DIRECT and devices without poll queues, and keeps a core busy.
+struct Setup {
+  const char* name;
+  unsigned flags;
+};
+constexpr Setup kSetups[] = {
+#ifdef IORING_SETUP_DEFER_TASKRUN
+    {"defer", IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED},
+#endif
+#ifdef IORING_SETUP_COOP_TASKRUN
+    {"coop", IORING_SETUP_COOP_TASKRUN},
+#endif
+    {"plain", 0},
+};
+
 constexpr unsigned kBufferSlots = 4096;
 constexpr std::size_t kPieceBytes = std::size_t{1} << 30;  // the kernel's limit for one buffer
 
-// Completions that belong to no block; blocks use their slot's number.
-constexpr std::uint64_t kStop = ~std::uint64_t{0};
-constexpr std::uint64_t kDropped = kStop - 1;
+// The completion of the bell; blocks use their slot's number.
+constexpr std::uint64_t kBell = ~std::uint64_t{0};
 
 // A submission refused for want of resources is tried again for about a second.
 constexpr unsigned kSubmitTries = 1000;
@@ -37,45 +59,120 @@ std::string memlock_limit() {
   return std::to_string(limit.rlim_cur) + " bytes";
 }
 
-}  // namespace
+// The first setup to try: the best one, or for comparisons the one that the environment names.
+const Setup* first_setup() {
+  const char* const wanted = std::getenv("HETERO_URING_SETUP");
+  if (wanted == nullptr) return std::begin(kSetups);
+  const auto found =
+      std::ranges::find(kSetups, std::string(wanted), [](const Setup& s) { return s.name; });
+  if (found == std::end(kSetups)) {
+    throw std::invalid_argument("HETERO_URING_SETUP is \"" + std::string(wanted) +
+                                "\", which is none of this build's defer, coop and plain");
+  }
+  return found;
+}
 
-UringEngine::UringEngine(const IoOptions& options) : BlockEngine(options) {
-  // One entry more than blocks, so that there is room for the stop message.
-  if (const int rc = io_uring_queue_init(options.queue_depth + 1, &ring_, 0); rc < 0) {
+void open_ring(io_uring& ring, unsigned entries) {
+  int rc = -EINVAL;
+  for (const Setup* setup = first_setup(); rc == -EINVAL && setup != std::end(kSetups); ++setup) {
+    rc = io_uring_queue_init(entries, &ring, setup->flags);
+  }
+  if (rc < 0) {
     throw std::system_error(-rc, std::generic_category(),
                             "the kernel refuses io_uring (use the \"threads\" engine)");
   }
+}
+
+}  // namespace
+
+UringEngine::UringEngine(const IoOptions& options) : BlockEngine(options) {
+  // One entry more than blocks, for the bell: an entry is never missing.
+  open_ring(ring_, options.queue_depth + 1);
   // A child must not submit to its parent's ring.
   io_uring_ring_dontfork(&ring_);
-  if (const int rc = io_uring_register_files_sparse(&ring_, kFileSlots); rc < 0) {
-    note("registered files refused: " + reason(-rc));
-  } else {
-    for (int slot = kFileSlots; slot-- > 0;) free_files_.push_back(slot);
-  }
   if (const int rc = io_uring_register_buffers_sparse(&ring_, kBufferSlots); rc < 0) {
     note("registered buffers refused: " + reason(-rc));
   } else {
     for (unsigned index = kBufferSlots; index-- > 0;) free_buffers_.push_back(index);
   }
   try {
-    reaper_ = quiet_thread("hetero-uring", [this] { reap(); });
+    bell_ = ::eventfd(0, EFD_CLOEXEC);
+    if (bell_ < 0) throw std::system_error(errno, std::generic_category(), "no eventfd");
+    thread_ = quiet_thread("hetero-uring", [this] { work(); });
   } catch (...) {
+    if (bell_ >= 0) ::close(bell_);
     io_uring_queue_exit(&ring_);
     throw;
   }
 }
 
-int UringEngine::start(Block& block) {
-  if (ring_error_ != 0) return ring_error_;
-  io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-  if (entry == nullptr) {
-    // Full only of entries given up earlier: they go first, if the kernel takes anything again.
-    if (const int error = hand_over()) return error;
-    entry = io_uring_get_sqe(&ring_);
-    if (entry == nullptr) return EBUSY;
+void UringEngine::wake(std::size_t) {
+  if (!asleep_) return;  // it looks for blocks before it waits
+  asleep_ = false;
+  ring_bell();
+}
+
+void UringEngine::ring_bell() {
+  const std::uint64_t once = 1;
+  // Fails only if the counter is full, and then it has been rung.
+  [[maybe_unused]] const ssize_t written = ::write(bell_, &once, sizeof once);
+}
+
+void UringEngine::work() {
+  int rc = (ring_.flags & IORING_SETUP_R_DISABLED) != 0 ? io_uring_enable_rings(&ring_) : 0;
+  for (unsigned tries = 0; rc >= 0 || tries < kSubmitTries;) {
+    {
+      std::unique_lock lock(mutex_);
+      asleep_ = false;
+      reap();
+      do_errand(lock);
+      if (stopping_) return;
+      arm_bell();
+      while (Block* const block = take()) prepare(*block);
+      asleep_ = true;
+    }
+    rc = io_uring_submit_and_wait(&ring_, 1);
+    if (rc >= 0 || rc == -EINTR) {
+      tries = 0;
+      rc = 0;
+    } else if (rc == -EAGAIN || rc == -EBUSY || rc == -ENOMEM) {
+      ++tries;
+      std::this_thread::sleep_for(kSubmitPause);
+    } else {
+      break;
+    }
   }
-  const OpenFile& file = *block.op->file;
-  const int fd = file.fixed_slot >= 0 ? file.fixed_slot : file.fd;
+  // Nothing will be heard of what is in flight: fail it rather than let its waiters hang.
+  const std::lock_guard lock(mutex_);
+  lose(-rc);
+  done_.notify_all();
+}
+
+void UringEngine::reap() {
+  io_uring_cqe* completion = nullptr;
+  unsigned head, seen = 0;
+  io_uring_for_each_cqe(&ring_, head, completion) {
+    ++seen;
+    if (completion->user_data == kBell) {
+      bell_armed_ = false;
+    } else {
+      complete(block(completion->user_data), completion->res);
+    }
+  }
+  io_uring_cq_advance(&ring_, seen);
+}
+
+void UringEngine::arm_bell() {
+  if (bell_armed_) return;
+  io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
+  io_uring_prep_read(entry, bell_, &rung_, sizeof rung_, 0);
+  io_uring_sqe_set_data64(entry, kBell);
+  bell_armed_ = true;
+}
+
+void UringEngine::prepare(Block& block) {
+  io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
+  const int fd = block.file->fd;
   const auto nbytes = static_cast<unsigned>(block.rest_bytes());
   std::byte* const address = block.rest_address();
   const Piece* piece = piece_of(address, nbytes);
@@ -92,109 +189,42 @@ int UringEngine::start(Block& block) {
   } else {
     io_uring_prep_write(entry, fd, address, nbytes, block.rest_offset());
   }
-  if (file.fixed_slot >= 0) io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
   io_uring_sqe_set_data64(entry, block.slot);
-  staged_.push_back({entry, &block});
-  return 0;
 }
 
-int UringEngine::hand_over() {
-  for (unsigned tries = 0; !staged_.empty();) {
-    const int rc = io_uring_submit(&ring_);
-    if (rc > 0) {
-      staged_.erase(staged_.begin(), staged_.begin() + rc);
-      tries = 0;
-      continue;
-    }
-    const int error = rc < 0 ? -rc : EAGAIN;
-    const bool passing = error == EAGAIN || error == EBUSY || error == EINTR;
-    if (!passing || ++tries == kSubmitTries) return error;
-    std::this_thread::sleep_for(kSubmitPause);
-  }
-  return 0;
+void UringEngine::do_errand(std::unique_lock<std::mutex>& lock) {
+  if (errand_ == nullptr) return;
+  Errand& errand = *std::exchange(errand_, nullptr);
+  lock.unlock();
+  errand.result = errand.run();
+  lock.lock();
+  errand.done = true;
+  done_.notify_all();
 }
 
-std::vector<BlockEngine::Refused> UringEngine::flush() {
-  std::vector<Refused> refused;
-  const int error = hand_over();
-  if (error == 0) return refused;
-  for (Staged& each : staged_) {
-    if (each.block == nullptr) continue;
-    refused.push_back({each.block, error});
-    io_uring_prep_nop(each.entry);
-    io_uring_sqe_set_data64(each.entry, kDropped);
-    each.block = nullptr;
-  }
-  return refused;
-}
-
-void UringEngine::reap() {
-  for (bool stopping = false; !stopping;) {
-    io_uring_cqe* completion = nullptr;
-    const int rc = io_uring_wait_cqe(&ring_, &completion);
-    if (rc == -EINTR || rc == -EAGAIN) continue;
-    const std::lock_guard lock(mutex_);
-    if (rc < 0) {
-      // Nothing will be heard of what is in flight: fail it rather than let its waiters hang.
-      ring_error_ = -rc;
-      fail_in_flight(ring_error_);
-      return;
-    }
-    unsigned head, seen = 0;
-    io_uring_for_each_cqe(&ring_, head, completion) {
-      ++seen;
-      if (completion->user_data == kStop) {
-        stopping = true;
-      } else if (completion->user_data != kDropped) {
-        complete(block(completion->user_data), completion->res);
-      }
-    }
-    io_uring_cq_advance(&ring_, seen);
-    pump();
-  }
-}
-
-bool UringEngine::wake_reaper() {
-  const std::lock_guard lock(mutex_);
-  if (ring_error_ != 0) return true;  // it has left already
-  flush();                            // makes room where given-up entries filled the queue
-  io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-  if (entry == nullptr) return false;
-  io_uring_prep_nop(entry);
-  io_uring_sqe_set_data64(entry, kStop);
-  staged_.push_back({entry, nullptr});
-  flush();
-  return staged_.empty();
+int UringEngine::in_ring_thread(std::function<int()> run) {
+  Errand errand{std::move(run)};
+  std::unique_lock lock(mutex_);
+  if (stopping_ || lost()) return ECANCELED;
+  errand_ = &errand;
+  asleep_ = false;
+  ring_bell();
+  done_.wait(lock, [&] { return errand.done || lost(); });
+  errand_ = nullptr;
+  return errand.done ? errand.result : ECANCELED;
 }
 
 void UringEngine::stop() {
-  if (!wake_reaper()) {
-    // The kernel takes nothing any more. The thread sleeps for ever, on memory that stays.
-    reaper_.detach();
-    abandoned_ = true;
-    return;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    ring_bell();
   }
-  reaper_.join();
+  thread_.join();
   const std::lock_guard lock(registering_);
   io_uring_queue_exit(&ring_);
+  ::close(bell_);
   registered_.clear();
-}
-
-int UringEngine::attach_file(int fd) {
-  if (free_files_.empty()) return -1;
-  const int slot = free_files_.back();
-  if (const int rc = io_uring_register_files_update(&ring_, slot, &fd, 1); rc < 0) {
-    note("registered file refused: " + reason(-rc));
-    return -1;
-  }
-  free_files_.pop_back();
-  return slot;
-}
-
-void UringEngine::detach_file(int slot) {
-  int none = -1;
-  io_uring_register_files_update(&ring_, slot, &none, 1);
-  free_files_.push_back(slot);
 }
 
 const UringEngine::Piece* UringEngine::piece_of(std::byte* address, std::size_t nbytes) const {
@@ -206,9 +236,11 @@ const UringEngine::Piece* UringEngine::piece_of(std::byte* address, std::size_t 
 }
 
 int UringEngine::update_buffer(unsigned index, void* address, std::size_t nbytes) {
-  const iovec part{address, nbytes};
-  const int rc = io_uring_register_buffers_update_tag(&ring_, index, &part, nullptr, 1);
-  return rc < 0 ? -rc : 0;
+  return in_ring_thread([&] {
+    const iovec part{address, nbytes};
+    const int rc = io_uring_register_buffers_update_tag(&ring_, index, &part, nullptr, 1);
+    return rc < 0 ? -rc : 0;
+  });
 }
 
 void UringEngine::clear_buffers(const std::vector<Piece>& pieces) {
@@ -221,7 +253,6 @@ void UringEngine::clear_buffers(const std::vector<Piece>& pieces) {
 bool UringEngine::register_memory(void* address, std::size_t nbytes,
                                   std::shared_ptr<const void> owner) {
   require_own();
-  // Populating and pinning the pages takes a while; transfers go on meanwhile.
   const std::lock_guard registering(registering_);
   {
     const std::lock_guard lock(mutex_);
@@ -233,6 +264,10 @@ bool UringEngine::register_memory(void* address, std::size_t nbytes,
     note("registered buffers refused for " + std::to_string(nbytes) + " bytes: no free entries");
     return false;
   }
+#ifdef MADV_POPULATE_WRITE
+  // Pinning populates as well, but in the ring's thread, which has transfers to look after.
+  ::madvise(address, nbytes, MADV_POPULATE_WRITE);
+#endif
   std::vector<Piece> pieces;
   for (std::size_t done = 0; done < nbytes;) {
     const Piece piece{static_cast<std::byte*>(address) + done, std::min(kPieceBytes, nbytes - done),

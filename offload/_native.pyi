@@ -84,6 +84,31 @@ class IoOp:
     def done(self) -> bool: ...
     def wait(self) -> None:
         """Blocks until complete; raises NativeIoError if it failed (each time it is called)."""
+    def cancel(self) -> None:
+        """Drops what is not in flight; wait() raises NativeIoError with errno ECANCELED once the
+        rest is done. Nothing if the operation is done or was cancelled. From any thread."""
+
+class StripeMap:
+    """How one logical file lies in several members: a repeating pattern of units.
+
+    Member m gets `weights[m]` of the sum(weights) places of the pattern. ValueError unless every
+    weight is at least 1, their sum at most 4096, and `unit_bytes` a multiple of 4096 up to 1 GiB.
+    """
+
+    def __init__(self, weights: Sequence[int], unit_bytes: int) -> None: ...
+    @property
+    def members(self) -> int: ...
+    @property
+    def unit_bytes(self) -> int: ...
+    @property
+    def pattern(self) -> list[int]:
+        """The member of each place."""
+    def place(self, offset: int) -> tuple[int, int, int]:
+        """(member, offset in it, bytes from there on that are contiguous in file and member)"""
+    def offset_of(self, member: int, member_offset: int) -> int:
+        """The inverse of place()."""
+    def member_bytes(self, member: int, nbytes: int) -> int:
+        """How many of the file's first `nbytes` lie in `member`; they are its first ones."""
 
 class IoEngine:
     """Asynchronous file transfers: "io_uring" or "threads".
@@ -104,8 +129,10 @@ class IoEngine:
         """What was wanted but refused, in words (registered buffers, registered file)."""
     def add_file(self, fd: int, path: str) -> int:
         """Duplicates `fd` and returns the file's id here; `path` is used in messages only."""
+    def add_striped_file(self, members: Sequence[tuple[int, str]], stripes: StripeMap) -> int:
+        """As add_file(), for one logical file of several (fd, path) members."""
     def remove_file(self, file: int) -> None:
-        """Waits for the file's transfers, then closes the duplicate."""
+        """Waits for the file's transfers, then closes the duplicates."""
     def register(self, arena: Arena) -> bool:
         """Registers the arena's memory for fixed-buffer transfers; keeps the arena alive."""
     def unregister(self, arena: Arena) -> None:
@@ -114,12 +141,20 @@ class IoEngine:
     def write(self, file: int, address: int, nbytes: int, offset: int) -> IoOp: ...
     @property
     def stats(self) -> dict[str, int]:
-        """read_bytes, written_bytes, reads, writes (blocks), short_transfers, retries, errors"""
+        """read_bytes, written_bytes, reads, writes (blocks), short_transfers, retries, errors,
+        since the engine was made; in_flight: blocks that are now"""
     def inject(
-        self, op: str, nth: int, error: int = 0, short_bytes: int = -1, count: int = 1
+        self,
+        op: str,
+        nth: int,
+        error: int = 0,
+        short_bytes: int = -1,
+        count: int = 1,
+        throws: bool = False,
     ) -> None:
         """For tests: the nth (from 0) block completion of `op` from now is replaced by -`error`,
-        or cut to `short_bytes`; `count` completions in a row."""
+        or cut to `short_bytes`, or throws in the engine's own thread; `count` completions in a
+        row."""
     def close(self) -> None:
         """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
 

@@ -1,201 +1,251 @@
-"""Scratch space on NVMe: one preallocated file that has no name."""
+"""Scratch space on NVMe: preallocated files without a name, one per directory, used as one."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import os
-import tempfile
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from offload._native import IoEngine, IoOp
+from offload._native import IoEngine, IoOp, NativeIoError, StripeMap
+from offload.bandwidth import AREA_BYTES, WINDOW_S, measure_rates
+from offload.directories import check_directories, filesystem_of, free_bytes
 from offload.errors import StoreError
 from offload.ledger import Ledger
+from offload.member import MemberFile
+from offload.shares import UNIT_BYTES, choose_weights
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.tiers import Account, Tier
 
+# Per directory: enough to keep one NVMe disk busy.
+_QUEUE_DEPTH = 32
+_THREADS = 4
 
-def make_io_engine(kind: str) -> tuple[IoEngine, list[str]]:
+
+def make_io_engine(kind: str, directories: int = 1) -> tuple[IoEngine, list[str]]:
     """The I/O engine of `kind` ("auto", "io_uring" or "threads") and notes on what was refused.
 
     "auto" takes io_uring and falls back to threads where it was not built or the kernel refuses it.
     """
+
+    def make(kind: str) -> IoEngine:
+        return IoEngine(
+            kind,
+            queue_depth=min(4096, _QUEUE_DEPTH * directories),
+            threads=min(256, _THREADS * directories),
+        )
+
     if kind != "auto":
-        engine = IoEngine(kind)
+        engine = make(kind)
         return engine, list(engine.notes)
     try:
-        engine = IoEngine("io_uring")
+        engine = make("io_uring")
         return engine, list(engine.notes)
     except (OSError, ValueError) as refusal:
-        return IoEngine("threads"), [
-            f"I/O by threads, because io_uring is not available: {refusal}"
-        ]
-
-
-def check_directory(path: str | os.PathLike[str]) -> str:
-    """`path` as text if scratch files can be made in it. Raises StoreError that says why not."""
-    directory = os.fspath(path)
-    if not os.path.exists(directory):
-        raise StoreError(
-            errno.ENOENT,
-            f"nvme_path does not exist; make it first (mkdir -p {directory})",
-            directory,
-        )
-    if not os.path.isdir(directory):
-        raise StoreError(errno.ENOTDIR, "nvme_path is not a directory", directory)
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise StoreError(errno.EACCES, "nvme_path is not writable for this user", directory)
-    return directory
-
-
-def free_bytes(directory: str) -> int:
-    """Bytes an unprivileged user may still write to the filesystem of `directory`."""
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize
+        return make("threads"), [f"I/O by threads, because io_uring is not available: {refusal}"]
 
 
 class ScratchFile:
-    """Reserved file space in `directory`, open until close().
+    """Reserved file space in one or several directories, as one file, open until close().
 
-    The file is unlinked from the start, so a killed process leaves nothing behind. O_DIRECT is used
-    where the filesystem knows it; `notes` says when it does not. Offsets, sizes and addresses of
-    transfers are multiples of PAGE_BYTES.
+    With several directories the bytes are striped over one member file in each (`stripes`), in
+    units of 1 MiB, so that even one transfer uses all disks. How many units a directory gets is
+    decided once: by balance(), or at the first reserve() in proportion to free space. `notes` says
+    what was decided, and what a filesystem does not know. Offsets, sizes and addresses of transfers
+    are multiples of PAGE_BYTES.
     """
 
-    def __init__(self, directory: str, ledger: Ledger, account: Account) -> None:
+    def __init__(
+        self,
+        directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        ledger: Ledger,
+        account: Account,
+    ) -> None:
         """Raises StoreError, naming the directory, if a file cannot be made there."""
-        self.directory = check_directory(directory)
-        self.path = os.path.join(self.directory, "<hetero scratch>")  # for messages
+        if isinstance(directories, (str, os.PathLike)):
+            directories = [directories]
+        self.members: list[MemberFile] = []
         self.nbytes = 0
-        self.notes: list[str] = []
+        self._stripes: StripeMap | None = None
         self._ledger = ledger
         self._account = account
         try:
-            self.fd = self._open()
-        except OSError as error:
-            raise StoreError(
-                error.errno, f"cannot make a scratch file: {error.strerror}", self.directory
-            ) from error
-        self._closer = weakref.finalize(self, os.close, self.fd)
+            for directory in check_directories(directories):
+                self.members.append(MemberFile(directory))
+        except StoreError:
+            self._close_members()
+            raise
+        self.notes = [note for member in self.members for note in member.notes]
+
+    @property
+    def stripes(self) -> StripeMap:
+        """Where the bytes lie in the members; deciding it now if that has not been done."""
+        if self._stripes is None:
+            if len(self.members) == 1:
+                self._deal([1], "")
+            else:
+                # Nothing is known of the speeds nor of the size: use all the space there is.
+                free = [free_bytes(m.directory) for m in self.members]
+                filesystems = self._filesystems()
+                shares = [
+                    max(1.0, room / filesystems.count(filesystem))
+                    for room, filesystem in zip(free, filesystems, strict=True)
+                ]
+                weights = choose_weights(shares, 0, free, filesystems)
+                assert weights is not None  # nothing fits everywhere
+                self._deal(weights, "in proportion to free space")
+        assert self._stripes is not None
+        return self._stripes
+
+    def balance(self, engine: IoEngine, nbytes: int) -> None:
+        """Deals the units in proportion to bandwidth, such that `nbytes` fit; before reserve().
+
+        Several directories are measured for a quarter of a second, with reads and writes on all of
+        them, if `nbytes` is enough for that; otherwise they count as equally fast. Raises
+        BudgetError, and StoreError for a directory that cannot be measured.
+        """
+        if self._stripes is not None or len(self.members) == 1:
+            return
+        free = [free_bytes(member.directory) for member in self.members]
+        filesystems = self._filesystems()
+        rates, how = [1.0] * len(self.members), "too little is to be stored to measure the disks"
+        area = AREA_BYTES * len(self.members)
+        if nbytes >= area and all(
+            AREA_BYTES * filesystems.count(fs) <= f for fs, f in zip(filesystems, free, strict=True)
+        ):
+            rates = self._measure(engine, area)
+            speeds = ", ".join(f"{format_bytes(rate)}/s" for rate in rates)
+            how = f"measured {speeds}, reading and writing together for {WINDOW_S} s"
+        weights = choose_weights(rates, nbytes, free, filesystems)
+        # If it cannot fit, reserve() says what is missing where.
+        self._deal(weights or [1] * len(self.members), how)
 
     def reserve(self, nbytes: int) -> int:
         """Grows the file by `nbytes` of allocated space; returns the offset where they begin.
 
-        Raises BudgetError, or StoreError if the filesystem has not so much.
+        Raises BudgetError, or StoreError if a filesystem has not its share of so much.
         """
         offset = self.nbytes
         nbytes = round_up(nbytes, PAGE_BYTES)
         if not nbytes:
             return offset
-        available = free_bytes(self.directory)
-        if nbytes > available:
-            raise StoreError(
-                errno.ENOSPC,
-                f"{format_bytes(nbytes)} are needed but {format_bytes(available)} are free; free "
-                f"space, choose another nvme_path, or raise host_memory so that less goes there",
-                self.directory,
-            )
+        if not self.members:
+            raise StoreError(errno.EBADF, "the scratch file is closed", "")
+        stripes = self.stripes
+        sizes = [stripes.member_bytes(m, offset + nbytes) for m in range(len(self.members))]
+        self._require_free(nbytes, sizes)
         self._ledger.charge(Tier.DISK, self._account, nbytes)
+        before = [member.nbytes for member in self.members]
         try:
-            self._allocate(offset, nbytes)
-        except OSError as error:
+            self._resize(sizes)
+        except StoreError:
             self._ledger.release(Tier.DISK, self._account, nbytes)
-            raise StoreError(
-                error.errno,
-                f"cannot reserve {format_bytes(nbytes)} ({format_bytes(available)} free): "
-                f"{error.strerror}",
-                self.directory,
-            ) from error
+            self._resize(before)
+            raise
         self.nbytes += nbytes
         return offset
 
-    def _allocate(self, offset: int, nbytes: int) -> None:
-        try:
-            os.posix_fallocate(self.fd, offset, nbytes)
-            return
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        # The filesystem cannot preallocate (ext3, NFS before 4.2): the C library then writes to
-        # each block, in a way that O_DIRECT does not allow.
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        try:
-            os.posix_fallocate(self.fd, offset, nbytes)
-        finally:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
-
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Fills page-aligned `memory` from the file, in this thread. Raises StoreError."""
-        self._transfer(os.preadv, "read", memory, offset)
+        self._each_part(memory, offset, MemberFile.read_into)
 
     def write_from(self, memory: memoryview, offset: int) -> None:
         """Writes page-aligned `memory` to the file, in this thread. Raises StoreError."""
-        self._transfer(os.pwritev, "write", memory, offset)
-
-    def _transfer(
-        self,
-        call: Callable[[int, list[memoryview], int], int],
-        verb: str,
-        memory: memoryview,
-        offset: int,
-    ) -> None:
-        done = 0
-        while done < len(memory):
-            try:
-                moved = call(self.fd, [memory[done:]], offset + done)
-            except OSError as error:
-                raise StoreError(
-                    error.errno,
-                    f"{verb} of {len(memory) - done} bytes at offset {offset + done} failed: "
-                    f"{error.strerror}; {format_bytes(free_bytes(self.directory))} free",
-                    self.path,
-                ) from error
-            # O_DIRECT goes on at page boundaries only: redo the page that a short transfer cut.
-            whole = moved if done + moved == len(memory) else moved & -PAGE_BYTES
-            if whole == 0:
-                how = f"moved {moved} bytes only" if moved else "met the end of the file"
-                raise StoreError(errno.EIO, f"{verb} at offset {offset + done} {how}", self.path)
-            done += whole
-
-    def _open(self) -> int:
-        try:
-            return self._open_unlinked(os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        fd = self._open_unlinked(0)
-        self.notes.append(
-            f"{self.directory}: the filesystem has no O_DIRECT; transfers go through the page "
-            f"cache, whose memory host_memory does not count"
-        )
-        return fd
-
-    def _open_unlinked(self, direct: int) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | direct
-        try:
-            return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
-        except OSError as error:
-            # EISDIR and ENOENT: kernels and filesystems without O_TMPFILE see a directory here.
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
-                raise
-        named, path = tempfile.mkstemp(prefix="hetero-", dir=self.directory)
-        os.close(named)
-        try:
-            return os.open(path, flags)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        self._each_part(memory, offset, MemberFile.write_from)
 
     def close(self) -> None:
         """Frees the space; idempotent."""
-        if self._closer.alive:
-            self._closer()
-            self.fd = -1
+        if self.members:
+            self._close_members()
             self._ledger.release(Tier.DISK, self._account, self.nbytes)
             self.nbytes = 0
+
+    def _close_members(self) -> None:
+        for member in self.members:
+            member.close()
+        self.members = []
+
+    def _filesystems(self) -> list[int]:
+        return [filesystem_of(member.directory) for member in self.members]
+
+    def _measure(self, engine: IoEngine, area_bytes: int) -> list[float]:
+        self._ledger.charge(Tier.DISK, self._account, area_bytes)
+        try:
+            self._resize([AREA_BYTES] * len(self.members))
+            return measure_rates(engine, self.members)
+        except NativeIoError as error:
+            raise StoreError(
+                error.errno, f"the disk cannot be measured: {error}", error.filename
+            ) from error
+        finally:
+            self._resize([0] * len(self.members))
+            self._ledger.release(Tier.DISK, self._account, area_bytes)
+
+    def _deal(self, weights: Sequence[int], how: str) -> None:
+        """Decides for `weights`; a member that gets nothing is closed."""
+        if len(weights) > 1:
+            dealt = ", ".join(
+                f"{member.directory} {weight}"
+                for member, weight in zip(self.members, weights, strict=True)
+            )
+            self.notes.append(
+                f"striped over {len(weights)} directories, {format_bytes(UNIT_BYTES)} at a time in "
+                f"turns of {sum(weights)}: {dealt} ({how})"
+            )
+            if len(set(self._filesystems())) < len(weights):
+                self.notes.append("some directories of nvme_path share a filesystem and its disk")
+        for member, weight in zip(list(self.members), weights, strict=True):
+            if weight == 0:
+                self.notes.append(
+                    f"{member.directory} is not used: too slow or too full beside the others"
+                )
+                member.close()
+                self.members.remove(member)
+        self._stripes = StripeMap([weight for weight in weights if weight], UNIT_BYTES)
+
+    def _require_free(self, nbytes: int, sizes: Sequence[int]) -> None:
+        """StoreError if the members cannot grow to `sizes`, for `nbytes` more in all."""
+        needed: dict[int, int] = {}
+        for member, filesystem, size in zip(self.members, self._filesystems(), sizes, strict=True):
+            needed[filesystem] = needed.get(filesystem, 0) + size - member.nbytes
+            available = free_bytes(member.directory)
+            if needed[filesystem] > available:
+                share = f" as its share of {format_bytes(nbytes)}" if len(self.members) > 1 else ""
+                raise StoreError(
+                    errno.ENOSPC,
+                    f"{format_bytes(needed[filesystem])} are needed{share} but "
+                    f"{format_bytes(available)} are free; free space, choose another nvme_path, or "
+                    f"raise host_memory so that less goes there",
+                    member.directory,
+                )
+
+    def _resize(self, sizes: Sequence[int]) -> None:
+        for member, size in zip(self.members, sizes, strict=True):
+            if size == member.nbytes:
+                continue
+            try:
+                member.resize(size)
+            except OSError as error:
+                raise StoreError(
+                    error.errno,
+                    f"cannot reserve {format_bytes(size - member.nbytes)} "
+                    f"({format_bytes(free_bytes(member.directory))} free): {error.strerror}",
+                    member.directory,
+                ) from error
+
+    def _each_part(
+        self,
+        memory: memoryview,
+        offset: int,
+        transfer: Callable[[MemberFile, memoryview, int], None],
+    ) -> None:
+        done = 0
+        while done < len(memory):
+            if not self.members:
+                raise StoreError(errno.EBADF, "the scratch file is closed", "")
+            member, member_offset, run_bytes = self.stripes.place(offset + done)
+            part = memory[done : done + run_bytes]
+            transfer(self.members[member], part, member_offset)
+            done += len(part)
 
 
 class Transfers:
@@ -203,7 +253,9 @@ class Transfers:
 
     def __init__(self, engine: IoEngine, scratch: ScratchFile) -> None:
         self.engine = engine
-        self.file = engine.add_file(scratch.fd, scratch.path)
+        # First, because deciding may let members go.
+        stripes = scratch.stripes
+        self.file = engine.add_striped_file([(m.fd, m.path) for m in scratch.members], stripes)
 
     def read(self, address: int, nbytes: int, offset: int) -> IoOp:
         """Starts reading file bytes [offset, offset + nbytes) to `address`."""

@@ -88,7 +88,7 @@ def open_job(options: TrainOptions, folder: RunFolder) -> Iterator[Job]:
                 steps=options.steps,
                 tokens_per_step=options.tokens_per_step,
                 data=f"{corpus.source} ({hetero.format_bytes(len(corpus))})",
-                nvme_path=config.nvme_path,
+                nvme_path=", ".join(config.nvme_paths) or None,
                 run_dir=str(folder.path),
             ),
         )
@@ -103,13 +103,13 @@ def memory_config(options: TrainOptions, folder: RunFolder, params: int) -> hete
         third = USUAL_STATE_BYTES_PER_PARAM * params // 3
         host_memory = max(third, LEAST_DEFAULT_HOST_BYTES)
     nvme_path = options.nvme_path
-    if nvme_path is None and options.policy in ("nvme", "auto"):
-        nvme_path = str(folder.path)
+    if not nvme_path and options.policy in ("nvme", "auto"):
+        nvme_path = (str(folder.path),)
     return hetero.Config.make(
         placement_policy=options.policy,
         host_memory=host_memory,
         device_memory=options.device_memory,
-        nvme_path=nvme_path,
+        nvme_path=nvme_path or None,
         nvme_capacity=options.nvme_capacity,
         dtype=options.dtype,
         chunk_numel=options.chunk_numel,

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 DEFAULT_MODEL = "gpt2-100m"
 
@@ -24,9 +24,17 @@ def _option(
     metavar: str | None = None,
     group: str = "training",
     choices: tuple[str, ...] | None = None,
+    repeated: bool = False,
 ) -> Any:
-    """A field that is also a command-line option `--its-name`."""
-    metadata = {"help": help, "type": type, "metavar": metavar, "group": group, "choices": choices}
+    """A field that is also a command-line option `--its-name`; `repeated`: a tuple of values."""
+    metadata = {
+        "help": help,
+        "type": type,
+        "metavar": metavar,
+        "group": group,
+        "choices": choices,
+        "repeated": repeated,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -71,11 +79,13 @@ class TrainOptions:
     device_memory: str | None = _option(
         None, "GPU memory for model state (default: no limit)", metavar="BYTES", group="memory"
     )
-    nvme_path: str | None = _option(
-        None,
-        "existing folder for the state file (default: the run folder)",
+    nvme_path: tuple[str, ...] = _option(
+        (),
+        "existing folder for the state file; give it once per disk to use several (default: the run"
+        " folder)",
         metavar="DIR",
         group="memory",
+        repeated=True,
     )
     nvme_capacity: str | None = _option(
         None, "size limit of the state file (default: none)", metavar="BYTES", group="memory"
@@ -162,7 +172,10 @@ class TrainOptions:
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> TrainOptions:
-        return cls(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls)})
+        values = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls)}
+        repeated = [f.name for f in dataclasses.fields(cls) if f.metadata["repeated"]]
+        # argparse has None for an option that was not given, and lists otherwise.
+        return cls(**values | {name: tuple(values[name] or ()) for name in repeated})
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -180,6 +193,8 @@ def to_arguments(options: TrainOptions) -> list[str]:
         if isinstance(value, bool):
             if value != getattr(TrainOptions, name):
                 arguments.append(flag(name) if value else "--no-" + flag(name).removeprefix("--"))
+        elif isinstance(value, tuple):
+            arguments += [f"{flag(name)}={each}" for each in value]
         elif value is not None:
             # One word, so that a value may begin with a dash.
             arguments.append(f"{flag(name)}={value}")
@@ -197,7 +212,7 @@ def add_train_arguments(
             groups[about["group"]] = parser.add_argument_group(about["group"])
         default = (defaults or {}).get(option.name, option.default)
         # "%(default)s" is argparse's; options whose default is computed explain it in words.
-        shown = "" if default is None else " (default: %(default)s)"
+        shown = "" if default in (None, ()) else " (default: %(default)s)"
         arguments: dict[str, Any] = {"default": default, "help": about["help"] + shown}
         if default is False:
             arguments |= {"action": "store_true", "help": about["help"]}
@@ -205,6 +220,10 @@ def add_train_arguments(
             arguments |= {"action": argparse.BooleanOptionalAction, "help": about["help"]}
         else:
             arguments |= {"type": about["type"], "metavar": about["metavar"]}
+            if about["repeated"]:
+                # argparse appends to a list, or to a new one in place of None.
+                given = cast("tuple[str, ...]", default)
+                arguments |= {"action": "append", "default": list(given) or None}
             if about["choices"]:
                 arguments["choices"] = about["choices"]
             elif about["metavar"] is None:

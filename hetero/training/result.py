@@ -28,7 +28,7 @@ class Setting:
     steps: int  # planned
     tokens_per_step: int
     data: str
-    nvme_path: str | None
+    nvme_path: str | None  # several with commas between
     run_dir: str
 
     @property

@@ -8,9 +8,11 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "arena.h"
 #include "io_engine.h"
+#include "stripe_map.h"
 
 namespace py = pybind11;
 
@@ -124,12 +126,22 @@ std::shared_ptr<IoEngine> make_engine(const std::string& kind, unsigned queue_de
 
 // The handle holds the engine, so that an operation still held can finish. (py::keep_alive would
 // say the same, but with pybind11 3.1.0 a call with wrong argument types then crashes.)
+struct Transfer {
+  std::shared_ptr<IoEngine> engine;
+  std::shared_ptr<IoOp> op;
+};
+
 template <IoKind kind>
-std::shared_ptr<IoOp> submit(const std::shared_ptr<IoEngine>& engine, int file,
-                             std::uintptr_t address, std::size_t nbytes, std::uint64_t offset) {
-  auto op = engine->submit(kind, file, reinterpret_cast<void*>(address), nbytes, offset);
-  IoOp* const raw = op.get();
-  return {raw, [engine, op = std::move(op)](IoOp*) {}};
+Transfer submit(const std::shared_ptr<IoEngine>& engine, int file, std::uintptr_t address,
+                std::size_t nbytes, std::uint64_t offset) {
+  return {engine, engine->submit(kind, file, reinterpret_cast<void*>(address), nbytes, offset)};
+}
+
+int add_striped_file(IoEngine& engine, const std::vector<std::pair<int, std::string>>& sources,
+                     const StripeMap& stripes) {
+  std::vector<FileMember> members;
+  for (const auto& [fd, path] : sources) members.push_back({fd, path});
+  return engine.add_file(members, stripes);
 }
 
 py::dict stats_of(const IoEngine& engine) {
@@ -145,6 +157,7 @@ py::dict stats_of(const IoEngine& engine) {
   result["short_transfers"] = stats.short_transfers;
   result["retries"] = stats.retries;
   result["errors"] = stats.errors;
+  result["in_flight"] = stats.in_flight;
   return result;
 }
 
@@ -152,9 +165,27 @@ void bind_io(py::module_& module) {
   make_io_error_type(module);
   py::register_local_exception_translator(&translate);
 
-  py::class_<IoOp, std::shared_ptr<IoOp>>(module, "IoOp")
-      .def("done", &IoOp::done)
-      .def("wait", &IoOp::wait, ReleaseGil());
+  py::class_<Transfer>(module, "IoOp")
+      .def("done", [](const Transfer& self) { return self.op->done(); })
+      .def(
+          "wait", [](const Transfer& self) { self.op->wait(); }, ReleaseGil())
+      .def("cancel", [](const Transfer& self) { self.engine->cancel(*self.op); }, ReleaseGil());
+
+  py::class_<StripeMap>(module, "StripeMap")
+      .def(py::init<const std::vector<unsigned>&, std::uint64_t>(), py::arg("weights"),
+           py::arg("unit_bytes"))
+      .def_property_readonly("members", &StripeMap::members)
+      .def_property_readonly("unit_bytes", &StripeMap::unit_bytes)
+      .def_property_readonly("pattern", &StripeMap::pattern)
+      .def(
+          "place",
+          [](const StripeMap& self, std::uint64_t offset) {
+            const StripeMap::Place place = self.place(offset);
+            return py::make_tuple(place.member, place.offset, place.run_bytes);
+          },
+          py::arg("offset"))
+      .def("offset_of", &StripeMap::offset_of, py::arg("member"), py::arg("member_offset"))
+      .def("member_bytes", &StripeMap::member_bytes, py::arg("member"), py::arg("nbytes"));
 
   const IoOptions defaults;
   py::class_<IoEngine, std::shared_ptr<IoEngine>>(module, "IoEngine")
@@ -162,7 +193,14 @@ void bind_io(py::module_& module) {
            py::arg("block_bytes") = defaults.block_bytes, py::arg("threads") = defaults.threads)
       .def_property_readonly("kind", &IoEngine::kind)
       .def_property_readonly("notes", py::cpp_function(&IoEngine::notes, ReleaseGil()))
-      .def("add_file", &IoEngine::add_file, py::arg("fd"), py::arg("path"), ReleaseGil())
+      .def(
+          "add_file",
+          [](IoEngine& self, int fd, const std::string& path) {
+            return self.add_file({{fd, path}}, StripeMap());
+          },
+          py::arg("fd"), py::arg("path"), ReleaseGil())
+      .def("add_striped_file", &add_striped_file, py::arg("members"), py::arg("stripes"),
+           ReleaseGil())
       .def("remove_file", &IoEngine::remove_file, py::arg("file"), ReleaseGil())
       .def(
           "register",
@@ -182,10 +220,10 @@ void bind_io(py::module_& module) {
       .def(
           "inject",
           [](IoEngine& self, const std::string& op, std::uint64_t nth, int error,
-             std::int64_t short_bytes,
-             std::uint64_t count) { self.inject(kind_of(op), nth, error, short_bytes, count); },
+             std::int64_t short_bytes, std::uint64_t count,
+             bool throws) { self.inject({kind_of(op), nth, error, short_bytes, count, throws}); },
           py::arg("op"), py::arg("nth"), py::arg("error") = 0, py::arg("short_bytes") = -1,
-          py::arg("count") = 1, ReleaseGil())
+          py::arg("count") = 1, py::arg("throws") = false, ReleaseGil())
       .def("close", &IoEngine::close, ReleaseGil());
 }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import re
 
 import pytest
@@ -127,7 +128,8 @@ def test_bad_chunk_sizes_come_with_one_that_works(bad):
         ("prefetch", "false"),
         ("prefetch", None),
         ("nvme_path", 5),
-        ("nvme_path", ["a"]),
+        ("nvme_path", []),
+        ("nvme_path", ["a", 5]),
     ],
 )
 def test_other_bad_values_are_refused_by_name(option, bad):
@@ -166,6 +168,36 @@ def test_the_directory_is_checked_at_once(tmp_path, policy):
 
 def test_paths_become_text(tmp_path):
     assert Config(nvme_path=tmp_path).nvme_path == str(tmp_path)
+
+
+def test_several_directories(tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    paths = (str(first), str(second))
+    for given in ([first, second], (str(first), second), list(paths)):
+        config = Config(nvme_path=given)
+        assert config.nvme_path == config.nvme_paths == paths
+        assert Config.make(config) == config
+    assert Config(nvme_path=[first]) == Config(nvme_path=first)
+    assert Config(nvme_path=first).nvme_paths == (str(first),)
+    assert Config().nvme_paths == ()
+    # They share a filesystem, whose space is there once.
+    alone, both = Config(nvme_path=first).disk_bytes(), Config(nvme_path=paths).disk_bytes()
+    assert both < 1.5 * alone
+
+
+def test_directories_from_json(tmp_path):
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"nvme_path": [str(tmp_path), str(tmp_path / "a")]}))
+    assert Config.make(file).nvme_paths == (str(tmp_path), str(tmp_path / "a"))
+
+
+def test_a_directory_given_twice_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(StoreError, match="one directory twice"):
+        Config(nvme_path=[tmp_path, tmp_path / "link"])
 
 
 def test_a_config_does_not_change():

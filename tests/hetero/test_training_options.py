@@ -30,7 +30,9 @@ def test_defaults_can_be_replaced() -> None:
     "options",
     [
         TrainOptions(),
-        TrainOptions(prefetch=False, json=True, host_memory="1GiB", nvme_path="-odd", threads=3),
+        TrainOptions(prefetch=False, json=True, host_memory="1GiB", threads=3),
+        TrainOptions(nvme_path=("-odd",)),
+        TrainOptions(nvme_path=("-odd", "b")),
         TrainOptions(config="c.json", data="d", lr=1e-5, schedule="constant", clip=0.0),
     ],
 )

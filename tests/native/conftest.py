@@ -1,10 +1,11 @@
-"""Every native test leaves the instruction set and the threads as it found them."""
+"""What native tests share: choices left as they were found, and the I/O engines to run with."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from offload import _native
+from tests.io_tools import BLOCK, KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +14,16 @@ def restore_choices() -> Iterator[None]:
     yield
     _native.set_isa(isa)
     _native.set_threads(threads, cpus)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each test that asks for an engine runs with all kinds."""
+    return request.param
+
+
+@pytest.fixture
+def engine(kind: str) -> Iterator[_native.IoEngine]:
+    engine = _native.IoEngine(kind, queue_depth=8, block_bytes=BLOCK)
+    yield engine
+    engine.close()

@@ -15,10 +15,11 @@ import torch
 
 from offload import _native, store
 from offload.arena import HostArena
+from offload.directories import check_directory
 from offload.errors import BudgetError, HeteroError, StoreError
 from offload.ledger import Ledger
 from offload.sizes import PAGE_BYTES
-from offload.store import ScratchFile, Transfers, check_directory, make_io_engine
+from offload.store import ScratchFile, Transfers, make_io_engine
 from offload.tiers import Account, Tier
 
 MIB = 1 << 20
@@ -73,18 +74,18 @@ class TestFile:
         scratch = ScratchFile(str(tmp_path), ledger, Account.RECORD)
         scratch.reserve(MIB)
         assert list(tmp_path.iterdir()) == []
-        assert os.fstat(scratch.fd).st_nlink == 0
-        assert not os.get_inheritable(scratch.fd)
+        assert os.fstat(scratch.members[0].fd).st_nlink == 0
+        assert not os.get_inheritable(scratch.members[0].fd)
         scratch.close()
         assert open_fds() == before
 
     def test_only_its_owner_could_read_it(self, scratch):
-        assert stat.S_IMODE(os.fstat(scratch.fd).st_mode) == 0o600
+        assert stat.S_IMODE(os.fstat(scratch.members[0].fd).st_mode) == 0o600
 
     def test_space_is_allocated_and_not_only_promised(self, scratch, ledger):
         assert scratch.reserve(MIB) == 0
         assert scratch.reserve(PAGE_BYTES) == MIB
-        status = os.fstat(scratch.fd)
+        status = os.fstat(scratch.members[0].fd)
         assert status.st_size == scratch.nbytes == reserved(ledger) == MIB + PAGE_BYTES
         assert status.st_blocks * 512 >= MIB + PAGE_BYTES
 
@@ -124,7 +125,9 @@ class TestFile:
         scratch.reserve(8 * MIB)
         with pytest.raises(BudgetError, match="disk"):
             scratch.reserve(1)
-        assert os.fstat(scratch.fd).st_size == scratch.nbytes == reserved(ledger) == 8 * MIB
+        assert (
+            os.fstat(scratch.members[0].fd).st_size == scratch.nbytes == reserved(ledger) == 8 * MIB
+        )
 
     def test_more_than_is_free_is_refused_before_it_is_tried(self, scratch, ledger, monkeypatch):
         monkeypatch.setattr(store, "free_bytes", lambda directory: MIB)
@@ -132,7 +135,7 @@ class TestFile:
         with pytest.raises(StoreError) as refusal:
             scratch.reserve(MIB + 1)
         assert refusal.value.errno == errno.ENOSPC
-        for fact in ("1.0 MiB are free", "host_memory", scratch.directory):
+        for fact in ("1.0 MiB are free", "host_memory", scratch.members[0].directory):
             assert fact in str(refusal.value)
         assert scratch.nbytes == reserved(ledger) == MIB
 
@@ -198,7 +201,7 @@ class TestDirectory:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def test_a_directory_that_goes_before_it_is_used_is_named(self, tmp_path, ledger, monkeypatch):
-        monkeypatch.setattr(store, "check_directory", os.fspath)
+        monkeypatch.setattr(store, "check_directories", tuple)
         with pytest.raises(StoreError, match="cannot make a scratch file.*gone"):
             ScratchFile(str(tmp_path / "gone"), ledger, Account.RECORD)
 
@@ -251,7 +254,7 @@ class TestFileSystemsThatKnowLess:
         scratch = ScratchFile(str(tmp_path), ledger, Account.RECORD)
         assert list(tmp_path.iterdir()) == []
         assert scratch.notes == []
-        assert os.fstat(scratch.fd).st_nlink == 0
+        assert os.fstat(scratch.members[0].fd).st_nlink == 0
         assert_round_trip(scratch)
         scratch.close()
         assert open_fds() == before
@@ -311,7 +314,7 @@ class TestRealMounts:
             ["-t", "tmpfs", "-o", "size=2m", "tmpfs"],
             """
             scratch = ScratchFile(directory, ledger, Account.RECORD)
-            free_bytes = store.free_bytes
+            from offload.directories import free_bytes
             assert free_bytes(directory) == 2 * MIB
             try:
                 scratch.reserve(3 * MIB)
@@ -383,7 +386,7 @@ class TestRealMounts:
             """
             scratch = ScratchFile(directory, ledger, Account.RECORD)
             assert_round_trip(scratch, pages=64)
-            status = os.fstat(scratch.fd)
+            status = os.fstat(scratch.members[0].fd)
             assert status.st_size == scratch.nbytes == 64 * PAGE_BYTES
             assert status.st_blocks * 512 >= scratch.nbytes
             scratch.close()
@@ -474,7 +477,11 @@ class TestTransfersInThisThread:
         with pytest.raises(StoreError) as failure:
             transfer(memory, 0)
         assert failure.value.errno == errno.EIO
-        for fact in (f"{verb} of {7 * PAGE_BYTES} bytes", f"offset {PAGE_BYTES}", scratch.path):
+        for fact in (
+            f"{verb} of {7 * PAGE_BYTES} bytes",
+            f"offset {PAGE_BYTES}",
+            scratch.members[0].path,
+        ):
             assert fact in str(failure.value)
 
     def test_the_end_of_the_file_is_an_error(self, scratch, content):
@@ -492,10 +499,10 @@ class TestEngines:
     def test_auto_falls_back_to_threads_and_says_so(self, monkeypatch):
         real = store.IoEngine
 
-        def refusing(kind):
+        def refusing(kind, **options):
             if kind == "io_uring":
                 raise OSError(errno.EPERM, "io_uring is disabled here")
-            return real(kind)
+            return real(kind, **options)
 
         monkeypatch.setattr(store, "IoEngine", refusing)
         engine, notes = make_io_engine("auto")
@@ -509,7 +516,7 @@ class TestEngines:
         assert (engine.kind, notes) == ("threads", [])
         engine.close()
 
-        def refusing(kind):
+        def refusing(kind, **options):
             raise OSError(errno.EPERM, "io_uring is disabled here")
 
         monkeypatch.setattr(store, "IoEngine", refusing)

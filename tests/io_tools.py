@@ -1,0 +1,83 @@
+"""What the tests of the I/O engines share."""
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from offload import _native
+
+# Small, so that few bytes make many blocks.
+BLOCK = 1 << 16
+MIB = 1 << 20
+
+
+def io_uring_refusal() -> str:
+    try:
+        _native.IoEngine("io_uring").close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+NO_URING = io_uring_refusal()
+needs_uring = pytest.mark.skipif(bool(NO_URING), reason=NO_URING)
+KINDS = [pytest.param("io_uring", marks=needs_uring), "threads"]
+
+
+class Memory:
+    """An arena, and its bytes as a tensor."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.arena = _native.Arena(nbytes)
+        self.address = self.arena.address
+        self.bytes = torch.from_dlpack(self.arena.export(0, self.arena.nbytes))
+
+    def randomise(self) -> torch.Tensor:
+        self.bytes.random_(0, 256, generator=torch.Generator().manual_seed(len(self.bytes)))
+        return self.bytes.clone()
+
+
+def add_file(engine, directory, nbytes=0, direct=False) -> int:
+    flags = os.O_TMPFILE | os.O_RDWR | (os.O_DIRECT if direct else 0)
+    try:
+        fd = os.open(directory, flags, 0o600)
+    except OSError as error:
+        pytest.skip(f"no O_TMPFILE{' with O_DIRECT' if direct else ''} here: {error}")
+    try:
+        os.truncate(fd, nbytes)
+        return engine.add_file(fd, f"{directory}/scratch")
+    finally:
+        os.close(fd)
+
+
+def thread_names() -> list[str]:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/comm") as comm:
+                names.append(comm.read().strip())
+        except FileNotFoundError:  # it has just ended
+            continue
+    # The optimizer's worker pool belongs to the process, not to an engine.
+    return sorted(n for n in names if n.startswith("hetero") and n != "hetero-worker")
+
+
+def run_script(script: str, timeout: float = 60) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def stall(engine, milliseconds: int = 300) -> None:
+    """Keeps the next read in flight for about that long: each retry pauses for a millisecond."""
+    engine.inject("read", 0, error=errno.EAGAIN, count=milliseconds)

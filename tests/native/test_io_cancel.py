@@ -1,0 +1,243 @@
+"""native/io_engine: operations that are cancelled."""
+
+import errno
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from offload import _native
+from tests.io_tools import BLOCK, Memory, add_file, needs_uring, run_script, stall, thread_names
+
+
+class Pipe:
+    """A file whose reads stay in flight until they are fed. Threads cannot read it: no offsets."""
+
+    def __init__(self, engine) -> None:
+        source, self.sink = os.pipe()
+        self.file = engine.add_file(source, "pipe")
+        os.close(source)
+
+    def feed(self, nbytes: int) -> None:
+        os.write(self.sink, bytes(nbytes))
+
+    def feed_first(self, engine) -> None:
+        """One block, until it is back: the next ones are then in flight for certain."""
+        self.feed(4096)
+        deadline = time.monotonic() + 20
+        while engine.stats["reads"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        os.close(self.sink)
+
+
+@pytest.fixture
+def pipes():
+    """An io_uring engine with two blocks in flight, and a pipe."""
+    engine = _native.IoEngine("io_uring", queue_depth=2, block_bytes=4096)
+    pipe = Pipe(engine)
+    yield engine, pipe
+    pipe.close()
+    engine.close()
+
+
+@pytest.fixture
+def busy(kind, tmp_path):
+    """An engine whose queue is full for half a second of a transfer that does not move."""
+    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=4096)
+    memory = Memory(4096)
+    file = add_file(engine, tmp_path, 4096)
+    stall(engine, 500)
+    running = engine.read(file, memory.address, 4096, 0)
+    yield engine
+    assert not running.done()
+    running.cancel()
+    engine.close()
+
+
+def wait_error(op) -> _native.NativeIoError:
+    with pytest.raises(_native.NativeIoError) as caught:
+        op.wait()
+    return caught.value
+
+
+def outcome(op) -> int:
+    """The errno that `op` ended with, or 0."""
+    try:
+        op.wait()
+    except _native.NativeIoError as error:
+        return error.errno
+    return 0
+
+
+def test_what_is_queued_goes_at_once(busy, tmp_path):
+    memory = Memory(4 * 4096)
+    file = add_file(busy, tmp_path, 4 * 4096)
+    queued = busy.write(file, memory.address, 4 * 4096, 0)
+    queued.cancel()
+    assert queued.done()  # although the queue is full
+    error = wait_error(queued)
+    assert error.errno == errno.ECANCELED
+    assert (error.op, error.offset, error.wanted_bytes, error.got_bytes) == ("write", 0, 16384, 0)
+    assert f"write of 16384 bytes at offset 0 of {tmp_path}/scratch" in str(error)
+    assert "after 0 bytes" in str(error)
+    assert busy.stats["writes"] == 0
+
+
+@needs_uring
+def test_what_is_in_flight_is_waited_for_and_counted(pipes):
+    engine, pipe = pipes
+    memory = Memory(8 * 4096)
+    memory.bytes.fill_(7)
+    op = engine.read(pipe.file, memory.address, 8 * 4096, 0)
+    pipe.feed_first(engine)
+    assert engine.stats["in_flight"] == 2
+    op.cancel()
+    op.cancel()
+    assert not op.done()
+    pipe.feed(2 * 4096)
+    error = wait_error(op)
+    assert error.errno == errno.ECANCELED
+    assert (error.wanted_bytes, error.got_bytes) == (8 * 4096, 3 * 4096)
+    assert f"failed after {3 * 4096} bytes" in str(error)
+    assert bool((memory.bytes[3 * 4096 :] == 7).all())  # nothing came after
+    assert wait_error(op).errno == errno.ECANCELED
+    assert engine.stats["reads"] == 3
+    assert engine.stats["in_flight"] == 0
+
+
+@needs_uring
+def test_a_short_transfer_in_flight_is_not_continued(pipes):
+    engine, pipe = pipes
+    memory = Memory(2 * 4096)
+    op = engine.read(pipe.file, memory.address, 2 * 4096, 0)
+    pipe.feed_first(engine)
+    op.cancel()
+    pipe.feed(100)
+    error = wait_error(op)
+    assert (error.errno, error.got_bytes) == (errno.ECANCELED, 4096 + 100)
+
+
+def test_a_retried_transfer_is_given_up(kind, tmp_path):
+    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
+    memory = Memory(BLOCK)
+    file = add_file(engine, tmp_path, BLOCK)
+    engine.inject("read", 0, error=errno.EAGAIN, count=100_000)
+    op = engine.read(file, memory.address, BLOCK, 0)
+    op.cancel()
+    assert wait_error(op).errno in (errno.ECANCELED, errno.EAGAIN)
+    engine.close()
+
+
+def test_a_completed_operation_stays_completed(engine, tmp_path):
+    memory = Memory(4 * BLOCK)
+    file = add_file(engine, tmp_path, 4 * BLOCK)
+    op = engine.read(file, memory.address, 4 * BLOCK, 0)
+    op.wait()
+    op.cancel()
+    op.wait()
+    engine.inject("read", 0, error=errno.EIO)
+    failed = engine.read(file, memory.address, 4096, 0)
+    assert wait_error(failed).errno == errno.EIO
+    failed.cancel()
+    assert wait_error(failed).errno == errno.EIO
+    empty = engine.read(file, 0, 0, 0)
+    empty.cancel()
+    empty.wait()
+
+
+def test_others_are_not_touched(engine, tmp_path):
+    count = 40
+    memory = Memory(count * BLOCK)
+    want = memory.randomise()
+    file = add_file(engine, tmp_path, count * BLOCK)
+    address = memory.address
+    ops = [engine.write(file, address + i * BLOCK, BLOCK, i * BLOCK) for i in range(count)]
+    for op in ops[1::2]:
+        op.cancel()
+    for op in ops[::2]:
+        op.wait()
+    for op in ops[1::2]:
+        assert outcome(op) in (0, errno.ECANCELED)
+    memory.bytes.zero_()
+    engine.read(file, memory.address, count * BLOCK, 0).wait()
+    for i in range(count):
+        got, wrote = (m[i * BLOCK : (i + 1) * BLOCK] for m in (memory.bytes, want))
+        assert torch.equal(got, wrote) or (i % 2 == 1 and not got.any())
+
+
+def test_cancelling_from_many_threads(engine, tmp_path):
+    memory = Memory(64 * BLOCK)
+    file = add_file(engine, tmp_path, 64 * BLOCK)
+    for _ in range(10):
+        op = engine.read(file, memory.address, 64 * BLOCK, 0)
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(op.cancel) for _ in range(8)]:
+                future.result()
+        assert outcome(op) in (0, errno.ECANCELED)
+        assert op.done()
+    engine.read(file, memory.address, 64 * BLOCK, 0).wait()
+
+
+def test_a_waiter_is_woken(busy, tmp_path):
+    memory = Memory(4096)
+    queued = busy.read(add_file(busy, tmp_path, 4096), memory.address, 4096, 0)
+    seen = []
+    waiter = threading.Thread(target=lambda: seen.append(wait_error(queued).errno))
+    waiter.start()
+    queued.cancel()
+    waiter.join(30)
+    assert seen == [errno.ECANCELED]
+
+
+def test_removing_a_file_does_not_wait_for_what_was_cancelled(busy, tmp_path):
+    memory = Memory(4096)
+    file = add_file(busy, tmp_path, 4096)
+    queued = busy.read(file, memory.address, 4096, 0)
+    queued.cancel()
+    busy.remove_file(file)
+    assert wait_error(queued).errno == errno.ECANCELED
+
+
+def test_after_close_nothing_changes(kind, tmp_path):
+    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
+    memory = Memory(BLOCK)
+    file = add_file(engine, tmp_path, BLOCK)
+    stall(engine, 50)
+    running = engine.read(file, memory.address, BLOCK, 0)
+    queued = engine.read(file, memory.address, BLOCK, 0)
+    engine.close()
+    running.cancel()
+    queued.cancel()
+    running.wait()
+    assert wait_error(queued).errno == errno.ECANCELED
+    assert not thread_names()
+
+
+def test_a_forked_child_cannot_cancel(kind, tmp_path):
+    out = run_script(f"""
+        import errno, os, warnings
+        from offload import _native
+        warnings.simplefilter("ignore")  # Python's own about threads and fork
+        arena = _native.Arena(4096)
+        engine = _native.IoEngine({kind!r})
+        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
+        os.truncate(fd, 4096)
+        engine.inject("read", 0, error=errno.EAGAIN, count=200)
+        op = engine.read(engine.add_file(fd, "scratch"), arena.address, 4096, 0)
+        child = os.fork()
+        if child == 0:
+            try:
+                op.cancel()
+            except RuntimeError as error:
+                os._exit(0 if "belongs to process" in str(error) else 2)
+            os._exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        op.wait()
+        engine.close()
+        """)
+    assert out == "0\n"

@@ -1,0 +1,531 @@
+"""native/io_engine: every fault ends in an error on its waiter, and nowhere else."""
+
+import errno
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from offload import _native
+from tests.io_tools import (
+    BLOCK,
+    Memory,
+    add_file,
+    needs_uring,
+    run_script,
+    thread_names,
+)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("nth", range(5))
+def test_error_at_each_block(engine, tmp_path, op, nth):
+    memory = Memory(5 * BLOCK)
+    file = add_file(engine, tmp_path, 5 * BLOCK)
+    start = getattr(engine, op)
+    engine.inject(op, nth, error=errno.EIO)
+    failed = start(file, memory.address, 5 * BLOCK, 0)
+    for _ in range(2):
+        with pytest.raises(_native.NativeIoError) as caught:
+            failed.wait()
+    error = caught.value
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EIO
+    assert error.strerror == os.strerror(errno.EIO)
+    assert error.filename == f"{tmp_path}/scratch"
+    assert error.op == op
+    assert error.offset % BLOCK == 0
+    assert error.offset < 5 * BLOCK
+    assert (error.wanted_bytes, error.got_bytes) == (BLOCK, 0)
+    assert error.free_bytes > 0
+    assert str(error) == (
+        f"{op} of {BLOCK} bytes at offset {error.offset} of {tmp_path}/scratch failed after 0 "
+        f"bytes: {os.strerror(errno.EIO)} (errno {errno.EIO}); {error.free_bytes / 2**30:.1f} GiB "
+        "free"
+    )
+    assert engine.stats["errors"] == 1
+    start(file, memory.address, 5 * BLOCK, 0).wait()  # the engine works on
+
+
+def test_first_of_several_errors_is_reported_once_all_blocks_are_back(engine, tmp_path):
+    memory = Memory(64 * BLOCK)
+    file = add_file(engine, tmp_path, 64 * BLOCK)
+    engine.inject("read", 1, error=errno.EIO)
+    engine.inject("read", 2, error=errno.ENXIO)
+    with pytest.raises(_native.NativeIoError) as caught:
+        engine.read(file, memory.address, 64 * BLOCK, 0).wait()
+    assert caught.value.errno == errno.EIO
+    # What was not yet in flight was not started: at most a queue of 8 and its first refills.
+    assert engine.stats["reads"] < 32
+    time.sleep(0.02)
+    settled = engine.stats
+    time.sleep(0.02)
+    assert engine.stats == settled
+
+
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
+@pytest.mark.parametrize("nth", [0, 3])
+def test_transient_errors_are_retried(engine, tmp_path, error, nth):
+    memory = Memory(5 * BLOCK)
+    file = add_file(engine, tmp_path)
+    want = memory.randomise()
+    engine.inject("write", nth, error=error, count=4)
+    engine.inject("read", nth, error=error, count=4)
+    engine.write(file, memory.address, 5 * BLOCK, 0).wait()
+    memory.bytes.zero_()
+    engine.read(file, memory.address, 5 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    assert engine.stats["retries"] == 8
+    assert engine.stats["errors"] == 0
+
+
+def test_transient_error_that_stays_is_an_error(engine, tmp_path):
+    memory = Memory(4096)
+    file = add_file(engine, tmp_path, 4096)
+    engine.inject("read", 0, error=errno.EAGAIN, count=10_000)
+    with pytest.raises(_native.NativeIoError) as caught:
+        engine.read(file, memory.address, 4096, 0).wait()
+    assert caught.value.errno == errno.EAGAIN
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("short_bytes", [1, 512, 4096, 5000, BLOCK - 1])
+@pytest.mark.parametrize("nth", [0, 2, 4])
+def test_short_transfer_is_continued(engine, tmp_path, direct, short_bytes, nth):
+    memory = Memory(5 * BLOCK)
+    file = add_file(engine, tmp_path, direct=direct)
+    want = memory.randomise()
+    engine.inject("write", nth, short_bytes=short_bytes)
+    engine.write(file, memory.address, 5 * BLOCK, 0).wait()
+    memory.bytes.zero_()
+    # A read that ends where the file does is no short transfer but its end.
+    engine.write(file, memory.address, 4096, 5 * BLOCK).wait()
+    engine.inject("read", nth, short_bytes=short_bytes)
+    engine.read(file, memory.address, 5 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    assert engine.stats["short_transfers"] == 2
+    assert engine.stats["errors"] == 0
+
+
+def test_transfer_that_never_progresses_is_an_error(engine, tmp_path):
+    memory = Memory(BLOCK)
+    file = add_file(engine, tmp_path)
+    engine.inject("write", 0, short_bytes=0, count=10_000)
+    with pytest.raises(_native.NativeIoError) as caught:
+        engine.write(file, memory.address, BLOCK, 0).wait()
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("size", [0, 4096, BLOCK, BLOCK + 100, BLOCK + 4096, 3 * BLOCK - 1])
+def test_truncated_file(engine, tmp_path, direct, size):
+    memory = Memory(3 * BLOCK)
+    file = add_file(engine, tmp_path, size, direct=direct)
+    with pytest.raises(_native.NativeIoError, match="unexpected end of file") as caught:
+        engine.read(file, memory.address, 3 * BLOCK, 0).wait()
+    error = caught.value
+    assert error.errno == 0
+    assert error.wanted_bytes == BLOCK
+    assert error.offset >= size // BLOCK * BLOCK
+    assert error.got_bytes == max(0, size - error.offset)
+
+
+def test_full_device(engine):
+    memory = Memory(4 * BLOCK)
+    with open("/dev/full", "wb", buffering=0) as full:
+        file = engine.add_file(full.fileno(), "/dev/full")
+    with pytest.raises(_native.NativeIoError, match="No space left on device") as caught:
+        engine.write(file, memory.address, 4 * BLOCK, 0).wait()
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.op == "write"
+
+
+def test_file_size_limit(kind, tmp_path):
+    out = run_script(f"""
+        import errno, os, resource
+        from offload import _native
+        limit = 3 * {BLOCK} + 4096
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        arena = _native.Arena(8 * {BLOCK})
+        engine = _native.IoEngine({kind!r}, block_bytes={BLOCK})
+        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
+        file = engine.add_file(fd, "scratch")
+        try:
+            engine.write(file, arena.address, arena.nbytes, 0).wait()
+        except _native.NativeIoError as error:
+            assert error.errno == errno.EFBIG, error
+            print(os.fstat(fd).st_size == limit)
+        engine.close()
+        """)
+    assert out == "True\n"
+
+
+@pytest.mark.parametrize("mode", [os.O_RDONLY, os.O_WRONLY])
+def test_wrong_mode(engine, tmp_path, mode):
+    memory = Memory(4096)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    fd = os.open(path, mode)
+    file = engine.add_file(fd, str(path))
+    os.close(fd)
+    start = engine.write if mode == os.O_RDONLY else engine.read
+    with pytest.raises(_native.NativeIoError) as caught:
+        start(file, memory.address, 4096, 0).wait()
+    assert caught.value.errno == errno.EBADF
+
+
+def test_bad_address(engine, tmp_path):
+    file = add_file(engine, tmp_path, 4096)
+    with pytest.raises(_native.NativeIoError) as caught:
+        engine.read(file, 4096, 4096, 0).wait()
+    assert caught.value.errno == errno.EFAULT
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("nth", [0, 2, 4])
+def test_a_thread_of_the_engine_that_throws_fails_the_operation_only(engine, tmp_path, op, nth):
+    memory = Memory(5 * BLOCK)
+    file = add_file(engine, tmp_path, 10 * BLOCK)
+    threads = thread_names()
+    start = getattr(engine, op)
+    engine.inject(op, nth, throws=True)
+    with pytest.raises(_native.NativeIoError) as caught:
+        start(file, memory.address, 5 * BLOCK, 0).wait()
+    error = caught.value
+    assert error.errno == errno.EIO
+    assert error.filename == f"{tmp_path}/scratch"
+    assert (error.wanted_bytes, error.got_bytes) == (BLOCK, 0)
+    assert thread_names() == threads
+    assert engine.stats["in_flight"] == 0
+    for _ in range(5):
+        start(file, memory.address, 5 * BLOCK, 0).wait()
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_every_transfer_short(engine, tmp_path, op):
+    memory = Memory(3 * BLOCK)
+    file = add_file(engine, tmp_path, direct=True)
+    want = memory.randomise()
+    engine.write(file, memory.address, 3 * BLOCK, 0).wait()
+    engine.write(file, memory.address, 4096, 3 * BLOCK).wait()  # so that no read meets the end
+    engine.inject(op, 0, short_bytes=4096, count=10_000)
+    if op == "write":
+        engine.write(file, memory.address, 3 * BLOCK, 0).wait()
+    memory.bytes.zero_()
+    engine.read(file, memory.address, 3 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    assert engine.stats["short_transfers"] == 3 * (BLOCK // 4096 - 1)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_failed_operation_leaves_its_neighbours_intact(engine, tmp_path, op):
+    """In memory and in the file, and those that are under way at the same time."""
+    memory = Memory(9 * BLOCK)
+    file = add_file(engine, tmp_path, 9 * BLOCK)
+    want = memory.randomise()
+    engine.write(file, memory.address, 9 * BLOCK, 0).wait()
+    memory.bytes.fill_(1)
+    start = getattr(engine, op)
+    first, last = (
+        start(file, memory.address + at, 4096, at) for at in (3 * BLOCK - 4096, 6 * BLOCK)
+    )
+    first.wait()
+    last.wait()
+    engine.inject(op, 1, error=errno.EIO)
+    failed = start(file, memory.address + 3 * BLOCK, 3 * BLOCK, 3 * BLOCK)
+    with pytest.raises(_native.NativeIoError):
+        failed.wait()
+    for at in (2 * BLOCK, 6 * BLOCK + 4096):
+        assert bool((memory.bytes[at : at + BLOCK - 4096] == 1).all())
+    engine.read(file, memory.address, 9 * BLOCK, 0).wait()
+    if op == "write":
+        want[3 * BLOCK - 4096 : 3 * BLOCK] = 1
+        want[6 * BLOCK : 6 * BLOCK + 4096] = 1
+    for begin, end in ((0, 3 * BLOCK), (6 * BLOCK, 9 * BLOCK)):
+        assert torch.equal(memory.bytes[begin:end], want[begin:end])
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_completions_out_of_order(kind, tmp_path, op):
+    """The first block is retried for a while: the others, and other operations, overtake it."""
+    engine = _native.IoEngine(kind, queue_depth=8, block_bytes=BLOCK)
+    memory = Memory(12 * BLOCK)
+    file = add_file(engine, tmp_path, 13 * BLOCK)
+    want = memory.randomise()
+    engine.write(file, memory.address, 12 * BLOCK, 0).wait()
+    if op == "read":
+        memory.bytes.zero_()
+    engine.inject(op, 0, error=errno.EAGAIN, count=100)
+    start = getattr(engine, op)
+    ops = [start(file, memory.address + i * 4 * BLOCK, 4 * BLOCK, i * 4 * BLOCK) for i in range(3)]
+    for each in reversed(ops):
+        each.wait()
+    assert engine.stats["retries"] == 100
+    if op == "write":
+        memory.bytes.zero_()
+    engine.read(file, memory.address, 12 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    engine.close()
+
+
+@needs_uring
+def test_an_operation_that_does_not_move_does_not_hold_up_others(tmp_path):
+    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=4096)
+    source, sink = os.pipe()
+    pipe = engine.add_file(source, "pipe")
+    memory = Memory(64 * 4096)
+    stuck = engine.read(pipe, memory.address, 3 * 4096, 0)
+    file = add_file(engine, tmp_path, 64 * 4096)
+    engine.read(file, memory.address + 4 * 4096, 60 * 4096, 0).wait()  # through the fourth place
+    assert not stuck.done()
+    assert engine.stats["in_flight"] == 3
+    os.write(sink, bytes(3 * 4096))
+    stuck.wait()
+    os.close(source)
+    os.close(sink)
+    engine.close()
+
+
+@needs_uring
+def test_the_queue_stays_full_from_one_operation_to_the_next():
+    """Every completion is followed by the next block in order of submission, whoever's it is."""
+    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=4096)
+    source, sink = os.pipe()
+    pipe = engine.add_file(source, "pipe")
+    memory = Memory(12 * 4096)
+    # Three blocks each: no operation ends where the queue does.
+    ops = [engine.read(pipe, memory.address + i * 3 * 4096, 3 * 4096, 0) for i in range(4)]
+    for fed in range(1, 13):
+        os.write(sink, bytes([fed]) * 4096)
+        deadline = time.monotonic() + 20
+        while engine.stats["reads"] < fed and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        assert engine.stats["reads"] == fed
+        assert engine.stats["in_flight"] == min(4, 12 - fed)
+        # Not later ones before: at most one is partly done beyond those that must be.
+        assert sum(op.done() for op in ops) <= fed // 3
+    for op in ops:
+        op.wait()
+    os.close(source)
+    os.close(sink)
+    engine.close()
+
+
+# Faults of the world, not injected
+
+
+def test_a_file_truncated_underneath(engine, tmp_path):
+    memory = Memory(6 * BLOCK)
+    want = memory.randomise()
+    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
+    file = engine.add_file(fd, f"{tmp_path}/scratch")
+    engine.write(file, memory.address, 6 * BLOCK, 0).wait()
+    os.truncate(fd, 3 * BLOCK + 100)
+    memory.bytes.zero_()
+    with pytest.raises(_native.NativeIoError, match="unexpected end of file") as caught:
+        engine.read(file, memory.address, 6 * BLOCK, 0).wait()
+    assert caught.value.offset >= 3 * BLOCK
+    engine.read(file, memory.address, 3 * BLOCK, 0).wait()  # what is left is readable
+    assert torch.equal(memory.bytes[: 3 * BLOCK], want[: 3 * BLOCK])
+    memory.bytes.copy_(want)
+    engine.write(file, memory.address, 6 * BLOCK, 0).wait()  # and writing makes it whole
+    memory.bytes.zero_()
+    engine.read(file, memory.address, 6 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    os.close(fd)
+
+
+def test_a_file_system_that_is_full(kind, tmp_path):
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("only root can mount; test_file_size_limit meets the kernel's refusal")
+    script = textwrap.dedent(f"""
+        import errno, os, subprocess, sys
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", sys.argv[1]]
+        if subprocess.run(mount).returncode:
+            sys.exit(77)
+        import torch
+        from offload import _native
+        arena = _native.Arena(4 << 20)
+        memory = torch.from_dlpack(arena.export(0, arena.nbytes)).fill_(3)
+        engine = _native.IoEngine({kind!r}, block_bytes={BLOCK})
+        fds = [os.open(sys.argv[1], os.O_TMPFILE | os.O_RDWR) for _ in range(2)]
+        neighbour, full = [engine.add_file(fd, sys.argv[1] + "/scratch") for fd in fds]
+        engine.write(neighbour, arena.address, {BLOCK}, 0).wait()
+        try:
+            engine.write(full, arena.address, arena.nbytes, 0).wait()
+        except _native.NativeIoError as error:
+            assert error.errno == errno.ENOSPC, error
+            assert error.filename == sys.argv[1] + "/scratch"
+            assert error.wanted_bytes == {BLOCK} and error.offset % {BLOCK} == 0
+            assert error.free_bytes == 0 and "0.0 GiB free" in str(error), error
+        else:
+            raise AssertionError("wrote 4 MiB to 1 MiB")
+        engine.read(neighbour, memory.zero_().data_ptr(), {BLOCK}, 0).wait()
+        assert bool((memory[:{BLOCK}] == 3).all()) and not memory[{BLOCK}:].any()
+        os.truncate(fds[1], 0)  # room again
+        engine.write(full, arena.address, {BLOCK}, 0).wait()
+        engine.close()
+        """)
+    command = ["unshare", "-m", sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+
+
+# A seccomp filter that lets every system call through but io_uring_setup (425 on every
+# architecture), which gets `errno`.
+FORBID_URING = """
+    import ctypes, struct
+
+    def forbid_uring(errno):
+        class Program(ctypes.Structure):
+            _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+        def instruction(code, k, jump_true=0, jump_false=0):
+            return struct.pack("HBBI", code, jump_true, jump_false, k)
+        filter_ = (
+            instruction(0x20, 0)                  # load the system call's number
+            + instruction(0x15, 425, 0, 1)        # equal?
+            + instruction(0x06, 0x00050000 | errno)  # return that error
+            + instruction(0x06, 0x7FFF0000)       # allow
+        )
+        program = Program(len(filter_) // 8, filter_)
+        libc = ctypes.CDLL(None, use_errno=True)
+        PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, FILTER = 22, 38, 2
+        if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+            raise SystemExit(77)
+        if libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0):
+            raise SystemExit(77)
+"""
+
+
+@needs_uring
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL])
+def test_a_kernel_that_refuses_io_uring(tmp_path, error):
+    script = textwrap.dedent(FORBID_URING) + textwrap.dedent(f"""
+        import os, sys
+        import torch
+        from offload import _native
+        from offload.store import make_io_engine
+        forbid_uring({error})
+        fds = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            try:
+                _native.IoEngine("io_uring")
+            except OSError as refusal:
+                assert refusal.errno == {error}, refusal
+                assert 'use the "threads" engine' in str(refusal), refusal
+            else:
+                raise AssertionError("made a ring")
+        assert len(os.listdir("/proc/self/fd")) == fds
+        engine, notes = make_io_engine("auto")
+        assert engine.kind == "threads"
+        (note,) = notes
+        assert "io_uring is not available" in note and os.strerror({error}) in note, note
+        arena = _native.Arena(1 << 20)
+        memory = torch.from_dlpack(arena.export(0, arena.nbytes)).fill_(3)
+        fd = os.open(sys.argv[1], os.O_TMPFILE | os.O_RDWR)
+        file = engine.add_file(fd, "scratch")
+        engine.write(file, arena.address, arena.nbytes, 0).wait()
+        engine.read(file, memory.zero_().data_ptr(), arena.nbytes, 0).wait()
+        assert bool((memory == 3).all())
+        engine.close()
+        """)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77:
+        pytest.skip("seccomp filters are not permitted")
+    assert done.returncode == 0, done.stderr
+
+
+# A kernel that stops taking or giving
+
+
+def ring_fd() -> int:
+    gc.collect()
+    rings = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # that of the listing itself
+            continue
+        if "io_uring" in target:
+            rings.append(int(fd))
+    assert len(rings) == 1
+    return rings[0]
+
+
+class Broken:
+    """While entered, system calls on the ring's file descriptor fail."""
+
+    def __enter__(self) -> None:
+        self.ring = ring_fd()
+        self.saved = os.dup(self.ring)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, self.ring)
+        os.close(null)
+
+    def __exit__(self, *_: object) -> None:
+        os.dup2(self.saved, self.ring)
+        os.close(self.saved)
+
+
+@needs_uring
+def test_a_ring_that_takes_nothing_fails_its_operations_for_good(tmp_path):
+    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=BLOCK)
+    memory = Memory(64 * BLOCK)
+    file = add_file(engine, tmp_path, 64 * BLOCK)
+    engine.read(file, memory.address, BLOCK, 0).wait()
+    with Broken():
+        failed = [engine.read(file, memory.address, 64 * BLOCK, 0) for _ in range(3)]
+        for op in failed:
+            with pytest.raises(_native.NativeIoError) as caught:
+                op.wait()
+            assert caught.value.errno == errno.EOPNOTSUPP
+    # What was in flight may still arrive, so nobody may believe this engine again.
+    with pytest.raises(_native.NativeIoError) as caught:
+        engine.write(file, memory.address, 64 * BLOCK, 0).wait()
+    assert caught.value.errno == errno.EOPNOTSUPP
+    assert not engine.register(memory.arena)
+    assert engine.stats["in_flight"] == 0
+    engine.remove_file(file)
+    engine.close()
+    assert not thread_names()
+    other = _native.IoEngine("io_uring", queue_depth=4, block_bytes=BLOCK)
+    other.read(add_file(other, tmp_path, BLOCK), memory.address, BLOCK, 0).wait()
+    other.close()
+
+
+@needs_uring
+def test_lost_ring_fails_operations_instead_of_hanging(tmp_path):
+    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=4096)
+    memory = Memory(4 * 4096)
+    source, sink = os.pipe()
+    pipe = engine.add_file(source, "pipe")
+    waiting = [engine.read(pipe, memory.address + i * 4096, 4096, 0) for i in range(3)]
+    with Broken():
+        os.write(sink, bytes(4096))  # the reaper wakes, and cannot go back to sleep
+        deadline = time.monotonic() + 10
+        while not all(op.done() for op in waiting) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    outcomes = []
+    for op in waiting:
+        try:
+            op.wait()
+            outcomes.append(0)
+        except _native.NativeIoError as error:
+            outcomes.append(error.errno)
+    assert sorted(outcomes) == [0, errno.EOPNOTSUPP, errno.EOPNOTSUPP]
+    with pytest.raises(_native.NativeIoError) as caught:
+        engine.read(pipe, memory.address, 4096, 0).wait()
+    assert caught.value.errno == errno.EOPNOTSUPP
+    os.close(source)
+    os.close(sink)
+    engine.close()
+    assert not thread_names()

@@ -1,0 +1,276 @@
+"""native/io_engine: files, engines, threads and processes that come and go."""
+
+import errno
+import gc
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from offload import _native
+from tests.io_tools import (
+    BLOCK,
+    NO_URING,
+    Memory,
+    add_file,
+    needs_uring,
+    run_script,
+    stall,
+    thread_names,
+)
+
+
+def test_two_engines_in_one_process(tmp_path):
+    kinds = ["threads", "threads"] if NO_URING else ["io_uring", "threads", "io_uring"]
+    engines = [_native.IoEngine(kind, block_bytes=BLOCK) for kind in kinds]
+    memories = [Memory(8 * BLOCK) for _ in engines]
+    files = [add_file(engine, tmp_path) for engine in engines]
+    for value, memory in enumerate(memories):
+        memory.bytes.fill_(value + 1)
+    everything = list(zip(engines, files, memories, strict=True))
+    for op in [e.write(f, m.address, 8 * BLOCK, 0) for e, f, m in everything]:
+        op.wait()
+    for memory in memories:
+        memory.bytes.zero_()
+    engines[0].close()
+    for value, (engine, file, memory) in enumerate(everything[1:], start=2):
+        engine.read(file, memory.address, 8 * BLOCK, 0).wait()
+        assert bool((memory.bytes == value).all())
+        engine.close()
+
+
+def test_remove_file_waits_and_closes(engine, tmp_path):
+    memory = Memory(32 * BLOCK)
+    before = len(os.listdir("/proc/self/fd"))
+    file = add_file(engine, tmp_path)
+    other = add_file(engine, tmp_path)
+    ops = [engine.write(file, memory.address, 32 * BLOCK, 0) for _ in range(4)]
+    engine.remove_file(file)
+    assert all(op.done() for op in ops)
+    for op in ops:
+        op.wait()
+    with pytest.raises(ValueError, match="no file"):
+        engine.read(file, memory.address, 4096, 0)
+    engine.write(other, memory.address, 4096, 0).wait()
+    engine.remove_file(other)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_files_than_the_kernel_table_has_room_for(engine, tmp_path):
+    memory = Memory(4096)
+    files = [add_file(engine, tmp_path) for _ in range(80)]
+    assert len(set(files)) == 80
+    for value, file in enumerate(files):
+        memory.bytes.fill_(value)
+        engine.write(file, memory.address, 4096, 0).wait()
+    for value, file in enumerate(files):
+        engine.read(file, memory.address, 4096, 0).wait()
+        assert bool((memory.bytes == value).all())
+        engine.remove_file(file)
+    fresh = add_file(engine, tmp_path, 4096)
+    engine.read(fresh, memory.address, 4096, 0).wait()
+    assert not memory.bytes.any()
+
+
+def test_close_fails_what_is_queued_and_waits_for_what_is_in_flight(kind, tmp_path):
+    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
+    memory = Memory(4 * BLOCK)
+    file = add_file(engine, tmp_path, 4 * BLOCK)
+    stall(engine)
+    running = engine.read(file, memory.address, BLOCK, 0)
+    queued = [engine.read(file, memory.address, BLOCK, 0) for _ in range(3)]
+    assert not running.done()
+    engine.close()
+    assert running.done()
+    running.wait()
+    for op in queued:
+        with pytest.raises(_native.NativeIoError) as caught:
+            op.wait()
+        assert caught.value.errno == errno.ECANCELED
+
+
+def test_close_in_the_middle_of_an_operation(kind, tmp_path):
+    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=BLOCK)
+    memory = Memory(4 * BLOCK)
+    file = add_file(engine, tmp_path, 4 * BLOCK)
+    stall(engine)
+    op = engine.read(file, memory.address, 4 * BLOCK, 0)
+    engine.close()
+    with pytest.raises(_native.NativeIoError) as caught:
+        op.wait()
+    assert caught.value.errno == errno.ECANCELED
+    assert caught.value.offset == BLOCK
+    assert engine.stats["reads"] == 0  # the block that was being retried was given up
+
+
+def test_closed_engine(engine, tmp_path):
+    memory = Memory(4096)
+    file = add_file(engine, tmp_path, 4096)
+    engine.read(file, memory.address, 4096, 0).wait()
+    engine.close()
+    engine.close()
+    assert engine.stats["reads"] == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.read(file, memory.address, 4096, 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.add_file(0, "stdin")
+    engine.remove_file(file)
+    engine.unregister(memory.arena)
+
+
+def test_close_from_several_threads(kind, tmp_path):
+    engine = _native.IoEngine(kind, queue_depth=2, block_bytes=BLOCK)
+    memory = Memory(64 * BLOCK)
+    file = add_file(engine, tmp_path, 64 * BLOCK)
+    op = engine.read(file, memory.address, 64 * BLOCK, 0)
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(engine.close) for _ in range(4)]:
+            future.result()
+    assert op.done()
+
+
+def test_operation_keeps_the_engine(kind, tmp_path):
+    engine = _native.IoEngine(kind, block_bytes=BLOCK)
+    memory = Memory(64 * BLOCK)
+    op = engine.write(add_file(engine, tmp_path), memory.address, 64 * BLOCK, 0)
+    del engine
+    gc.collect()
+    assert thread_names()
+    op.wait()
+    del op
+    gc.collect()
+    assert not thread_names()
+
+
+def test_nothing_is_left_after_close(kind, tmp_path):
+    fds, threads = len(os.listdir("/proc/self/fd")), thread_names()
+    for _ in range(10):
+        engine = _native.IoEngine(kind, block_bytes=BLOCK)
+        memory = Memory(8 * BLOCK)
+        engine.register(memory.arena)
+        file = add_file(engine, tmp_path, 8 * BLOCK)
+        add_file(engine, tmp_path)
+        op = engine.read(file, memory.address, 8 * BLOCK, 0)
+        assert len(thread_names()) > len(threads)
+        engine.close()
+        assert op.done()
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert thread_names() == threads
+
+
+def test_unclosed_engine_is_closed_with_its_object(kind, tmp_path):
+    fds = len(os.listdir("/proc/self/fd"))
+    engine = _native.IoEngine(kind, block_bytes=BLOCK)
+    memory = Memory(64 * BLOCK)
+    engine.write(add_file(engine, tmp_path), memory.address, 64 * BLOCK, 0)
+    del engine
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert not thread_names()
+
+
+def test_waiting_releases_the_gil(engine, tmp_path):
+    memory = Memory(4096)
+    file = add_file(engine, tmp_path, 4096)
+    ticks, stop = [], threading.Event()
+
+    def tick():
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    stall(engine)
+    op = engine.read(file, memory.address, 4096, 0)
+    begin = time.perf_counter()
+    op.wait()
+    end = time.perf_counter()
+    stop.set()
+    thread.join()
+    assert end - begin > 0.1
+    assert sum(begin < tick < end for tick in ticks) > 20
+
+
+def test_forked_child_leaves_the_engine_alone(kind, tmp_path):
+    out = run_script(f"""
+        import errno, os, sys, warnings
+        from offload import _native
+        warnings.simplefilter("ignore")  # Python's own about threads and fork
+        arena = _native.Arena(4 * {BLOCK})
+        engine = _native.IoEngine({kind!r}, block_bytes={BLOCK})
+        engine.register(arena)
+        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
+        os.truncate(fd, 4 * {BLOCK})
+        file = engine.add_file(fd, "scratch")
+        engine.inject("read", 0, error=errno.EAGAIN, count=200)
+        op = engine.read(file, arena.address, arena.nbytes, 0)
+        child = os.fork()
+        if child == 0:
+            for use in [op.wait, lambda: engine.read(file, arena.address, 4096, 0),
+                        lambda: engine.stats, lambda: engine.unregister(arena)]:
+                try:
+                    use()
+                except RuntimeError as error:
+                    assert "belongs to process" in str(error)
+                else:
+                    os._exit(3)
+            engine.close()
+            own = _native.IoEngine({kind!r})
+            own.read(own.add_file(fd, "scratch"), arena.address, 4096, 0).wait()
+            sys.exit(0)  # with the interpreter's whole end
+        status = os.waitpid(child, 0)[1]
+        op.wait()
+        engine.close()
+        print(status, engine.stats["reads"])
+        """)
+    assert out == "0 4\n"
+
+
+def test_interpreter_exit_with_transfers_in_flight(kind, tmp_path):
+    run_script(f"""
+        import os
+        from offload import _native
+        arena = _native.Arena(64 << 20)
+        engine = _native.IoEngine({kind!r}, block_bytes={BLOCK})
+        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
+        ops = [engine.write(engine.add_file(fd, "x"), arena.address, arena.nbytes, 0)]
+        """)
+
+
+@needs_uring
+@pytest.mark.parametrize("setup", ["defer", "coop", "plain"])
+@pytest.mark.parametrize("registered", [False, True])
+def test_every_setup_of_the_ring(tmp_path, monkeypatch, setup, registered):
+    """Each falls back to the next where the kernel does not know it, so all must work."""
+    monkeypatch.setenv("HETERO_URING_SETUP", setup)
+    before = len(os.listdir("/proc/self/fd"))
+    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=BLOCK)
+    memory = Memory(40 * BLOCK)
+    if registered:
+        assert engine.register(memory.arena), engine.notes
+    file = add_file(engine, tmp_path, direct=True)
+    want = memory.randomise()
+    ops = [engine.write(file, memory.address + i * BLOCK, BLOCK, i * BLOCK) for i in range(40)]
+    for op in ops:
+        op.wait()
+    memory.bytes.zero_()
+    engine.read(file, memory.address, 40 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    time.sleep(0.05)  # it waits by now, and is woken again
+    engine.read(file, memory.address, BLOCK, 0).wait()
+    engine.unregister(memory.arena)
+    assert engine.notes == []
+    engine.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not thread_names()
+
+
+@needs_uring
+def test_an_unknown_setup_is_refused(monkeypatch):
+    monkeypatch.setenv("HETERO_URING_SETUP", "fast")
+    with pytest.raises(ValueError, match='HETERO_URING_SETUP is "fast"'):
+        _native.IoEngine("io_uring")

@@ -1,0 +1,119 @@
+"""native/uring_engine: memory that is registered with the kernel."""
+
+import gc
+import os
+import resource
+
+import pytest
+import torch
+
+from offload import _native
+from tests.io_tools import BLOCK, MIB, Memory, add_file, needs_uring, run_script
+
+
+def test_registered_arena_is_kept_and_cannot_be_discarded(kind, tmp_path):
+    if kind == "threads":
+        engine = _native.IoEngine(kind)
+        memory = Memory(BLOCK)
+        assert not engine.register(memory.arena)
+        memory.arena.discard(0, BLOCK)
+        engine.unregister(memory.arena)
+        engine.close()
+        return
+    engine = _native.IoEngine(kind, block_bytes=BLOCK)
+    memory = Memory(8 * MIB)
+    assert engine.register(memory.arena)
+    assert engine.register(memory.arena)
+    with pytest.raises(RuntimeError, match="unregister it first"):
+        memory.arena.discard(0, 4096)
+    # The memory is still written to after its Python objects are gone.
+    address, nbytes = memory.address, memory.arena.nbytes
+    file = add_file(engine, tmp_path, nbytes)
+    arena = memory.arena
+    del memory, arena
+    gc.collect()
+    engine.read(file, address, nbytes, 0).wait()
+    engine.close()
+
+
+def test_unregister_waits_and_lets_go(engine, tmp_path):
+    memory = Memory(64 * BLOCK)
+    file = add_file(engine, tmp_path)
+    memory.randomise()
+    for _ in range(3):
+        engine.register(memory.arena)
+        op = engine.write(file, memory.address, 64 * BLOCK, 0)
+        engine.unregister(memory.arena)
+        if engine.kind == "io_uring":
+            assert op.done()
+        op.wait()
+        memory.arena.discard(0, 4096)
+    engine.unregister(memory.arena)
+    engine.read(file, memory.address, 64 * BLOCK, 0).wait()
+    assert not memory.bytes[:4096].any()
+
+
+@needs_uring
+def test_transfer_across_the_edge_of_registered_memory(tmp_path):
+    engine = _native.IoEngine("io_uring", block_bytes=BLOCK)
+    memories = sorted((Memory(4 * MIB) for _ in range(4)), key=lambda memory: memory.address)
+    for memory in memories[::2]:
+        assert engine.register(memory.arena)
+    file = add_file(engine, tmp_path)
+    for memory in memories:
+        want = memory.randomise()
+        engine.write(file, memory.address + 100, 4 * MIB - 100, 0).wait()
+        memory.bytes.zero_()
+        engine.read(file, memory.address + 100, 4 * MIB - 100, 0).wait()
+        assert torch.equal(memory.bytes[100:], want[100:])
+    engine.close()
+
+
+@needs_uring
+def test_locked_memory_limit_falls_back_to_plain_transfers(tmp_path):
+    out = run_script(f"""
+        import os, resource
+        import torch
+        from offload import _native
+        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+        if os.geteuid() == 0:
+            os.setresuid(65534, 65534, 65534)  # root is not limited
+        engine = _native.IoEngine("io_uring")
+        arena = _native.Arena(8 << 20)
+        print(engine.register(arena))
+        print(engine.notes)
+        arena.discard(0, arena.nbytes)
+        bytes_ = torch.from_dlpack(arena.export(0, arena.nbytes))
+        file = engine.add_file(fd, "scratch")
+        engine.write(file, bytes_.fill_(3).data_ptr(), arena.nbytes, 0).wait()
+        engine.read(file, bytes_.zero_().data_ptr(), arena.nbytes, 0).wait()
+        assert bool((bytes_ == 3).all())
+        engine.close()
+        """)
+    registered, notes = out.splitlines()
+    assert registered == "False"
+    assert "registered buffers refused for 8388608 bytes" in notes
+    assert "1048576 bytes" in notes
+
+
+@needs_uring
+@pytest.mark.slow
+def test_arena_larger_than_one_kernel_buffer(tmp_path):
+    nbytes = (1 << 30) + 4 * MIB
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if os.geteuid() != 0 and limit not in (resource.RLIM_INFINITY, -1) and limit < nbytes:
+        pytest.skip("the locked-memory limit is too small")
+    engine = _native.IoEngine("io_uring", block_bytes=MIB)
+    memory = Memory(nbytes)
+    assert engine.register(memory.arena), engine.notes
+    file = add_file(engine, tmp_path)
+    # Blocks before, across and after the seam between the two kernel buffers.
+    begin = (1 << 30) - 2 * MIB - 4096
+    part = memory.bytes[begin : begin + 5 * MIB]
+    want = part.random_(0, 256).clone()
+    engine.write(file, memory.address + begin, 5 * MIB, 0).wait()
+    part.zero_()
+    engine.read(file, memory.address + begin, 5 * MIB, 0).wait()
+    assert torch.equal(part, want)
+    engine.close()

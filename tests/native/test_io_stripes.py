@@ -1,0 +1,213 @@
+"""native/stripe_map and files of several members."""
+
+import errno
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload import _native
+from tests.io_tools import BLOCK, KINDS, Memory, add_file, stall
+
+WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+UNITS = st.sampled_from([4096, 8192, 12288, 1 << 20])
+OFFSETS = st.integers(0, 1 << 45)
+
+
+@given(WEIGHTS, UNITS, OFFSETS)
+def test_place_has_an_inverse(weights, unit, offset):
+    stripes = _native.StripeMap(weights, unit)
+    member, member_offset, run = stripes.place(offset)
+    assert stripes.offset_of(member, member_offset) == offset
+    assert run > 0
+    # The run is contiguous in both, and a run of several members ends with a unit.
+    last = offset + min(run, 1 << 40) - 1
+    assert stripes.place(last)[:2] == (member, member_offset + last - offset)
+    if len(weights) > 1:
+        assert (offset + run) % unit == 0
+        assert run <= unit * sum(weights)
+
+
+@given(WEIGHTS, UNITS, OFFSETS, st.integers(0, 4))
+def test_the_inverse_has_an_inverse(weights, unit, member_offset, member):
+    stripes = _native.StripeMap(weights, unit)
+    member %= len(weights)
+    place = stripes.place(stripes.offset_of(member, member_offset))
+    assert place[:2] == (member, member_offset)
+
+
+@given(WEIGHTS, st.integers(0, 60 * 4096))
+def test_members_have_no_gaps_and_hold_everything(weights, nbytes):
+    stripes = _native.StripeMap(weights, 4096)
+    held = [0] * len(weights)
+    offset = 0
+    while offset < nbytes:
+        member, member_offset, run = stripes.place(offset)
+        assert member_offset == held[member]  # units follow one another
+        run = min(run, nbytes - offset)
+        held[member] += run
+        offset += run
+    assert held == [stripes.member_bytes(m, nbytes) for m in range(len(weights))]
+
+
+@given(WEIGHTS)
+def test_the_pattern_is_spread_evenly(weights):
+    pattern = _native.StripeMap(weights, 4096).pattern
+    places = sum(weights)
+    assert [pattern.count(m) for m in range(len(weights))] == weights
+    # At no point is a member a whole round of the others away from its share.
+    for member, weight in enumerate(weights):
+        for end in range(places + 1):
+            assert abs(pattern[:end].count(member) - end * weight / places) < len(weights)
+
+
+def test_one_member_is_a_plain_file():
+    stripes = _native.StripeMap([7], 4096)
+    assert stripes.place(12345)[:2] == (0, 12345)
+    assert stripes.place(12345)[2] > 1 << 62
+    assert stripes.member_bytes(0, 99999) == 99999
+
+
+@pytest.mark.parametrize(
+    ("weights", "unit"),
+    [([], 4096), ([1, 0], 4096), ([4097], 4096), ([1], 0), ([1], 100), ([1], 2 << 30)],
+)
+def test_what_is_no_map_is_refused(weights, unit):
+    with pytest.raises(ValueError, match="stripe map needs|unit_bytes must be"):
+        _native.StripeMap(weights, unit)
+
+
+class Striped:
+    """A striped file in `directory` that is added to `engine`, and its members' descriptors."""
+
+    def __init__(self, engine, directory, weights, unit=4096, nbytes=0, direct=False):
+        self.stripes = _native.StripeMap(weights, unit)
+        flags = os.O_TMPFILE | os.O_RDWR | (os.O_DIRECT if direct else 0)
+        self.fds = [os.open(directory, flags, 0o600) for _ in weights]
+        for member, fd in enumerate(self.fds):
+            os.truncate(fd, self.stripes.member_bytes(member, nbytes))
+        members = [(fd, f"{directory}/member{m}") for m, fd in enumerate(self.fds)]
+        self.file = engine.add_striped_file(members, self.stripes)
+
+    def content(self, nbytes: int) -> bytes:
+        """What is in the members, unit by unit as the pattern deals them."""
+        unit, pattern = self.stripes.unit_bytes, self.stripes.pattern
+        at = [0] * len(self.fds)
+        parts = []
+        for index in range(-(-nbytes // unit)):
+            member = pattern[index % len(pattern)]
+            parts.append(os.pread(self.fds[member], unit, at[member]))
+            at[member] += unit
+        return b"".join(parts)[:nbytes]
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_striped_round_trips(kind, tmp_path_factory, data):
+    weights = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+    size = 40 * 4096
+    engine = _native.IoEngine(kind, queue_depth=5, block_bytes=8192)
+    striped = Striped(engine, tmp_path_factory.getbasetemp(), weights, nbytes=size)
+    memory = Memory(size)
+    model = bytearray(size)
+    for step in range(data.draw(st.integers(1, 5))):
+        offset = data.draw(st.integers(0, size - 1))
+        nbytes = data.draw(st.integers(1, size - offset))
+        want = torch.arange(nbytes).add(step).mul(37).remainder(251).to(torch.uint8)
+        memory.bytes[:nbytes] = want
+        engine.write(striped.file, memory.address, nbytes, offset).wait()
+        model[offset : offset + nbytes] = want.numpy().tobytes()
+        assert striped.content(size) == bytes(model)
+        memory.bytes.zero_()
+        engine.read(striped.file, memory.address, size, 0).wait()
+        assert memory.bytes.numpy().tobytes() == bytes(model)
+    engine.close()
+    striped.close()
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [3, 1], [1, 2, 5]])
+def test_blocks_are_cut_between_members_only(engine, tmp_path, weights):
+    # Units of a quarter block: neighbours of one member are one transfer, as far as a block goes.
+    size = 64 * BLOCK
+    striped = Striped(engine, tmp_path, weights, BLOCK // 4, size, direct=True)
+    memory = Memory(size)
+    want = memory.randomise()
+    engine.write(striped.file, memory.address, size, 0).wait()
+    runs = 0
+    offset = 0
+    while offset < size:
+        run = min(striped.stripes.place(offset)[2], size - offset)
+        runs += -(-run // BLOCK)
+        offset += run
+    assert engine.stats["writes"] == runs
+    memory.bytes.zero_()
+    engine.read(striped.file, memory.address, size, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    striped.close()
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_an_error_names_the_member_and_the_offset_in_it(engine, tmp_path, op):
+    size = 8 * 4096
+    striped = Striped(engine, tmp_path, [1, 1], nbytes=size)
+    memory = Memory(size)
+    start = getattr(engine, op)
+    engine.inject(op, 0, error=errno.EIO)
+    with pytest.raises(_native.NativeIoError) as caught:
+        # One unit, the sixth: the third of the second member.
+        start(striped.file, memory.address, 4096, 5 * 4096).wait()
+    assert caught.value.errno == errno.EIO
+    assert caught.value.filename == f"{tmp_path}/member1"
+    assert caught.value.offset == 2 * 4096
+    assert f"{op} of 4096 bytes at offset 8192 of {tmp_path}/member1" in str(caught.value)
+    start(striped.file, memory.address, size, 0).wait()
+    striped.close()
+
+
+def test_a_member_truncated_underneath_is_named(engine, tmp_path):
+    size = 8 * 4096
+    striped = Striped(engine, tmp_path, [1, 1], nbytes=size)
+    memory = Memory(size)
+    engine.read(striped.file, memory.address, size, 0).wait()
+    os.truncate(striped.fds[1], 4096 + 100)
+    with pytest.raises(_native.NativeIoError, match="unexpected end of file") as caught:
+        engine.read(striped.file, memory.address, 4096, 3 * 4096).wait()
+    assert caught.value.filename == f"{tmp_path}/member1"
+    assert (caught.value.offset, caught.value.got_bytes) == (4096, 100)
+    # What the other member has is there.
+    engine.read(striped.file, memory.address, 4096, 2 * 4096).wait()
+    striped.close()
+
+
+def test_removing_waits_for_all_members_and_closes_them(engine, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    striped = Striped(engine, tmp_path, [1, 2, 1], nbytes=64 * 4096)
+    memory = Memory(64 * 4096)
+    stall(engine, 30)
+    op = engine.read(striped.file, memory.address, 64 * 4096, 0)
+    engine.remove_file(striped.file)
+    assert op.done()
+    op.wait()
+    striped.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_members_that_cannot_be_added_leave_nothing(engine, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
+    with pytest.raises(OSError, match="cannot add file gone"):
+        engine.add_striped_file([(fd, "a"), (-1, "gone")], _native.StripeMap([1, 1], 4096))
+    with pytest.raises(ValueError, match="for 2 members, not 1"):
+        engine.add_striped_file([(fd, "a")], _native.StripeMap([1, 1], 4096))
+    os.close(fd)
+    assert len(os.listdir("/proc/self/fd")) == before
+    # The engine works on.
+    memory = Memory(4096)
+    engine.read(add_file(engine, tmp_path, 4096), memory.address, 4096, 0).wait()

@@ -1,0 +1,164 @@
+"""native/io_engine: transfers that succeed, and arguments that are refused."""
+
+import errno
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from offload import _native
+from tests.io_tools import (
+    BLOCK,
+    Memory,
+    add_file,
+)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("nbytes", [4096, BLOCK, BLOCK + 4096, 40 * BLOCK])
+@pytest.mark.parametrize("registered", [False, True])
+def test_round_trip(engine, tmp_path, direct, nbytes, registered):
+    memory = Memory(nbytes)
+    if registered:
+        assert engine.register(memory.arena) == (engine.kind == "io_uring")
+    file = add_file(engine, tmp_path, direct=direct)
+    want = memory.randomise()
+    engine.write(file, memory.address, nbytes, 8192).wait()
+    memory.bytes.zero_()
+    engine.read(file, memory.address, nbytes, 8192).wait()
+    assert torch.equal(memory.bytes, want)
+    blocks = -(-nbytes // BLOCK)
+    assert engine.stats == {
+        "read_bytes": nbytes,
+        "written_bytes": nbytes,
+        "reads": blocks,
+        "writes": blocks,
+        "short_transfers": 0,
+        "retries": 0,
+        "errors": 0,
+        "in_flight": 0,
+    }
+    assert engine.notes == []
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, BLOCK - 1, BLOCK + 1, 3 * BLOCK + 777])
+def test_round_trip_of_odd_sizes(engine, tmp_path, nbytes):
+    memory = Memory(nbytes + 3)
+    file = add_file(engine, tmp_path)
+    want = memory.randomise()
+    engine.write(file, memory.address + 3, nbytes, 5).wait()
+    memory.bytes.zero_()
+    engine.read(file, memory.address + 3, nbytes, 5).wait()
+    assert torch.equal(memory.bytes[3 : 3 + nbytes], want[3 : 3 + nbytes])
+    assert not memory.bytes[:3].any()
+    assert not memory.bytes[3 + nbytes :].any()
+
+
+def test_empty_transfer_is_done_at_once(engine, tmp_path):
+    op = engine.read(add_file(engine, tmp_path), 0, 0, 0)
+    assert op.done()
+    op.wait()
+    assert engine.stats["reads"] == 0
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_many_operations_in_flight(engine, tmp_path, direct):
+    count, nbytes = 200, 3 * 4096
+    memory = Memory(count * nbytes)
+    engine.register(memory.arena)
+    file = add_file(engine, tmp_path, direct=direct)
+    want = memory.randomise()
+    order = list(range(count))
+    random.Random(1).shuffle(order)
+    writes = [engine.write(file, memory.address + i * nbytes, nbytes, i * nbytes) for i in order]
+    for op in reversed(writes):
+        op.wait()
+        assert op.done()
+    memory.bytes.zero_()
+    reads = [engine.read(file, memory.address + i * nbytes, nbytes, i * nbytes) for i in order]
+    for op in reads:
+        op.wait()
+    assert torch.equal(memory.bytes, want)
+
+
+def test_use_from_many_threads(engine, tmp_path):
+    count, nbytes, rounds = 6, 2 * BLOCK + 4096, 20
+    memory = Memory(count * nbytes)
+    file = add_file(engine, tmp_path)
+
+    def worker(index):
+        mine = memory.bytes[index * nbytes : (index + 1) * nbytes]
+        address = memory.address + index * nbytes
+        for value in range(rounds):
+            mine.fill_(value + index)
+            engine.write(file, address, nbytes, index * nbytes).wait()
+            mine.zero_()
+            engine.read(file, address, nbytes, index * nbytes).wait()
+            assert bool((mine == value + index).all())
+
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(worker, index) for index in range(count)]:
+            future.result()
+
+
+def test_submitting_threads_may_end_at_once(engine, tmp_path):
+    memory = Memory(64 * BLOCK)
+    file = add_file(engine, tmp_path)
+    want = memory.randomise()
+    ops = []
+    for i in range(64):
+        thread = threading.Thread(
+            target=lambda i=i: ops.append(
+                engine.write(file, memory.address + i * BLOCK, BLOCK, i * BLOCK)
+            )
+        )
+        thread.start()
+        thread.join()
+    for op in ops:
+        op.wait()
+    memory.bytes.zero_()
+    engine.read(file, memory.address, 64 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+
+
+def test_bad_arguments(engine, tmp_path):
+    memory = Memory(4096)
+    file = add_file(engine, tmp_path, 4096)
+    with pytest.raises(ValueError, match="no file 77"):
+        engine.read(77, memory.address, 4096, 0)
+    with pytest.raises(ValueError, match="no file 77"):
+        engine.remove_file(77)
+    with pytest.raises(ValueError, match="needs an address"):
+        engine.read(file, 0, 4096, 0)
+    with pytest.raises(ValueError, match="largest file"):
+        engine.read(file, memory.address, 4096, (1 << 63) - 1)
+    with pytest.raises(TypeError):
+        engine.read(file, memory.address, 4096, -1)
+    with pytest.raises(TypeError):
+        engine.write(file, "memory", 4096, 0)
+    with pytest.raises(OSError, match="cannot add file nowhere") as caught:
+        engine.add_file(-1, "nowhere")
+    assert caught.value.errno == errno.EBADF
+    for fault in [{}, {"error": -5}, {"short_bytes": 1, "count": 0}]:
+        with pytest.raises(ValueError, match="fault"):
+            engine.inject("read", 0, **fault)
+    with pytest.raises(ValueError, match="seek"):
+        engine.inject("seek", 0, error=5)
+
+
+def test_bad_options(kind):
+    for options in [
+        {"queue_depth": 0},
+        {"queue_depth": 5000},
+        {"block_bytes": 0},
+        {"block_bytes": 1000},
+        {"block_bytes": 2 << 30},
+    ]:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            _native.IoEngine(kind, **options)
+    with pytest.raises(ValueError, match="threads"):
+        _native.IoEngine("threads", threads=0)
+    with pytest.raises(ValueError, match="unknown I/O engine"):
+        _native.IoEngine("aio")
