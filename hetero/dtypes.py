@@ -8,13 +8,11 @@ from typing import Literal, cast, get_args
 
 import torch
 
+from offload._native import UpdateKind
+
 DtypeName = Literal["bf16", "fp16", "fp32"]
 
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What a record adds to the parameter to make the fp32 master: the lower half of its bits, all of
-# it, or nothing, because the parameter is the master.
-_MASTER_BYTES = {"bf16": 2, "fp16": 4, "fp32": 0}
-MOMENTS_BYTES = 8  # exp_avg and exp_avg_sq in fp32
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,24 @@ class Dtypes:
         return self.torch_grad.itemsize
 
     @property
+    def kind(self) -> UpdateKind:
+        """The update that these dtypes take."""
+        return UpdateKind(self.compute, self.grad)
+
+    @property
+    def torch_state(self) -> torch.dtype:
+        """torch's dtype of optimizer states."""
+        return _TORCH[self.kind.state_dtype]
+
+    @property
     def master_bytes(self) -> int:
         """Bytes of the master part of RECORD per element."""
-        return _MASTER_BYTES[self.compute]
+        return self.record_bytes - self.kind.states * self.torch_state.itemsize
 
     @property
     def record_bytes(self) -> int:
         """Bytes of RECORD per element."""
-        return self.master_bytes + MOMENTS_BYTES
+        return self.kind.record_bytes
 
 
 def check_dtype(name: str, option: str) -> DtypeName:

@@ -163,8 +163,7 @@ def _build(
     gathered = pool(placement.gathered_slots, slot.param, Account.GATHERED)
     grad_slots = pool(placement.grad_slots, slot.grad, Account.GRAD_SLOT)
     shape = (
-        dtypes.compute,
-        dtypes.grad,
+        dtypes.kind,
         layout.slot_numel,
         placement.trained_param_on_disk,
         Tier.DISK in placement.grad,

@@ -1,4 +1,4 @@
-"""RECORD payloads: what completes a parameter to its fp32 master, and the moments."""
+"""RECORD payloads: what completes a parameter to its fp32 master, and the optimizer's states."""
 
 from __future__ import annotations
 
@@ -23,24 +23,21 @@ class Record:
     """One piece's record, as flat tensors of slot_numel elements.
 
     `master` has the lower 16 bits of the fp32 master (as int16) for bf16, the whole master for
-    fp16, and is None for fp32. The sign bit of `exp_avg_sq` belongs to the bf16 split
-    (docs/formats.md).
+    fp16, and is None for fp32. `states` are exp_avg and exp_avg_sq; the sign bit of the last one
+    belongs to the bf16 split (docs/formats.md).
     """
 
     master: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    states: tuple[torch.Tensor, ...]
 
     @classmethod
     def over(cls, raw: torch.Tensor, slot_numel: int, dtypes: Dtypes) -> Record:
-        """Views of a record's bytes, laid out [master | exp_avg | exp_avg_sq]."""
-        moments = slot_numel * dtypes.master_bytes
-        half = moments + slot_numel * 4
+        """Views of a record's bytes, laid out [master | state 0 | state 1]."""
+        master_end = slot_numel * dtypes.master_bytes
         master_dtype = torch.int16 if dtypes.compute == "bf16" else torch.float32
         return cls(
-            raw[:moments].view(master_dtype) if moments else None,
-            raw[moments:half].view(torch.float32),
-            raw[half : half + slot_numel * 4].view(torch.float32),
+            raw[:master_end].view(master_dtype) if master_end else None,
+            tuple(raw[master_end:].view(dtypes.torch_state).split(slot_numel)),
         )
 
 
@@ -91,6 +88,7 @@ class Records:
     ) -> None:
         self._slot_numel = slot_numel
         self._dtypes = dtypes
+        self._kind = dtypes.kind
         self._slot_bytes = slot_numel * dtypes.record_bytes
         self._homes = homes
         self._extents = extents
@@ -152,10 +150,11 @@ class Records:
             assert record.master is not None
             values = values.contiguous()
             split_master(
+                self._kind,
                 values.data_ptr(),
                 param.data_ptr(),
                 record.master[where].data_ptr(),
-                record.exp_avg_sq[where].data_ptr(),
+                record.states[-1][where].data_ptr(),
                 values.numel(),
             )
 
@@ -168,9 +167,10 @@ class Records:
             return record.master[where].clone()
         values = torch.empty(param.numel(), dtype=torch.float32)
         join_master(
+            self._kind,
             param.data_ptr(),
             record.master[where].data_ptr(),
-            record.exp_avg_sq[where].data_ptr(),
+            record.states[-1][where].data_ptr(),
             values.data_ptr(),
             values.numel(),
         )

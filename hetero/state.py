@@ -76,8 +76,9 @@ def export_states(
     def visit(m: ManagedParam, part: Part, values: torch.Tensor, record: Record | None) -> None:
         assert record is not None
         records, state = engine.records, states[m]
-        state["exp_avg"][part.in_param] = record.exp_avg[part.in_piece]
-        state["exp_avg_sq"][part.in_param] = record.exp_avg_sq[part.in_piece].abs()
+        exp_avg, exp_avg_sq = record.states
+        state["exp_avg"][part.in_param] = exp_avg[part.in_piece]
+        state["exp_avg_sq"][part.in_param] = exp_avg_sq[part.in_piece].abs()
         state["master"][part.in_param] = records.join(values, record, part.in_piece)
 
     visit_parts(engine, trained, visit)
@@ -102,8 +103,9 @@ def import_states(engine: Engine, states: Mapping[torch.Tensor, Mapping[str, Any
             tensor: torch.Tensor = state[key]
             return tensor.reshape(-1)[part.in_param].float()
 
-        record.exp_avg[where] = flat("exp_avg")
-        record.exp_avg_sq[where] = flat("exp_avg_sq")
+        exp_avg, exp_avg_sq = record.states
+        exp_avg[where] = flat("exp_avg")
+        exp_avg_sq[where] = flat("exp_avg_sq")
         engine.records.split(flat("master"), values, record, where)
 
     visit_parts(engine, members, visit, write=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from hetero.grads import Grads
@@ -10,10 +11,11 @@ from hetero.homes import HostHomes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.records import Records, parts_of
-from offload._native import AdamHyper, Location, StepPipeline, StepTask
+from offload._native import Hyper, Location, StepPipeline, StepTask
 from offload.cache import Extent
 
-Segment = tuple[int, int, int]  # first element in the piece, numel, index of the hyper-parameters
+# First element in the piece, numel, index of the hyper-parameters, number of the first element.
+Segment = tuple[int, int, int, int]
 
 
 class Stepper:
@@ -46,6 +48,13 @@ class Stepper:
             self._first_key[chunk.id] = key
             key += chunk.slots
         self._forward = True
+        # Elements are numbered in the model's order, so that random bits are the same for every
+        # chunk size.
+        specs = sorted((s.param for c in layout.chunks for s in c.slices), key=lambda p: p.index)
+        ends = accumulate(spec.numel for spec in specs)
+        self._first_number = {
+            spec.index: end - spec.numel for spec, end in zip(specs, ends, strict=True)
+        }
 
     def run(
         self, groups: Sequence[tuple[dict[str, Any], list[ManagedParam]]], scale: float
@@ -57,7 +66,7 @@ class Stepper:
         way to the file.
         """
         hypers: dict[tuple[int, int], int] = {}
-        made: list[AdamHyper] = []
+        made: list[Hyper] = []
         segments: dict[tuple[int, int], list[Segment]] = {}
         chunks: dict[int, Chunk] = {}
         for index, (options, members) in enumerate(groups):
@@ -65,14 +74,16 @@ class Stepper:
                 key = (index, managed.step + 1)
                 if key not in hypers:
                     hypers[key] = len(made)
-                    made.append(_hyper(options, managed.step + 1))
+                    made.append(_hyper(options, managed.step + 1, scale))
                 chunks[managed.chunk.id] = managed.chunk
+                first_number = self._first_number[managed.slice.param.index]
                 for part in parts_of(managed, self._slot_numel):
-                    segment = (part.in_piece.start, part.numel, hypers[key])
+                    number = first_number + part.in_param.start
+                    segment = (part.in_piece.start, part.numel, hypers[key], number)
                     segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
         order = sorted(segments, reverse=not self._forward)
         tasks = [self._task(chunks[c], piece, segments[c, piece]) for c, piece in order]
-        self._pipeline.submit(tasks, made, scale)
+        self._pipeline.submit(tasks, made)
         self._forward = not self._forward
         for _, members in groups:
             for managed in members:
@@ -102,23 +113,27 @@ class Stepper:
 def _merged(segments: Iterable[Segment]) -> list[Segment]:
     """Neighbours with the same hyper-parameters as one: fewer, longer runs for the kernel."""
     merged: list[Segment] = []
-    for begin, numel, hyper in segments:
-        if merged and merged[-1][2] == hyper and merged[-1][0] + merged[-1][1] == begin:
-            merged[-1] = (merged[-1][0], merged[-1][1] + numel, hyper)
-        else:
-            merged.append((begin, numel, hyper))
+    for segment in segments:
+        begin, numel, hyper, number = segment
+        if merged:
+            first, count, same_hyper, first_number = merged[-1]
+            if (first + count, same_hyper, first_number + count) == (begin, hyper, number):
+                merged[-1] = (first, count + numel, hyper, first_number)
+                continue
+        merged.append(segment)
     return merged
 
 
-def _hyper(options: dict[str, Any], step: int) -> AdamHyper:
+def _hyper(options: dict[str, Any], step: int, grad_scale: float) -> Hyper:
     beta1, beta2 = options["betas"]
-    return AdamHyper(
-        float(options["lr"]),
-        float(beta1),
-        float(beta2),
-        float(options["eps"]),
-        float(options["weight_decay"]),
-        bool(options["adamw_mode"]),
-        bool(options["bias_correction"]),
-        step,
+    return Hyper(
+        lr=float(options["lr"]),
+        weight_decay=float(options["weight_decay"]),
+        decoupled=bool(options["adamw_mode"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(options["eps"]),
+        bias_correction=bool(options["bias_correction"]),
+        step=step,
+        grad_scale=grad_scale,
     )

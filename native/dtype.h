@@ -1,4 +1,6 @@
-// Element types of parameters and gradients.
+// Element types of parameters, gradients and optimizer states.
+//
+// Part of kernels.h: nothing here may define a function that is not constexpr.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +9,10 @@ namespace hetero {
 
 enum class Dtype { fp32, bf16, fp16 };
 inline constexpr std::size_t kDtypes = 3;
+
+constexpr const char* name_of(Dtype dtype) {
+  return dtype == Dtype::fp32 ? "fp32" : dtype == Dtype::bf16 ? "bf16" : "fp16";
+}
 
 constexpr std::size_t element_bytes(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 

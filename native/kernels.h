@@ -6,15 +6,18 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "dtype.h"
+#include "update_kind.h"
 
 namespace hetero {
 
 enum class Decay { none, coupled, decoupled };
 
-// What the update formula needs, rounded to fp32 once; adam_kernel.inl.h states the formula.
-struct AdamConstants {
+// What the formulas need, rounded to fp32 once; update_rules.inl.h states them. A rule leaves alone
+// what it has no use for.
+struct UpdateConstants {
   float grad_scale;
   float weight_decay;  // coupled
   float shrink;        // decoupled: 1 - lr * weight_decay
@@ -24,34 +27,49 @@ struct AdamConstants {
   float one_minus_beta2;
   float inv_sqrt_bias_correction2;
   float eps;
-  float minus_step_size;  // -(lr / bias_correction1)
+  float minus_step_size;
   Decay decay;
+  std::uint32_t random_key;  // of the update's random bits
 };
 
-// The five arrays of one update; addresses need no alignment. No `master` for fp32.
-struct AdamArrays {
+// The arrays of one update; addresses need no alignment. No `master` for fp32.
+struct UpdateArrays {
   char* param = nullptr;
   const char* grad = nullptr;
   char* master = nullptr;  // bf16: uint16 remainders; fp16: fp32 values
-  char* exp_avg = nullptr;
-  char* exp_avg_sq = nullptr;  // bf16: the sign bit holds the carry of the split
+  char* states[kMaxStates] = {};
+};
+
+// The arrays of the bf16 split; the carrier is the rule's last state.
+struct SplitArrays {
+  char* param = nullptr;
+  char* remainder = nullptr;
+  char* carrier = nullptr;
 };
 
 // Sums of squares are made in this many lanes: lane j takes the elements i = j (mod kNormLanes).
 inline constexpr std::size_t kNormLanes = 32;
 
 struct Kernels {
-  using Adam = void (*)(const AdamArrays&, std::size_t numel, const AdamConstants&);
-  using Split = void (*)(const char* source, char* param, char* remainder, char* exp_avg_sq,
-                         std::size_t numel);
-  using Join = void (*)(const char* param, const char* remainder, const char* exp_avg_sq,
-                        char* target, std::size_t numel);
+  // `index` is the number of the first element, for its random bits.
+  using Update = void (*)(const UpdateArrays&, std::size_t numel, const UpdateConstants&,
+                          std::uint64_t index);
+  using Split = void (*)(const char* source, const SplitArrays&, std::size_t numel);
+  using Join = void (*)(const SplitArrays&, char* target, std::size_t numel);
   using SumOfSquares = double (*)(const char* values, std::size_t numel);
+  using Stream = void (*)(const UpdateArrays&, std::size_t numel);
 
-  Adam adam[kDtypes][kDtypes];  // [dtype][grad_dtype]
-  Split split_master;
-  Join join_master;
+  // How a carrier is kept; the tables' columns are its dtype.
+  struct Splits {
+    Split split;
+    Join join;
+  };
+
+  Update update[kUpdateKinds];  // by number_of(kind)
+  Splits sign_carrier[kStateDtypes];
+  Splits lowest_carrier[kStateDtypes];
   SumOfSquares sum_of_squares[kDtypes];
+  Stream stream;
 };
 
 extern const Kernels scalar_kernels;

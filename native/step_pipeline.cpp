@@ -22,7 +22,6 @@ namespace {
 
 constexpr std::int64_t kNoKey = -1;
 constexpr std::size_t kPageBytes = 4096;
-constexpr std::size_t kPieceGranularity = 2048;  // elements; 2-byte parts are then whole pages
 
 using OpPtr = std::shared_ptr<IoOp>;
 
@@ -59,7 +58,7 @@ struct Buffer {
   std::vector<OpPtr> writes;
 };
 
-using Constants = std::shared_ptr<const std::vector<AdamConstants>>;
+using Constants = std::shared_ptr<const std::vector<UpdateConstants>>;
 
 // A submitted task.
 struct Work {
@@ -78,20 +77,6 @@ bool needs_buffer(const StepTask& task) {
 
 }  // namespace
 
-PieceLayout::PieceLayout(Dtype dtype, Dtype grad_dtype, std::size_t piece_numel, bool param_in_file,
-                         bool grad_in_file)
-    : dtype(dtype),
-      grad_dtype(grad_dtype),
-      piece_numel(piece_numel),
-      param_in_file(param_in_file),
-      grad_in_file(grad_in_file) {
-  if (piece_numel == 0 || piece_numel % kPieceGranularity != 0) {
-    throw std::invalid_argument("piece_numel is " + std::to_string(piece_numel) +
-                                ", must be a positive multiple of " +
-                                std::to_string(kPieceGranularity));
-  }
-}
-
 class StepPipeline::Impl {
  public:
   Impl(std::shared_ptr<IoEngine> engine, int file, char* memory, std::size_t buffers,
@@ -109,7 +94,7 @@ class StepPipeline::Impl {
     }
   }
 
-  void submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers, double grad_scale);
+  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
   void wait_updated();
   void wait_written(std::int64_t key);
   void forget(std::int64_t key);
@@ -195,7 +180,7 @@ void StepPipeline::Impl::check(const StepTask& task, std::size_t hypers) const {
   std::sort(segments.begin(), segments.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   std::size_t end = 0;  // of the segments before
-  for (const auto& [first, numel, hyper] : segments) {
+  for (const auto& [first, numel, hyper, index] : segments) {
     const std::string segment =
         "segment (" + std::to_string(first) + ", " + std::to_string(numel) + ") ";
     if (numel > layout_.piece_numel || first > layout_.piece_numel - numel) {
@@ -211,13 +196,12 @@ void StepPipeline::Impl::check(const StepTask& task, std::size_t hypers) const {
   }
 }
 
-void StepPipeline::Impl::submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers,
-                                double grad_scale) {
+void StepPipeline::Impl::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) {
   for (const StepTask& task : tasks) check(task, hypers.size());
-  auto constants = std::make_shared<std::vector<AdamConstants>>();
-  for (const AdamHyper& hyper : hypers) {
+  auto constants = std::make_shared<std::vector<UpdateConstants>>();
+  for (const Hyper& hyper : hypers) {
     hyper.validate();
-    constants->push_back(make_adam_constants(hyper, grad_scale));
+    constants->push_back(make_constants(layout_.kind, hyper));
   }
   const Lock lock(mutex_);
   settle_all();
@@ -508,18 +492,16 @@ void StepPipeline::Impl::update(const Work& work) const {
   char* const record = part(task.record, 0);
   char* const param = part(task.param, layout_.param_at());
   char* const grad = part(task.grad, layout_.grad_at());
-  std::vector<AdamSlice> slices;
-  for (const auto& [first, numel, hyper] : task.segments) {
-    const AdamArrays at = {
-        .param = param + first * element_bytes(layout_.dtype),
-        .grad = grad + first * element_bytes(layout_.grad_dtype),
-        .master = record + first * master_bytes(layout_.dtype),
-        .exp_avg = record + layout_.exp_avg_at() + first * sizeof(float),
-        .exp_avg_sq = record + layout_.exp_avg_sq_at() + first * sizeof(float),
-    };
-    slices.push_back({at, numel, (*work.constants)[hyper]});
+  UpdateArrays whole = {.param = param, .grad = grad, .master = record};
+  for (std::size_t i = 0; i < layout_.kind.states(); ++i) {
+    whole.states[i] = record + layout_.state_at(i);
   }
-  adam_step(layout_.dtype, layout_.grad_dtype, slices);
+  std::vector<UpdateSlice> slices;
+  for (const auto& [first, numel, hyper, index] : task.segments) {
+    slices.push_back(
+        {advanced(whole, layout_.kind, first), numel, (*work.constants)[hyper], index});
+  }
+  hetero::update(layout_.kind, slices);
 }
 
 void StepPipeline::Impl::submit_writes(const StepTask& task, Buffer& buffer) {
@@ -572,9 +554,8 @@ StepPipeline::Impl& StepPipeline::impl() const {
   return *impl_;
 }
 
-void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers,
-                          double grad_scale) {
-  impl().submit(std::move(tasks), hypers, grad_scale);
+void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) {
+  impl().submit(std::move(tasks), hypers);
 }
 
 void StepPipeline::wait_updated() { impl().wait_updated(); }

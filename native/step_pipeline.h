@@ -1,9 +1,8 @@
-// The optimizer step over pieces: read -> Adam -> write, several pieces in flight.
+// The optimizer step over pieces: read -> update -> write, several pieces in flight.
 //
 // A *piece* is a rank's part of a chunk: a parameter payload, a gradient payload and a record. Each
 // of the three is either in RAM, where it is used in place, or in the file, from where it passes
-// through a *buffer*. A buffer is laid out as [record | param | grad]; a record as
-// [master | exp_avg | exp_avg_sq], every part as long as a whole piece.
+// through a *buffer*. piece_layout.h says how both are laid out.
 #pragma once
 
 #include <sys/types.h>
@@ -14,34 +13,11 @@
 #include <span>
 #include <vector>
 
-#include "adam.h"
-#include "dtype.h"
 #include "io_engine.h"
+#include "piece_layout.h"
+#include "update.h"
 
 namespace hetero {
-
-// What all pieces of a pipeline have in common, and where the parts of a buffer are, in bytes.
-struct PieceLayout {
-  // Throws std::invalid_argument unless piece_numel is a positive multiple of 2048, which makes
-  // every part a multiple of a page and so fit for direct I/O.
-  PieceLayout(Dtype dtype, Dtype grad_dtype, std::size_t piece_numel, bool param_in_file,
-              bool grad_in_file);
-
-  std::size_t exp_avg_at() const { return piece_numel * master_bytes(dtype); }
-  std::size_t exp_avg_sq_at() const { return exp_avg_at() + piece_numel * sizeof(float); }
-  std::size_t record_bytes() const { return exp_avg_sq_at() + piece_numel * sizeof(float); }
-  std::size_t param_bytes() const { return piece_numel * element_bytes(dtype); }
-  std::size_t grad_bytes() const { return piece_numel * element_bytes(grad_dtype); }
-  std::size_t param_at() const { return record_bytes(); }
-  std::size_t grad_at() const { return param_at() + (param_in_file ? param_bytes() : 0); }
-  std::size_t buffer_bytes() const { return grad_at() + (grad_in_file ? grad_bytes() : 0); }
-
-  Dtype dtype;
-  Dtype grad_dtype;
-  std::size_t piece_numel;
-  bool param_in_file;  // buffers have room for a parameter payload
-  bool grad_in_file;
-};
 
 // Where a payload lives: in RAM, or at an offset of the pipeline's file.
 struct Location {
@@ -56,6 +32,7 @@ struct StepSegment {
   std::size_t first = 0;
   std::size_t numel = 0;
   std::size_t hyper = 0;
+  std::uint64_t index = 0;  // number of element `first`, for the random bits of bf16 states
 };
 
 // The update of one piece. `key` names the piece (at least 0).
@@ -95,7 +72,7 @@ class StepPipeline {
 
   // Queues the tasks in order; their RAM parts must stay until updated. All or nothing: throws
   // std::invalid_argument if any is not valid.
-  void submit(std::vector<StepTask> tasks, std::span<const AdamHyper> hypers, double grad_scale);
+  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
 
   // Until every submitted update is computed: parameters in RAM are final, gradients free.
   void wait_updated();

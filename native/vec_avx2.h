@@ -18,12 +18,14 @@ struct VecAvx2 {
   static F set(float x) { return _mm256_set1_ps(x); }
   static F load(const char* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
   static void store(char* p, F x) { _mm256_storeu_ps(reinterpret_cast<float*>(p), x); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F sqrt(F x) { return _mm256_sqrt_ps(x); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 
   static U set_bits(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static U iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
   static U load_u16(const char* p) { return _mm256_cvtepu16_epi32(load_halves(p)); }
   static void store_u16(char* p, U x) {
     const __m256i low = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
@@ -35,8 +37,10 @@ struct VecAvx2 {
   static F from_bits(U x) { return _mm256_castsi256_ps(x); }
   static U add(U a, U b) { return _mm256_add_epi32(a, b); }
   static U sub(U a, U b) { return _mm256_sub_epi32(a, b); }
+  static U mul(U a, U b) { return _mm256_mullo_epi32(a, b); }
   static U bit_and(U a, U b) { return _mm256_and_si256(a, b); }
   static U bit_or(U a, U b) { return _mm256_or_si256(a, b); }
+  static U bit_xor(U a, U b) { return _mm256_xor_si256(a, b); }
   template <int count>
   static U shift_left(U x) {
     return _mm256_slli_epi32(x, count);
@@ -48,6 +52,10 @@ struct VecAvx2 {
   static U if_nan(F x, U then, U otherwise) {
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return _mm256_blendv_epi8(otherwise, then, nan);
+  }
+  static U if_zero(F x, U then, U otherwise) {
+    const __m256 zero = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_EQ_OQ);
+    return _mm256_blendv_epi8(otherwise, then, _mm256_castps_si256(zero));
   }
 
   static F load_f16(const char* p) { return _mm256_cvtph_ps(load_halves(p)); }

@@ -19,20 +19,26 @@ struct VecAvx512 {
   static F set(float x) { return _mm512_set1_ps(x); }
   static F load(const char* p) { return _mm512_loadu_ps(p); }
   static void store(char* p, F x) { _mm512_storeu_ps(p, x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F sqrt(F x) { return _mm512_sqrt_ps(x); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 
   static U set_bits(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static U iota() {
+    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
   static U load_u16(const char* p) { return _mm512_cvtepu16_epi32(load_halves(p)); }
   static void store_u16(char* p, U x) { store_halves(p, _mm512_cvtepi32_epi16(x)); }
   static U bits(F x) { return _mm512_castps_si512(x); }
   static F from_bits(U x) { return _mm512_castsi512_ps(x); }
   static U add(U a, U b) { return _mm512_add_epi32(a, b); }
   static U sub(U a, U b) { return _mm512_sub_epi32(a, b); }
+  static U mul(U a, U b) { return _mm512_mullo_epi32(a, b); }
   static U bit_and(U a, U b) { return _mm512_and_si512(a, b); }
   static U bit_or(U a, U b) { return _mm512_or_si512(a, b); }
+  static U bit_xor(U a, U b) { return _mm512_xor_si512(a, b); }
   template <int count>
   static U shift_left(U x) {
     return _mm512_slli_epi32(x, count);
@@ -43,6 +49,10 @@ struct VecAvx512 {
   }
   static U if_nan(F x, U then, U otherwise) {
     return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), otherwise, then);
+  }
+  static U if_zero(F x, U then, U otherwise) {
+    const __mmask16 zero = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    return _mm512_mask_blend_epi32(zero, otherwise, then);
   }
 
   static F load_f16(const char* p) { return _mm512_cvtph_ps(load_halves(p)); }

@@ -18,20 +18,27 @@ struct VecNeon {
   static F set(float x) { return vdupq_n_f32(x); }
   static F load(const char* p) { return vreinterpretq_f32_u8(vld1q_u8(bytes(p))); }
   static void store(char* p, F x) { vst1q_u8(bytes(p), vreinterpretq_u8_f32(x)); }
+  static F add(F a, F b) { return vaddq_f32(a, b); }
   static F mul(F a, F b) { return vmulq_f32(a, b); }
   static F div(F a, F b) { return vdivq_f32(a, b); }
   static F sqrt(F x) { return vsqrtq_f32(x); }
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 
   static U set_bits(std::uint32_t x) { return vdupq_n_u32(x); }
+  static U iota() {
+    static constexpr std::uint32_t numbers[lanes] = {0, 1, 2, 3};
+    return vld1q_u32(numbers);
+  }
   static U load_u16(const char* p) { return vmovl_u16(vreinterpret_u16_u8(vld1_u8(bytes(p)))); }
   static void store_u16(char* p, U x) { vst1_u8(bytes(p), vreinterpret_u8_u16(vmovn_u32(x))); }
   static U bits(F x) { return vreinterpretq_u32_f32(x); }
   static F from_bits(U x) { return vreinterpretq_f32_u32(x); }
   static U add(U a, U b) { return vaddq_u32(a, b); }
   static U sub(U a, U b) { return vsubq_u32(a, b); }
+  static U mul(U a, U b) { return vmulq_u32(a, b); }
   static U bit_and(U a, U b) { return vandq_u32(a, b); }
   static U bit_or(U a, U b) { return vorrq_u32(a, b); }
+  static U bit_xor(U a, U b) { return veorq_u32(a, b); }
   template <int count>
   static U shift_left(U x) {
     return vshlq_n_u32(x, count);
@@ -41,6 +48,9 @@ struct VecNeon {
     return vshrq_n_u32(x, count);
   }
   static U if_nan(F x, U then, U otherwise) { return vbslq_u32(vceqq_f32(x, x), otherwise, then); }
+  static U if_zero(F x, U then, U otherwise) {
+    return vbslq_u32(vceqq_f32(x, vdupq_n_f32(0.0F)), then, otherwise);
+  }
 
   static F load_f16(const char* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(bytes(p)))); }
   static void store_f16(char* p, F x) { vst1_u8(bytes(p), vreinterpret_u8_f16(vcvt_f16_f32(x))); }

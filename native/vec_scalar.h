@@ -21,20 +21,24 @@ struct VecScalar {
   static F set(float x) { return x; }
   static F load(const char* p) { return get<float>(p); }
   static void store(char* p, F x) { put(p, x); }
+  static F add(F a, F b) { return a + b; }
   static F mul(F a, F b) { return a * b; }
   static F div(F a, F b) { return a / b; }
   static F sqrt(F x) { return std::sqrt(x); }
   static F fma(F a, F b, F c) { return std::fma(a, b, c); }  // a * b + c, rounded once
 
   static U set_bits(std::uint32_t x) { return x; }
+  static U iota() { return 0; }  // 0, 1, 2, ...: the lanes' numbers
   static U load_u16(const char* p) { return get<std::uint16_t>(p); }
   static void store_u16(char* p, U x) { put(p, static_cast<std::uint16_t>(x)); }  // the low halves
   static U bits(F x) { return get<U>(reinterpret_cast<const char*>(&x)); }
   static F from_bits(U x) { return get<F>(reinterpret_cast<const char*>(&x)); }
   static U add(U a, U b) { return a + b; }
   static U sub(U a, U b) { return a - b; }
+  static U mul(U a, U b) { return a * b; }  // modulo 2^32
   static U bit_and(U a, U b) { return a & b; }
   static U bit_or(U a, U b) { return a | b; }
+  static U bit_xor(U a, U b) { return a ^ b; }
   template <int count>
   static U shift_left(U x) {
     return x << count;
@@ -44,6 +48,7 @@ struct VecScalar {
     return x >> count;
   }
   static U if_nan(F x, U then, U otherwise) { return x != x ? then : otherwise; }
+  static U if_zero(F x, U then, U otherwise) { return x == 0 ? then : otherwise; }
 
   static F load_f16(const char* p) {
     const U half = get<std::uint16_t>(p);

@@ -4,7 +4,10 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "float_state.h"
 #include "quiet_thread.h"
@@ -21,6 +24,40 @@ unsigned usable_cpus() {
   return std::max(1U, std::thread::hardware_concurrency());
 }
 
+// Returns 0, or the errno that says why not.
+int run_on(pthread_t thread, int cpu) {
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return EINVAL;
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  CPU_SET(static_cast<std::size_t>(cpu), &mask);
+  return pthread_setaffinity_np(thread, sizeof mask, &mask);
+}
+
+// Asks the kernel, on a thread that is there for nothing else: the caller's own mask would not do,
+// because who pins the workers often pins the caller to another CPU.
+void check_usable(const std::vector<int>& cpus) {
+  if (cpus.empty()) {
+    throw std::invalid_argument(
+        "set_threads: cpus is empty, must name at least one CPU; None does not pin");
+  }
+  const int* refused = nullptr;
+  int error = 0;
+  quiet_thread("hetero-probe", [&] {
+    for (const int& cpu : cpus) {
+      error = run_on(pthread_self(), cpu);
+      if (error != 0) {
+        refused = &cpu;
+        return;
+      }
+    }
+  }).join();
+  if (refused != nullptr) {
+    throw std::invalid_argument("set_threads: this process cannot run on CPU " +
+                                std::to_string(*refused) + " (" + std::strerror(error) +
+                                "); see Cpus_allowed_list in /proc/self/status");
+  }
+}
+
 }  // namespace
 
 std::atomic<WorkerPool*> WorkerPool::instance_{nullptr};
@@ -29,21 +66,34 @@ WorkerPool& WorkerPool::instance() {
   // The pool is replaced in a forked child, where the parent's workers do not exist and its locks
   // may be held by nobody; the old object is left alone for ever.
   static const bool made = [] {
-    instance_ = new WorkerPool(usable_cpus());
-    pthread_atfork(nullptr, nullptr,
-                   [] { instance_ = new WorkerPool(instance_.load()->threads()); });
+    instance_ = new WorkerPool(usable_cpus(), std::nullopt);
+    // The locks are taken before the fork so that the child reads no half-changed CPU list.
+    pthread_atfork([] { instance_.load()->mutex_.lock(); },
+                   [] { instance_.load()->mutex_.unlock(); },
+                   [] {
+                     const WorkerPool& parents = *instance_.load();
+                     instance_ = new WorkerPool(parents.threads(), parents.cpus_);
+                   });
     return true;
   }();
   static_cast<void>(made);
   return *instance_;
 }
 
-void WorkerPool::set_threads(unsigned count) {
+std::optional<std::vector<int>> WorkerPool::cpus() const {
+  const std::lock_guard lock(mutex_);
+  return cpus_;
+}
+
+void WorkerPool::set_threads(unsigned count, const std::optional<std::vector<int>>& cpus) {
   if (count == 0) throw std::invalid_argument("set_threads: count is 0, must be at least 1");
+  if (cpus) check_usable(*cpus);
   const std::lock_guard turn(turn_);
-  if (count == threads()) return;
+  if (count == threads() && cpus == this->cpus()) return;
   join_workers();
   threads_ = count;
+  const std::lock_guard lock(mutex_);
+  cpus_ = cpus;
 }
 
 void WorkerPool::shutdown() {
@@ -74,8 +124,14 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
 }
 
 void WorkerPool::start_workers() {
+  if (workers_.size() + 1 == threads()) return;
+  const std::optional<std::vector<int>> cpus = this->cpus();
   while (workers_.size() + 1 < threads()) {
-    workers_.push_back(quiet_thread("hetero-worker", [this] { worker_main(); }));
+    std::thread& worker =
+        workers_.emplace_back(quiet_thread("hetero-worker", [this] { worker_main(); }));
+    // The CPUs were usable when they were given. If one was taken away since, the worker runs where
+    // the kernel lets it: slower is better than an update that stops half-way.
+    if (cpus) run_on(worker.native_handle(), (*cpus)[(workers_.size() - 1) % cpus->size()]);
   }
 }
 

@@ -1,4 +1,5 @@
-// The threads that share the optimizer's and the norms' work.
+// The threads that share the optimizer's and the norms' work. They sleep between runs, so that they
+// cost nothing while torch's threads compute.
 #pragma once
 
 #include <atomic>
@@ -7,13 +8,15 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace hetero {
 
 // A process has one pool. It starts its threads at first use; the caller of run() is one of them.
-// After fork() the child has a fresh pool of the same size.
+// After fork() the child has a fresh pool of the same size, on the same CPUs.
 class WorkerPool {
  public:
   static WorkerPool& instance();
@@ -21,8 +24,13 @@ class WorkerPool {
   // Threads of a run, the caller included. At first the number of CPUs this process may use.
   unsigned threads() const { return threads_.load(std::memory_order_relaxed); }
 
-  // Waits for the run in progress. Throws std::invalid_argument for 0.
-  void set_threads(unsigned count);
+  // CPUs that the workers, not the callers, are pinned to; none if they are not pinned.
+  std::optional<std::vector<int>> cpus() const;
+
+  // `count` threads, the caller included; worker i is pinned to cpus[i % size]. Waits for the run
+  // in progress. Throws std::invalid_argument for 0 threads, and for CPUs that this process cannot
+  // run on; nothing is changed then.
+  void set_threads(unsigned count, const std::optional<std::vector<int>>& cpus = std::nullopt);
 
   // Joins the workers after the run in progress; the next run starts them again.
   void shutdown();
@@ -42,7 +50,8 @@ class WorkerPool {
     std::exception_ptr error{};  // guarded by mutex_
   };
 
-  explicit WorkerPool(unsigned threads) : threads_(threads) {}
+  WorkerPool(unsigned threads, std::optional<std::vector<int>> cpus)
+      : threads_(threads), cpus_(std::move(cpus)) {}
   ~WorkerPool() = delete;  // lives as long as the process: at exit a worker may still be parked
 
   void start_workers();
@@ -56,7 +65,8 @@ class WorkerPool {
   std::mutex turn_;                   // held during a run, and to change the set of workers
   std::vector<std::thread> workers_;  // guarded by turn_
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  std::optional<std::vector<int>> cpus_;  // guarded by mutex_
   std::condition_variable job_posted_;
   std::condition_variable helper_left_;
   Job* job_ = nullptr;

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
+StateDtypeName = Literal["fp32", "bf16"]
+RuleName = Literal["adam", "lion", "adagrad"]
 
 class NativeIoError(OSError):
     """A failed transfer. `errno`, `strerror` and `filename` are OSError's; the rest says where."""
@@ -31,10 +33,20 @@ def set_isa(name: str) -> None:
     Raises ValueError for a name that is not available.
     """
 
-def set_threads(count: int) -> None:
-    """Size of the worker pool that Adam and the norms use; its threads start at first use."""
+def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
+    """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
+    workers, which start at first use and sleep between uses.
 
-def threads() -> int: ...
+    Worker i is pinned to cpus[i % len(cpus)]; the caller is not. None: not pinned. Raises
+    ValueError for CPUs that this process cannot run on, with nothing changed.
+    """
+
+def threads() -> int:
+    """Size of the worker pool; at first the number of CPUs that this process may use."""
+
+def thread_cpus() -> list[int] | None:
+    """What set_threads() was given."""
+
 def shutdown_workers() -> None:
     """Joins the worker threads; the next use starts them again."""
 
@@ -111,49 +123,103 @@ class IoEngine:
     def close(self) -> None:
         """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
 
-class AdamHyper:
-    """Hyper-parameters of one segment, as Python floats (the kernel rounds them to fp32).
+class UpdateKind:
+    """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.
 
-    `step` is the number of the update being made, from 1.
+    Rules and their states: "adam" (Adam and AdamW: exp_avg, exp_avg_sq), "lion" (exp_avg),
+    "adagrad" (sum). native/update_rules.inl.h has the formulas and their order. States in bf16 are
+    rounded stochastically.
     """
 
     def __init__(
         self,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool,
-        bias_correction: bool,
-        step: int,
-    ) -> None: ...
+        dtype: DtypeName,
+        grad_dtype: DtypeName,
+        rule: RuleName = "adam",
+        state_dtype: StateDtypeName = "fp32",
+    ) -> None:
+        """Raises ValueError for an unknown name."""
+    @property
+    def dtype(self) -> DtypeName:
+        """Of parameters."""
+    @property
+    def grad_dtype(self) -> DtypeName: ...
+    @property
+    def rule(self) -> RuleName: ...
+    @property
+    def state_dtype(self) -> StateDtypeName: ...
+    @property
+    def states(self) -> int:
+        """How many states the rule has: 2 or 1."""
+    @property
+    def record_bytes(self) -> int:
+        """Bytes per element of what makes the parameter an fp32 master, and of the states."""
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes per element that one update reads and writes."""
 
-def adam_step(
-    dtype: DtypeName,
-    grad_dtype: DtypeName,
+class Hyper:
+    """Hyper-parameters of one segment, as Python floats (the kernel rounds them to fp32).
+
+    `step` is the number of the update being made, from 1; the gradient is multiplied by
+    `grad_scale` first. A rule ignores the fields that it does not have: of adagrad are lr,
+    weight_decay, eps, lr_decay and step; of lion lr, weight_decay, beta1 and beta2. lion's weight
+    decay is decoupled and adagrad's is not: asking for anything else is refused where the
+    hyper-parameters are used.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        bias_correction: bool = True,
+        lr_decay: float = 0.0,
+        step: int = 1,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """Raises ValueError for a value out of range."""
+
+def update(
+    kind: UpdateKind,
     param: int,
     grad: int,
     master: int,
-    exp_avg: int,
-    exp_avg_sq: int,
+    states: Sequence[int],
     numel: int,
-    hyper: AdamHyper,
-    grad_scale: float,
+    hyper: Hyper,
+    index: int = 0,
 ) -> None:
     """One fused update in place. `master` is uint16[numel] remainders for bf16, fp32[numel] for
-    fp16, and 0 for fp32."""
+    fp16, and 0 for fp32; `states` are as many addresses as the rule has states.
 
-def split_master(source: int, param: int, remainder: int, exp_avg_sq: int, numel: int) -> None:
-    """fp32 source -> bf16 param, uint16 remainder, and the carry into the sign bit of exp_avg_sq
-    (whose magnitude is kept)."""
+    `index` is the number of the first element, from which (modulo 2^32) and from the step its
+    random bits are made; bf16 states need it, so that the bits do not depend on how arrays are cut.
+    """
 
-def join_master(param: int, remainder: int, exp_avg_sq: int, target: int, numel: int) -> None:
-    """The exact fp32 value that split_master took apart."""
+def split_master(
+    kind: UpdateKind, source: int, param: int, remainder: int, carrier: int, numel: int
+) -> None:
+    """fp32 source -> bf16 param, uint16 remainder, and the carry into the carrier, which is the
+    rule's last state: into the sign bit (adam, adagrad) or the lowest bit (lion); its other bits
+    are kept. Raises ValueError unless the parameters are bf16."""
+
+def join_master(
+    kind: UpdateKind, param: int, remainder: int, carrier: int, target: int, numel: int
+) -> None:
+    """The exact fp32 value that split_master took apart. Raises likewise."""
 
 def sum_of_squares(dtype: DtypeName, address: int, numel: int) -> float:
     """Sum of squares in double, in a fixed order that does not depend on threads or instruction
     set. Finite if and only if every element is finite."""
+
+def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> None:
+    """The memory yardstick: adds fp32[numel] `grad` to the other three arrays, in the blocks and on
+    the threads of an update. Moves 28 bytes per element with next to no arithmetic."""
 
 class Location:
     """Where a payload of a piece lives: in RAM (`address` != 0) or in the pipeline's file."""
@@ -161,7 +227,8 @@ class Location:
     def __init__(self, address: int = 0, file_offset: int = -1) -> None: ...
 
 class StepTask:
-    """One piece's update. `segments` are (first element, numel, index into hypers)."""
+    """One piece's update. `segments` are (first element in the piece, numel, index into hypers,
+    number of the first element as in update())."""
 
     def __init__(
         self,
@@ -169,14 +236,15 @@ class StepTask:
         param: Location,
         grad: Location,
         record: Location,
-        segments: Sequence[tuple[int, int, int]],
+        segments: Sequence[tuple[int, int, int, int]],
     ) -> None: ...
 
 class StepPipeline:
-    """read -> Adam -> write over pieces, on a thread of its own.
+    """read -> update -> write over pieces, on threads of its own.
 
     Every piece has room for `piece_numel` elements. A record is laid out as
-    [master | exp_avg | exp_avg_sq], each `piece_numel` long (no master part for fp32). The buffers
+    [master | state 0 | state 1], each `piece_numel` long (no master part for fp32, no state 1 for
+    rules with one state). The buffers
     are slots of `arena`, one after another, each `buffer_bytes(...)` long, and hold
     [record | param | grad], a part only if the pipeline was made with it. A buffer keeps its clean
     content after its write, and a later task with the same key does not read it again.
@@ -188,8 +256,7 @@ class StepPipeline:
         file: int,
         arena: Arena | None,
         buffers: int,
-        dtype: DtypeName,
-        grad_dtype: DtypeName,
+        kind: UpdateKind,
         piece_numel: int,
         param_in_file: bool,
         grad_in_file: bool,
@@ -198,15 +265,12 @@ class StepPipeline:
         still use RAM for them). Without an engine only tasks that live in RAM are allowed."""
     @staticmethod
     def buffer_bytes(
-        dtype: DtypeName,
-        grad_dtype: DtypeName,
+        kind: UpdateKind,
         piece_numel: int,
         param_in_file: bool,
         grad_in_file: bool,
     ) -> int: ...
-    def submit(
-        self, tasks: Sequence[StepTask], hypers: Sequence[AdamHyper], grad_scale: float
-    ) -> None:
+    def submit(self, tasks: Sequence[StepTask], hypers: Sequence[Hyper]) -> None:
         """Queues the tasks in order and returns at once."""
     def wait_updated(self) -> None:
         """Until every submitted update is computed: parameters in RAM are final, gradients free.

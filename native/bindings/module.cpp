@@ -10,7 +10,8 @@ namespace py = pybind11;
 namespace hetero {
 
 void bind_memory_io(py::module_& module);
-void bind_optimizer(py::module_& module);
+void bind_update(py::module_& module);
+void bind_pipeline(py::module_& module);
 
 namespace {
 
@@ -36,10 +37,12 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "The native core of hetero: host memory, file transfers, Adam, the step pipeline.";
+  module.doc() =
+      "The native core of hetero: host memory, file transfers, updates, the step pipeline.";
   module.def("build_info", &build_info);
   bind_memory_io(module);
-  bind_optimizer(module);
+  bind_update(module);
+  bind_pipeline(module);
 }
 
 }  // namespace hetero

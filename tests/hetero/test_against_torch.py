@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hetero
-from tests.adam_oracle import Hyper, update
 from tests.training import batches, build, tiny_gpt2, train
+from tests.update_oracle import Hyper, update
 
 LR = 1e-3
 
@@ -69,7 +69,7 @@ def test_masters_equal_the_documented_adam_exactly(
     optimizer = hetero.HybridAdam(groups, lr=1e-3, adamw_mode=adamw_mode)
     model, optimizer = hetero.initialize(model, optimizer, None)
     weights = [m.numpy().reshape(-1).copy() for m in hetero.masters(params)]
-    moments = [(np.zeros_like(w), np.zeros_like(w)) for w in weights]
+    moments: list[tuple[np.ndarray, ...]] = [(np.zeros_like(w), np.zeros_like(w)) for w in weights]
     gradients: dict[int, torch.Tensor] = {}
     for index, param in enumerate(params):
         param.register_hook(lambda grad, index=index: gradients.__setitem__(index, grad.clone()))
@@ -94,10 +94,10 @@ def test_masters_equal_the_documented_adam_exactly(
                 weight_decay=group["weight_decay"],
                 decoupled=adamw_mode,
                 step=step,
+                grad_scale=clip / scale,
             )
             gradient = gradients[index].float().numpy().reshape(-1)
-            new, m, v = update(weight, *moments[index], gradient, hyper, clip / scale)
-            weights[index], moments[index] = new, (m, v)
+            weights[index], moments[index] = update("adam", weight, moments[index], gradient, hyper)
 
     for param, weight, master in zip(params, weights, hetero.masters(params), strict=True):
         expected = torch.from_numpy(weight).view(param.shape)

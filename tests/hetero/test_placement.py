@@ -68,7 +68,7 @@ def pool_bytes(layout: Layout, d: Dtypes, p: Placement) -> int:
     """By the pipeline's own account of what a buffer takes."""
     trained_on_disk = any(p.param[c.id] is Tier.DISK and c.trainable for c in layout.chunks)
     buffer = StepPipeline.buffer_bytes(
-        d.compute, d.grad, layout.slot_numel, trained_on_disk, Tier.DISK in p.grad
+        d.kind, layout.slot_numel, trained_on_disk, Tier.DISK in p.grad
     )
     slot = SlotBytes.of(layout, d)
     return p.buffers * buffer + p.gathered_slots * slot.param + p.grad_slots * slot.grad

@@ -14,13 +14,18 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.adam_oracle import Hyper
+from tests.update_oracle import Hyper
 
 PIECE = 4096  # elements
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
-HYPERS = [Hyper(lr=1e-2, weight_decay=0.1, decoupled=True), Hyper(lr=1e-3, beta1=0.8)]
-SEGMENTS = [(0, 1000, 0), (1000, 1777, 1), (3000, 1000, 0)]  # with holes that stay as they are
+KIND = _native.UpdateKind("bf16", "bf16")
+HYPERS = [Hyper(lr=1e-2, weight_decay=0.1), Hyper(lr=1e-3, beta1=0.8)]
+SEGMENTS = [
+    (0, 1000, 0, 7),
+    (1000, 1777, 1, 9),
+    (3000, 1000, 0, 5),
+]  # with holes that stay as they are
 
 
 def refusal(kind: str) -> str:
@@ -37,11 +42,9 @@ ENGINES = [
 ]
 
 
-def hypers(step: int) -> list[_native.AdamHyper]:
-    return [
-        _native.AdamHyper(**dataclasses.asdict(dataclasses.replace(hyper, step=step)))
-        for hyper in HYPERS
-    ]
+def hypers(step: int, scale: float = 1.0, decoupled: bool = True) -> list[_native.Hyper]:
+    changes = {"step": step, "grad_scale": scale, "decoupled": decoupled}
+    return [_native.Hyper(**{**dataclasses.asdict(hyper), **changes}) for hyper in HYPERS]
 
 
 def ram(array: np.ndarray) -> _native.Location:
@@ -66,11 +69,19 @@ def pipeline_threads() -> list[str]:
 class Pieces:
     """Pieces of one dtype in RAM, with random content and gradients."""
 
-    def __init__(self, count: int, dtype: str, grad_dtype: str) -> None:
-        self.dtype, self.grad_dtype, self.count = dtype, grad_dtype, count
+    def __init__(
+        self,
+        count: int,
+        dtype: str,
+        grad_dtype: str,
+        rule: str = "adam",
+        state_dtype: str = "fp32",
+    ) -> None:
+        self.count = count
+        self.kind = _native.UpdateKind(dtype, grad_dtype, rule, state_dtype)
         self.param_bytes = PIECE * BYTES[dtype]
         self.grad_bytes = PIECE * BYTES[grad_dtype]
-        self.record_bytes = PIECE * (MASTER_BYTES[dtype] + 8)
+        self.record_bytes = PIECE * (MASTER_BYTES[dtype] + self.kind.states * BYTES[state_dtype])
         random = np.random.default_rng(0)
         words = {2: np.uint16, 4: np.uint32}
         # Bit patterns of moderate numbers: exponents in the middle, any sign and fraction.
@@ -130,7 +141,7 @@ class Filed:
             for payload in payloads:
                 offsets.append(end)
                 end += os.pwrite(self.fd, payload.tobytes(), end)
-        shape = (pieces.dtype, pieces.grad_dtype, PIECE, param_in_file, grad_in_file)
+        shape = (pieces.kind, PIECE, param_in_file, grad_in_file)
         self.engine = _native.IoEngine(kind, queue_depth=4, block_bytes=8192)
         self.file = self.engine.add_file(self.fd, str(path))
         self.arena = _native.Arena(buffers * _native.StepPipeline.buffer_bytes(*shape))
@@ -182,11 +193,9 @@ def opened() -> Iterator[list[Filed]]:
 
 
 def train_in_ram(pieces: Pieces, steps: int, scale: float = 1.0) -> None:
-    pipeline = _native.StepPipeline(
-        None, 0, None, 0, pieces.dtype, pieces.grad_dtype, PIECE, False, False
-    )
+    pipeline = _native.StepPipeline(None, 0, None, 0, pieces.kind, PIECE, False, False)
     for step in range(1, steps + 1):
-        pipeline.submit(pieces.tasks_in_ram(range(pieces.count)), hypers(step), scale)
+        pipeline.submit(pieces.tasks_in_ram(range(pieces.count)), hypers(step, scale))
         pipeline.wait_updated()
     pipeline.close()
 
@@ -218,7 +227,7 @@ def test_file_and_ram_give_the_same_bytes(
     filed = Filed(pieces, tmp_path / "file", kind, buffers, param_in_file, grad_in_file)
     opened.append(filed)
     for step in range(1, steps + 1):
-        filed.pipeline.submit(filed.tasks(zig_zag(count, step)), hypers(step), 0.5)
+        filed.pipeline.submit(filed.tasks(zig_zag(count, step)), hypers(step, 0.5))
         filed.pipeline.wait_updated()
     filed.pipeline.wait_written()
     train_in_ram(pieces, steps, 0.5)
@@ -240,28 +249,42 @@ def test_file_and_ram_give_the_same_bytes(
     assert stats["write_wait_s"] >= 0
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rule", ["adam", "lion", "adagrad"])
 @pytest.mark.parametrize("dtype", BYTES)
-def test_ram_tasks_are_adam_steps_of_the_segments(dtype: str) -> None:
-    pieces, wanted = Pieces(2, dtype, "bf16"), Pieces(2, dtype, "bf16")
-    train_in_ram(pieces, steps=3)
+def test_tasks_are_updates_of_the_segments(
+    tmp_path: Path, opened: list[Filed], dtype: str, rule: str, state_dtype: str
+) -> None:
+    """In RAM and through buffers: the parts of a record are where the layout says."""
+    of = (2, dtype, "bf16", rule, state_dtype)
+    pieces, wanted = Pieces(*of), Pieces(*of)
+    filed = Filed(pieces, tmp_path / "file", "threads", buffers=1, param_in_file=True)
+    opened.append(filed)
+    kind = pieces.kind
+    pipeline = _native.StepPipeline(None, 0, None, 0, kind, PIECE, False, False)
     master_bytes = MASTER_BYTES[dtype]
     for step in range(1, 4):
-        for key, (first, numel, hyper) in itertools.product(range(2), SEGMENTS):
+        now = hypers(step, decoupled=rule != "adagrad")
+        pipeline.submit(pieces.tasks_in_ram(range(2)), now)
+        pipeline.wait_updated()
+        filed.pipeline.submit(filed.tasks(range(2)), now)
+        filed.pipeline.wait_written()
+        for key, (first, numel, hyper, index) in itertools.product(range(2), SEGMENTS):
             record = wanted.records[key].ctypes.data
-            exp_avg = record + PIECE * master_bytes
-            _native.adam_step(
-                dtype,
-                "bf16",
+            states = record + PIECE * master_bytes
+            _native.update(
+                kind,
                 wanted.params[key].ctypes.data + first * BYTES[dtype],
                 wanted.grads[key].ctypes.data + first * 2,
                 record + first * master_bytes if master_bytes else 0,
-                exp_avg + first * 4,
-                exp_avg + (PIECE + first) * 4,
+                [states + (i * PIECE + first) * BYTES[state_dtype] for i in range(kind.states)],
                 numel,
-                hypers(step)[hyper],
-                1.0,
+                now[hyper],
+                index,
             )
+    pipeline.close()
     assert pieces.bytes() == wanted.bytes()
+    assert filed.bytes() == wanted.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -271,12 +294,12 @@ def test_several_steps_queued_at_once(tmp_path: Path, opened: list[Filed], kind:
     filed = Filed(pieces, tmp_path / "file", kind, buffers=2, param_in_file=True)
     opened.append(filed)
     for step in range(1, 9):
-        filed.pipeline.submit(filed.tasks([step % 3, 0, 0, (step + 1) % 3]), hypers(step), 1.0)
+        filed.pipeline.submit(filed.tasks([step % 3, 0, 0, (step + 1) % 3]), hypers(step))
     filed.pipeline.wait_written()
-    pipeline = _native.StepPipeline(None, 0, None, 0, "bf16", "bf16", PIECE, False, False)
+    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
     for step in range(1, 9):
         order = [step % 3, 0, 0, (step + 1) % 3]
-        pipeline.submit(pieces.tasks_in_ram(order), hypers(step), 1.0)
+        pipeline.submit(pieces.tasks_in_ram(order), hypers(step))
     pipeline.wait_updated()
     assert filed.bytes() == pieces.bytes()
     pipeline.close()
@@ -292,7 +315,7 @@ def test_ram_and_file_tasks_mix(tmp_path: Path, opened: list[Filed], kind: str) 
     tasks[1] = _native.StepTask(1, ram(moved[0]), ram(pieces.grads[1]), ram(moved[1]), SEGMENTS)
     record = _native.Location(file_offset=filed.record_at[2])
     tasks[2] = _native.StepTask(2, ram(filed.params[2]), ram(pieces.grads[2]), record, SEGMENTS)
-    filed.pipeline.submit(tasks, hypers(1), 1.0)
+    filed.pipeline.submit(tasks, hypers(1))
     filed.pipeline.wait_written()
     train_in_ram(pieces, steps=1)
     assert moved[0].tobytes() == pieces.params[1].tobytes()
@@ -313,16 +336,16 @@ def test_a_payload_that_was_in_ram_is_not_taken_from_the_buffer(
     pieces = Pieces(1, "bf16", "bf16")
     filed = Filed(pieces, tmp_path / "file", kind, 1, param_in_file=True)
     opened.append(filed)
-    filed.pipeline.submit(filed.tasks([0]), hypers(1), 1.0)
+    filed.pipeline.submit(filed.tasks([0]), hypers(1))
     filed.pipeline.wait_written()
     # The parameter goes to RAM for one step and comes back to the file.
     param = np.frombuffer(filed.in_file(filed.params[0], 0 + filed.param_at[0]), np.uint16).copy()
     record = _native.Location(file_offset=filed.record_at[0])
     task = _native.StepTask(0, ram(param), ram(pieces.grads[0]), record, SEGMENTS)
-    filed.pipeline.submit([task], hypers(2), 1.0)
+    filed.pipeline.submit([task], hypers(2))
     filed.pipeline.wait_written()
     os.pwrite(filed.fd, param.tobytes(), filed.param_at[0])
-    filed.pipeline.submit(filed.tasks([0]), hypers(3), 1.0)
+    filed.pipeline.submit(filed.tasks([0]), hypers(3))
     filed.pipeline.wait_written()
     train_in_ram(pieces, steps=3)
     assert filed.bytes() == pieces.bytes()
@@ -336,16 +359,16 @@ def test_forget_makes_the_next_task_read_the_file(
     filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
     before = filed.bytes()
-    filed.pipeline.submit(filed.tasks([0, 1]), hypers(1), 1.0)
+    filed.pipeline.submit(filed.tasks([0, 1]), hypers(1))
     filed.pipeline.wait_updated()
     filed.pipeline.forget(1)
     after = filed.in_file(pieces.records[1], filed.record_at[1])
     assert after != before[filed.record_at[1] :][: len(after)]
-    filed.pipeline.submit(filed.tasks([0, 1]), hypers(2), 1.0)
+    filed.pipeline.submit(filed.tasks([0, 1]), hypers(2))
     filed.pipeline.wait_updated()
     assert filed.pipeline.stats["hits"] == 1  # key 0
     filed.pipeline.forget()
-    filed.pipeline.submit(filed.tasks([0, 1]), hypers(3), 1.0)
+    filed.pipeline.submit(filed.tasks([0, 1]), hypers(3))
     filed.pipeline.wait_written()
     assert filed.pipeline.stats["hits"] == 1
     train_in_ram(pieces, steps=3)
@@ -359,7 +382,7 @@ def test_wait_written_of_a_key_waits_for_that_key(
     pieces = Pieces(6, "bf16", "bf16")
     filed = Filed(pieces, tmp_path / "file", kind, buffers=3)
     opened.append(filed)
-    filed.pipeline.submit(filed.tasks(range(6)), hypers(1), 1.0)
+    filed.pipeline.submit(filed.tasks(range(6)), hypers(1))
     train_in_ram(pieces, steps=1)
     for key in (2, 0, 5, 1):
         filed.pipeline.wait_written(key)
@@ -379,7 +402,7 @@ def test_a_failed_read_stops_everything(
     filed = Filed(pieces, tmp_path / "file", kind, buffers)
     opened.append(filed)
     filed.engine.inject("read", nth, error=errno.EIO)
-    filed.pipeline.submit(filed.tasks(range(4)), hypers(1), 1.0)
+    filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
     with pytest.raises(_native.NativeIoError) as caught:
         filed.pipeline.wait_updated()
     assert caught.value.errno == errno.EIO
@@ -388,7 +411,7 @@ def test_a_failed_read_stops_everything(
         filed.pipeline.wait_updated,
         filed.pipeline.wait_written,
         filed.pipeline.forget,
-        lambda: filed.pipeline.submit(filed.tasks([0]), hypers(2), 1.0),
+        lambda: filed.pipeline.submit(filed.tasks([0]), hypers(2)),
     ):
         with pytest.raises(_native.NativeIoError):
             refuses()
@@ -405,7 +428,7 @@ def test_a_failed_write_stops_everything(
     filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
     opened.append(filed)
     filed.engine.inject("write", 0, error=errno.ENOSPC)
-    filed.pipeline.submit(filed.tasks(range(4)), hypers(1), 1.0)
+    filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
     with pytest.raises(_native.NativeIoError) as caught:
         getattr(filed.pipeline, wait)()
     assert caught.value.errno == errno.ENOSPC
@@ -423,7 +446,7 @@ def test_the_last_writes_failure_is_not_lost(
     filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
     opened.append(filed)
     filed.engine.inject("write", 0, error=errno.EIO)
-    filed.pipeline.submit(filed.tasks([0]), hypers(1), 1.0)
+    filed.pipeline.submit(filed.tasks([0]), hypers(1))
     while filed.pipeline.stats["tasks"] == 0:
         time.sleep(0.001)
     filed.pipeline.close()
@@ -440,20 +463,20 @@ def test_close_in_the_middle_leaves_every_piece_whole(
     filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
     opened.append(filed)
     for step in range(1, rounds + 1):
-        filed.pipeline.submit(filed.tasks([0, 1]), hypers(step), 1.0)
+        filed.pipeline.submit(filed.tasks([0, 1]), hypers(step))
     filed.pipeline.close()
     filed.pipeline.close()
     assert pipeline_threads() == []
     with pytest.raises(RuntimeError, match="closed before"):
         filed.pipeline.wait_updated()
     with pytest.raises(RuntimeError, match="closed"):
-        filed.pipeline.submit(filed.tasks([0]), hypers(1), 1.0)
+        filed.pipeline.submit(filed.tasks([0]), hypers(1))
     # An update that was made is in the file too.
     made = int(filed.pipeline.stats["tasks"])
     assert made < 2 * rounds
-    pipeline = _native.StepPipeline(None, 0, None, 0, "bf16", "bf16", PIECE, False, False)
+    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
     for task in range(made):
-        pipeline.submit(pieces.tasks_in_ram([task % 2]), hypers(task // 2 + 1), 1.0)
+        pipeline.submit(pieces.tasks_in_ram([task % 2]), hypers(task // 2 + 1))
     pipeline.wait_updated()
     pipeline.close()
     assert filed.bytes() == pieces.bytes()
@@ -461,14 +484,16 @@ def test_close_in_the_middle_leaves_every_piece_whole(
 
 def test_close_of_an_idle_pipeline_lets_waits_return() -> None:
     pieces = Pieces(1, "fp32", "fp32")
-    pipeline = _native.StepPipeline(None, 0, None, 0, "fp32", "fp32", PIECE, False, False)
-    pipeline.submit(pieces.tasks_in_ram([0]), hypers(1), 1.0)
+    pipeline = _native.StepPipeline(
+        None, 0, None, 0, _native.UpdateKind("fp32", "fp32"), PIECE, False, False
+    )
+    pipeline.submit(pieces.tasks_in_ram([0]), hypers(1))
     pipeline.wait_updated()
     pipeline.close()
     pipeline.wait_updated()
     pipeline.wait_written()
     with pytest.raises(RuntimeError, match="closed"):
-        pipeline.submit(pieces.tasks_in_ram([0]), hypers(2), 1.0)
+        pipeline.submit(pieces.tasks_in_ram([0]), hypers(2))
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -481,11 +506,11 @@ def test_the_pipeline_keeps_engine_and_arena_alive(
     tasks = filed.tasks(range(3))
     del filed.engine, filed.arena
     gc.collect()
-    pipeline.submit(tasks, hypers(1), 1.0)
+    pipeline.submit(tasks, hypers(1))
     pipeline.wait_written()
     train_in_ram(pieces, steps=1)
     assert filed.bytes() == pieces.bytes()
-    pipeline.submit(tasks, hypers(2), 1.0)
+    pipeline.submit(tasks, hypers(2))
     del filed.pipeline, pipeline  # the destructor closes
     assert pipeline_threads() == []
     os.close(filed.fd)
@@ -498,7 +523,7 @@ def test_a_forked_child_neither_works_nor_hangs(
     pieces = Pieces(3, "bf16", "bf16")
     filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
-    filed.pipeline.submit(filed.tasks(range(3)), hypers(1), 1.0)
+    filed.pipeline.submit(filed.tasks(range(3)), hypers(1))
     child = os.fork()
     if child == 0:
         code = 1
@@ -516,13 +541,18 @@ def test_a_forked_child_neither_works_nor_hangs(
 
 
 def test_bad_pipelines_are_refused() -> None:
-    shape = ("bf16", "bf16", PIECE, False, False)
+    shape = (KIND, PIECE, False, False)
     assert _native.StepPipeline.buffer_bytes(*shape) == 10 * PIECE
-    assert _native.StepPipeline.buffer_bytes("fp32", "fp32", PIECE, True, True) == 16 * PIECE
-    assert _native.StepPipeline.buffer_bytes("fp16", "bf16", PIECE, True, True) == 16 * PIECE
+    for names, nbytes in [
+        (("fp32", "fp32"), 16),
+        (("fp16", "bf16"), 16),
+        (("bf16", "bf16", "lion", "bf16"), 8),
+    ]:
+        kind = _native.UpdateKind(*names)
+        assert _native.StepPipeline.buffer_bytes(kind, PIECE, True, True) == nbytes * PIECE
     for numel in (0, 1000, PIECE + 1):
         with pytest.raises(ValueError, match=f"piece_numel is {numel}"):
-            _native.StepPipeline.buffer_bytes("bf16", "bf16", numel, False, False)
+            _native.StepPipeline.buffer_bytes(KIND, numel, False, False)
     engine, arena = _native.IoEngine("threads"), _native.Arena(10 * PIECE)
     with pytest.raises(ValueError, match="2 buffers of 40960 bytes"):
         _native.StepPipeline(engine, 0, arena, 2, *shape)
@@ -530,20 +560,23 @@ def test_bad_pipelines_are_refused() -> None:
         _native.StepPipeline(engine, 0, arena, 0, *shape)
     with pytest.raises(ValueError, match="arena"):
         _native.StepPipeline(engine, 0, None, 1, *shape)
-    with pytest.raises(ValueError, match="'int8'"):
-        _native.StepPipeline(None, 0, None, 0, "int8", "bf16", PIECE, False, False)
+    with pytest.raises(TypeError):
+        _native.StepPipeline(None, 0, None, 0, None, PIECE, False, False)
     engine.close()
 
 
 def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
     pieces = Pieces(1, "bf16", "bf16")
     engine, arena = _native.IoEngine("threads"), _native.Arena(10 * PIECE)
-    pipeline = _native.StepPipeline(engine, 0, arena, 1, "bf16", "bf16", PIECE, False, False)
-    no_engine = _native.StepPipeline(None, 0, None, 0, "bf16", "bf16", PIECE, False, False)
+    pipeline = _native.StepPipeline(engine, 0, arena, 1, KIND, PIECE, False, False)
+    no_engine = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
+    lion = _native.StepPipeline(
+        None, 0, None, 0, _native.UpdateKind("bf16", "bf16", "lion"), PIECE, False, False
+    )
     param, grad, record = ram(pieces.params[0]), ram(pieces.grads[0]), ram(pieces.records[0])
     filed = _native.Location(file_offset=8192)
 
-    def task(key=3, param=param, grad=grad, record=record, segments=((0, PIECE, 0),)):
+    def task(key=3, param=param, grad=grad, record=record, segments=((0, PIECE, 0, 0),)):
         return _native.StepTask(key, param, grad, record, segments)
 
     before = pieces.bytes()
@@ -553,19 +586,19 @@ def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
         (task(grad=_native.Location(64, 4096)), "grad has both"),
         (task(record=_native.Location(file_offset=100)), "100 is not a multiple of 4096"),
         (task(param=filed), "no room"),
-        (task(segments=[(1, PIECE, 0)]), "outside the piece of 4096"),
-        (task(segments=[(0, PIECE + 1, 0)]), "outside"),
-        (task(segments=[(10, 10, 0), (0, 11, 0)]), "overlaps"),
-        (task(segments=[(0, 10, 2)]), "hyper-parameters 2 of 2"),
+        (task(segments=[(1, PIECE, 0, 0)]), "outside the piece of 4096"),
+        (task(segments=[(0, PIECE + 1, 0, 0)]), "outside"),
+        (task(segments=[(10, 10, 0, 0), (0, 11, 0, 0)]), "overlaps"),
+        (task(segments=[(0, 10, 2, 0)]), "hyper-parameters 2 of 2"),
     ]:
         with pytest.raises(ValueError, match=rf"StepTask (3|-1): .*{fact}"):
-            pipeline.submit([task(), bad], hypers(1), 1.0)
+            pipeline.submit([task(), bad], hypers(1))
     with pytest.raises(ValueError, match="no engine"):
-        no_engine.submit([task(record=filed)], hypers(1), 1.0)
-    with pytest.raises(ValueError, match="grad_scale"):
-        pipeline.submit([task()], hypers(1), float("nan"))
+        no_engine.submit([task(record=filed)], hypers(1))
+    with pytest.raises(ValueError, match="decoupled"):
+        lion.submit([task()], hypers(1, decoupled=False))
     pipeline.wait_written()
     assert pipeline.stats["tasks"] == 0
     assert pieces.bytes() == before
-    for closing in (pipeline, no_engine, engine):
+    for closing in (pipeline, no_engine, lion, engine):
         closing.close()

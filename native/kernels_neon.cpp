@@ -1,4 +1,4 @@
-#include "adam_kernel.inl.h"
+#include "make_kernels.inl.h"
 #include "vec_neon.h"
 
 namespace hetero {

@@ -5,7 +5,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-#include "adam_kernel.inl.h"
+#include "make_kernels.inl.h"
 #include "vec_avx512.h"
 
 namespace hetero {

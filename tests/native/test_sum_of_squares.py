@@ -1,8 +1,7 @@
-"""native/norm: the sum of squares is accurate and always the same bits."""
+"""native/sum_of_squares: the sum of squares is accurate and always the same bits."""
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,14 +11,6 @@ from offload import _native
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK = 32 * 1024  # elements that are summed together
 SIZES = [0, 1, 31, 32, 33, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77]
-
-
-@pytest.fixture(autouse=True)
-def restore_choices() -> Iterator[None]:
-    isa, threads = _native.isa(), _native.threads()
-    yield
-    _native.set_isa(isa)
-    _native.set_threads(threads)
 
 
 def values(numel: int, dtype: str) -> torch.Tensor:
@@ -46,9 +37,12 @@ def test_accurate_and_independent_of_isa_and_threads(dtype: str, numel: int) -> 
     assert results.pop() == pytest.approx(exact, rel=1e-13, abs=0)
 
 
+@pytest.mark.parametrize("isa", _native.isa_available())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [1, 33, BLOCK + 1, 2 * BLOCK + 77])
-def test_order_of_additions_is_the_documented_one(numel: int) -> None:
-    tensor = values(numel, "fp32").double()
+def test_order_of_additions_is_the_documented_one(numel: int, dtype: str, isa: str) -> None:
+    _native.set_isa(isa)
+    tensor = values(numel, dtype).double()
     total = 0.0
     for block in tensor.split(BLOCK):
         lanes = [0.0] * 32
@@ -58,7 +52,7 @@ def test_order_of_additions_is_the_documented_one(numel: int) -> None:
             half = len(lanes) // 2
             lanes = [a + b for a, b in zip(lanes[:half], lanes[half:], strict=True)]
         total += lanes[0]
-    assert sum_of_squares(tensor.float(), "fp32") == total
+    assert sum_of_squares(tensor.to(DTYPES[dtype]), dtype) == total
 
 
 @pytest.mark.parametrize("isa", _native.isa_available())

@@ -1,4 +1,4 @@
-#include "norm.h"
+#include "sum_of_squares.h"
 
 #include <algorithm>
 #include <vector>

@@ -1,0 +1,356 @@
+"""native/update: every kind of update against the oracle, bit for bit, and against torch."""
+
+import dataclasses
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload import _native
+from tests.update_arrays import (
+    Arrays,
+    equal_bits,
+    gradients,
+    masters,
+    to_dtype,
+    to_fp32,
+    unaligned,
+)
+from tests.update_oracle import Hyper, fma, stored, update
+
+DTYPES = ["fp32", "bf16", "fp16"]
+STATE_DTYPES = ["fp32", "bf16"]
+ISAS = _native.isa_available()
+BLOCK = 64 * 1024  # what a worker takes at a time
+HYPERS = {
+    "adam": {
+        "plain": Hyper(lr=1e-2, grad_scale=0.3),
+        "coupled": Hyper(lr=1e-2, weight_decay=0.1),
+        "decoupled": Hyper(lr=1e-2, weight_decay=0.1, decoupled=True, grad_scale=0.3),
+        "uncorrected": Hyper(beta1=0.8, weight_decay=0.1, decoupled=True, bias_correction=False),
+    },
+    "lion": {
+        "plain": Hyper(lr=1e-3, beta2=0.99, grad_scale=0.3),
+        "decoupled": Hyper(lr=1e-3, beta1=0.95, beta2=0.98, weight_decay=0.3, decoupled=True),
+    },
+    "adagrad": {
+        "plain": Hyper(lr=1e-2, eps=1e-10, grad_scale=0.3),
+        "coupled": Hyper(lr=1e-2, eps=1e-10, weight_decay=0.1, lr_decay=0.05),
+    },
+}
+CASES = [
+    pytest.param(rule, hyper, id=f"{rule}-{name}")
+    for rule, hypers in HYPERS.items()
+    for name, hyper in hypers.items()
+]
+KINDS = [
+    _native.UpdateKind(*names) for names in itertools.product(DTYPES, DTYPES, HYPERS, STATE_DTYPES)
+]
+
+
+def some_hyper(kind: _native.UpdateKind) -> Hyper:
+    return list(HYPERS[kind.rule].values())[-1]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+@pytest.mark.parametrize(("rule", "hyper"), CASES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_are_the_oracles(
+    isa: str, rule: str, hyper: Hyper, dtype: str, grad_dtype: str, state_dtype: str
+) -> None:
+    _native.set_isa(isa)
+    kind = _native.UpdateKind(dtype, grad_dtype, rule, state_dtype)
+    for numel, offset in [(0, 0), (1, 1), (15, 2), (16, 0), (17, 4), (1003, 3)]:
+        index = (1 << 32) - 500  # numbers are taken modulo 2^32
+        w = masters(numel)
+        states = tuple(np.zeros_like(w) for _ in range(kind.states))
+        arrays = Arrays(kind, w, offset)
+        for step in range(1, 4):
+            grad = unaligned(gradients(numel, grad_dtype, seed=step), offset)
+            now = dataclasses.replace(hyper, step=step)
+            arrays.step(grad, now, index=index)
+            w, states = update(rule, w, states, to_fp32(grad, grad_dtype), now)
+            states = stored(rule, dtype, state_dtype, states, step, index)
+            assert equal_bits(arrays.fp32_master(), w)
+            for found, wanted in zip(arrays.fp32_states(), states, strict=True):
+                assert equal_bits(found, wanted)
+            assert equal_bits(arrays.param, to_dtype(w, dtype))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    numel=st.integers(1, 2 * BLOCK + 77),
+    offset=st.integers(0, 7),
+    index=st.integers(0, 1 << 40),
+    isa=st.sampled_from(ISAS),
+    threads=st.integers(1, 3),
+    data=st.data(),
+)
+def test_bits_do_not_depend_on_isa_threads_or_cuts(
+    kind: _native.UpdateKind,
+    numel: int,
+    offset: int,
+    index: int,
+    isa: str,
+    threads: int,
+    data: st.DataObject,
+) -> None:
+    grads = [gradients(numel, kind.grad_dtype, seed) for seed in range(2)]
+
+    def train(cuts: list[int]) -> bytes:
+        arrays = Arrays(kind, masters(numel), offset)
+        for step, grad in enumerate(grads, start=1):
+            now = dataclasses.replace(some_hyper(kind), step=step)
+            for begin, end in itertools.pairwise([0, *sorted(cuts), numel]):
+                arrays.step(grad, now, begin, end, index)
+        return arrays.bytes()
+
+    _native.set_isa("scalar")
+    _native.set_threads(1)
+    wanted = train([])
+    _native.set_isa(isa)
+    _native.set_threads(threads)
+    assert train(data.draw(st.lists(st.integers(0, numel), max_size=4))) == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_every_kind_has_the_same_bits_on_every_isa(kind: _native.UpdateKind) -> None:
+    numel = BLOCK + 77
+    found = set()
+    for isa in ISAS:
+        _native.set_isa(isa)
+        arrays = Arrays(kind, masters(numel))
+        for step in range(1, 3):
+            grad = gradients(numel, kind.grad_dtype, seed=step)
+            arrays.step(grad, dataclasses.replace(some_hyper(kind), step=step))
+        found.add(arrays.bytes())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_half_precision_gradient_is_converted_exactly(isa: str) -> None:
+    _native.set_isa(isa)
+    for dtype in ("bf16", "fp16"):
+        grad = np.arange(1 << 16, dtype=np.uint16)
+        arrays = Arrays(_native.UpdateKind("fp32", dtype), np.zeros(len(grad), np.float32))
+        arrays.step(grad, Hyper(lr=0.0, beta1=0.0))  # exp_avg = 1 * g + 0
+        exp_avg = arrays.fp32_states()[0]
+        values = to_fp32(grad, dtype)
+        values[values == 0] = 0  # -0 + 0 = 0
+        number = ~np.isnan(values)
+        assert equal_bits(exp_avg[number], values[number])
+        assert np.isnan(exp_avg[~number]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_lion_takes_the_sign_and_nothing_else(isa: str) -> None:
+    _native.set_isa(isa)
+    grad = np.float32([0.0, -0.0, 1e-45, -1e-45, 3e38, -np.inf, np.inf, np.nan] * 5)
+    for zero in (0.0, -0.0):
+        arrays = Arrays(_native.UpdateKind("fp32", "fp32", "lion"), np.full(40, zero, np.float32))
+        # 0.5 * 1e-45 is not 0: it rounds to even, which is 0; so beta1 = 0.
+        arrays.step(grad.view(np.uint32), Hyper(lr=0.25, beta1=0.0))
+        wanted = np.float32([zero, zero, -0.25, 0.25, -0.25, 0.25, -0.25, np.nan] * 5)
+        number = ~np.isnan(wanted)
+        # w - 0.25 * sign: adding -0 to a zero keeps its sign.
+        assert equal_bits(arrays.fp32_master()[number], wanted[number])
+        assert np.isnan(arrays.fp32_master()[~number]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.grad_dtype == "fp32"], ids=repr)
+def test_non_finite_gradients_spread_no_further_than_their_element(
+    kind: _native.UpdateKind, isa: str
+) -> None:
+    _native.set_isa(isa)
+    grad = np.ones(40, np.float32)
+    grad[3], grad[17], grad[39] = np.inf, np.nan, -np.inf
+    arrays = Arrays(kind, masters(40))
+    hyper = dataclasses.replace(some_hyper(kind), weight_decay=0.0)
+    for step in (1, 2):
+        arrays.step(grad.view(np.uint32), dataclasses.replace(hyper, step=step))
+    poisoned = np.isnan(arrays.fp32_master())
+    # lion moves by the sign of an infinity, which is finite.
+    assert poisoned.nonzero()[0].tolist() == ([17] if kind.rule == "lion" else [3, 17, 39])
+    assert np.isnan(to_fp32(arrays.param[poisoned], kind.dtype)).all()
+    for state in arrays.fp32_states():
+        assert (~np.isfinite(state)).nonzero()[0].tolist() == [3, 17, 39]
+        assert np.isnan(state[17])
+
+
+def test_subnormals_survive_the_callers_flush_to_zero() -> None:
+    grad = np.full(1000, 1e-42, np.float32)
+    arrays = Arrays(_native.UpdateKind("fp32", "fp32"), np.zeros(1000, np.float32))
+    torch.set_flush_denormal(True)
+    try:
+        arrays.step(grad, Hyper(beta1=0.0, lr=0.0))
+    finally:
+        torch.set_flush_denormal(False)
+    assert equal_bits(arrays.fp32_states()[0], grad)
+
+
+TORCH_RULES = {
+    "adam": (torch.optim.Adam, {"weight_decay": 0.01}, Hyper(weight_decay=0.01)),
+    "adamw": (
+        torch.optim.AdamW,
+        {"weight_decay": 0.01},
+        Hyper(weight_decay=0.01, decoupled=True),
+    ),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"weight_decay": 0.01, "lr_decay": 0.1, "eps": 1e-8},
+        Hyper(weight_decay=0.01, lr_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCH_RULES)
+def test_agrees_with_torch(name: str) -> None:
+    """Each of the ten updates, of about lr, may round differently by a unit in the last place."""
+    numel, lr = 20_000, 1e-3
+    w = masters(numel)
+    param = torch.nn.Parameter(torch.from_numpy(w.copy()))
+    cls, options, hyper = TORCH_RULES[name]
+    reference = cls([param], lr=lr, **options)
+    rule = name.removesuffix("w")
+    arrays = Arrays(_native.UpdateKind("fp32", "fp32", rule), w)
+    for step in range(1, 11):
+        grad = np.random.default_rng(step).standard_normal(numel).astype(np.float32)
+        param.grad = torch.from_numpy(grad)
+        reference.step()
+        arrays.step(grad, dataclasses.replace(hyper, lr=lr, step=step))
+    theirs = param.detach().numpy()
+    ulp = np.spacing(np.maximum(np.abs(w), np.float32(10 * lr)))
+    distance = np.abs(arrays.fp32_master() - theirs) / ulp
+    assert distance.max() <= 10
+    assert distance.mean() < 0.5
+
+
+def test_lion_agrees_with_its_paper() -> None:
+    """Algorithm 2 of the paper in double. Signs differ only where c is a rounding error from 0."""
+    numel, lr, decay, beta1, beta2 = 20_000, 1e-3, 0.1, 0.9, 0.99
+    w = masters(numel)
+    exact, momentum = w.astype(np.float64), np.zeros(numel)
+    near_zero = np.zeros(numel, bool)
+    arrays = Arrays(_native.UpdateKind("fp32", "fp32", "lion"), w)
+    for step in range(1, 11):
+        grad = np.random.default_rng(step).standard_normal(numel).astype(np.float32)
+        arrays.step(
+            grad,
+            Hyper(lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, decoupled=True, step=step),
+        )
+        c = beta1 * momentum + (1 - beta1) * grad
+        near_zero |= np.abs(c) < 1e-6
+        exact -= lr * (np.sign(c) + decay * exact)
+        momentum = beta2 * momentum + (1 - beta2) * grad
+    assert near_zero.mean() < 1e-3
+    ulp = np.spacing(np.maximum(np.abs(w), np.float32(10 * lr)))
+    distance = np.abs(arrays.fp32_master() - exact)[~near_zero] / ulp[~near_zero]
+    assert distance.max() <= 20  # two roundings in each of ten updates
+
+
+def test_fma_of_the_oracle_rounds_once() -> None:
+    """Against exact rational arithmetic."""
+    random = np.random.default_rng(0)
+    a, b, c = random.integers(0, 1 << 32, (3, 3000), dtype=np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        c[::2] = (-a * b * (1 + random.standard_normal(3000) * 1e-7)).astype(np.float32)[::2]
+        results = fma(a, b, c)
+    for x, y, z, result in zip(*(array.tolist() for array in (a, b, c)), results, strict=True):
+        if not (np.isfinite([x, y, z]).all() and np.isfinite(result)):
+            continue
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        error = abs(Fraction(float(result)) - exact)
+        for neighbour in np.nextafter(result, np.float32([-np.inf, np.inf])):
+            if np.isfinite(neighbour):
+                assert error <= abs(Fraction(float(neighbour)) - exact)
+
+
+def test_kinds() -> None:
+    kind = _native.UpdateKind("bf16", "fp32", rule="lion", state_dtype="bf16")
+    assert (kind.dtype, kind.grad_dtype, kind.rule, kind.state_dtype) == (
+        "bf16",
+        "fp32",
+        "lion",
+        "bf16",
+    )
+    assert repr(kind) == (
+        "UpdateKind(dtype='bf16', grad_dtype='fp32', rule='lion', state_dtype='bf16')"
+    )
+    assert _native.UpdateKind("bf16", "bf16") == _native.UpdateKind("bf16", "bf16", "adam", "fp32")
+    assert len(set(KINDS)) == len(KINDS) == len({hash(k) for k in KINDS})
+    assert kind != "lion"
+    with pytest.raises(AttributeError):
+        kind.rule = "adam"  # type: ignore[misc]
+    sizes = {
+        ("bf16", "bf16", "adam", "fp32"): (10, 26),
+        ("bf16", "bf16", "adam", "bf16"): (6, 18),
+        ("fp32", "fp32", "adam", "fp32"): (8, 28),
+        ("fp16", "fp32", "adam", "fp32"): (12, 32),
+        ("bf16", "bf16", "lion", "bf16"): (4, 14),
+        ("fp32", "bf16", "adagrad", "fp32"): (4, 18),
+    }
+    for names, wanted in sizes.items():
+        sized = _native.UpdateKind(*names)
+        assert (sized.record_bytes, sized.bytes_moved) == wanted
+        assert sized.states == (2 if names[2] == "adam" else 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "fact"),
+    [
+        (("fp8", "fp32"), "dtype is 'fp8'"),
+        (("fp32", "int8"), "grad_dtype is 'int8'"),
+        (("fp32", "fp32", "sgd"), "rule is 'sgd'"),
+        (("fp32", "fp32", "adam", "fp16"), "state_dtype is 'fp16'"),
+    ],
+)
+def test_unknown_kinds_are_refused(names: tuple[str, ...], fact: str) -> None:
+    with pytest.raises(ValueError, match=fact):
+        _native.UpdateKind(*names)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", -1.0),
+        ("lr", float("nan")),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("eps", float("inf")),
+        ("weight_decay", -0.1),
+        ("lr_decay", -1.0),
+        ("step", 0),
+        ("grad_scale", float("inf")),
+    ],
+)
+def test_hyper_parameters_out_of_range_are_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"Hyper: {field} is"):
+        _native.Hyper(**{**dataclasses.asdict(Hyper()), field: value})
+
+
+def test_bad_arguments_are_named() -> None:
+    hyper = _native.Hyper(lr=1e-3)
+    adam, lion, adagrad = (_native.UpdateKind("fp32", "fp32", rule) for rule in HYPERS)
+    with pytest.raises(ValueError, match="param is 0"):
+        _native.update(adam, 0, 0, 0, [0, 0], 5, hyper)
+    with pytest.raises(ValueError, match=r"states\[1\] is 0"):
+        _native.update(adam, 64, 64, 0, [64, 0], 5, hyper)
+    with pytest.raises(ValueError, match="its own master"):
+        _native.update(adam, 64, 64, 64, [64, 64], 0, hyper)
+    with pytest.raises(ValueError, match="states has 2 addresses, lion has 1"):
+        _native.update(lion, 0, 0, 0, [0, 0], 0, hyper)
+    with pytest.raises(ValueError, match=r"weight_decay is 0\.1.*decoupled=True"):
+        _native.update(lion, 0, 0, 0, [0], 0, _native.Hyper(lr=1e-3, weight_decay=0.1))
+    with pytest.raises(ValueError, match="decoupled is True.*adagrad"):
+        _native.update(adagrad, 0, 0, 0, [0], 0, _native.Hyper(lr=1e-3, decoupled=True))
+    for bad in (lambda: _native.Hyper(1e-3), lambda: _native.update(None, 0, 0, 0, [], 0, hyper)):
+        with pytest.raises(TypeError):
+            bad()

@@ -1,0 +1,213 @@
+"""native/worker_pool and native/isa: threads, their CPUs, fork, and the choice of instructions."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload import _native
+from tests.update_arrays import Arrays, gradients, masters
+from tests.update_oracle import Hyper
+
+ISAS = _native.isa_available()
+BLOCK = 64 * 1024  # what a worker takes at a time
+FP32 = _native.UpdateKind("fp32", "fp32")
+CPUS = sorted(os.sched_getaffinity(0))
+
+
+def workers() -> list[int]:
+    """Thread ids."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if path.read_text().strip() == "hetero-worker":
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def workers_become(count: int) -> bool:
+    """Waits until that many workers live: the kernel lists a thread for a moment after its end, and
+    a new one has its name a moment after its start."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if len(workers()) == count:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+class Trained:
+    """Enough blocks for every worker."""
+
+    def __init__(self) -> None:
+        self.arrays = Arrays(FP32, masters(4 * BLOCK))
+        self.grad = gradients(4 * BLOCK, "fp32", seed=0)
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.arrays.step(self.grad, Hyper(step=self.steps))
+
+
+def test_workers_start_at_first_use_and_stop_when_told() -> None:
+    trained = Trained()
+    _native.shutdown_workers()
+    _native.set_threads(3)
+    assert _native.threads() == 3
+    assert _native.thread_cpus() is None
+    assert workers_become(0)
+    trained.step()
+    assert workers_become(2)
+    _native.shutdown_workers()
+    assert workers_become(0)
+    trained.step()
+    assert workers_become(2)
+    _native.set_threads(1)
+    assert workers_become(0)
+    for count in (0, -1):
+        with pytest.raises(ValueError, match="count"):
+            _native.set_threads(count)
+
+
+def test_workers_are_pinned_and_the_caller_is_not() -> None:
+    trained = Trained()
+    _native.set_threads(4, CPUS[-1:])
+    assert (_native.threads(), _native.thread_cpus()) == (4, CPUS[-1:])
+    trained.step()
+    assert workers_become(3)
+    assert [os.sched_getaffinity(worker) for worker in workers()] == [{CPUS[-1]}] * 3
+    assert sorted(os.sched_getaffinity(0)) == CPUS
+    _native.set_threads(4, CPUS)
+    trained.step()
+    assert workers_become(3)
+    pinned = [os.sched_getaffinity(worker) for worker in workers()]
+    assert sorted(map(min, pinned)) == sorted(CPUS[i % len(CPUS)] for i in range(3))
+    assert all(len(cpus) == 1 for cpus in pinned)
+    _native.set_threads(4)
+    assert _native.thread_cpus() is None
+    trained.step()
+    assert workers_become(3)
+    assert all(sorted(os.sched_getaffinity(worker)) == CPUS for worker in workers())
+
+
+def test_a_caller_that_is_pinned_elsewhere_may_name_other_cpus() -> None:
+    os.sched_setaffinity(0, CPUS[:1])
+    try:
+        _native.set_threads(2, CPUS[-1:])
+        Trained().step()
+        assert workers_become(1)
+        assert os.sched_getaffinity(workers()[0]) == {CPUS[-1]}
+    finally:
+        os.sched_setaffinity(0, CPUS)
+
+
+@pytest.mark.parametrize("cpus", [[], [-1], [1 << 20], [CPUS[0], 1023]])
+def test_cpus_that_cannot_be_used_are_refused(cpus: list[int]) -> None:
+    if 1023 in CPUS:
+        pytest.skip("this machine has CPU 1023")
+    _native.set_threads(2, CPUS[:1])
+    fact = f"CPU {cpus[-1]} " if cpus else "cpus is empty"
+    with pytest.raises(ValueError, match=fact):
+        _native.set_threads(3, cpus)
+    assert (_native.threads(), _native.thread_cpus()) == (2, CPUS[:1])
+
+
+def test_idle_workers_use_no_time() -> None:
+    _native.set_threads(3)
+    Trained().step()
+    assert workers_become(2)
+
+    def ticks() -> int:
+        fields = [
+            Path(f"/proc/self/task/{worker}/stat").read_text().rsplit(")", 1)[1].split()
+            for worker in workers()
+        ]
+        return sum(int(f[11]) + int(f[12]) for f in fields)
+
+    time.sleep(0.05)
+    before = ticks()
+    time.sleep(0.3)
+    # In ticks of 10 ms: one that spun would have used 30, on an idle machine.
+    assert ticks() - before <= 1
+
+
+def test_concurrent_callers_take_turns() -> None:
+    _native.set_threads(2)
+    numel = 2 * BLOCK + 3
+    grad = gradients(numel, "bf16", seed=0)
+    all_arrays = [Arrays(_native.UpdateKind("bf16", "bf16"), masters(numel)) for _ in range(4)]
+
+    def train(arrays: Arrays) -> None:
+        for step in range(1, 11):
+            arrays.step(grad, Hyper(step=step))
+
+    callers = [threading.Thread(target=train, args=(arrays,)) for arrays in all_arrays[1:]]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    train(all_arrays[0])
+    assert len({arrays.bytes() for arrays in all_arrays}) == 1
+
+
+def test_a_forked_child_has_workers_of_its_own() -> None:
+    _native.set_threads(2, CPUS[:1])
+    trained = Trained()
+    trained.step()
+    child = os.fork()
+    if child == 0:
+        trained.step()
+        fine = (
+            workers_become(1)
+            and _native.threads() == 2
+            and _native.thread_cpus() == CPUS[:1]
+            and os.sched_getaffinity(workers()[0]) == set(CPUS[:1])
+        )
+        os._exit(0 if fine else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    trained.step()
+
+
+def test_stream_adds_the_gradient() -> None:
+    for isa in ISAS:
+        _native.set_isa(isa)
+        for numel in (0, 1, 17, 2 * BLOCK + 77):
+            arrays = np.random.default_rng(0).standard_normal((4, numel)).astype(np.float32)
+            p, g, m, v = (a.copy() for a in arrays)
+            _native.stream(p.ctypes.data, g.ctypes.data, m.ctypes.data, v.ctypes.data, numel)
+            for found, before in zip((p, m, v), arrays[[0, 2, 3]], strict=True):
+                assert (found == before + arrays[1]).all()
+            assert (g == arrays[1]).all()
+    with pytest.raises(ValueError, match="exp_avg_sq is 0"):
+        _native.stream(64, 64, 64, 0, 1)
+
+
+def test_isa_can_be_chosen_by_name_only_if_available() -> None:
+    assert ISAS[-1] == "scalar"
+    assert set(ISAS) <= set(_native.build_info()["isas"])
+    for isa in ISAS:
+        _native.set_isa(isa)
+        assert _native.isa() == isa
+    with pytest.raises(ValueError, match=r"'vax'.*scalar"):
+        _native.set_isa("vax")
+    assert _native.isa() == "scalar"
+
+
+@pytest.mark.parametrize(("wanted", "found"), [("scalar", "scalar"), ("vax", "ValueError")])
+def test_isa_from_the_environment(wanted: str, found: str) -> None:
+    script = (
+        "from offload import _native\n"
+        "try: print(_native.isa())\n"
+        "except ValueError as error: print('ValueError', error)\n"
+    )
+    root = str(Path(_native.__file__).parents[1])
+    environment = {**os.environ, "HETERO_ISA": wanted, "PYTHONPATH": root}
+    run = [sys.executable, "-c", script]
+    result = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split()[0] == found
