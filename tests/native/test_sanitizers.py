@@ -148,22 +148,15 @@ def our_leaks(text: str) -> str:
 
 def test_native_tests_have_no_findings(name: str, shadow: Path, tmp_path: Path) -> None:
     # No capture: what UndefinedBehaviorSanitizer says before it ends the process goes to stderr.
-    pytest_arguments = [
-        "-x",
-        "-q",
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        "--hypothesis-profile=sanitized",
-    ]
+    # No fault handler: the sanitizer has its own.
+    quiet = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     ignored = [
         f"--ignore=tests/native/{file}.py" for file in ("test_sanitizers", "test_portability")
     ]
     sanitizer = SANITIZERS[name]
     chosen = ["-m", "not slow", "-k", f"not ({sanitizer.without})", *sanitizer.tests]
-    status, output, found = run(
-        name, shadow, tmp_path, ["-m", "pytest", *pytest_arguments, *ignored, *chosen]
-    )
+    arguments = ["-m", "pytest", *quiet, *ignored, *chosen, "--hypothesis-profile=sanitized"]
+    status, output, found = run(name, shadow, tmp_path, arguments)
     assert (status, found) == (0, ""), f"{output[-10_000:]}\n{found}"
 
 
