@@ -13,7 +13,8 @@ BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 PYTHON_SOURCES := hetero offload bench tests setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
 
-.PHONY: help train test test-all bench bench-io bench-adam bench-step lint format clean
+.PHONY: help train test test-all bench bench-io bench-adam bench-step \
+	lint tidy format clean
 
 help:
 	@echo "make train   train a language model of 100M parameters with its state on disk, about"
@@ -27,6 +28,7 @@ help:
 	@echo "             disk, update kernels, optimizer step beside their limits and other systems;"
 	@echo "             options: make bench-io ARGS='--path DIR --json'"
 	@echo "make lint    the checks alone"
+	@echo "make tidy    clang-tidy over the native core"
 	@echo "make format  puts all sources into the project's format"
 	@echo "make clean   removes what was built, $(VENV) included"
 
@@ -56,6 +58,11 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy hetero offload bench
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+tidy: $(VENV)/test.stamp
+	$(BIN)/cmake -S. -Bbuild/tidy -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DHETERO_PYTHON=OFF
+	$(BIN)/clang-tidy -p build/tidy --quiet $(filter-out %_neon.cpp,$(wildcard native/*.cpp))
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
