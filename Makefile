@@ -13,14 +13,22 @@ BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 PYTHON_SOURCES := hetero offload bench tests setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
 
-.PHONY: help train test bench lint format clean
+.PHONY: help train test test-all bench bench-io bench-adam bench-step \
+	lint tidy format clean
 
 help:
 	@echo "make train   train a language model of 100M parameters with its state on disk, about"
 	@echo "             3 minutes on 2 cores; options: make train ARGS='--steps 20'"
-	@echo "make test    all checks and tests"
+	@echo "make test    all checks and tests, the native ones also under AddressSanitizer, UBSan and"
+	@echo "             ThreadSanitizer; options: make test ARGS='-k arena'"
+	@echo "make test-all  these, and: every instruction set's kernels against each other and against"
+	@echo "             64-bit ARM's in an emulator, and the build without liburing"
 	@echo "make bench   step time and memory beside plain PyTorch; options as for train"
+	@echo "make bench-io, bench-adam, bench-step"
+	@echo "             disk, update kernels, optimizer step beside their limits and other systems;"
+	@echo "             options: make bench-io ARGS='--path DIR --json'"
 	@echo "make lint    the checks alone"
+	@echo "make tidy    clang-tidy over the native core"
 	@echo "make format  puts all sources into the project's format"
 	@echo "make clean   removes what was built, $(VENV) included"
 
@@ -28,16 +36,33 @@ train: $(VENV)/train.stamp
 	$(BIN)/hetero train $(ARGS)
 
 test: lint
+	$(BIN)/python -m pytest -x -q -m "not extra" $(ARGS)
+
+test-all: lint $(VENV)/arm.stamp
 	$(BIN)/python -m pytest -x -q $(ARGS)
 
 bench: $(VENV)/train.stamp
 	$(BIN)/python -m bench.train $(or $(ARGS),--peers torch)
+
+bench-io: $(VENV)/bench.stamp $(VENV)/fio.stamp
+	$(BIN)/python -m bench.io $(or $(ARGS),--path .)
+
+bench-adam: $(VENV)/bench.stamp
+	$(BIN)/python -m bench.adam $(ARGS)
+
+bench-step: $(VENV)/bench.stamp $(VENV)/fio.stamp
+	$(BIN)/python -m bench.step $(or $(ARGS),--path .)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy hetero offload bench
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+tidy: $(VENV)/test.stamp
+	$(BIN)/cmake -S. -Bbuild/tidy -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+		-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DHETERO_PYTHON=OFF
+	$(BIN)/clang-tidy -p build/tidy --quiet $(filter-out %_neon.cpp,$(wildcard native/*.cpp))
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
@@ -59,25 +84,51 @@ $(VENV)/test.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	HETERO_WERROR=1 $(BIN)/pip install --quiet -e ".[test]"
 	@touch $@ $(VENV)/train.stamp
 
+$(VENV)/bench.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
+	$(BIN)/pip install --quiet -e ".[bench]"
+	@touch $@ $(VENV)/train.stamp
+
 # First and alone, so that the version that the tests pin is the one that stays.
 $(VENV)/torch.stamp: | $(BIN)/python
 	$(BIN)/pip install --quiet torch==$(TORCH_VERSION)
 	@touch $@
 
-# Without liburing all works, on the thread engine; so a failure here is told and no error.
+# Installs packages of the system, if that can be done without asking: $(call install,for apt-get,
+# for dnf,for apk), each a list of names or none. Fails silently.
+install = { [ "$$(id -u)" = 0 ] && \
+	if command -v apt-get; then [ -n "$(1)" ] && apt-get update -qq && apt-get install -y -qq $(1); \
+	elif command -v dnf; then [ -n "$(2)" ] && dnf install -y -q $(2); \
+	elif command -v apk; then [ -n "$(3)" ] && apk add --quiet $(3); \
+	else false; fi; } >/dev/null 2>&1
+cannot = not found and not installed (that takes root and apt-get, dnf or apk):
+
+# Without what these three bring all works, on the thread engine, or with a test skipped, or with a
+# comparison left out; so a failure here is told and no error.
 $(VENV)/liburing.stamp: | $(BIN)/python
 	@if echo '#include <liburing.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1; then \
 		echo "liburing: found"; \
-	elif [ "$$(id -u)" = 0 ] && { \
-		if command -v apt-get >/dev/null; then \
-			apt-get update -qq && apt-get install -y -qq liburing-dev pkg-config; \
-		elif command -v dnf >/dev/null; then dnf install -y -q liburing-devel pkgconf; \
-		elif command -v apk >/dev/null; then apk add --quiet liburing-dev pkgconf; \
-		else false; fi; } >/dev/null; then \
+	elif $(call install,liburing-dev pkg-config,liburing-devel pkgconf,liburing-dev pkgconf); then \
 		echo "liburing: installed"; \
 	else \
-		echo "liburing: not found and not installed (that takes root and apt-get, dnf or apk):"; \
+		echo "liburing: $(cannot)"; \
 		echo "liburing: the thread engine will be used instead of io_uring"; \
+	fi
+	@touch $@
+
+$(VENV)/fio.stamp: | $(BIN)/python
+	@if command -v fio >/dev/null; then echo "fio: found"; \
+	elif $(call install,fio,fio,fio); then echo "fio: installed"; \
+	else echo "fio: $(cannot)"; echo "fio: it will be missing from the comparison"; fi
+	@touch $@
+
+$(VENV)/arm.stamp: | $(BIN)/python
+	@if ls /usr/bin/aarch64-linux-gnu-g++* >/dev/null 2>&1 && command -v qemu-aarch64 >/dev/null; then \
+		echo "ARM compiler and emulator: found"; \
+	elif $(call install,g++-aarch64-linux-gnu qemu-user,,); then \
+		echo "ARM compiler and emulator: installed"; \
+	else \
+		echo "ARM compiler and emulator: not found and not installed (that takes root and apt-get):"; \
+		echo "ARM compiler and emulator: the tests for ARM will be skipped"; \
 	fi
 	@touch $@
 

@@ -1,7 +1,8 @@
 """Builds offload._native with CMake; everything else is in pyproject.toml.
 
 Environment: HETERO_IO_URING=OFF builds without io_uring, HETERO_WERROR=1 makes warnings errors,
-HETERO_SANITIZE=address|undefined|thread builds with a sanitizer, HETERO_JOBS limits the compilers.
+HETERO_SANITIZE=address,undefined or =thread builds with sanitizers, HETERO_JOBS limits the
+compilers.
 """
 
 import fcntl

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from offload import _native
 
 torch.set_num_threads(2)
+
+# For builds that run many times slower.
+settings.register_profile("sanitized", deadline=None, max_examples=20)
 
 
 def open_files() -> set[str]:

@@ -1,0 +1,101 @@
+"""The same bits from every instruction set, here and on 64-bit ARM; the build without liburing.
+
+tests/native/digest runs all kernels of all instruction sets of a machine, without Python; it is
+built from the objects of the extension, with the flags of the extension.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload import _native
+from tests.native_build import ROOT, build_extension, build_program, succeed
+
+CROSS_COMPILERS = ["aarch64-linux-gnu-g++", *(f"aarch64-linux-gnu-g++-{n}" for n in range(11, 16))]
+
+
+def digests(command: list[str]) -> dict[str, dict[str, str]]:
+    """Instruction set -> kernel -> digest."""
+    found: dict[str, dict[str, str]] = {}
+    for line in succeed(command).splitlines():
+        isa, kernel, digest = line.split()
+        found.setdefault(isa, {})[kernel] = digest
+    return found
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[str, dict[str, str]]:
+    program = build_program("digest-host", "digest", HETERO_IO_URING="OFF")
+    return digests([str(program / "tests" / "native" / "digest" / "digest")])
+
+
+@pytest.mark.extra
+def test_every_instruction_set_has_the_same_digests(here: dict[str, dict[str, str]]) -> None:
+    assert list(here) == _native.isa_available()
+    kinds = 3 * 3 * 3 * 2  # rules, dtypes, gradient dtypes, state dtypes
+    assert sum(kernel.startswith("update-") for kernel in here["scalar"]) == kinds
+    # Two kernels that compute different things do not share a digest, or it digests nothing.
+    assert len(set(here["scalar"].values())) == len(here["scalar"])
+    for isa, found in here.items():
+        assert found == here["scalar"], isa
+
+
+@pytest.mark.extra
+def test_arm_has_the_same_digests(here: dict[str, dict[str, str]]) -> None:
+    if not any(map(shutil.which, CROSS_COMPILERS)):
+        pytest.skip("no aarch64-linux-gnu-g++; on Debian and Ubuntu: g++-aarch64-linux-gnu")
+    toolchain = ROOT / "tests" / "native" / "digest" / "aarch64.cmake"
+    program = build_program(
+        "digest-aarch64", "digest", HETERO_IO_URING="OFF", CMAKE_TOOLCHAIN_FILE=str(toolchain)
+    )
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if emulator is None:
+        pytest.skip("compiled, but there is no qemu-aarch64 to run it; on Debian: qemu-user")
+    there = digests([emulator, str(program / "tests" / "native" / "digest" / "digest")])
+    assert list(there) == ["neon", "scalar"]
+    for isa, found in there.items():
+        assert found == here["scalar"], isa
+
+
+# Trains on disk under a small budget, and prints a digest of all losses, norms and weights.
+TRAINING = """
+import hashlib, sys
+from offload import _native
+from tests.training import batches, build, train
+digest = hashlib.sha256()
+for dtype in ("bf16", "fp16", "fp32"):
+    options = {"placement_policy": "nvme", "nvme_path": sys.argv[1], "host_memory": "400KiB"}
+    model, optimizer = build(dtype=dtype, initial_loss_scale=256.0, **options)
+    run = train(model, optimizer, batches(6), accumulate=2, clip=1.0)
+    digest.update(repr((run.losses, run.norms)).encode())
+    for tensor in run.masters + run.params:
+        digest.update(tensor.float().numpy().tobytes())
+print(_native.isa(), digest.hexdigest())
+"""
+
+
+def test_training_has_the_same_bits_with_every_instruction_set(tmp_path: Path) -> None:
+    results = {}
+    for isa in _native.isa_available():
+        command = [sys.executable, "-c", TRAINING, str(tmp_path)]
+        used, results[isa] = succeed(command, {"HETERO_ISA": isa}).splitlines()[-1].split()
+        assert used == isa
+    assert len(results) > 1 or platform.machine() not in ("x86_64", "aarch64")
+    assert len(set(results.values())) == 1, results
+
+
+@pytest.mark.extra
+def test_without_liburing_it_builds_and_transfers() -> None:
+    shadow = build_extension("without-uring", {"HETERO_IO_URING": "OFF"})
+    inside = ["env", f"--chdir={shadow}", f"PYTHONPATH={shadow}", sys.executable]
+    built = succeed([*inside, "-c", "from offload import _native; print(_native.build_info())"])
+    assert "'liburing': None" in built
+    tests = [str(path.relative_to(ROOT)) for path in (ROOT / "tests/native").glob("test_io_*.py")]
+    assert tests
+    tests += ["tests/native/test_step_pipeline.py", "tests/offload", "tests/hetero/test_parity.py"]
+    succeed([*inside, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests])
