@@ -22,8 +22,8 @@ from bench.peers.serve import serve
 # Parameters whose state is in RAM at a time. Its default of 1e9 would swap a model of this size in
 # one part, with nothing to overlap.
 SUB_GROUP_NUMEL = 50_000_000
-# Each part has four tensors; one part is read ahead while one is updated and one written. With 5, as
-# its examples have, a model of several parts fails by an assertion.
+# Each part has four tensors; one part is read ahead while one is updated and one written. With 5,
+# as in its examples, a model of several parts fails by an assertion.
 BUFFER_COUNT = 16
 
 
