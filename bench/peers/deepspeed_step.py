@@ -22,6 +22,9 @@ from bench.peers.serve import serve
 # Parameters whose state is in RAM at a time. Its default of 1e9 would swap a model of this size in
 # one part, with nothing to overlap.
 SUB_GROUP_NUMEL = 50_000_000
+# Each part has four tensors; one part is read ahead while one is updated and one written. With 5,
+# as in its examples, a model of several parts fails by an assertion.
+BUFFER_COUNT = 16
 
 
 class DeepSpeedStep:
@@ -54,6 +57,7 @@ class DeepSpeedStep:
             "deepspeed": deepspeed.__version__,
             "params": layers * width * width,
             "sub_group_numel": SUB_GROUP_NUMEL,
+            "buffer_count": BUFFER_COUNT,
         }
 
     def sample(self, request: dict[str, Any]) -> dict[str, float]:
@@ -87,7 +91,7 @@ def step_config(swap_folder: str) -> dict[str, Any]:
                 "device": "nvme",
                 "nvme_path": swap_folder,
                 "pin_memory": False,
-                "buffer_count": 5,
+                "buffer_count": BUFFER_COUNT,
                 "pipeline_read": True,
                 "pipeline_write": True,
             },
