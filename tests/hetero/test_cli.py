@@ -115,6 +115,7 @@ def test_placement_and_disk_engine_do_not_change_the_numbers(
             ("--policy", "cpu"),
             ("--policy", "nvme"),
             ("--policy", "nvme", "--io-engine", "threads", "--no-prefetch"),
+            ("--policy", "nvme", "--nvme-path", "../in", "--nvme-path", "."),
             ("--policy", "auto"),
         )
     ):
@@ -139,6 +140,7 @@ def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]
         (["--host-memory", "many"], "cannot read 'many' as a size"),
         (["--nvme-path", "../in/none"], "none"),
         (["--nvme-path", "../in/text"], "director"),
+        (["--nvme-path", "../in", "--nvme-path", "../in/"], "one directory twice"),
         (["--data", "../in/none"], "--data ../in/none: no such file"),
         (["--data", os.devnull], "is empty"),
         (["--seq-len", "5000"], "one sequence needs 5001"),
