@@ -104,7 +104,9 @@ def make_plan(numel: int, buffer_budget: int, directory: str, chunk_numel: int |
             dtype="bf16",
             chunk_numel=chunk_numel,
         )
-        arrangement = arrange(model, config, config.host_bytes(), config.disk_bytes())
+        arrangement = arrange(
+            model, config, config.dtypes, config.host_bytes(), config.disk_bytes()
+        )
         plan = Plan(config, arrangement)
         resident, chunk_numel = plan.resident_bytes, arrangement.layout.slot_numel
     placement = arrangement.placement
