@@ -12,11 +12,11 @@
 #include <system_error>
 #include <utility>
 
+#include "huge_page.h"
+
 namespace hetero {
 
 namespace {
-
-constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
 std::size_t page_bytes() {
   static const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
