@@ -8,6 +8,7 @@ from hetero.init_context import ZeroInitContext
 from hetero.initialize import initialize
 from hetero.optimizer import HybridOptimizer
 from hetero.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
+from offload._native import set_threads
 from offload.errors import (
     BudgetError,
     ClosedError,
@@ -45,4 +46,5 @@ __all__ = [
     "initialize",
     "masters",
     "parse_bytes",
+    "set_threads",
 ]

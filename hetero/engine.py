@@ -286,7 +286,10 @@ class Engine:
             )
 
     def synchronize(self) -> None:
-        """Until the file has all that the last step computed. Raises what a transfer met."""
+        """Until no transfer of the last step is under way. Raises what one met.
+
+        Records that buffers keep for the next step are not written by this.
+        """
         self._check_open()
         self._pipeline.wait_written()
 

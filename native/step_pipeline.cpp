@@ -16,6 +16,7 @@
 
 #include "quiet_thread.h"
 #include "step_buffers.h"
+#include "worker_pool.h"
 
 namespace hetero {
 namespace {
@@ -38,6 +39,13 @@ class Stopwatch {
   double& seconds_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
+
+// Throws where an update computes: on whichever of the pool's threads gets there first.
+void fail_in_pool(std::int64_t key) {
+  WorkerPool::instance().run(WorkerPool::instance().threads(), [key](std::size_t) {
+    throw std::runtime_error("the update of piece " + std::to_string(key) + " was made to fail");
+  });
+}
 
 }  // namespace
 
@@ -422,8 +430,8 @@ void StepPipeline::Impl::update_tasks() {
     if (stopping()) return;
     if (buffer != nullptr) buffer->writes.clear();
     if (updates_until_fault_ && (*updates_until_fault_)-- == 0) {
-      throw std::runtime_error("the update of piece " + std::to_string(current_->task.key) +
-                               " was made to fail");
+      lock.unlock();
+      fail_in_pool(current_->task.key);
     }
 
     // From here to the submission of the writes nothing stops the task: half of an update in RAM

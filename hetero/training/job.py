@@ -18,7 +18,6 @@ from hetero.training.options import TrainOptions
 from hetero.training.result import USUAL_STATE_BYTES_PER_PARAM, Setting
 from hetero.training.run_folder import RunFolder
 from hetero.training.schedule import make_scheduler
-from offload import _native
 
 # Adam's betas for language models: the second moment forgets faster than torch's 0.999, which
 # suits runs of few steps.
@@ -50,7 +49,7 @@ def open_job(options: TrainOptions, folder: RunFolder) -> Iterator[Job]:
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-        _native.set_threads(options.threads)
+        hetero.set_threads(options.threads)
     corpus = load_corpus(options.data, options.seq_len, options.seed)
     architecture = model_config(options)
     params = count_parameters(architecture)
