@@ -338,8 +338,6 @@ class Engine:
                 model,
                 lambda: ClosedError("the model was used after its engine was closed"),
             )
-        for hooks in self._hooks:
-            hooks.remove()
         for m in self._managed.values():
             m.param.data = m.absent
             m.param.grad = None
@@ -347,5 +345,7 @@ class Engine:
 
     def _free(self) -> None:
         self._closed = True
+        for hooks in self._hooks:
+            hooks.remove()
         self.params.forget()
         self._resources.close()

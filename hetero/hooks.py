@@ -206,6 +206,8 @@ class GradHook:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
+        # The node owns the parameter in C++, where the garbage collector does not see the cycle.
+        self._node = None
 
 
 def refuse_use(model: torch.nn.Module, error: Callable[[], Exception]) -> None:

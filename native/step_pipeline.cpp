@@ -52,10 +52,11 @@ void fail_in_pool(std::int64_t key) {
 class StepPipeline::Impl {
  public:
   Impl(std::shared_ptr<IoEngine> engine, int file, char* memory, std::size_t buffers,
-       const PieceLayout& layout)
+       const PieceLayout& layout, std::shared_ptr<const void> keeper)
       : layout_(layout),
         engine_(std::move(engine)),
         file_(file),
+        keeper_(std::move(keeper)),
         buffers_(memory, buffers, layout_.buffer_bytes()) {
     stager_ = quiet_thread("hetero-stage", [this] { thread_main(&Impl::stage_tasks); });
     try {
@@ -106,6 +107,8 @@ class StepPipeline::Impl {
   const PieceLayout layout_;
   const std::shared_ptr<IoEngine> engine_;
   const int file_;
+
+  std::shared_ptr<const void> keeper_;  // of the buffers' memory
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // any of what follows
@@ -170,6 +173,7 @@ void StepPipeline::Impl::flush(std::int64_t key) {
     Lock lock(mutex_);
     changed_.wait(lock, [&] { return failure_ != nullptr || !unfinished(key); });
     throw_if_failed();
+    if (closing_) throw std::runtime_error("the step pipeline is closed");
     for (Buffer& buffer : buffers_) {
       if (key != kAnyKey && buffer.key != key) continue;
       // (A task submitted since may have it.)
@@ -229,6 +233,7 @@ void StepPipeline::Impl::close() {
                                                     std::to_string(abandoned) +
                                                     " submitted updates were made")));
   }
+  keeper_.reset();
   changed_.notify_all();
 }
 
@@ -489,7 +494,8 @@ void StepPipeline::Impl::submit_writes(const StepTask& task, Buffer& buffer) {
 // --- the handle -----------------------------------------------------------------------------
 
 StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, char* memory,
-                           std::size_t memory_bytes, std::size_t buffers, const PieceLayout& layout)
+                           std::size_t memory_bytes, std::size_t buffers, const PieceLayout& layout,
+                           std::shared_ptr<const void> keeper)
     : owner_(getpid()) {
   if (engine == nullptr) {
     buffers = 0;
@@ -502,7 +508,8 @@ StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, char* mem
                                 " bytes, " + std::to_string(buffers) + " buffers of " +
                                 std::to_string(layout.buffer_bytes()) + " bytes need more");
   }
-  impl_ = std::make_unique<Impl>(std::move(engine), file, memory, buffers, layout);
+  impl_ =
+      std::make_unique<Impl>(std::move(engine), file, memory, buffers, layout, std::move(keeper));
 }
 
 StepPipeline::~StepPipeline() {

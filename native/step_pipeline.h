@@ -38,11 +38,11 @@ struct StepStats {
 // After fork() the child's copy refuses all work and is left alone by close() and the destructor.
 class StepPipeline {
  public:
-  // `memory` (page-aligned) holds `buffers` buffers one after another and must outlive the
-  // pipeline. Without an engine only tasks that live in RAM are allowed. Throws
+  // `memory` (page-aligned) holds `buffers` buffers one after another; `keeper` keeps it alive and
+  // is let go by close(). Without an engine only tasks that live in RAM are allowed. Throws
   // std::invalid_argument for what does not fit together.
   StepPipeline(std::shared_ptr<IoEngine> engine, int file, char* memory, std::size_t memory_bytes,
-               std::size_t buffers, const PieceLayout& layout);
+               std::size_t buffers, const PieceLayout& layout, std::shared_ptr<const void> keeper);
   ~StepPipeline();
   StepPipeline(const StepPipeline&) = delete;
   StepPipeline& operator=(const StepPipeline&) = delete;

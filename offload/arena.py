@@ -18,11 +18,17 @@ class HostArena:
     def __init__(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self.memory = Arena(slots * slot_bytes)
+        self._memory: Arena | None = Arena(slots * slot_bytes)
         self.leases = Leases(slots)
         self._ledger = ledger
         self._account = account
         self._committed = [False] * slots
+
+    @property
+    def memory(self) -> Arena:
+        """All slots, one after another."""
+        assert self._memory is not None, "the arena is closed"
+        return self._memory
 
     def commit(self, slot: int, run: int = 1) -> None:
         """Charges slots [slot, slot + run) that are not charged yet."""
@@ -53,6 +59,7 @@ class HostArena:
         return sum(self.leases[slot] > 0 for slot in range(self.slots))
 
     def close(self) -> None:
-        """Gives the charge back. The memory goes when the last tensor over it does."""
+        """Gives the charge back. The memory goes when the last tensor over it does; idempotent."""
         self._ledger.release(Tier.HOST, self._account, sum(self._committed) * self.slot_bytes)
         self._committed = [False] * self.slots
+        self._memory = None

@@ -51,7 +51,8 @@ std::unique_ptr<BoundPipeline> make_pipeline(std::shared_ptr<IoEngine> engine, i
   char* const memory = arena == nullptr ? nullptr : reinterpret_cast<char*>(arena->address());
   return std::make_unique<BoundPipeline>(
       std::move(engine), file, memory, arena == nullptr ? 0 : arena->nbytes(), buffers,
-      PieceLayout(kind, piece_numel, param_in_file, grad_in_file));
+      PieceLayout(kind, piece_numel, param_in_file, grad_in_file),
+      arena == nullptr ? nullptr : arena->pin());
 }
 
 py::dict stats_dict(const BoundPipeline& pipeline) {
@@ -82,7 +83,7 @@ void bind_pipeline(py::module_& module) {
       .def(py::init(&make_pipeline), py::arg("engine").none(true), py::arg("file"),
            py::arg("arena").none(true), py::arg("buffers"), py::arg("kind").none(false),
            py::arg("piece_numel"), py::arg("param_in_file"), py::arg("grad_in_file"),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
+           py::keep_alive<1, 2>())
       .def_static(
           "buffer_bytes",
           [](const UpdateKind& kind, std::size_t piece_numel, bool param_in_file,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -197,3 +200,40 @@ def test_plain_construction_would_need_more(tmp_path: Path) -> None:
     assert hetero.parse_bytes("400KiB") < needed
     assert all(torch.isfinite(m).all() for m in hetero.masters(model.parameters()))
     optimizer.engine.close()
+
+
+def linear_on_disk(tmp_path: Path) -> tuple[torch.nn.Module, hetero.HybridAdam]:
+    """8 M parameters after a step, whose records (80 MiB) fit in the budget."""
+    with hetero.ZeroInitContext(
+        placement_policy="nvme", nvme_path=str(tmp_path), host_memory="256MiB"
+    ):
+        model = torch.nn.Linear(2048, 4096)
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    optimizer.backward(model(torch.ones(1, 2048, dtype=torch.bfloat16)).float().sum())
+    optimizer.step()
+    return model, optimizer
+
+
+def test_close_gives_the_memory_back_while_the_engine_is_still_held(tmp_path: Path) -> None:
+    model, optimizer = linear_on_disk(tmp_path)
+    engine = optimizer.engine
+    held_bytes = engine.ledger.in_use_bytes["host"]
+    assert held_bytes > 100 << 20
+    process = psutil.Process()
+    before_bytes = process.memory_info().rss
+    engine.close()
+    assert before_bytes - process.memory_info().rss > 0.9 * held_bytes
+    assert engine.ledger.in_use_bytes["host"] == 0
+    del model
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_keeps_an_engine_that_is_dropped(closed: bool, tmp_path: Path) -> None:
+    model, optimizer = linear_on_disk(tmp_path)
+    engine = weakref.ref(optimizer.engine)
+    if closed:
+        optimizer.engine.close()
+    del model, optimizer
+    gc.collect()
+    gc.collect()  # what the end of the model has let go of
+    assert engine() is None
