@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes moved since the engine was made."""
+    """Bytes moved since the engine was made; disks' being measured does not count."""
 
     h2d: int
     d2h: int
@@ -47,6 +47,7 @@ class DiskParts:
     io: IoEngine
     scratch: ScratchFile
     transfers: Transfers
+    measuring: Mapping[str, int]  # the I/O engine's counters after disks were measured
 
 
 class Removable(Protocol):
@@ -101,6 +102,7 @@ class Engine:
         self._end_step = end_step
         self._scaled_backward = False
         self._clip = 1.0
+        self._clipped = False
         self._closed = False
         for m in managed:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
@@ -162,7 +164,7 @@ class Engine:
                 f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
                 f"use sparse=False"
             )
-        if self._clip != 1.0:
+        if self._clipped:
             if managed.has_grad:
                 raise HeteroError(
                     f"a gradient of {managed.name} arrived between clip_grad_norm_() and step(); "
@@ -205,11 +207,13 @@ class Engine:
         if error_if_nonfinite and not math.isfinite(norm):
             raise NonFiniteError(f"the gradient norm is {norm}")
         self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
+        self._clipped = True
         return norm
 
     def forget_clip(self) -> None:
         """The gradients that were clipped are forgotten."""
         self._clip = 1.0
+        self._clipped = False
 
     # Steps
 
@@ -237,7 +241,7 @@ class Engine:
             )
         if members and not overflow:
             self._update(groups, members, hyper_of)
-        self._clip = 1.0
+        self.forget_clip()
         self.loss_scale.update(overflow)
         self._end_step()
 
@@ -298,8 +302,11 @@ class Engine:
     @property
     def traffic(self) -> Traffic:
         """Bytes moved so far. Between DEVICE and HOST none: on the CPU they are the same memory."""
-        stats = self._disk.io.stats if self._disk is not None else {}
-        return Traffic(0, 0, stats.get("read_bytes", 0), stats.get("written_bytes", 0))
+        if self._disk is None:
+            return Traffic(0, 0, 0, 0)
+        now, before = self._disk.io.stats, self._disk.measuring
+        read, written = (now[kind] - before[kind] for kind in ("read_bytes", "written_bytes"))
+        return Traffic(0, 0, read, written)
 
     @property
     def device(self) -> torch.device:

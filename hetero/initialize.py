@@ -179,7 +179,8 @@ def _build(
             if arena is not None and not disk.io.register(arena.memory):
                 notes.extend(n for n in disk.io.notes if n not in notes)
     pipeline = StepPipeline(
-        disk.io if disk is not None else None,
+        # (Frozen parameters alone on DISK need no buffers, and so no engine.)
+        disk.io if disk is not None and placement.buffers else None,
         transfers.file if transfers is not None else -1,
         buffers.memory if buffers is not None else None,
         placement.buffers,
@@ -218,6 +219,8 @@ def _build(
         stepper.wait_written,
     )
     _convert(layout, managed, store, records, stage)
+    # Of the file that parameters waited in; most of it the engine's own file has said already.
+    notes += [f"while the model was built: {n}" for n in stage.notes if n not in notes]
     return Engine(
         model=model,
         managed=managed,
@@ -248,11 +251,12 @@ def _open_disk(
     scratch = ScratchFile(config.nvme_paths, ledger, Account.FILE)
     resources.callback(scratch.close)
     scratch.balance(io, nbytes)
+    measuring = io.stats
     scratch.reserve(nbytes)
     transfers = Transfers(io, scratch)
     resources.callback(transfers.close)
     notes += scratch.notes + io_notes
-    return DiskParts(io, scratch, transfers)
+    return DiskParts(io, scratch, transfers, measuring)
 
 
 def _convert(

@@ -111,7 +111,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() gave. Raises ValueError, with nothing loaded, if it is not.
 
-        States in bf16 take the nearest bf16 of what is given, which is exact for what they gave.
+        States in bf16 are rounded to nearest (HybridLion's, with bf16 parameters, then lose their
+        lowest bit), which is exact for what they gave.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         states = {params[i]: state for i, state in state_dict["state"].items() if i < len(params)}
@@ -121,14 +122,40 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"{len(params)}"
             )
         for param, state in states.items():
-            name = self.engine.name_of(param)
-            for key in ("step", *self.state_names, "master"):
-                if key not in state:
-                    raise ValueError(f"the state of {name} has no {key!r}")
-                if key != "step" and state[key].shape != param.shape:
-                    raise ValueError(
-                        f"the state of {name} has {key} of shape {tuple(state[key].shape)}, and "
-                        f"the parameter has {tuple(param.shape)}"
-                    )
+            self._check_state(param, state)
+        for index, group in enumerate(state_dict["param_groups"]):
+            if missing := sorted(set(self.defaults) - set(group)):
+                raise ValueError(
+                    f"param group {index} of the state is not {type(self).__name__}'s: it lacks "
+                    f"{', '.join(missing)}"
+                )
+            self._check_options(group)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         import_states(self.engine, states, self.state_names)
+
+    def _check_state(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if `state` is not one of this rule for `param`."""
+        managed = self.engine.find(param)
+        if not managed.chunk.trainable:
+            raise ValueError(
+                f"the state has {managed.name}, which was frozen at hetero.initialize(); set "
+                f"requires_grad before it, or leave the parameter out of the state"
+            )
+        known = {"step", *self.state_names, "master"}
+        for key in sorted(known - set(state)):
+            raise ValueError(f"the state of {managed.name} has no {key!r}")
+        for key in sorted(set(state) - known):
+            raise ValueError(
+                f"the state of {managed.name} has {key!r}, which {type(self).__name__} has not"
+            )
+        for key in sorted(known - {"step"}):
+            if state[key].shape != param.shape:
+                raise ValueError(
+                    f"the state of {managed.name} has {key} of shape {tuple(state[key].shape)}, "
+                    f"and the parameter has {tuple(param.shape)}"
+                )
+        step = float(state["step"])
+        if not (step >= 0 and step.is_integer()):
+            raise ValueError(
+                f"the state of {managed.name} has step {step}, must be a whole number, 0 or more"
+            )

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
+
+import torch
 
 from hetero.optimizer import HybridOptimizer, ParamGroups
 from offload._native import Hyper
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
+
+
 def _require_not_negative(options: Mapping[str, Any], *names: str) -> None:
     for name in names:
-        if not options[name] >= 0:
-            raise ValueError(f"{name} must not be negative, and is {options[name]}")
+        value = options[name]
+        if not (_is_number(value) and 0 <= value < math.inf):
+            raise ValueError(f"{name} must be a finite number, 0 or more, not {value!r}")
 
 
 def _require_betas(options: Mapping[str, Any]) -> None:
-    beta1, beta2 = options["betas"]
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ValueError(f"betas must be in [0, 1), not {options['betas']}")
+    betas = options["betas"]
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not (pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)):
+        raise ValueError(f"betas must be two numbers in [0, 1), not {betas!r}")
 
 
 class HybridAdam(HybridOptimizer):

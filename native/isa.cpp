@@ -74,12 +74,6 @@ const Isa& in_use() {
 
 }  // namespace
 
-std::vector<std::string> isa_compiled() {
-  std::vector<std::string> names;
-  for (const Isa& candidate : kIsas) names.emplace_back(candidate.name);
-  return names;
-}
-
 std::vector<std::string> isa_available() {
   std::vector<std::string> names;
   for (const Isa& candidate : kIsas) {

@@ -8,10 +8,7 @@
 
 namespace hetero {
 
-// Instruction sets in this build, best first.
-std::vector<std::string> isa_compiled();
-
-// Those of them that this machine and its operating system can run, best first.
+// The instruction sets of this build that the machine and its operating system can run, best first.
 std::vector<std::string> isa_available();
 
 // The one in use: at first the best, or what HETERO_ISA names. Throws std::invalid_argument if

@@ -4,9 +4,8 @@
 // Everything is done on fp32 bits, of which a bf16 array keeps the upper half. The carry is
 //
 //     Carrier::sign     the sign bit of a state that is never negative
-//     Carrier::lowest   the lowest bit that is kept; of an fp32 state the value is truncated by
-//     that
-//                       bit, a bf16 state is rounded one bit sooner
+//     Carrier::lowest   the lowest bit that is kept: an fp32 state is cut off before it, a bf16
+//                       state is rounded one bit sooner
 //
 // Rounding to bf16 is stochastic: the magnitude goes up with the probability of its dropped bits,
 // so its expectation is the value. `bits + random` and dropping the low bits does that:

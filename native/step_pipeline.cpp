@@ -212,17 +212,29 @@ void StepPipeline::Impl::close() {
   }
   if (stager_.joinable()) stager_.join();
   if (updater_.joinable()) updater_.join();
-  // The engine may still be using the buffers' memory.
+  // The engine may still be using the buffers' memory. (Waiters may clear the lists meanwhile.)
+  std::vector<OpPtr> reads, writes;
+  {
+    const Lock lock(mutex_);
+    for (const Buffer& buffer : buffers_) {
+      reads.insert(reads.end(), buffer.reads.begin(), buffer.reads.end());
+      writes.insert(writes.end(), buffer.writes.begin(), buffer.writes.end());
+    }
+  }
   std::exception_ptr error;
-  for (Buffer& buffer : buffers_) {
-    for (const auto* transfers : {&buffer.reads, &buffer.writes}) {
-      for (const OpPtr& transfer : *transfers) {
-        try {
-          transfer->wait();
-        } catch (...) {
-          if (!error) error = std::current_exception();
-        }
-      }
+  for (const OpPtr& read : reads) {
+    engine_->cancel(*read);
+    try {
+      read->wait();
+    } catch (...) {
+      // Nobody wants the bytes any more.
+    }
+  }
+  for (const OpPtr& write : writes) {
+    try {
+      write->wait();
+    } catch (...) {
+      if (!error) error = std::current_exception();
     }
   }
   const Lock lock(mutex_);

@@ -60,7 +60,7 @@ class StepPipeline {
   // Writes the records that only buffers have, then wait_written: the file has all.
   void flush(std::int64_t key = -1);
 
-  // flush, then drops the kept content: somebody else is about to write the file.
+  // flush, then drops the kept content: somebody else is about to use the file or the buffers.
   void forget(std::int64_t key = -1);
 
   StepStats stats() const;

@@ -1,6 +1,7 @@
 #include "update.h"
 
 #include <cmath>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -14,8 +15,9 @@ namespace {
 
 void require(bool holds, const char* name, double value, const char* range) {
   if (holds) return;
-  throw std::invalid_argument(std::string("Hyper: ") + name + " is " + std::to_string(value) +
-                              ", must be " + range);
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  throw std::invalid_argument(std::string("Hyper: ") + name + " is " + text + ", must be " + range);
 }
 
 // The key of an update's random bits: the output of SplitMix64 (Steele, Lea and Flood, 2014) number

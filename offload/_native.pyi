@@ -120,8 +120,8 @@ class IoEngine:
     def __init__(
         self, kind: str, queue_depth: int = 32, block_bytes: int = 1 << 20, threads: int = 4
     ) -> None:
-        """Raises OSError when io_uring is refused by the kernel, ValueError for an unknown kind
-        or one that was not built."""
+        """Raises OSError when io_uring was not built or is refused by the kernel, ValueError for an
+        unknown kind or an option out of range."""
     @property
     def kind(self) -> str: ...
     @property
@@ -320,7 +320,8 @@ class StepPipeline:
         """Writes the records (or that of `key`) which only buffers have, and waits: the file has
         all. Raises like wait_updated."""
     def forget(self, key: int = -1) -> None:
-        """flush(), then drops the kept content: somebody else is about to write the file."""
+        """flush(), then drops the kept content: somebody else is about to use the file or the
+        buffers."""
     @property
     def stats(self) -> dict[str, float]:
         """tasks, hits, read_bytes, written_bytes, adam_s, read_wait_s, write_wait_s"""

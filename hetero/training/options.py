@@ -125,7 +125,10 @@ class TrainOptions:
     clip: float = _option(1.0, "gradient norm to clip to; 0 for no clipping", type=float)
     seed: int = _option(0, "seed of the weights and of the data order", type=int, metavar="N")
     threads: int | None = _option(
-        None, "CPU threads for compute and Adam (default: torch's)", type=int, metavar="N"
+        None,
+        "CPU threads for compute and optimizer (default: torch's, and all usable CPUs)",
+        type=int,
+        metavar="N",
     )
 
     run_dir: str | None = _option(

@@ -105,10 +105,11 @@ def test_a_skipped_step_does_not_leave_its_clipping_behind(net: Callable) -> Non
     clean_optimizer.engine.close()
 
 
-def test_a_micro_batch_after_clipping_is_refused(net: Callable) -> None:
+@pytest.mark.parametrize("max_norm", [0.01, 1e9], ids=["clipping", "nothing to clip"])
+def test_a_micro_batch_after_clipping_is_refused(net: Callable, max_norm: float) -> None:
     model, optimizer = net()
     loss_of(model).backward()
-    hetero.clip_grad_norm_(model.parameters(), 0.01)
+    hetero.clip_grad_norm_(model.parameters(), max_norm)
     with pytest.raises(hetero.HeteroError, match="clip after the last backward"):
         loss_of(model).backward()
     optimizer.engine.close()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetero
+from offload.tiers import Tier
 from tests.smallest import smallest_host_memory
 from tests.training import batches, build, tiny_gpt2
 
@@ -299,3 +300,37 @@ def test_checkpoints_with_a_torch_that_cannot_tell_about_hooks(
     expected = trained(enough)
     monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     assert all(map(torch.equal, trained(enough), expected))
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["head-trained", "all-frozen"])
+def test_frozen_parameters_alone_on_disk(trained: bool, tmp_path: Path) -> None:
+    """A trained head in RAM over a frozen base that does not fit there."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(20)), nn.Linear(256, 16))
+        for param in list(model.parameters())[: 40 if trained else None]:
+            param.requires_grad_(False)
+        return model
+
+    x = torch.randn(4, 256)
+    model, plain = make(), make()
+    model, optimizer = hetero.initialize(
+        model,
+        hetero.HybridAdam(model.parameters(), lr=1e-2),
+        placement_policy="auto",
+        host_memory="2MiB",
+        nvme_path=str(tmp_path),
+        dtype="fp32",
+    )
+    assert optimizer.engine.placement.buffers == 0
+    assert Tier.DISK in optimizer.engine.placement.param
+    assert torch.equal(model(x), plain(x))
+    if trained:
+        theirs = torch.optim.AdamW(plain[-1].parameters(), lr=1e-2, weight_decay=0.0)
+        for each, optim in ((model, optimizer), (plain, theirs)):
+            each(x).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+    optimizer.engine.close()

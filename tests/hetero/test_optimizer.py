@@ -170,7 +170,7 @@ def test_closure_and_cpu_adam() -> None:
 
 def test_hyper_parameters_out_of_range() -> None:
     params = [torch.nn.Parameter(torch.ones(3))]
-    with pytest.raises(ValueError, match="lr must not be negative, and is -1"):
+    with pytest.raises(ValueError, match="lr must be a finite number, 0 or more, not -1"):
         hetero.HybridAdam(params, lr=-1)
     with pytest.raises(ValueError, match="betas"):
         hetero.HybridAdam(params, betas=(0.9, 1.0))

@@ -165,10 +165,18 @@ def test_records_take_what_the_rule_needs(rule: str) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (hetero.HybridLion, {"lr": -1}, "lr must not be negative, and is -1"),
-        (hetero.HybridLion, {"betas": (1.0, 0.9)}, "betas"),
-        (hetero.HybridAdagrad, {"lr_decay": -0.5}, "lr_decay must not be negative"),
-        (hetero.HybridAdagrad, {"eps": float("nan")}, "eps must not be negative, and is nan"),
+        (hetero.HybridLion, {"lr": -1}, "lr must be a finite number, 0 or more, not -1"),
+        (hetero.HybridLion, {"betas": (1.0, 0.9)}, "betas must be two numbers in"),
+        (hetero.HybridAdam, {"betas": (0.9, 0.99, 0.9)}, "betas must be two numbers in"),
+        (hetero.HybridAdam, {"betas": 0.9}, "betas must be two numbers in"),
+        (hetero.HybridAdam, {"lr": float("inf")}, "lr must be a finite number, 0 or more, not inf"),
+        (hetero.HybridAdam, {"weight_decay": None}, "weight_decay must be a finite number"),
+        (hetero.HybridAdagrad, {"lr_decay": -0.5}, "lr_decay must be a finite number"),
+        (
+            hetero.HybridAdagrad,
+            {"eps": float("nan")},
+            "eps must be a finite number, .* not nan",
+        ),
         (
             hetero.HybridAdam,
             {"state_dtype": "fp16"},
@@ -181,11 +189,45 @@ def test_options_out_of_range(make: Make, options: dict[str, object], message: s
         make([torch.nn.Parameter(torch.ones(3))], **options)
 
 
-def test_a_state_of_another_rule_is_refused() -> None:
-    _, adam = build("adam", "fp32", "fp32", placement_policy="cpu")
-    saved = adam.state_dict()
-    adam.engine.close()
-    _, lion = build("adagrad", "fp32", "fp32", placement_policy="cpu")
-    with pytest.raises(ValueError, match="has no 'sum'"):
-        lion.load_state_dict(saved)
-    lion.engine.close()
+@pytest.mark.parametrize(
+    ("saving", "loading", "message"),
+    [
+        ("adam", "adagrad", "has no 'sum'"),
+        ("adam", "lion", "has 'exp_avg_sq', which HybridLion has not"),
+        ("lion", "adam", "has no 'exp_avg_sq'"),
+    ],
+)
+def test_a_state_of_another_rule_is_refused(saving: str, loading: str, message: str) -> None:
+    _, saver = build(saving, "fp32", "fp32", placement_policy="cpu")
+    saved = saver.state_dict()
+    saver.engine.close()
+    model, loader = build(loading, "fp32", "fp32", placement_policy="cpu")
+    before = hetero.masters(model.parameters())
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict(saved)
+    assert all(map(torch.equal, before, hetero.masters(model.parameters())))
+    loader.engine.close()
+
+
+@pytest.mark.parametrize("step", [float("nan"), -3.0, 1.5])
+def test_a_state_with_an_impossible_step_is_refused(step: float) -> None:
+    _, optimizer = build("adam", "fp32", "fp32", placement_policy="cpu")
+    saved = optimizer.state_dict()
+    saved["state"][3]["step"] = torch.tensor(step)
+    with pytest.raises(ValueError, match=r"has step .*, must be a whole number"):
+        optimizer.load_state_dict(saved)
+    optimizer.engine.close()
+
+
+def test_a_state_of_a_parameter_that_is_frozen_now_is_refused() -> None:
+    _, optimizer = build("adam", "fp32", "fp32", placement_policy="cpu")
+    saved = optimizer.state_dict()
+    optimizer.engine.close()
+    model = tiny_gpt2()
+    model.transformer.wpe.weight.requires_grad_(False)
+    model, optimizer = hetero.initialize(
+        model, hetero.HybridAdam(model.parameters()), placement_policy="cpu", dtype="fp32"
+    )
+    with pytest.raises(ValueError, match=r"has transformer\.wpe\.weight, which was frozen"):
+        optimizer.load_state_dict(saved)
+    optimizer.engine.close()
