@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -72,8 +73,9 @@ struct Block {
   std::uint64_t offset = 0;  // in the member
   std::size_t nbytes = 0;
   std::size_t done_bytes = 0;
-  unsigned stalls = 0;    // attempts since the last progress
-  Block* next = nullptr;  // for an engine's queue
+  unsigned stalls = 0;                               // attempts since the last progress
+  std::chrono::steady_clock::time_point give_up_at;  // if stalls != 0
+  Block* next = nullptr;                             // in the one list that has it
 
   std::byte* rest_address() const { return address + done_bytes; }
   std::uint64_t rest_offset() const { return offset + done_bytes; }

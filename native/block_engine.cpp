@@ -19,9 +19,9 @@ constexpr unsigned kMaxQueueDepth = 4096;
 constexpr std::size_t kMaxBlockBytes = std::size_t{1} << 30;  // the kernel cuts at 2 GiB
 constexpr std::size_t kBlockUnitBytes = 4096;                 // keeps O_DIRECT blocks aligned
 
-// Attempts without progress: the first few at once, then with pauses, for about a second in all.
+// Attempts without progress: the first few at once, then with pauses, for a second since the first.
 constexpr unsigned kFreeStalls = 8;
-constexpr unsigned kMaxStalls = 1000;
+constexpr std::chrono::seconds kStallLimit{1};
 constexpr std::chrono::milliseconds kStallPause{1};
 
 const IoOptions& checked(const IoOptions& options) {
@@ -158,8 +158,7 @@ void BlockEngine::close() {
   phase_ = Phase::closing;
   for (const auto& op : backlog_) {
     if (op->all_launched()) continue;
-    op->fail(
-        {op->file->path, op->offset + op->launched, op->nbytes - op->launched, 0, ECANCELED, -1});
+    op->cancel();
     ++stats_.errors;
     settle_if_finished(*op);
   }
@@ -232,12 +231,26 @@ void BlockEngine::restart(Block& block) {
 }
 
 bool BlockEngine::retry(Block& block) {
-  if (++block.stalls > kMaxStalls) return false;
-  // Others wait for the mutex meanwhile, which is what a system short of resources needs.
-  if (block.stalls > kFreeStalls) std::this_thread::sleep_for(kStallPause);
+  const auto now = std::chrono::steady_clock::now();
+  if (block.stalls++ == 0) block.give_up_at = now + kStallLimit;
+  if (block.stalls <= kFreeStalls) {
+    restart(block);
+  } else if (now < block.give_up_at) {
+    block.next = std::exchange(resting_, &block);
+  } else {
+    return false;
+  }
   ++stats_.retries;
-  restart(block);
   return true;
+}
+
+void BlockEngine::rest(std::unique_lock<std::mutex>& lock) {
+  Block* block = std::exchange(resting_, nullptr);
+  if (block == nullptr) return;
+  lock.unlock();
+  std::this_thread::sleep_for(kStallPause);
+  lock.lock();
+  while (block != nullptr) restart(*std::exchange(block, block->next));
 }
 
 void BlockEngine::complete(Block& block, std::int64_t result) noexcept {

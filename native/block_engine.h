@@ -53,6 +53,11 @@ class BlockEngine : public IoEngine {
   // The result of one transfer: bytes or -errno. Needs mutex_; call pump() after a batch of them.
   // Throws nothing: a thread of the engine has nobody to throw to, so the operation fails instead.
   void complete(Block& block, std::int64_t result) noexcept;
+  // Whether some of what completed made no progress and is to be tried again after a pause.
+  bool resting() const { return resting_ != nullptr; }  // needs mutex_
+  // That pause, one for all of them, with the mutex dropped so that other transfers go on. Call it
+  // after a batch of complete(), then take().
+  void rest(std::unique_lock<std::mutex>& lock);
   // Refills the queue from the backlog, and has somebody take the blocks. Needs mutex_.
   void pump();
   // Fails everything in flight, queued and still to come; for an engine that lost its kernel
@@ -95,6 +100,7 @@ class BlockEngine : public IoEngine {
   Block* first_ = nullptr;
   Block* last_ = nullptr;
   std::size_t waiting_ = 0;
+  Block* resting_ = nullptr;  // stalled blocks, between complete() and rest() of the same thread
   int lost_error_ = 0;
   std::deque<std::shared_ptr<Operation>> backlog_;  // operations with bytes not yet in flight
   std::set<std::uint64_t> unsettled_;               // serial numbers of operations

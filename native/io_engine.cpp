@@ -1,5 +1,6 @@
 #include "io_engine.h"
 
+#include <cerrno>
 #include <cstdio>
 #include <stdexcept>
 #include <system_error>
@@ -59,9 +60,9 @@ std::shared_ptr<IoEngine> make_io_engine(const std::string& kind, const IoOption
 #ifdef HETERO_LIBURING
     return make<UringEngine>(options);
 #else
-    throw std::invalid_argument(
-        "the io_uring engine was not built: install liburing-dev and reinstall hetero, or use "
-        "\"threads\"");
+    throw std::system_error(ENOSYS, std::generic_category(),
+                            "the io_uring engine was not built (install liburing-dev and reinstall "
+                            "hetero, or use \"threads\")");
 #endif
   }
   throw std::invalid_argument("unknown I/O engine \"" + kind +

@@ -2,7 +2,7 @@
 //
 // A caller submits an operation and keeps its handle; the engine splits the operation into blocks,
 // keeps up to `queue_depth` blocks of all operations in flight, checks every completion, resubmits
-// short transfers, retries EAGAIN and EINTR, and settles the handle exactly once.
+// short transfers, retries EAGAIN and EINTR for a second, and settles the handle exactly once.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +18,9 @@ namespace hetero {
 
 enum class IoKind { read, write };
 
-// A failed transfer, with all that a message needs. A transfer that was cancelled has ECANCELED,
-// and its numbers are those of the whole operation: where it begins in the logical file, its size,
-// and how many of its bytes were transferred (not always the first ones).
+// A failed transfer, with all that a message needs. One that cancel() or close() cut off has
+// ECANCELED, and its numbers are those of the whole operation: where it begins in the logical file,
+// its size, and how many of its bytes were transferred (not always the first ones).
 struct IoError : std::runtime_error {
   IoError(IoKind kind, std::string path, std::uint64_t offset, std::size_t wanted_bytes,
           std::size_t got_bytes, int error, std::int64_t free_bytes);
@@ -91,6 +91,7 @@ class IoEngine {
   virtual void cancel(IoOp& op) = 0;
   virtual IoStats stats() const = 0;
   virtual void inject(const Fault& fault) = 0;
+  // Cancels what is not in flight and waits for the rest.
   virtual void close() = 0;
 };
 
@@ -100,8 +101,8 @@ struct IoOptions {
   unsigned threads = 4;
 };
 
-// "io_uring" or "threads". Throws std::system_error when the kernel refuses io_uring and
-// std::invalid_argument for a kind that is unknown or was not built, or an option out of range.
+// "io_uring" or "threads". Throws std::system_error when io_uring was not built (ENOSYS) or the
+// kernel refuses it, std::invalid_argument for an unknown kind or an option out of range.
 std::shared_ptr<IoEngine> make_io_engine(const std::string& kind, const IoOptions& options);
 
 }  // namespace hetero

@@ -67,9 +67,10 @@ void ThreadEngine::work() {
     const std::int64_t result = transfer(*block);
     lock.lock();
     complete(*block, result);
-    returning_ = true;
+    returning_ = !resting();
     pump();
     returning_ = false;
+    rest(lock);
   }
 }
 

@@ -102,6 +102,7 @@ UringEngine::UringEngine(const IoOptions& options) : BlockEngine(options) {
   if (const int rc = io_uring_register_buffers_sparse(&ring_, kBufferSlots); rc < 0) {
     note("registered buffers refused: " + reason(-rc));
   } else {
+    registers_ = true;
     for (unsigned index = kBufferSlots; index-- > 0;) free_buffers_.push_back(index);
   }
   try {
@@ -134,6 +135,7 @@ void UringEngine::work() {
       std::unique_lock lock(mutex_);
       asleep_ = false;
       reap();
+      rest(lock);
       do_errand(lock);
       if (stopping_) return;
       arm_bell();
@@ -267,6 +269,7 @@ bool UringEngine::register_memory(void* address, std::size_t nbytes,
     const std::lock_guard lock(mutex_);
     require_open();
   }
+  if (!registers_) return false;  // noted by the constructor
   if (registered_.contains(address)) return true;
 #ifdef MADV_POPULATE_WRITE
   // Pinning populates as well, but in the ring's thread, which has transfers to look after.

@@ -63,16 +63,17 @@ class UringEngine final : public BlockEngine {
   void clear_buffers(const std::vector<Piece>& pieces);
 
   io_uring ring_;
-  int bell_ = -1;                             // an eventfd, read through the ring
-  std::uint64_t rung_ = 0;                    // where that goes
-  bool bell_armed_ = false;                   // the read is in flight
-  bool asleep_ = false;                       // nobody has rung since the thread went to wait
-  bool stopping_ = false;                     // with mutex_, as those above and below
-  Errand* errand_ = nullptr;                  // one at a time, under registering_
-  std::condition_variable done_;              // the errand is, or the thread has ended
-  std::map<std::byte*, Piece> pieces_;        // by address; blocks look here, under mutex_
-  std::mutex registering_;                    // before mutex_; covers the next two
-  std::vector<unsigned> free_buffers_;        // empty when buffers cannot be registered
+  bool registers_ = false;              // the kernel has given a table for buffers
+  int bell_ = -1;                       // an eventfd, read through the ring
+  std::uint64_t rung_ = 0;              // where that goes
+  bool bell_armed_ = false;             // the read is in flight
+  bool asleep_ = false;                 // nobody has rung since the thread went to wait
+  bool stopping_ = false;               // with mutex_, as those above and below
+  Errand* errand_ = nullptr;            // one at a time, under registering_
+  std::condition_variable done_;        // the errand is, or the thread has ended
+  std::map<std::byte*, Piece> pieces_;  // by address; blocks look here, under mutex_
+  std::mutex registering_;              // before mutex_; covers the next two
+  std::vector<unsigned> free_buffers_;
   std::map<void*, Registration> registered_;  // by address
   std::thread thread_;
 };

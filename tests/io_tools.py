@@ -78,6 +78,8 @@ def run_script(script: str, timeout: float = 60) -> str:
     return done.stdout
 
 
-def stall(engine, milliseconds: int = 300) -> None:
-    """Keeps the next read in flight for about that long: each retry pauses for a millisecond."""
+def stall(engine, milliseconds: int = 150) -> None:
+    """Keeps the next read in flight for about that long: each retry pauses for a millisecond.
+
+    An engine gives a transfer up that makes no progress for a second."""
     engine.inject("read", 0, error=errno.EAGAIN, count=milliseconds)

@@ -94,6 +94,25 @@ def test_transient_error_that_stays_is_an_error(engine, tmp_path):
     assert caught.value.errno == errno.EAGAIN
 
 
+def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(kind, tmp_path):
+    engine = _native.IoEngine(kind, queue_depth=40, block_bytes=4096)
+    memory = Memory(4096)
+    file = add_file(engine, tmp_path, 4096)
+    engine.inject("read", 0, error=errno.EAGAIN, count=1_000_000)
+    begin = time.monotonic()
+    stalled = [engine.read(file, memory.address, 4096, 0) for _ in range(32)]
+    for _ in range(10):
+        engine.write(file, memory.address, 4096, 0).wait()
+    assert not any(op.done() for op in stalled)
+    for op in stalled:
+        with pytest.raises(_native.NativeIoError) as caught:
+            op.wait()
+        assert caught.value.errno == errno.EAGAIN
+    # No measurement: a second for all of them, where one after the other would take 32.
+    assert time.monotonic() - begin < 12
+    engine.close()
+
+
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("short_bytes", [1, 512, 4096, 5000, BLOCK - 1])
 @pytest.mark.parametrize("nth", [0, 2, 4])

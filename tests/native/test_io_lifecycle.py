@@ -81,15 +81,17 @@ def test_close_fails_what_is_queued_and_waits_for_what_is_in_flight(kind, tmp_pa
     file = add_file(engine, tmp_path, 4 * BLOCK)
     stall(engine)
     running = engine.read(file, memory.address, BLOCK, 0)
-    queued = [engine.read(file, memory.address, BLOCK, 0) for _ in range(3)]
+    queued = [engine.read(file, memory.address, 2 * BLOCK, i * BLOCK) for i in range(3)]
     assert not running.done()
     engine.close()
     assert running.done()
     running.wait()
-    for op in queued:
+    for i, op in enumerate(queued):
         with pytest.raises(_native.NativeIoError) as caught:
             op.wait()
-        assert caught.value.errno == errno.ECANCELED
+        error = caught.value
+        assert error.errno == errno.ECANCELED
+        assert (error.offset, error.wanted_bytes, error.got_bytes) == (i * BLOCK, 2 * BLOCK, 0)
 
 
 def test_close_in_the_middle_of_an_operation(kind, tmp_path):
@@ -102,7 +104,8 @@ def test_close_in_the_middle_of_an_operation(kind, tmp_path):
     with pytest.raises(_native.NativeIoError) as caught:
         op.wait()
     assert caught.value.errno == errno.ECANCELED
-    assert caught.value.offset == BLOCK
+    error = caught.value  # of the whole operation
+    assert (error.offset, error.wanted_bytes, error.got_bytes) == (0, 4 * BLOCK, 0)
     assert engine.stats["reads"] == 0  # the block that was being retried was given up
 
 
