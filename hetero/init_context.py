@@ -48,11 +48,19 @@ class Stage:
         self.ledger.relieve = self._relieve
         self._charged: dict[int, int] = {}  # id(param) -> bytes; the order is that of eviction
         self._params: dict[int, weakref.ref[torch.nn.Parameter]] = {}
-        self._on_disk: dict[int, int] = {}  # id(param) -> offset in the file
+        # id(param) -> (offset, bytes) in the file, kept while the parameter is here: what is
+        # evicted again goes where it was.
+        self._extents: dict[int, tuple[int, int]] = {}
+        self._on_disk: set[int] = set()  # id(param) of those whose bytes are only there
         self._absent: dict[int, torch.Tensor] = {}  # id(param) -> what stands in for it
         self._by_storage: dict[int, int] = {}  # address of an absent tensor's element -> id(param)
         self._file: ScratchFile | None = None
         self._untrimmed_bytes = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """What the scratch file has to say, until close()."""
+        return self._file.notes if self._file is not None else []
 
     @property
     def any_absent(self) -> bool:
@@ -78,7 +86,8 @@ class Stage:
         """The parameter is gone, or has found its home."""
         self._give_up(self._charged.pop(key, 0))
         self._params.pop(key, None)
-        self._on_disk.pop(key, None)
+        self._on_disk.discard(key)
+        self._extents.pop(key, None)
         absent = self._absent.pop(key, None)
         if absent is not None:
             del self._by_storage[absent.untyped_storage().data_ptr()]
@@ -98,7 +107,10 @@ class Stage:
         if self._file is None:
             self._file = ScratchFile(self.config.nvme_paths, self.ledger, Account.INIT)
         flat = param.data.contiguous().view(-1).view(torch.uint8)
-        offset = self._file.reserve(flat.numel())
+        offset, reserved_bytes = self._extents.get(key, (0, 0))
+        if reserved_bytes < flat.numel():  # the first time, or converted to a larger dtype since
+            offset, reserved_bytes = self._file.reserve(flat.numel()), flat.numel()
+            self._extents[key] = offset, reserved_bytes
         for begin, block in _blocks(flat.numel()):
             part = flat[begin : begin + len(block)]
             torch.frombuffer(block, dtype=torch.uint8)[: part.numel()].copy_(part)
@@ -109,7 +121,7 @@ class Stage:
             self._absent[key] = absent
             self._by_storage[absent.untyped_storage().data_ptr()] = key
         param.data = absent
-        self._on_disk[key] = offset
+        self._on_disk.add(key)
         self._give_up(self._charged.pop(key))
 
     def _give_up(self, nbytes: int) -> None:
@@ -125,10 +137,10 @@ class Stage:
         self._charged[key] = nbytes
         values = torch.empty(param.shape, dtype=param.dtype)
         raw = values.view(-1).view(torch.uint8)
-        for begin, part in self._read(self._on_disk[key], nbytes):
+        for begin, part in self._read(self._extents[key][0], nbytes):
             raw[begin : begin + part.numel()] = part
         param.data = values
-        del self._on_disk[key]
+        self._on_disk.remove(key)
 
     def _read(self, offset: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         assert self._file is not None
@@ -173,7 +185,7 @@ class Stage:
             )
         first = wanted.start * itemsize // PAGE_BYTES * PAGE_BYTES
         skip = wanted.start * itemsize - first
-        offset = self._on_disk[key] + first
+        offset = self._extents[key][0] + first
         for begin, raw in self._read(offset, wanted.stop * itemsize - first):
             values = raw[skip:].view(param.dtype).float()
             yield (first + begin + skip) // itemsize, values

@@ -134,6 +134,43 @@ def test_memory_somebody_else_holds_is_not_moved(tmp_path: Path) -> None:
         del second, third
 
 
+def test_what_is_evicted_again_takes_no_new_space(tmp_path: Path) -> None:
+    with (
+        torch.no_grad(),
+        hetero.ZeroInitContext(
+            placement_policy="nvme", nvme_path=str(tmp_path), host_memory="36KiB", dtype="fp32"
+        ) as context,
+    ):
+        layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
+        for layer in layers:
+            layer.weight.zero_()
+        for turn in range(6):
+            for layer in layers:
+                layer.weight.add_(turn)
+        ledger = context.stage.ledger
+        assert ledger.peak_bytes["disk"] <= 3 * 64 * 64 * 4
+        for layer in layers:
+            assert torch.equal(layer.weight + 0, torch.full((64, 64), 15.0))
+
+
+def test_notes_of_the_file_of_construction_reach_the_engine_once(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.mkdir()
+    with hetero.ZeroInitContext(
+        placement_policy="nvme", nvme_path=[str(path) for path in paths], host_memory="600KiB"
+    ) as context:
+        model = tiny_gpt2()
+    assert context.stage.any_absent
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    notes = optimizer.engine.notes
+    built = [note for note in notes if note.startswith("while the model was built: ")]
+    assert len(built) == 1
+    assert "in proportion to free space" in built[0]
+    assert sum("share a filesystem" in note for note in notes) == 1
+    optimizer.engine.close()
+
+
 def test_dropped_parameters_give_their_bytes_back() -> None:
     with hetero.ZeroInitContext(placement_policy="cpu") as context:
         linear = torch.nn.Linear(64, 64)
