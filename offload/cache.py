@@ -188,7 +188,8 @@ class SlotCache:
         entry = self._entries[chunk]
         if entry.state is SlotState.READING:
             assert entry.op is not None
-            with contextlib.suppress(OSError):  # nobody wants the bytes
+            entry.op.cancel()  # nobody wants the bytes
+            with contextlib.suppress(OSError):
                 entry.op.wait()
         else:
             self._settle(chunk)

@@ -136,6 +136,23 @@ class TestReadsAndWrites:
         assert (r.on_file(0) == 5).all()
         assert (r.got(0) == 5).all()
 
+    def test_reads_that_nobody_wants_any_more_are_cancelled(self, rig):
+        r = rig(2, [1, 1])
+        r.order.note(0)
+        r.cache._start_read(0, 0)
+        entry, calls = r.cache._entries[0], []
+        reading = entry.op
+
+        def wait():
+            calls.append("wait")
+            reading.wait()
+
+        entry.op = SimpleNamespace(cancel=lambda: calls.append("cancel"), wait=wait)
+        r.cache.drop(0)
+        assert calls == ["cancel", "wait"]
+        assert not r.cache.holds(0)
+        assert torch.equal(r.got(0), pattern(r.extents[0].nbytes, 0))
+
     def test_created_chunks_are_not_read(self, rig):
         r = rig(2, [1])
         r.cache.create(0)
