@@ -16,7 +16,9 @@ from offload.member import MemberFile
 AREA_BYTES = 32 << 20  # per directory; small enough to be written quickly first
 WINDOW_S = 0.25
 _TRANSFER_BYTES = 1 << 20
-_DEPTH = 8  # transfers in flight per directory, reads and writes in turn
+# Transfers of one block in flight per directory, reads and writes in turn. An engine has as many
+# threads per directory, so the blocks of a slow one never hold those that the others need.
+DEPTH = 4
 
 
 def measure_rates(engine: IoEngine, members: Sequence[MemberFile]) -> list[float]:
@@ -44,14 +46,15 @@ def measure_rates(engine: IoEngine, members: Sequence[MemberFile]) -> list[float
                 op.wait()
 
         def rate(file: int) -> float:
-            turns = itertools.cycle(range(0, AREA_BYTES, _TRANSFER_BYTES))
+            offsets = itertools.cycle(range(0, AREA_BYTES, _TRANSFER_BYTES))
+            turns = itertools.cycle(((engine.read, sink), (engine.write, source)))
             flying: deque[IoOp] = deque()
             begin = now = time.perf_counter()
             moved = 0
             while flying or not moved:
-                while len(flying) < _DEPTH and now < begin + WINDOW_S:
-                    flying.append(engine.read(file, sink, _TRANSFER_BYTES, next(turns)))
-                    flying.append(engine.write(file, source, _TRANSFER_BYTES, next(turns)))
+                while len(flying) < DEPTH and now < begin + WINDOW_S:
+                    start, address = next(turns)
+                    flying.append(start(file, address, _TRANSFER_BYTES, next(offsets)))
                 flying.popleft().wait()
                 moved += _TRANSFER_BYTES
                 now = time.perf_counter()

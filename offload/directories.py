@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from offload.errors import StoreError
+from offload.sizes import format_bytes
 
 
 def check_directory(path: str | os.PathLike[str]) -> str:
@@ -53,6 +54,14 @@ def free_bytes(directory: str) -> int:
     """Bytes an unprivileged user may still write to the filesystem of `directory`."""
     stat = os.statvfs(directory)
     return stat.f_bavail * stat.f_frsize
+
+
+def format_free(directory: str) -> str:
+    """free_bytes in words, for the message of an error, which it must not replace by another."""
+    try:
+        return format_bytes(free_bytes(directory))
+    except OSError:
+        return "an unknown number of bytes"
 
 
 def total_free_bytes(directories: Sequence[str]) -> int:

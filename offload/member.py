@@ -10,16 +10,16 @@ import tempfile
 import weakref
 from collections.abc import Callable
 
-from offload.directories import free_bytes
+from offload.directories import format_free
 from offload.errors import StoreError
-from offload.sizes import PAGE_BYTES, format_bytes
+from offload.sizes import PAGE_BYTES
 
 
 class MemberFile:
     """An unlinked file in `directory`, open until close(); `nbytes` of it are allocated.
 
     It has no name from the start, so a killed process leaves nothing behind. O_DIRECT is used where
-    the filesystem knows it; `notes` says when it does not.
+    the filesystem knows it (`direct`); `notes` says when it does not.
     """
 
     def __init__(self, directory: str) -> None:
@@ -27,6 +27,7 @@ class MemberFile:
         self.directory = directory
         self.path = os.path.join(directory, "<hetero scratch>")  # for messages
         self.nbytes = 0
+        self.direct = True
         self.notes: list[str] = []
         try:
             self.fd = self._open()
@@ -98,7 +99,7 @@ class MemberFile:
                 raise StoreError(
                     error.errno,
                     f"{verb} of {len(memory) - done} bytes at offset {offset + done} failed: "
-                    f"{error.strerror}; {format_bytes(free_bytes(self.directory))} free",
+                    f"{error.strerror}; {format_free(self.directory)} free",
                     self.path,
                 ) from error
             # O_DIRECT goes on at page boundaries only: redo the page that a short transfer cut.
@@ -115,6 +116,7 @@ class MemberFile:
             if error.errno != errno.EINVAL:
                 raise
         fd = self._open_unlinked(0)
+        self.direct = False
         self.notes.append(
             f"{self.directory}: the filesystem has no O_DIRECT; transfers go through the page "
             f"cache, whose memory host_memory does not count"

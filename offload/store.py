@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Sequence
 
 from offload._native import IoEngine, IoOp, NativeIoError, StripeMap
-from offload.bandwidth import AREA_BYTES, WINDOW_S, measure_rates
-from offload.directories import check_directories, filesystem_of, free_bytes
+from offload.bandwidth import AREA_BYTES, DEPTH, WINDOW_S, measure_rates
+from offload.directories import check_directories, filesystem_of, format_free, free_bytes
 from offload.errors import StoreError
 from offload.ledger import Ledger
 from offload.member import MemberFile
@@ -18,13 +19,15 @@ from offload.tiers import Account, Tier
 
 # Per directory: enough to keep one NVMe disk busy.
 _QUEUE_DEPTH = 32
-_THREADS = 4
+_THREADS = DEPTH
 
 
 def make_io_engine(kind: str, directories: int = 1) -> tuple[IoEngine, list[str]]:
     """The I/O engine of `kind` ("auto", "io_uring" or "threads") and notes on what was refused.
 
     "auto" takes io_uring and falls back to threads where it was not built or the kernel refuses it.
+    Raises OSError if that is so and "io_uring" was asked for, ValueError for a HETERO_URING_SETUP
+    in the environment that does not exist.
     """
 
     def make(kind: str) -> IoEngine:
@@ -40,7 +43,7 @@ def make_io_engine(kind: str, directories: int = 1) -> tuple[IoEngine, list[str]
     try:
         engine = make("io_uring")
         return engine, list(engine.notes)
-    except (OSError, ValueError) as refusal:
+    except OSError as refusal:
         return make("threads"), [f"I/O by threads, because io_uring is not available: {refusal}"]
 
 
@@ -100,21 +103,40 @@ class ScratchFile:
         """Deals the units in proportion to bandwidth, such that `nbytes` fit; before reserve().
 
         Several directories are measured for a quarter of a second, with reads and writes on all of
-        them, if `nbytes` is enough for that; otherwise they count as equally fast. Raises
-        BudgetError, and StoreError for a directory that cannot be measured.
+        them. One without room for that counts as the slowest; all count as equally fast if `nbytes`
+        is too little, or one of them knows no O_DIRECT. Raises BudgetError, and StoreError for a
+        directory that cannot be measured.
         """
         if self._stripes is not None or len(self.members) == 1:
             return
         free = [free_bytes(member.directory) for member in self.members]
         filesystems = self._filesystems()
-        rates, how = [1.0] * len(self.members), "too little is to be stored to measure the disks"
-        area = AREA_BYTES * len(self.members)
-        if nbytes >= area and all(
-            AREA_BYTES * filesystems.count(fs) <= f for fs, f in zip(filesystems, free, strict=True)
-        ):
-            rates = self._measure(engine, area)
-            speeds = ", ".join(f"{format_bytes(rate)}/s" for rate in rates)
+        roomy = [
+            member
+            for member, fs, room in zip(self.members, filesystems, free, strict=True)
+            if AREA_BYTES * filesystems.count(fs) <= room
+        ]
+        full = [member.directory for member in self.members if member not in roomy]
+        cached = [member.directory for member in self.members if not member.direct]
+        rates = [1.0] * len(self.members)
+        if nbytes < AREA_BYTES * len(self.members):
+            how = "too little is to be stored to measure the disks"
+        elif cached:
+            how = (
+                f"not measured: without O_DIRECT in {', '.join(cached)} it would be the page cache"
+            )
+        elif len(roomy) < 2:
+            how = f"not measured: too little free space in {', '.join(full)}"
+        else:
+            measured = self._measure(engine, roomy)
+            rates = [
+                measured[roomy.index(member)] if member in roomy else min(measured)
+                for member in self.members
+            ]
+            speeds = ", ".join(f"{format_bytes(rate)}/s" for rate in measured)
             how = f"measured {speeds}, reading and writing together for {WINDOW_S} s"
+            if full:
+                how += f"; not measured, for want of free space: {', '.join(full)}"
         weights = choose_weights(rates, nbytes, free, filesystems)
         # If it cannot fit, reserve() says what is missing where.
         self._deal(weights or [1] * len(self.members), how)
@@ -137,9 +159,10 @@ class ScratchFile:
         before = [member.nbytes for member in self.members]
         try:
             self._resize(sizes)
-        except StoreError:
+        except BaseException:
             self._ledger.release(Tier.DISK, self._account, nbytes)
-            self._resize(before)
+            with contextlib.suppress(StoreError):  # the first error is the one that tells why
+                self._resize(before)
             raise
         self.nbytes += nbytes
         return offset
@@ -167,18 +190,21 @@ class ScratchFile:
     def _filesystems(self) -> list[int]:
         return [filesystem_of(member.directory) for member in self.members]
 
-    def _measure(self, engine: IoEngine, area_bytes: int) -> list[float]:
+    def _measure(self, engine: IoEngine, members: Sequence[MemberFile]) -> list[float]:
+        area_bytes = AREA_BYTES * len(members)
         self._ledger.charge(Tier.DISK, self._account, area_bytes)
         try:
-            self._resize([AREA_BYTES] * len(self.members))
-            return measure_rates(engine, self.members)
+            self._resize([AREA_BYTES if member in members else 0 for member in self.members])
+            return measure_rates(engine, members)
         except NativeIoError as error:
             raise StoreError(
                 error.errno, f"the disk cannot be measured: {error}", error.filename
             ) from error
         finally:
-            self._resize([0] * len(self.members))
-            self._ledger.release(Tier.DISK, self._account, area_bytes)
+            try:
+                self._resize([0] * len(self.members))
+            finally:
+                self._ledger.release(Tier.DISK, self._account, area_bytes)
 
     def _deal(self, weights: Sequence[int], how: str) -> None:
         """Decides for `weights`; a member that gets nothing is closed."""
@@ -228,7 +254,7 @@ class ScratchFile:
                 raise StoreError(
                     error.errno,
                     f"cannot reserve {format_bytes(size - member.nbytes)} "
-                    f"({format_bytes(free_bytes(member.directory))} free): {error.strerror}",
+                    f"({format_free(member.directory)} free): {error.strerror}",
                     member.directory,
                 ) from error
 

@@ -1,13 +1,15 @@
 """offload/store over several directories."""
 
 import errno
+import itertools
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from offload import _native, store
+from offload import _native, bandwidth, store
 from offload.bandwidth import AREA_BYTES, measure_rates
 from offload.directories import check_directories, free_bytes, total_free_bytes
 from offload.errors import BudgetError, StoreError
@@ -16,6 +18,7 @@ from offload.member import MemberFile
 from offload.sizes import PAGE_BYTES
 from offload.store import ScratchFile, Transfers, make_io_engine
 from offload.tiers import Account, Tier
+from tests.io_tools import NO_URING
 
 MIB = 1 << 20
 
@@ -114,6 +117,39 @@ class TestSpace:
         monkeypatch.undo()
         assert scratch.reserve(6 * MIB) == 3 * MIB
         assert sizes(scratch) == [3 * MIB] * 3
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+    def test_an_interrupted_reservation_leaves_nothing(self, scratch, ledger, monkeypatch, error):
+        scratch.reserve(3 * MIB)
+        real = os.posix_fallocate
+
+        def interrupted(fd, offset, nbytes):
+            if fd == scratch.members[1].fd:
+                raise error
+            real(fd, offset, nbytes)
+
+        monkeypatch.setattr(os, "posix_fallocate", interrupted)
+        with pytest.raises(error):
+            scratch.reserve(6 * MIB)
+        assert sizes(scratch) == [MIB, MIB, MIB]
+        assert scratch.nbytes == ledger.used(Tier.DISK, Account.RECORD) == 3 * MIB
+
+    def test_an_error_is_told_where_free_space_is_not_known(self, scratch, ledger, monkeypatch):
+        scratch.stripes  # noqa: B018  decided while it is known
+        monkeypatch.setattr(store, "free_bytes", lambda directory: 100 * MIB)
+
+        def stale(directory):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        def failing(fd, offset, nbytes):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "statvfs", stale)
+        monkeypatch.setattr(os, "posix_fallocate", failing)
+        with pytest.raises(StoreError, match="an unknown number of bytes free") as failure:
+            scratch.reserve(6 * MIB)
+        assert failure.value.errno == errno.EIO
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
 
     def test_a_share_that_does_not_fit_is_refused_with_numbers(
         self, scratch, directories, monkeypatch
@@ -261,11 +297,68 @@ class TestBalance:
         state = torch.random.get_rng_state()
         scratch.balance(engine, 3 * AREA_BYTES)
         assert torch.equal(torch.random.get_rng_state(), state)
-        assert any("measured" in note for note in scratch.notes)
+        if all(member.direct for member in scratch.members):
+            assert any("(measured" in note for note in scratch.notes)
         assert set(scratch.stripes.pattern) == set(range(len(scratch.members)))
         assert sizes(scratch) == [0] * len(scratch.members)
         assert ledger.used(Tier.DISK, Account.RECORD) == 0
         assert engine.stats["in_flight"] == 0
+
+    def test_a_directory_without_room_counts_as_slow_and_others_are_measured(
+        self, scratch, engine, ledger, directories, monkeypatch
+    ):
+        TestSpace.separate(monkeypatch)
+        room = dict(zip(directories, (500 * MIB, 8 * MIB, 500 * MIB), strict=True))
+        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
+        seen = []
+
+        def measured(engine, members):
+            seen.append([member.directory for member in members])
+            assert sizes(scratch) == [AREA_BYTES, 0, AREA_BYTES]
+            assert ledger.used(Tier.DISK, Account.RECORD) == 2 * AREA_BYTES
+            return [3e9, 1e9]
+
+        monkeypatch.setattr(store, "measure_rates", measured)
+        scratch.balance(engine, 160 * MIB)
+        assert seen == [[directories[0], directories[2]]]
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        (dealt,) = (note for note in scratch.notes if "striped" in note)
+        assert f"not measured, for want of free space: {directories[1]}" in dealt
+        scratch.reserve(160 * MIB)
+        used = dict(zip((m.directory for m in scratch.members), sizes(scratch), strict=True))
+        assert used.get(directories[1], 0) <= 8 * MIB
+        assert used[directories[0]] > 2 * used[directories[2]]
+
+    def test_nothing_is_measured_where_one_directory_alone_has_room(
+        self, scratch, engine, directories, monkeypatch
+    ):
+        TestSpace.separate(monkeypatch)
+        room = dict(zip(directories, (500 * MIB, 8 * MIB, 8 * MIB), strict=True))
+        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
+        monkeypatch.setattr(store, "measure_rates", None)
+        scratch.balance(engine, 160 * MIB)
+        (dealt,) = (note for note in scratch.notes if "striped" in note)
+        reason = f"not measured: too little free space in {directories[1]}, {directories[2]}"
+        assert reason in dealt
+
+    def test_the_page_cache_is_not_measured(self, scratch, engine, monkeypatch):
+        monkeypatch.setattr(store, "measure_rates", None)
+        scratch.members[1].direct = False
+        scratch.balance(engine, 160 * MIB)
+        (dealt,) = (note for note in scratch.notes if "striped" in note)
+        assert f"without O_DIRECT in {scratch.members[1].directory} it would" in dealt
+        assert scratch.stripes.pattern == [0, 1, 2]
+
+    def test_measuring_gives_its_charge_back_whatever_happens(
+        self, scratch, engine, ledger, monkeypatch
+    ):
+        def broken(fd, nbytes):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "ftruncate", broken)
+        with pytest.raises(StoreError, match="Input/output error"):
+            scratch.balance(engine, 200 * MIB)
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
 
     def test_a_disk_that_fails_is_named(self, scratch, engine, ledger):
         engine.inject("write", 5, error=errno.EIO)
@@ -285,6 +378,53 @@ def test_rates_are_of_each_member(directories, engine):
     assert all(rate > 0 for rate in rates)
     for member in members:
         member.close()
+
+
+class Recorder:
+    """In an engine's place: what is in flight in each file, and in which order it began."""
+
+    def __init__(self) -> None:
+        self.flying: list[int] = []
+        self.most: list[int] = []
+        self.begun: list[list[str]] = []
+
+    def add_file(self, fd, path):
+        for each, fresh in ((self.flying, 0), (self.most, 0), (self.begun, [])):
+            each.append(fresh)
+        return len(self.flying) - 1
+
+    def remove_file(self, file):
+        pass
+
+    def start(self, kind, file, nbytes):
+        assert nbytes == 1 << 20  # a block
+        self.flying[file] += 1
+        self.most[file] = max(self.most[file], self.flying[file])
+        self.begun[file].append(kind)
+
+        def wait():
+            time.sleep(0.001)
+            self.flying[file] -= 1
+
+        return SimpleNamespace(wait=wait)
+
+    def read(self, file, address, nbytes, offset):
+        return self.start("read", file, nbytes)
+
+    def write(self, file, address, nbytes, offset):
+        return self.start("write", file, nbytes)
+
+
+def test_a_directory_never_holds_the_threads_of_the_others(monkeypatch):
+    monkeypatch.setattr(bandwidth, "AREA_BYTES", MIB)
+    recorder = Recorder()
+    measure_rates(recorder, [SimpleNamespace(fd=0, path="a"), SimpleNamespace(fd=1, path="b")])
+    assert recorder.most == [store._THREADS] * 2
+    assert recorder.flying == [0, 0]
+    for begun in recorder.begun:
+        mixed = begun[1:]  # after the area was written
+        assert mixed[:2] == ["read", "write"]
+        assert all(one != other for one, other in itertools.pairwise(mixed))
 
 
 class TestDirectories:
@@ -338,3 +478,21 @@ def test_engines_for_several_disks_have_deeper_queues(monkeypatch):
         ("threads", {"queue_depth": 128, "threads": 16}),
         ("io_uring", {"queue_depth": 4096, "threads": 256}),
     ]
+
+
+def test_auto_takes_threads_where_the_kernel_refuses_but_hides_no_mistake(monkeypatch):
+    def refusing(kind, **options):
+        if kind == "io_uring":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        return SimpleNamespace(kind=kind, notes=[])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "IoEngine", refusing)
+        engine, (note,) = make_io_engine("auto")
+        assert engine.kind == "threads"
+        assert os.strerror(errno.EPERM) in note
+    if NO_URING:
+        pytest.skip(NO_URING)
+    monkeypatch.setenv("HETERO_URING_SETUP", "fast")
+    with pytest.raises(ValueError, match='HETERO_URING_SETUP is "fast"'):
+        make_io_engine("auto")
