@@ -96,13 +96,13 @@ def test_transient_error_that_stays_is_an_error(engine, tmp_path):
 
 def test_transfers_that_stall_together_are_given_up_together_and_hold_no_other(kind, tmp_path):
     engine = _native.IoEngine(kind, queue_depth=40, block_bytes=4096)
-    memory = Memory(4096)
-    file = add_file(engine, tmp_path, 4096)
+    memory = Memory(33 * 4096)
+    file = add_file(engine, tmp_path, 2 * 4096)
     engine.inject("read", 0, error=errno.EAGAIN, count=1_000_000)
     begin = time.monotonic()
-    stalled = [engine.read(file, memory.address, 4096, 0) for _ in range(32)]
+    stalled = [engine.read(file, memory.address + i * 4096, 4096, 0) for i in range(32)]
     for _ in range(10):
-        engine.write(file, memory.address, 4096, 0).wait()
+        engine.write(file, memory.address + 32 * 4096, 4096, 4096).wait()
     assert not any(op.done() for op in stalled)
     for op in stalled:
         with pytest.raises(_native.NativeIoError) as caught:
