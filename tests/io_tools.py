@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -61,10 +62,19 @@ def thread_names() -> list[str]:
         try:
             with open(f"/proc/self/task/{task}/comm") as comm:
                 names.append(comm.read().strip())
-        except FileNotFoundError:  # it has just ended
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
     # The optimizer's worker pool belongs to the process, not to an engine.
     return sorted(n for n in names if n.startswith("hetero") and n != "hetero-worker")
+
+
+def threads_since(before: list[str]) -> list[str]:
+    """thread_names(), after time for those beyond `before` to go: the kernel lists a thread for a
+    moment after it was joined."""
+    deadline = time.monotonic() + 5
+    while (names := thread_names()) != before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return names
 
 
 def run_script(script: str, timeout: float = 60) -> str:

@@ -20,6 +20,7 @@ from tests.io_tools import (
     needs_uring,
     run_script,
     thread_names,
+    threads_since,
 )
 
 
@@ -220,7 +221,7 @@ def test_a_thread_of_the_engine_that_throws_fails_the_operation_only(engine, tmp
     assert error.errno == errno.EIO
     assert error.filename == f"{tmp_path}/scratch"
     assert (error.wanted_bytes, error.got_bytes) == (BLOCK, 0)
-    assert thread_names() == threads
+    assert threads_since(threads) == threads
     assert engine.stats["in_flight"] == 0
     for _ in range(5):
         start(file, memory.address, 5 * BLOCK, 0).wait()

@@ -100,7 +100,7 @@ def missing(sanitizer: Sanitizer) -> str:
     )
 
 
-@pytest.fixture(scope="module", params=SANITIZERS)
+@pytest.fixture(scope="module", params=["address", pytest.param("thread", marks=pytest.mark.extra)])
 def name(request: pytest.FixtureRequest) -> str:
     if reason := missing(SANITIZERS[request.param]):
         pytest.skip(reason)
