@@ -27,7 +27,15 @@ from bench.beside_torch import measure_beside_torch
 from bench.machine import describe_machine
 from bench.peer_process import PeerProcess
 from bench.peers.adam_timing import huge_page_share
-from bench.program import chosen_peers, command_line, parse_count, print_header, run_program
+from bench.program import (
+    add_json_argument,
+    add_peer_arguments,
+    chosen_peers,
+    command_line,
+    parse_count,
+    print_header,
+    run_program,
+)
 from bench.rounds import Rounds, Sample, run_rounds
 from bench.updates import Updates, update_name
 from offload import _native
@@ -104,19 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="rows of torch's matrices in beside_torch (default: %(default)s)",
     )
-    parser.add_argument(
-        "--peers",
-        default=",".join(PEERS),
-        metavar="LIST",
-        help="of torch, deepspeed; or none (default: all, as far as they are installed)",
-    )
-    parser.add_argument(
-        "--peer-python",
-        default=os.environ.get("BENCH_PEER_PYTHON", sys.executable),
-        metavar="FILE",
-        help="Python that has DeepSpeed (default: $BENCH_PEER_PYTHON, else this one)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add_peer_arguments(parser, PEERS, default=",".join(PEERS))
+    add_json_argument(parser)
     return parser
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,10 +23,18 @@ from rich.table import Table
 from bench.fio import INSTALL, SETTINGS, Fio, fio_version
 from bench.machine import describe_machine
 from bench.peer_process import PeerProcess
-from bench.program import chosen_peers, command_line, print_header, run_program
+from bench.program import (
+    add_json_argument,
+    add_peer_arguments,
+    chosen_peers,
+    command_line,
+    parse_size,
+    print_header,
+    run_program,
+)
 from bench.rounds import Rounds, Sample, run_rounds
 from bench.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
-from offload.sizes import format_bytes, parse_bytes
+from offload.sizes import format_bytes
 
 PEERS = ("fio", "aiofiles", "deepspeed")
 ENGINES = ("io_uring", "threads")
@@ -84,19 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=5, help="after one of warm-up (default: %(default)s)"
     )
-    parser.add_argument(
-        "--peers",
-        default=",".join(PEERS),
-        metavar="LIST",
-        help="of fio, aiofiles, deepspeed; or none (default: all, as far as they are installed)",
-    )
-    parser.add_argument(
-        "--peer-python",
-        default=os.environ.get("BENCH_PEER_PYTHON", sys.executable),
-        metavar="FILE",
-        help="Python that has DeepSpeed (default: $BENCH_PEER_PYTHON, else this one)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add_peer_arguments(parser, PEERS, default=",".join(PEERS))
+    add_json_argument(parser)
     return parser
 
 
@@ -106,10 +102,10 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     Raises ValueError or OSError for input that cannot be measured.
     """
     shape = Shape.of(
-        _size("--size", arguments.size),
-        _size("--block", arguments.block),
+        parse_size("--size", arguments.size),
+        parse_size("--block", arguments.block),
         arguments.depth,
-        _size("--sample", arguments.sample),
+        parse_size("--sample", arguments.sample),
     )
     if arguments.rounds < 1:
         raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
@@ -126,13 +122,6 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         "machine": describe_machine(),
         "command": command,
     }
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
 
 
 def measure_directory(

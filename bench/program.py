@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
+import os
 import re
 import shlex
 import sys
@@ -15,6 +17,7 @@ from rich.console import Console
 
 from bench.machine import header
 from offload.errors import HeteroError
+from offload.sizes import parse_bytes
 
 
 def run_program(
@@ -55,6 +58,29 @@ def print_header(result: Mapping[str, Any], console: Console) -> None:
 def command_line(name: str, argv: Sequence[str] | None) -> str:
     """The command as one would type it; `name` is e.g. "bench.io"."""
     return shlex.join(["python", "-m", name, *(sys.argv[1:] if argv is None else argv)])
+
+
+def add_peer_arguments(
+    parser: argparse._ActionsContainer, known: Sequence[str], default: str
+) -> None:
+    """--peers, which chosen_peers() reads, and --peer-python."""
+    shown = "all, as far as they are installed" if default == ",".join(known) else default
+    parser.add_argument(
+        "--peers",
+        default=default,
+        metavar="LIST",
+        help=f"of {', '.join(known)}; or none (default: {shown})",
+    )
+    parser.add_argument(
+        "--peer-python",
+        default=os.environ.get("BENCH_PEER_PYTHON", sys.executable),
+        metavar="FILE",
+        help="Python that has DeepSpeed (default: $BENCH_PEER_PYTHON, else this one)",
+    )
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def names(text: str) -> list[str]:
@@ -99,3 +125,11 @@ def parse_count(option: str, text: str) -> int:
     if count < 1 or count.denominator != 1:
         raise ValueError(f"{option} must be a whole number of 1 or more, got {text!r}")
     return int(count)
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes, from text such as "512MiB". Raises ValueError, naming the option, if it is none."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import statistics
 import sys
@@ -32,12 +31,20 @@ from rich.table import Table
 from bench.curve import draw_curve, measure_curve
 from bench.machine import describe_machine, header
 from bench.peer_process import PeerProcess
-from bench.program import command_line, names, run_program
+from bench.program import (
+    add_json_argument,
+    add_peer_arguments,
+    chosen_peers,
+    command_line,
+    parse_count,
+    parse_size,
+    run_program,
+)
 from bench.rounds import Rounds, Sample, run_rounds
 from bench.step_model import UPDATE_BYTES, HeteroStep, Plan, make_plan
 from bench.transfers import HeteroTransfers, Shape, measured_file
 from offload import _native
-from offload.sizes import format_bytes, parse_bytes
+from offload.sizes import format_bytes
 
 PEERS = ("deepspeed",)
 DEEPSPEED_INSTALL = (
@@ -92,15 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="of the file on which the disk alone is measured (default: %(default)s)",
     )
-    parser.add_argument(
-        "--peers", default="none", metavar="LIST", help="deepspeed or none (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--peer-python",
-        default=os.environ.get("BENCH_PEER_PYTHON", sys.executable),
-        metavar="FILE",
-        help="Python that has DeepSpeed (default: $BENCH_PEER_PYTHON, else this one)",
-    )
+    add_peer_arguments(parser, PEERS, default="none")
     parser.add_argument(
         "--curve", action="store_true", help="also measure and draw traffic against budgets"
     )
@@ -110,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="of the curve (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add_json_argument(parser)
     return parser
 
 
@@ -119,12 +118,13 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
 
     Raises ValueError, OSError or a hetero error for input that cannot be measured.
     """
-    numel, budget = _count("--params", arguments.params), _size("--host-memory", arguments)
-    peers = peer_names(arguments.peers)
+    numel = parse_count("--params", arguments.params)
+    budget = parse_size("--host-memory", arguments.host_memory)
+    peers = chosen_peers(arguments.peers, PEERS)
     if arguments.rounds < 1 or arguments.steps < 1:
         raise ValueError("--rounds and --steps must be 1 or more")
     plan = make_plan(numel, budget, arguments.path, arguments.chunk_numel)
-    shape = Shape.of(_size("--io-size", arguments), BLOCK_BYTES, DEPTH)
+    shape = Shape.of(parse_size("--io-size", arguments.io_size), BLOCK_BYTES, DEPTH)
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(HeteroStep(numel, plan))
         file = stack.enter_context(measured_file(arguments.path, shape.size_bytes))
@@ -231,36 +231,6 @@ class Stream:
             _native.stream(p, g, m, v, STREAM_NUMEL)
         seconds = time.perf_counter() - begin_s
         return {"gbps": STREAM_PASSES * STREAM_NUMEL * STREAM_BYTES / seconds / 1e9}
-
-
-def peer_names(text: str) -> list[str]:
-    """The peers that --peers asks for. Raises ValueError for an unknown one."""
-    chosen = names(text)
-    if chosen == ["none"]:
-        return []
-    for name in chosen:
-        if name not in PEERS:
-            near = difflib.get_close_matches(name, (*PEERS, "none"), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(PEERS)}, none"
-            raise ValueError(f"unknown peer {name!r} in --peers; {hint}")
-    return chosen
-
-
-def _count(option: str, text: str) -> int:
-    try:
-        count = int(float(text))
-    except (ValueError, OverflowError):
-        raise ValueError(f"{option}: cannot read {text!r} as a number such as 500e6") from None
-    if count < 1:
-        raise ValueError(f"{option} must be 1 or more, got {text}")
-    return count
-
-
-def _size(option: str, arguments: argparse.Namespace) -> int:
-    try:
-        return parse_bytes(getattr(arguments, option[2:].replace("-", "_")))
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
 
 
 def _swap_folder(directory: str) -> tempfile.TemporaryDirectory[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from rich.table import Table
 
 from bench.contenders import (
+    PEERS,
     Contender,
     Outcome,
     hetero_contender,
@@ -28,7 +28,7 @@ from bench.contenders import (
     run_contender,
 )
 from bench.peers.workload import Workload
-from bench.program import names, wide_console
+from bench.program import add_peer_arguments, chosen_peers, names, wide_console
 from hetero.training.data import load_corpus
 from hetero.training.job import ADAM_BETAS
 from hetero.training.models import model_config
@@ -79,15 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="policies of hetero to run (default: --policy if given, else cpu,nvme)",
     )
-    group.add_argument(
-        "--peers", default="", metavar="LIST", help="torch, deepspeed or both (default: none)"
-    )
-    group.add_argument(
-        "--peer-python",
-        default=os.environ.get("BENCH_PEER_PYTHON", sys.executable),
-        metavar="FILE",
-        help="Python that has DeepSpeed (default: $BENCH_PEER_PYTHON, else this one)",
-    )
+    add_peer_arguments(group, PEERS, default="none")
     group.add_argument(
         "--skip-steps",
         type=int,
@@ -127,7 +119,7 @@ def run(options: TrainOptions, variants: list[str], arguments: argparse.Namespac
     folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
     workload = folder / "workload.json"
     contenders: list[Contender] = [hetero_contender(options, name, folder) for name in variants]
-    for peer in names(arguments.peers):
+    for peer in chosen_peers(arguments.peers, PEERS):
         contenders += peer_contenders(peer, workload, folder, arguments.peer_python)
     folder.mkdir(parents=True, exist_ok=True)
     write_workload(options, workload)

@@ -12,7 +12,7 @@ from bench import step as bench_step
 from bench.curve import buffer_counts, draw_curve, measure_curve
 from bench.peers.deepspeed_step import chain_shape
 from bench.rounds import Rounds
-from bench.step import main, peer_names, summarize
+from bench.step import main, summarize
 from bench.step_model import HeteroStep, make_plan, tensor_shape
 
 PARAMS = 300_000
@@ -153,7 +153,8 @@ def test_shape_of_deepspeeds_model() -> None:
     [
         ("--params", "many", "--params: cannot read 'many'"),
         ("--params", "inf", "--params: cannot read 'inf'"),
-        ("--params", "0", "--params must be 1 or more"),
+        ("--params", "0", "--params must be a whole number of 1 or more"),
+        ("--peers", "deepsped", "did you mean deepspeed"),
         ("--host-memory", "lots", "--host-memory: cannot read 'lots'"),
         ("--host-memory", "79KiB", "less than one record of 80.0 KiB"),
         ("--path", "/nonexistent", "does not exist"),
@@ -170,9 +171,3 @@ def test_bad_input_is_one_line(
     assert error.startswith("bench.step: error: ")
     assert fact in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_unknown_peer() -> None:
-    with pytest.raises(ValueError, match="did you mean deepspeed"):
-        peer_names("deepsped")
-    assert peer_names("none") == []

@@ -163,7 +163,7 @@ def test_hetero_beside_torch_end_to_end(
 
 def test_bad_options_are_one_line(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        (["--peers", "torhc"], "unknown peer 'torhc'; did you mean torch?"),
+        (["--peers", "torhc"], "unknown peer 'torhc' in --peers; did you mean torch?"),
         (["--skip-steps", "-1"], "--skip-steps must be 0 or more, got -1"),
         (["--variants", ","], "--variants names no policy"),
     ):
