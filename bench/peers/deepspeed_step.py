@@ -8,15 +8,13 @@ writes them to files, which is not in the time, and its step reads them, which i
 
 from __future__ import annotations
 
-import importlib
-import os
-import socket
 import sys
 import time
 from typing import Any
 
 import torch
 
+from bench.peers.deepspeed_world import AIO, start_world
 from bench.peers.serve import serve
 
 # Parameters whose state is in RAM at a time. Its default of 1e9 would swap a model of this size in
@@ -31,18 +29,8 @@ class DeepSpeedStep:
     """Set-up: {"params", "swap_folder", "threads"}. Request: {"steps"}, to take the mean of."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "DS_ACCELERATOR": "cpu",
-        }
         torch.set_num_threads(setup["threads"])
-        # By name, because type checking must not need it.
-        deepspeed: Any = importlib.import_module("deepspeed")
-        deepspeed.init_distributed("gloo")
+        deepspeed = start_world()
         width, layers = chain_shape(setup["params"])
         config = step_config(setup["swap_folder"])
         with deepspeed.zero.Init(config_dict_or_path=config):
@@ -98,21 +86,8 @@ def step_config(swap_folder: str) -> dict[str, Any]:
             "offload_param": {"device": "cpu", "pin_memory": False},
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "aio": {
-            "block_size": 1 << 20,
-            "queue_depth": 16,
-            "thread_count": 1,
-            "single_submit": False,
-            "overlap_events": True,
-        },
+        "aio": AIO,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ operators at first use.
 
 from __future__ import annotations
 
-import importlib
-import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.peers.deepspeed_world import AIO, start_world
 from bench.peers.measure import measure, write_result
 from bench.peers.serve import EXIT_MISSING
 from bench.peers.workload import Workload
@@ -28,15 +26,12 @@ LEAST_BUFFER_NUMEL = 100_000_000
 class DeepSpeedPeer:
     """A transformers model in a DeepSpeed engine, one process."""
 
-    def __init__(self, workload: Workload, mode: str, swap_folder: Path) -> None:
-        # By name, because type checking must not need it.
-        deepspeed: Any = importlib.import_module("deepspeed")
+    def __init__(self, deepspeed: Any, workload: Workload, mode: str, swap_folder: Path) -> None:
         # Inside zero.Init, which replaces torch.Tensor.__new__, this import would fail, and
         # transformers makes it when it loads a model's module.
         import torch._dynamo
         from transformers import AutoModelForCausalLM
 
-        deepspeed.init_distributed("gloo")
         config = deepspeed_config(workload, mode, swap_folder)
         torch.manual_seed(workload.seed)
         with deepspeed.zero.Init(config_dict_or_path=config):
@@ -102,44 +97,22 @@ def deepspeed_config(workload: Workload, mode: str, swap_folder: Path) -> dict[s
                 "weight_decay": workload.weight_decay,
             },
         },
-        "aio": {
-            "block_size": 1 << 20,
-            "queue_depth": 16,
-            "thread_count": 1,
-            "single_submit": False,
-            "overlap_events": True,
-        },
+        "aio": AIO,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main(argv: list[str]) -> int:
     workload_path, result_path, mode, swap_folder = argv
     if mode not in ("cpu", "nvme"):
         raise ValueError(f"mode must be cpu or nvme, got {mode!r}")
-    # A world of one, set up as its launcher would.
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "DS_ACCELERATOR": "cpu",
-    }
+    workload = Workload.read(Path(workload_path))
+    torch.set_num_threads(workload.threads)
     try:
-        importlib.import_module("deepspeed")
+        deepspeed = start_world()
     except ModuleNotFoundError as error:
         print(error, file=sys.stderr)
         return EXIT_MISSING
-    workload = Workload.read(Path(workload_path))
-    torch.set_num_threads(workload.threads)
-    peer = DeepSpeedPeer(workload, mode, Path(swap_folder))
+    peer = DeepSpeedPeer(deepspeed, workload, mode, Path(swap_folder))
     result = measure(peer, workload)
     result |= {"params": peer.params, "dtype": "bf16", "policy": f"ZeRO-3 {mode}"}
     result["versions"] |= {"deepspeed": peer.version}

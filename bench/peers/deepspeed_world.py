@@ -1,0 +1,45 @@
+"""What every peer that runs DeepSpeed on the CPU sets up before it starts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from typing import Any
+
+# Of its asynchronous I/O, where state goes to files.
+AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 16,
+    "thread_count": 1,
+    "single_submit": False,
+    "overlap_events": True,
+}
+
+
+def start_world() -> Any:
+    """Returns the deepspeed module after joining, over gloo, the ranks that the environment names.
+
+    Without RANK in the environment it is a world of one, set up as its launcher would. Raises
+    ModuleNotFoundError where DeepSpeed is not installed.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    if "RANK" not in os.environ:
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+    # By name, because type checking must not need it.
+    deepspeed: Any = importlib.import_module("deepspeed")
+    deepspeed.init_distributed("gloo")
+    return deepspeed
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
