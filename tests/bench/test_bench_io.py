@@ -339,8 +339,8 @@ def test_what_goes_wrong_in_a_peer_is_told(body: str, message: str) -> None:
 
 
 def test_a_peer_that_hangs_is_ended() -> None:
-    with peer_process("import time; time.sleep(600)", timeout_s=3) as peer:
-        with pytest.raises(ContenderError, match="no answer within 3 s"):
+    with peer_process("import time; time.sleep(600)", timeout_s=0.5) as peer:
+        with pytest.raises(ContenderError, match="no answer within 0 s"):
             peer.sample(x=1.0)
         child = peer._process
     assert child is not None

@@ -111,7 +111,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        gc.collect()
         self.before = (descriptors(), tasks())
         self.directory = tempfile.gettempdir()
         self.engine = _native.IoEngine(self.kind, queue_depth=3, block_bytes=2 * UNIT, threads=2)
@@ -257,15 +256,12 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def neighbours_are_intact(self):
         for file in self.files:
-            busy = bytearray(FILE_BYTES)
+            disk = bytearray(file.on_disk())
             for op in self.ops:
                 if op.file is file and op.kind == "write":
-                    busy[op.offset : op.offset + op.nbytes] = b"\1" * op.nbytes
-            disk = file.on_disk()
-            assert all(
-                under_way or a == b
-                for under_way, a, b in zip(busy, disk, file.content, strict=True)
-            )
+                    under_way = slice(op.offset, op.offset + op.nbytes)
+                    disk[under_way] = file.content[under_way]
+            assert disk == file.content
 
     def drop(self, file: ModelFile) -> None:
         self.files.remove(file)
@@ -288,6 +284,7 @@ def test_engine_behaves_like_its_model(any_kind):
     class Machine(EngineMachine):
         kind = any_kind
 
+    gc.collect()  # what others left would go in the middle of an example and be missed as ours
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=30, stateful_step_count=25, deadline=None)
     )

@@ -58,7 +58,8 @@ SANITIZERS = {
         # A process that changes its user can neither write reports nor be searched for leaks. A
         # child that is forked while other threads allocate hung now and then, under this
         # sanitizer only: probably on a lock of its allocator.
-        without="locked_memory_limit or fork",
+        # What tests of file systems start is Python alone.
+        without="locked_memory_limit or fork or RealMounts",
         options={
             "ASAN_OPTIONS": "abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
