@@ -55,9 +55,9 @@ SANITIZERS = {
         flags="address,undefined",
         runtime="libasan.so",
         tests=("tests/native", "tests/offload"),
-        # A process that changes its user can neither write reports nor be searched for leaks. A
-        # child that is forked while other threads allocate hung now and then, under this
-        # sanitizer only: probably on a lock of its allocator.
+        # A process that changes its user can neither write reports nor be searched for leaks. GCC
+        # 12's runtime does nothing at a fork: if another thread, a starting one say, is in its
+        # allocator, the child has that lock taken for good, and its own new threads wait for it.
         # What tests of file systems start is Python alone.
         without="locked_memory_limit or fork or RealMounts",
         options={
