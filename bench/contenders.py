@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +12,12 @@ from typing import Any
 
 from bench.peer_process import path_beside, python_path
 from bench.peers.serve import EXIT_MISSING
+from bench.ranks import RankError, last_line, rank_log, run_ranks
 from hetero.training.options import TrainOptions, to_arguments
 
-PEERS = ("torch", "deepspeed")
+PEERS = ("torch", "ddp", "fsdp2", "deepspeed")
+ONE_RANK_PEERS = ("torch",)
+SEVERAL_RANKS_PEERS = ("ddp", "fsdp2")
 
 DEEPSPEED_INSTALL = (
     "python -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers psutil numpy ninja"
@@ -27,7 +29,8 @@ DEEPSPEED_INSTALL = (
 class Contender:
     """A name, a program and where it puts its result; `result_path` None: on its stdout.
 
-    `swap_folder` is removed afterwards: what is swapped there is as large as the model state.
+    The program runs as `ranks` processes, of which the first gives the result. `swap_folder` is
+    removed afterwards: what is swapped there is as large as the model state.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Contender:
     result_path: Path | None
     log_path: Path
     swap_folder: Path | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Outcome:
     error: str | None = None
 
 
-def hetero_contender(options: TrainOptions, policy: str, folder: Path) -> Contender:
+def hetero_contender(options: TrainOptions, policy: str, folder: Path, ranks: int = 1) -> Contender:
     """`hetero train` under `policy`; a host budget is for the policies that go to disk."""
     own = replace(
         options,
@@ -57,25 +61,42 @@ def hetero_contender(options: TrainOptions, policy: str, folder: Path) -> Conten
         json=True,
     )
     command = (sys.executable, "-m", "hetero.cli", "train", *to_arguments(own))
-    return Contender(f"hetero {policy}", command, None, folder / f"hetero-{policy}.log")
+    log_path = folder / f"hetero-{policy}.log"
+    return Contender(f"hetero {policy}", command, None, log_path, ranks=ranks)
 
 
-def peer_contenders(peer: str, workload: Path, folder: Path, python: str) -> list[Contender]:
+def require_ranks(peer: str, ranks: int) -> None:
+    """Raises ValueError for a peer that cannot run as that many ranks."""
+    if ranks > 1 and peer in ONE_RANK_PEERS:
+        instead = " or ".join(SEVERAL_RANKS_PEERS)
+        raise ValueError(f"--peers {peer} is one process, but --ranks is {ranks}; name {instead}")
+    if ranks == 1 and peer in SEVERAL_RANKS_PEERS:
+        instead = " or ".join(ONE_RANK_PEERS)
+        raise ValueError(f"--peers {peer} needs --ranks 2 or more; for one rank name {instead}")
+
+
+MODES = {
+    "torch": ("bf16", "autocast"),
+    "ddp": ("bf16", "autocast"),
+    "fsdp2": ("offload",),
+    "deepspeed": ("cpu", "nvme"),
+}
+
+
+def peer_contenders(
+    peer: str, workload: Path, folder: Path, python: str, ranks: int = 1
+) -> list[Contender]:
     """The contenders that a name in --peers, one of PEERS, stands for.
 
-    `python` is the interpreter that has DeepSpeed.
+    `python` is the interpreter that has DeepSpeed. Raises ValueError as require_ranks() does.
     """
-    if peer == "torch":
-        program = (sys.executable, "-m", "bench.peers.torch_train")
-        return [
-            _peer(f"torch {mode}", program, mode, workload, folder, None)
-            for mode in ("bf16", "autocast")
-        ]
-    program = (python, "-m", "bench.peers.deepspeed_train")
-    swap = folder / "deepspeed-swap"
+    require_ranks(peer, ranks)
+    deepspeed = peer == "deepspeed"
+    program = (python if deepspeed else sys.executable, "-m", f"bench.peers.{peer}_train")
+    swap_folder = folder / "deepspeed-swap" if deepspeed else None
     return [
-        _peer(f"deepspeed {mode}", program, mode, workload, folder, swap)
-        for mode in ("cpu", "nvme")
+        _peer(f"{peer} {mode}", program, mode, workload, folder, swap_folder, ranks)
+        for mode in MODES[peer]
     ]
 
 
@@ -86,50 +107,42 @@ def _peer(
     workload: Path,
     folder: Path,
     swap_folder: Path | None,
+    ranks: int,
 ) -> Contender:
     stem = name.replace(" ", "-")
     result_path = folder / f"{stem}.json"
     command = [*program, str(workload), str(result_path), mode]
     if swap_folder is not None:
         command.append(str(swap_folder))
-    return Contender(name, tuple(command), result_path, folder / f"{stem}.log", swap_folder)
+    log_path = folder / f"{stem}.log"
+    return Contender(name, tuple(command), result_path, log_path, swap_folder, ranks)
 
 
 def run_contender(contender: Contender, timeout_s: float) -> Outcome:
-    """Runs it to its end; what it prints is in its log."""
+    """Runs it to its end; what its ranks print is in their logs."""
     environment = os.environ | {
         "PYTHONPATH": python_path(),
         "PATH": path_beside(contender.command[0]),
     }
+    result_path = contender.result_path or contender.log_path.with_suffix(".out")
+    stdout_path = result_path if contender.result_path is None else None
     try:
-        with contender.log_path.open("w", encoding="utf-8") as log:
-            done = subprocess.run(
-                contender.command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if contender.result_path is None else log,
-                stderr=log,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
+        run_ranks(
+            contender.command,
+            contender.ranks,
+            environment,
+            contender.log_path,
+            stdout_path,
+            timeout_s,
+        )
     except FileNotFoundError as error:
         return Outcome(contender.name, "failed", {}, f"cannot start {error.filename}")
-    except subprocess.TimeoutExpired:
-        return Outcome(contender.name, "failed", {}, f"not done after {timeout_s:.0f} s")
+    except RankError as error:
+        if error.exit_code == EXIT_MISSING and contender.result_path is not None:
+            why = last_line(rank_log(contender.log_path, 0, contender.ranks))
+            return Outcome(contender.name, "missing", {}, f"{why}; install: {DEEPSPEED_INSTALL}")
+        return Outcome(contender.name, "failed", {}, str(error))
     finally:
         if contender.swap_folder is not None:
             shutil.rmtree(contender.swap_folder, ignore_errors=True)
-    if done.returncode == EXIT_MISSING and contender.result_path is not None:
-        why = f"{_last_line(contender.log_path)}; install: {DEEPSPEED_INSTALL}"
-        return Outcome(contender.name, "missing", {}, why)
-    if done.returncode != 0:
-        why = f"exit code {done.returncode}: {_last_line(contender.log_path)}"
-        return Outcome(contender.name, "failed", {}, f"{why} (all of it in {contender.log_path})")
-    text = done.stdout if contender.result_path is None else contender.result_path.read_text()
-    return Outcome(contender.name, "finished", json.loads(text))
-
-
-def _last_line(log_path: Path) -> str:
-    lines = [line.strip() for line in log_path.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it printed nothing")
+    return Outcome(contender.name, "finished", json.loads(result_path.read_text(encoding="utf-8")))

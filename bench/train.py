@@ -1,7 +1,11 @@
 """Step time and memory of the main job beside its peers, one after the other on one machine.
 
-usage: python -m bench.train [options of `hetero train`] [--variants cpu,nvme]
-                             [--peers torch,deepspeed] [--json]
+usage: python -m bench.train [options of `hetero train`] [--ranks N] [--variants cpu,nvme]
+                             [--peers torch,ddp,fsdp2,deepspeed] [--json]
+
+With --ranks N every contender is N processes on this machine, each with 1/N of the threads and
+with micro-batches of its own: a step takes N x batch x seq x accumulate tokens. Rank r gets the
+micro-batches r, r + N, r + 2 N, ... of those that one rank would get.
 """
 
 from __future__ import annotations
@@ -71,9 +75,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_train_arguments(parser, DEFAULTS)
     group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes of each contender; --threads is of each (default: %(default)s)",
+    )
     group.add_argument(
         "--variants",
         metavar="LIST",
@@ -103,6 +118,8 @@ def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
     variants = names(arguments.variants or given or "cpu,nvme")
     if arguments.skip_steps < 0:
         raise ValueError(f"--skip-steps must be 0 or more, got {arguments.skip_steps}")
+    if arguments.ranks < 1:
+        raise ValueError(f"--ranks must be 1 or more, got {arguments.ranks}")
     if not variants:
         raise ValueError("--variants names no policy")
     arguments.policy = given if given in variants else variants[-1]
@@ -110,7 +127,7 @@ def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
         arguments.vocab_size = VOCAB_SIZE
     options = TrainOptions.from_namespace(arguments)
     if options.threads is None:
-        options = replace(options, threads=torch.get_num_threads())
+        options = replace(options, threads=max(1, torch.get_num_threads() // arguments.ranks))
     return options, variants
 
 
@@ -118,11 +135,14 @@ def run(options: TrainOptions, variants: list[str], arguments: argparse.Namespac
     """Runs all contenders one after the other; their files stay in the run folder."""
     folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
     workload = folder / "workload.json"
-    contenders: list[Contender] = [hetero_contender(options, name, folder) for name in variants]
+    ranks = arguments.ranks
+    contenders: list[Contender] = [
+        hetero_contender(options, name, folder, ranks) for name in variants
+    ]
     for peer in chosen_peers(arguments.peers, PEERS):
-        contenders += peer_contenders(peer, workload, folder, arguments.peer_python)
+        contenders += peer_contenders(peer, workload, folder, arguments.peer_python, ranks)
     folder.mkdir(parents=True, exist_ok=True)
-    write_workload(options, workload)
+    write_workload(options, workload, ranks)
     outcomes = []
     for number, contender in enumerate(contenders, start=1):
         print(f"[{number}/{len(contenders)}] {contender.name}", file=sys.stderr, flush=True)
@@ -133,12 +153,12 @@ def run(options: TrainOptions, variants: list[str], arguments: argparse.Namespac
     return outcomes
 
 
-def write_workload(options: TrainOptions, path: Path) -> None:
+def write_workload(options: TrainOptions, path: Path, ranks: int = 1) -> None:
     """Writes what `hetero train` would do with these options, batches and rates included."""
     corpus = load_corpus(options.data, options.seq_len, options.seed)
     tokens_path = path.with_name("tokens.bin")
     with tokens_path.open("wb") as stream:
-        for _ in range(options.steps * options.accumulate):
+        for _ in range(options.steps * options.accumulate * ranks):
             batch = corpus.batch(options.batch_size).to(torch.uint8)
             stream.write(batch.numpy().tobytes())
     Workload(
@@ -155,7 +175,8 @@ def write_workload(options: TrainOptions, path: Path) -> None:
         weight_decay=options.weight_decay,
         clip=options.clip,
         seed=options.seed,
-        threads=options.threads or torch.get_num_threads(),
+        threads=options.threads or max(1, torch.get_num_threads() // ranks),
+        ranks=ranks,
     ).write(path)
 
 
@@ -174,6 +195,8 @@ def summarize(outcomes: list[Outcome], main_name: str, skip_steps: int) -> dict[
                 # At least one step stays, however many are to be left out.
                 steady = seconds[min(skip_steps, len(seconds) - 1) :]
                 figures[f"median_{key}"] = statistics.median(steady)
+            peaks = outcome.figures["peak_rss_by_rank_bytes"]
+            figures |= {"peak_rss_max_bytes": max(peaks), "peak_rss_sum_bytes": sum(peaks)}
         contenders[outcome.name] = figures
     finished = {name: c for name, c in contenders.items() if c["status"] == "finished"}
     for name, figures in finished.items():
@@ -191,7 +214,7 @@ def summarize(outcomes: list[Outcome], main_name: str, skip_steps: int) -> dict[
 
 
 def print_table(summary: dict[str, Any]) -> None:
-    """Prints one line per contender on stdout."""
+    """Prints one line per contender on stdout, and another about its ranks if there are several."""
     contenders = summary["contenders"]
     peers = [name for name, c in contenders.items() if not name.startswith("hetero ")
              and c["status"] == "finished"]  # fmt: skip
@@ -212,7 +235,7 @@ def print_table(summary: dict[str, Any]) -> None:
             name,
             *(f"{figures[f'median_{part}_s']:.2f}"
               for part in ("step", "forward", "backward", "optimizer")),
-            format_bytes(figures["peak_rss_bytes"]),
+            format_bytes(figures["peak_rss_max_bytes"]),
             format_bytes(moved["disk_read"]),
             format_bytes(moved["disk_write"]),
             f"{figures['losses'][-1]:.3f}",
@@ -221,8 +244,34 @@ def print_table(summary: dict[str, Any]) -> None:
         )  # fmt: skip
     console = wide_console()
     console.print(table)
+    finished = {name: c for name, c in contenders.items() if c["status"] == "finished"}
+    if any(figures["ranks"] > 1 for figures in finished.values()):
+        console.print(_ranks_table(finished))
     for note in notes:
         console.print(note, markup=False, highlight=False)
+
+
+def _ranks_table(finished: dict[str, dict[str, Any]]) -> Table:
+    """What all ranks did together, and what one exchanged in a step as far as it is known."""
+    table = Table(title="ranks; sent, received and waited in a step of one", title_justify="left")
+    table.add_column("contender", no_wrap=True)
+    for heading in ("ranks", "threads each", "tokens/s of all", "peak RSS of one", "of all",
+                    "sent", "received", "waited for gathers s"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for name, figures in finished.items():
+        wait_s = figures["gather_wait_s_per_step"]
+        moved = (figures[f"{verb}_bytes_per_step"] for verb in ("sent", "received"))
+        table.add_row(
+            name,
+            str(figures["ranks"]),
+            str(figures["threads"]),
+            f"{figures['tokens_per_s']:.0f}",
+            format_bytes(figures["peak_rss_max_bytes"]),
+            format_bytes(figures["peak_rss_sum_bytes"]),
+            *("" if nbytes is None else format_bytes(nbytes) for nbytes in moved),
+            "" if wait_s is None else f"{wait_s:.2f}",
+        )
+    return table
 
 
 if __name__ == "__main__":

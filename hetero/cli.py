@@ -59,6 +59,7 @@ def _train(arguments: argparse.Namespace) -> int:
         from hetero.training.figure import draw_figure
         from hetero.training.loop import train
         from hetero.training.progress import make_observer
+        from hetero.training.ranks import joined_ranks
         from hetero.training.report import print_report
         from hetero.training.run_folder import RunFolder
     except ModuleNotFoundError as error:
@@ -68,17 +69,23 @@ def _train(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{missing} is missing; install it: pip install 'hetero[train]'") from None
 
     # Under --json nothing else may reach stdout, whatever a library prints.
-    with contextlib.redirect_stdout(sys.stderr), RunFolder(options.run_dir) as folder:
-        result = train(options, folder, make_observer(options.log_every))
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        joined_ranks() as ranks,
+        RunFolder(options.run_dir, ranks) as folder,
+    ):
+        result = train(options, folder, make_observer(options.log_every, ranks), ranks)
         summary = result.as_dict()
-        if result.steps:
+        if result.steps and ranks.leads:
             folder.write_json("config.json", options.as_dict())
             folder.write_json("summary.json", summary)
             draw_figure(result, folder.figure_path)
     if result.failure is not None:
         _print_error("train", result.failure)
         return EXIT_FAILED
-    if options.json:
+    if not ranks.leads:
+        pass  # rank 0 speaks for all
+    elif options.json:
         print(json.dumps(summary))
     elif result.steps:
         print_report(result)

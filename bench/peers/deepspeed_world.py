@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 from typing import Any
+
+from bench.peers.world import free_port
 
 # Of its asynchronous I/O, where state goes to files.
 AIO = {
@@ -30,16 +31,9 @@ def start_world() -> Any:
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }
     # By name, because type checking must not need it.
     deepspeed: Any = importlib.import_module("deepspeed")
     deepspeed.init_distributed("gloo")
     return deepspeed
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from bench.peers.workload import Workload
+from bench.peers.world import gathered, rank
 
 
 class Peer(Protocol):
@@ -37,7 +38,9 @@ def peak_rss_bytes() -> int:
 def measure(peer: Peer, workload: Workload) -> dict[str, Any]:
     """Trains and returns the figures under the keys of `hetero train --json`.
 
-    Disk traffic is what the kernel counts for the process; the page cache is not in it.
+    All ranks must call it. Times and disk traffic are this rank's; losses are means over the ranks.
+    Disk traffic is what the kernel counts for the process; the page cache is not in it. What ranks
+    send each other, no peer can tell: null.
     """
     losses: list[float] = []
     times: dict[str, list[float]] = {
@@ -46,7 +49,7 @@ def measure(peer: Peer, workload: Workload) -> dict[str, Any]:
     disk: list[tuple[int, int]] = []
     process = psutil.Process()
     for number, (lr, micro_batches) in enumerate(
-        zip(workload.lrs, workload.batches(), strict=True), start=1
+        zip(workload.lrs, workload.batches(rank()), strict=True), start=1
     ):
         before = process.io_counters()
         loss_sum = forward_s = backward_s = optimizer_s = 0.0
@@ -70,25 +73,34 @@ def measure(peer: Peer, workload: Workload) -> dict[str, Any]:
         after = process.io_counters()
         disk.append((after.read_bytes - before.read_bytes, after.write_bytes - before.write_bytes))
         print(f"step {number} loss {losses[-1]:.4f} {times['step_s'][-1]:.2f} s", flush=True)
+    every_rank = gathered([*losses, float(peak_rss_bytes())])
     steady_s = times["step_s"][1:] or times["step_s"]
     steady_disk = disk[1:] or disk
-    tokens_per_step = workload.accumulate * workload.batch_size * workload.seq_len
+    peaks = [int(peak) for peak in every_rank[:, -1]]
+    exchanged = 0 if workload.ranks == 1 else None
     return {
+        "ranks": workload.ranks,
         "steps": len(losses),
-        "losses": losses,
+        "losses": every_rank[:, :-1].mean(0).tolist(),
         **times,
-        "tokens_per_s": tokens_per_step * len(steady_s) / sum(steady_s),
-        "peak_rss_bytes": peak_rss_bytes(),
+        "tokens_per_s": workload.tokens_per_step * len(steady_s) / sum(steady_s),
+        "peak_rss_bytes": peaks[rank()],
+        "peak_rss_by_rank_bytes": peaks,
         "bytes_per_step": {
             "h2d": 0,
             "d2h": 0,
             "disk_read": round(sum(read for read, _ in steady_disk) / len(steady_disk)),
             "disk_write": round(sum(written for _, written in steady_disk) / len(steady_disk)),
         },
+        "sent_bytes_per_step": exchanged,
+        "received_bytes_per_step": exchanged,
+        "gather_wait_s_per_step": exchanged,
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
     }
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result), encoding="utf-8")
+    """Of all ranks the first writes."""
+    if rank() == 0:
+        path.write_text(json.dumps(result), encoding="utf-8")

@@ -32,7 +32,7 @@ class TorchPeer:
         self._clip = workload.clip
         self._accumulate = workload.accumulate
         self._optimizer = torch.optim.AdamW(
-            _param_groups(self.model, workload.weight_decay),
+            param_groups(self.model, workload.weight_decay),
             lr=workload.lrs[0],
             betas=workload.betas,
             fused=True,
@@ -57,7 +57,7 @@ class TorchPeer:
         self._optimizer.zero_grad()
 
 
-def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; biases and norms do not."""
     parameters = list(model.parameters())
     return [
@@ -66,10 +66,15 @@ def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str,
     ]
 
 
-def main(argv: list[str]) -> int:
-    workload_path, result_path, mode = argv
+def require_mode(mode: str) -> None:
+    """Raises ValueError for one that TorchPeer does not have."""
     if mode not in ("bf16", "autocast"):
         raise ValueError(f"mode must be bf16 or autocast, got {mode!r}")
+
+
+def main(argv: list[str]) -> int:
+    workload_path, result_path, mode = argv
+    require_mode(mode)
     workload = Workload.read(Path(workload_path))
     torch.set_num_threads(workload.threads)
     peer = TorchPeer(workload, mode)

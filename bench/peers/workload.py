@@ -17,16 +17,22 @@ class Workload:
     """Model, batches and optimizer of a training; `tokens_file` holds the batches as raw bytes."""
 
     model_config: dict[str, Any]  # of transformers, with "model_type"
-    tokens_file: str  # uint8[len(lrs), accumulate, batch_size, seq_len]
+    tokens_file: str  # uint8[len(lrs), accumulate, ranks, batch_size, seq_len]
     lrs: list[float]  # of every step
-    accumulate: int
-    batch_size: int
+    accumulate: int  # micro-batches of a rank per step
+    batch_size: int  # of a micro-batch
     seq_len: int
     betas: tuple[float, float]
     weight_decay: float  # decoupled
     clip: float  # 0 is none
     seed: int
-    threads: int
+    threads: int  # of a rank
+    ranks: int = 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.ranks * self.accumulate * self.batch_size * self.seq_len
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
@@ -35,13 +41,13 @@ class Workload:
     def read(cls, path: Path) -> Workload:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
-    def batches(self) -> Iterator[list[torch.Tensor]]:
-        """The micro-batches of every step: int64[batch_size, seq_len] each."""
+    def batches(self, rank: int = 0) -> Iterator[list[torch.Tensor]]:
+        """The micro-batches of a rank in every step: int64[batch_size, seq_len] each."""
         raw = bytearray(Path(self.tokens_file).read_bytes())
         tokens = torch.frombuffer(raw, dtype=torch.uint8).view(
-            len(self.lrs), self.accumulate, self.batch_size, self.seq_len
+            len(self.lrs), self.accumulate, self.ranks, self.batch_size, self.seq_len
         )
-        for step in tokens:
+        for step in tokens[:, :, rank]:
             yield [micro_batch.long() for micro_batch in step]
 
     def make_model_config(self) -> Any:

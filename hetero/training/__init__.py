@@ -4,7 +4,9 @@ Vocabulary of this package:
 
     options   what the user asked for, validated
     corpus    the bytes that are trained on; a token is a byte
-    step      one optimizer update: `accumulate` micro-batches of `batch_size` sequences
+    rank      one of the processes that train together; each has micro-batches of its own
+    step      one optimizer update: `accumulate` micro-batches of `batch_size` sequences, on each
+              rank
     metrics   what one step did
     result    what the whole run did; its dictionary form is the `--json` object
     run folder   where config, metrics, summary and figure are written

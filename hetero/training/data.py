@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from hetero.training.ranks import ALONE, Ranks
+
 # More text than any run here can see once, and little next to the models' own memory.
 CORPUS_CAP_BYTES = 64 << 20
 
@@ -21,10 +23,18 @@ class Corpus:
     """Text as uint8[n], sampled at uniformly random places by a generator of its own.
 
     The generator is apart from torch's global one, so that the batches do not depend on how many
-    random numbers the model's construction drew.
+    random numbers the model's construction drew. Of several ranks each takes, in turn, one batch of
+    the order that there is without them.
     """
 
-    def __init__(self, text: bytes | bytearray, source: str, seq_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        text: bytes | bytearray,
+        source: str,
+        seq_len: int,
+        seed: int,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """Raises ValueError if `text` is shorter than one sequence and one byte."""
         if len(text) == 0:
             raise ValueError(f"no text to train on: {source} is empty")
@@ -37,18 +47,22 @@ class Corpus:
         self.seq_len = seq_len
         # A bytearray because torch warns about memory that it may not write.
         self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._ranks = ranks
         self._generator = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
         return self._tokens.numel()
 
     def batch(self, size: int) -> torch.Tensor:
-        """The next `size` sequences: int64[size, seq_len]."""
-        starts = torch.randint(len(self) - self.seq_len, (size, 1), generator=self._generator)
-        return self._tokens[starts + torch.arange(self.seq_len)].long()
+        """This rank's next `size` sequences: int64[size, seq_len]."""
+        starts = [
+            torch.randint(len(self) - self.seq_len, (size, 1), generator=self._generator)
+            for _ in range(self._ranks.count)
+        ]
+        return self._tokens[starts[self._ranks.rank] + torch.arange(self.seq_len)].long()
 
 
-def load_corpus(path: str | None, seq_len: int, seed: int) -> Corpus:
+def load_corpus(path: str | None, seq_len: int, seed: int, ranks: Ranks = ALONE) -> Corpus:
     """The text of a file or folder, or of Python's standard library when `path` is None.
 
     Files of a folder are taken in sorted order, hidden ones left out, up to CORPUS_CAP_BYTES.
@@ -56,12 +70,13 @@ def load_corpus(path: str | None, seq_len: int, seed: int) -> Corpus:
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        return Corpus(_read_all(_stdlib_files(root)), f"the text of {root}", seq_len, seed)
+        source = f"the text of {root}"
+        return Corpus(_read_all(_stdlib_files(root)), source, seq_len, seed, ranks)
     root = Path(path)
     if not root.exists():
         raise ValueError(f"--data {path}: no such file or folder")
     files = _folder_files(root) if root.is_dir() else iter([root])
-    return Corpus(_read_all(files), f"--data {path}", seq_len, seed)
+    return Corpus(_read_all(files), f"--data {path}", seq_len, seed, ranks)
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:

@@ -15,6 +15,7 @@ from hetero.arrangement import arrange
 from hetero.training.data import Corpus, load_corpus
 from hetero.training.models import build_model, count_parameters, model_config, model_label
 from hetero.training.options import TrainOptions
+from hetero.training.ranks import ALONE, Ranks
 from hetero.training.result import USUAL_STATE_BYTES_PER_PARAM, Setting
 from hetero.training.run_folder import RunFolder
 from hetero.training.schedule import make_scheduler
@@ -39,10 +40,11 @@ class Job:
     engine: Any
     device: torch.device
     setting: Setting
+    ranks: Ranks
 
 
 @contextmanager
-def open_job(options: TrainOptions, folder: RunFolder) -> Iterator[Job]:
+def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> Iterator[Job]:
     """Prepares a job and closes its engine at the end, however that comes.
 
     Raises ValueError or hetero.HeteroError for options that cannot work.
@@ -50,10 +52,10 @@ def open_job(options: TrainOptions, folder: RunFolder) -> Iterator[Job]:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
         hetero.set_threads(options.threads)
-    corpus = load_corpus(options.data, options.seq_len, options.seed)
+    corpus = load_corpus(options.data, options.seq_len, options.seed, ranks)
     architecture = model_config(options)
     params = count_parameters(architecture)
-    config = memory_config(options, folder, params)
+    config = memory_config(options, folder, params, ranks)
     # A budget that cannot work is refused with the one that can, before anything is built.
     with torch.device("meta"):
         shape = build_model(architecture)
@@ -85,21 +87,25 @@ def open_job(options: TrainOptions, folder: RunFolder) -> Iterator[Job]:
                 budget_bytes=dict(engine.ledger.budget_bytes),
                 notes=tuple(engine.notes),
                 steps=options.steps,
-                tokens_per_step=options.tokens_per_step,
+                tokens_per_step=options.tokens_per_step * ranks.count,
                 data=f"{corpus.source} ({hetero.format_bytes(len(corpus))})",
                 nvme_path=", ".join(config.nvme_paths) or None,
                 run_dir=str(folder.path),
+                ranks=ranks.count,
             ),
+            ranks=ranks,
         )
     finally:
         engine.close()
 
 
-def memory_config(options: TrainOptions, folder: RunFolder, params: int) -> hetero.Config:
+def memory_config(
+    options: TrainOptions, folder: RunFolder, params: int, ranks: Ranks = ALONE
+) -> hetero.Config:
     """The engine's configuration, with this command's defaults for what was not given."""
     host_memory: str | int | None = options.host_memory
     if host_memory is None and options.policy == "nvme":
-        third = USUAL_STATE_BYTES_PER_PARAM * params // 3
+        third = USUAL_STATE_BYTES_PER_PARAM * params // ranks.count // 3
         host_memory = max(third, LEAST_DEFAULT_HOST_BYTES)
     nvme_path = options.nvme_path
     if not nvme_path and options.policy in ("nvme", "auto"):

@@ -11,6 +11,7 @@ from hetero.training.job import Job, open_job
 from hetero.training.metrics import LINKS, MemorySample, StepMetrics
 from hetero.training.options import TrainOptions
 from hetero.training.process_memory import peak_rss_bytes, rss_bytes
+from hetero.training.ranks import ALONE, Ranks
 from hetero.training.result import Setting, TrainResult
 from hetero.training.run_folder import RunFolder
 from hetero.training.stopwatch import Stopwatch
@@ -28,17 +29,20 @@ class Observer(Protocol):
     def end(self) -> None: ...
 
 
-def train(options: TrainOptions, folder: RunFolder, observer: Observer) -> TrainResult:
-    """Runs the main job.
+def train(
+    options: TrainOptions, folder: RunFolder, observer: Observer, ranks: Ranks = ALONE
+) -> TrainResult:
+    """Runs the main job; all ranks must call it with the same options.
 
     Options that cannot work raise ValueError or hetero.HeteroError before the first step. What
     ends the run later, Ctrl-C included, is told by the result's status and failure.
     """
-    with open_job(options, folder) as job:
+    with open_job(options, folder, ranks) as job:
         result = TrainResult(job.setting)
         observer.begin(job.setting)
         try:
             _run_steps(job, folder, observer, result)
+            result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_rss_bytes())]
         except KeyboardInterrupt:
             result.status = "interrupted"
         except (DivergedError, hetero.HeteroError, OSError, MemoryError) as error:
@@ -48,6 +52,7 @@ def train(options: TrainOptions, folder: RunFolder, observer: Observer) -> Train
             observer.end()
         result.peak_managed_bytes = dict(job.engine.ledger.peak_bytes)
         result.peak_rss_bytes = peak_rss_bytes()
+        result.peak_rss_by_rank_bytes = result.peak_rss_by_rank_bytes or [result.peak_rss_bytes]
     return result
 
 
@@ -63,20 +68,21 @@ def _run_steps(job: Job, folder: RunFolder, observer: Observer, result: TrainRes
 def _one_step(job: Job, step: int, start_s: float) -> StepMetrics:
     options = job.options
     clock = Stopwatch(job.device)
-    before = _traffic_bytes(job)
+    before, gather_wait_s = _traffic_bytes(job), _gather_wait_s(job)
     memory: list[MemorySample] = []
     loss_sum = 0.0
     for _ in range(options.accumulate):
         tokens = job.corpus.batch(options.batch_size).to(job.device)
         with clock.span("forward"):
             loss = job.model(input_ids=tokens, labels=tokens).loss
-            loss_value = loss.item()
-        _require_number(loss_value, step, options)
-        loss_sum += loss_value
+            loss_sum += loss.item()
         memory.append(_memory_sample(job, start_s))
         with clock.span("backward"):
             job.optimizer.backward(loss / options.accumulate)
         memory.append(_memory_sample(job, start_s))
+    # All ranks learn here, before any of them updates, if one of them went astray.
+    loss_mean = job.ranks.mean(loss_sum / options.accumulate)
+    _require_number(loss_mean, step, options)
     lr = float(job.optimizer.param_groups[0]["lr"])
     grad_norm: float | None = None
     with clock.span("optimizer"):
@@ -91,15 +97,16 @@ def _one_step(job: Job, step: int, start_s: float) -> StepMetrics:
     after = _traffic_bytes(job)
     return StepMetrics(
         step=step,
-        loss=loss_sum / options.accumulate,
+        loss=loss_mean,
         grad_norm=grad_norm,
         lr=lr,
         step_s=clock.total_s(),
         forward_s=clock.seconds["forward"],
         backward_s=clock.seconds["backward"],
         optimizer_s=clock.seconds["optimizer"],
-        tokens=options.tokens_per_step,
+        tokens=job.setting.tokens_per_step,
         traffic_bytes={link: after[link] - before[link] for link in LINKS},
+        gather_wait_s=_gather_wait_s(job) - gather_wait_s,
         memory=tuple(memory),
     )
 
@@ -116,7 +123,12 @@ def _require_number(loss: float, step: int, options: TrainOptions) -> None:
 
 
 def _traffic_bytes(job: Job) -> dict[str, int]:
-    return {link: int(getattr(job.engine.traffic, link)) for link in LINKS}
+    traffic = job.engine.traffic
+    return {link: int(getattr(traffic, link, 0)) for link in LINKS}
+
+
+def _gather_wait_s(job: Job) -> float:
+    return float(getattr(job.engine.traffic, "gather_wait_s", 0.0))
 
 
 def _memory_sample(job: Job, start_s: float) -> MemorySample:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TIERS = ("device", "host", "disk")
-LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+LINKS = ("h2d", "d2h", "disk_read", "disk_write", "sent", "received")  # the last two: other ranks
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,13 @@ class MemorySample:
 class StepMetrics:
     """Figures of one optimizer step; all times are wall-clock seconds, all bytes this step's.
 
+    Times and bytes are those of this rank; loss, norm and tokens are of all ranks together.
     `step_s` spans the whole step; what is not forward, backward or optimizer is the data, the
     scheduler and the measuring itself.
     """
 
     step: int  # from 1
-    loss: float  # mean over the micro-batches
+    loss: float  # mean over the micro-batches of all ranks
     grad_norm: float | None  # before clipping; None without clipping or if not finite
     lr: float
     step_s: float
@@ -37,6 +38,7 @@ class StepMetrics:
     optimizer_s: float
     tokens: int
     traffic_bytes: dict[str, int]  # per link
+    gather_wait_s: float  # in which compute waited for parameters that other ranks hold
     memory: tuple[MemorySample, ...]  # after forward, backward and optimizer
 
     @property

@@ -71,8 +71,8 @@ class TrainOptions:
     )
     host_memory: str | None = _option(
         None,
-        "RAM for model state, like 600MiB (default: under nvme a third of 16 bytes per parameter,"
-        " but at least 256MiB; else no limit)",
+        "RAM for model state, of each rank, like 600MiB (default: under nvme a third of 16 bytes"
+        " per parameter of its share, but at least 256MiB; else no limit)",
         metavar="BYTES",
         group="memory",
     )
@@ -113,8 +113,8 @@ class TrainOptions:
 
     steps: int = _option(90, "optimizer steps", type=int, metavar="N")
     seq_len: int = _option(128, "tokens per sequence", type=int, metavar="N")
-    batch_size: int = _option(8, "sequences per micro-batch", type=int, metavar="N")
-    accumulate: int = _option(1, "micro-batches per step", type=int, metavar="N")
+    batch_size: int = _option(8, "sequences per micro-batch of a rank", type=int, metavar="N")
+    accumulate: int = _option(1, "micro-batches of a rank per step", type=int, metavar="N")
     optimizer: str = _option("adamw", "the optimizer", choices=OPTIMIZERS)
     lr: float = _option(3e-4, "peak learning rate", type=float)
     warmup: int = _option(20, "steps of linear warm-up", type=int, metavar="N")
@@ -171,6 +171,7 @@ class TrainOptions:
 
     @property
     def tokens_per_step(self) -> int:
+        """Of each rank."""
         return self.accumulate * self.batch_size * self.seq_len
 
     @classmethod

@@ -11,11 +11,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 import hetero
 from hetero.training.loop import Observer
 from hetero.training.metrics import StepMetrics
+from hetero.training.ranks import ALONE, Ranks
 from hetero.training.result import Setting
 
 
-def make_observer(log_every: int) -> Observer:
-    """The observer that fits where stderr goes."""
+def make_observer(log_every: int, ranks: Ranks = ALONE) -> Observer:
+    """The observer that fits where stderr goes; of several ranks the first shows the run."""
+    if not ranks.leads:
+        return SilentObserver()
     return BarObserver() if sys.stderr.isatty() else LineObserver(sys.stderr, log_every)
 
 
@@ -30,10 +33,20 @@ def opening_lines(setting: Setting) -> list[str]:
         f" {setting.isa}, {setting.threads} threads",
         f"data {setting.data}",
     ]
+    if setting.ranks > 1:
+        lines.append(f"{setting.ranks} ranks, which share the model's state; budgets are of each")
     if setting.engine is not None:
         lines.append(f"state file in {setting.nvme_path} by {setting.engine}")
     lines += [f"note: {note}" for note in setting.notes]
     return lines
+
+
+class SilentObserver:
+    """Shows nothing."""
+
+    def begin(self, setting: Setting) -> None: ...
+    def step(self, metrics: StepMetrics) -> None: ...
+    def end(self) -> None: ...
 
 
 class LineObserver:

@@ -35,6 +35,8 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         ),
         ("policy, compute", f"{setting.policy}, {setting.dtype}, {setting.isa}"),
     ]
+    if setting.ranks > 1:
+        table.append(("ranks", f"{setting.ranks}; bytes below are of rank 0"))
     for tier in TIERS:
         budget, peak = setting.budget_bytes[tier], result.peak_managed_bytes[tier]
         if budget is None and peak == 0:
@@ -47,6 +49,17 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         ("step time, median", f"{step_s:.3f} s: {split}"),
         ("speed", f"{result.tokens_per_s:.0f} tokens/s"),
     ]
+    if setting.ranks > 1:
+        sent, received = (hetero.format_bytes(per_step[link]) for link in ("sent", "received"))
+        table += [
+            ("sent, received", f"{sent}, {received} per step"),
+            ("waited for gathers", f"{result.gather_wait_s_per_step:.3f} s per step"),
+            (
+                "peak RSS of all ranks",
+                f"{hetero.format_bytes(sum(result.peak_rss_by_rank_bytes))},"
+                f" at most {hetero.format_bytes(max(result.peak_rss_by_rank_bytes))} each",
+            ),
+        ]
     if setting.engine is not None:
         for verb, link in (("read", "disk_read"), ("written", "disk_write")):
             table.append(

@@ -26,10 +26,11 @@ class Setting:
     notes: tuple[str, ...]  # fallbacks worth knowing
     vocab_size: int
     steps: int  # planned
-    tokens_per_step: int
+    tokens_per_step: int  # of all ranks
     data: str
     nvme_path: str | None  # several with commas between
     run_dir: str
+    ranks: int = 1
 
     @property
     def state_bytes(self) -> int:
@@ -38,12 +39,16 @@ class Setting:
 
 @dataclass
 class TrainResult:
-    """The setting, the steps that were made and the peaks; `status` says how the run ended."""
+    """The setting, the steps that were made and the peaks; `status` says how the run ended.
+
+    Bytes are those of this rank, but for `peak_rss_by_rank_bytes`: of all in a run that finished.
+    """
 
     setting: Setting
     steps: list[StepMetrics] = field(default_factory=list)
     peak_managed_bytes: dict[str, int] = field(default_factory=dict)
     peak_rss_bytes: int = 0
+    peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     status: str = "finished"  # "finished" | "interrupted" | "failed"
     failure: Exception | None = None
 
@@ -71,6 +76,12 @@ class TrainResult:
         }
 
     @property
+    def gather_wait_s_per_step(self) -> float:
+        """Mean of the steady steps."""
+        steady = self.steady_steps
+        return sum(step.gather_wait_s for step in steady) / max(1, len(steady))
+
+    @property
     def total_bytes(self) -> dict[str, int]:
         return {link: sum(step.traffic_bytes[link] for step in self.steps) for link in LINKS}
 
@@ -90,6 +101,7 @@ class TrainResult:
             "engine": setting.engine,
             "isa": setting.isa,
             "threads": setting.threads,
+            "ranks": setting.ranks,
             "status": self.status,
             "error": self.error,
             "steps": len(self.steps),
@@ -103,7 +115,11 @@ class TrainResult:
             "budget_bytes": setting.budget_bytes,
             "peak_managed_bytes": self.peak_managed_bytes,
             "peak_rss_bytes": self.peak_rss_bytes,
+            "peak_rss_by_rank_bytes": self.peak_rss_by_rank_bytes,
             "bytes_per_step": self.bytes_per_step,
+            "sent_bytes_per_step": self.bytes_per_step["sent"],
+            "received_bytes_per_step": self.bytes_per_step["received"],
+            "gather_wait_s_per_step": self.gather_wait_s_per_step,
             "total_bytes": self.total_bytes,
             "notes": list(setting.notes),
             "data": setting.data,

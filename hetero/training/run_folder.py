@@ -8,19 +8,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hetero.training.ranks import ALONE, Ranks
+
 METRICS_NAME = "metrics.jsonl"
 
 
 class RunFolder:
-    """Created on entry; on exit it disappears again, with the parents it made, if no step ran."""
+    """Created on entry; on exit it disappears again, with the parents it made, if no step ran.
 
-    def __init__(self, path: str | None) -> None:
+    Of several ranks the first creates and writes it; on the others it has the same path, and what
+    they would put into it goes nowhere.
+    """
+
+    def __init__(self, path: str | None, ranks: Ranks = ALONE) -> None:
         self.path = Path(path) if path is not None else _unused(Path("runs"))
+        self._ranks = ranks
         self._created: list[Path] = []
         self._steps = 0
 
     def __enter__(self) -> RunFolder:
-        """Raises ValueError if the folder cannot be made or already holds a run."""
+        """Raises ValueError, on all ranks, if the folder cannot be made or already holds a run."""
+        self.path = Path(self._ranks.from_first(self._create))
+        return self
+
+    def _create(self) -> str:
         if (self.path / METRICS_NAME).exists():
             raise ValueError(f"--run-dir {self.path} already holds a run; name another folder")
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
@@ -33,7 +44,7 @@ class RunFolder:
         except OSError as error:
             self._remove_created()
             raise ValueError(f"cannot make --run-dir {self.path}: {error.strerror}") from error
-        return self
+        return str(self.path)
 
     def __exit__(
         self,
@@ -50,13 +61,15 @@ class RunFolder:
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Adds one step's line; it is in the file when this returns, whatever happens later."""
-        with (self.path / METRICS_NAME).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(metrics) + "\n")
+        if self._ranks.leads:
+            with (self.path / METRICS_NAME).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(metrics) + "\n")
         self._steps += 1
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        text = json.dumps(content, indent=2) + "\n"
-        (self.path / name).write_text(text, encoding="utf-8")
+        if self._ranks.leads:
+            text = json.dumps(content, indent=2) + "\n"
+            (self.path / name).write_text(text, encoding="utf-8")
 
     def _remove_created(self) -> None:
         for folder in reversed(self._created):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from bench.peers.workload import Workload
 from bench.train import main, summarize, write_workload
 from hetero.training.data import load_corpus
 from hetero.training.options import TrainOptions
+from hetero.training.ranks import Ranks
 
 MODEL = {
     "model_type": "gpt2",
@@ -42,15 +44,22 @@ def inputs(tmp_path: Path) -> list[str]:
     ]
 
 
-def figures(step_s: list[float], loss: float = 1.0) -> dict[str, object]:
+def figures(step_s: list[float], loss: float = 1.0, ranks: int = 1) -> dict[str, object]:
     return {
         "step_s": step_s,
         "forward_s": step_s,
         "backward_s": step_s,
         "optimizer_s": step_s,
         "losses": [loss],
+        "ranks": ranks,
+        "threads": 1,
+        "tokens_per_s": 100.0,
         "peak_rss_bytes": 1 << 30,
+        "peak_rss_by_rank_bytes": [(rank + 1) << 30 for rank in range(ranks)],
         "bytes_per_step": {"h2d": 0, "d2h": 0, "disk_read": 5, "disk_write": 6},
+        "sent_bytes_per_step": None,
+        "received_bytes_per_step": 7 << 20,
+        "gather_wait_s_per_step": 0.25,
     }
 
 
@@ -86,6 +95,36 @@ def test_table_shows_all_and_says_what_is_missing(capsys: pytest.CaptureFixture[
         assert outcome.name in out
     assert "missing" in out
     assert "install: how" in out
+    assert "ranks" not in out
+
+
+def test_several_ranks_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [Outcome("hetero nvme", "finished", figures([1.0], ranks=2)), OUTCOMES[-1]]
+    summary = summarize(outcomes, "hetero nvme", skip_steps=0)
+    assert summary["peak_rss_max_bytes"] == 2 << 30
+    assert summary["peak_rss_sum_bytes"] == 3 << 30
+    bench_train.print_table(summary)
+    out = capsys.readouterr().out
+    for text in ("ranks", "2.0 GiB", "3.0 GiB", "7.0 MiB", "0.25"):
+        assert text in out
+
+
+def test_of_several_ranks_each_gets_its_turn_of_the_batches_of_one(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    options = TrainOptions(data=str(tmp_path / "text"), steps=2, accumulate=2, batch_size=2,
+                           seq_len=8)  # fmt: skip
+    path = tmp_path / "workload.json"
+    write_workload(options, path, ranks=3)
+    workload = Workload.read(path)
+    assert workload.tokens_per_step == 3 * 2 * 2 * 8
+    alone = load_corpus(options.data, options.seq_len, options.seed)
+    in_order = [alone.batch(2) for _ in range(2 * 2 * 3)]
+    for rank in range(3):
+        mine = [batch for step in workload.batches(rank) for batch in step]
+        assert all(map(torch.equal, mine, in_order[rank::3]))
+        assert len(mine) == 4
+        corpus = load_corpus(options.data, options.seq_len, options.seed, Ranks(rank, 3))
+        assert all(torch.equal(batch, corpus.batch(2)) for batch in mine)
 
 
 def test_peers_get_the_batches_and_rates_of_hetero_train(tmp_path: Path) -> None:
@@ -161,11 +200,39 @@ def test_hetero_beside_torch_end_to_end(
         assert key in summary
 
 
+def test_two_ranks_train_as_one_with_twice_the_micro_batches(
+    inputs: list[str], tmp_path: Path
+) -> None:
+    parsed = bench_train._parser().parse_args([*inputs, "--ranks", "2", "--lr", "0.01"])
+    options, _ = bench_train._options(parsed)
+    losses = {}
+    for peer, ranks in (("torch", 1), ("ddp", 2), ("fsdp2", 2)):
+        path = tmp_path / f"workload{ranks}.json"
+        write_workload(replace(options, accumulate=4 // ranks), path, ranks)
+        # The last of them all keeps fp32 weights and computes in bf16.
+        contender = peer_contenders(peer, path, tmp_path, sys.executable, ranks)[-1]
+        outcome = run_contender(contender, timeout_s=100)
+        assert outcome.error is None
+        losses[peer] = outcome.figures["losses"]
+        assert (outcome.figures["ranks"], outcome.figures["threads"]) == (ranks, 1)
+        assert len(outcome.figures["peak_rss_by_rank_bytes"]) == ranks
+        assert outcome.figures["sent_bytes_per_step"] == (0 if ranks == 1 else None)
+    # Rounding differs; other batches, or gradients of one rank alone, would show.
+    assert losses["ddp"] == pytest.approx(losses["torch"], rel=2e-3)
+    assert losses["fsdp2"] == pytest.approx(losses["torch"], rel=2e-3)
+
+
 def test_bad_options_are_one_line(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--peers", "torhc"], "unknown peer 'torhc' in --peers; did you mean torch?"),
         (["--skip-steps", "-1"], "--skip-steps must be 0 or more, got -1"),
         (["--variants", ","], "--variants names no policy"),
+        (["--ranks", "0"], "--ranks must be 1 or more, got 0"),
+        (
+            ["--ranks", "2", "--peers", "torch"],
+            "--peers torch is one process, but --ranks is 2; name ddp or fsdp2",
+        ),
+        (["--peers", "ddp"], "--peers ddp needs --ranks 2 or more; for one rank name torch"),
     ):
         assert main([*inputs, *arguments]) == 2
         out, err = capsys.readouterr()

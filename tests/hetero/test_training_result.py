@@ -16,7 +16,7 @@ from hetero.training.result import Setting, TrainResult
 MIB = 1 << 20
 
 
-def make_result(steps: int, host_budget: int | None = 300 * MIB) -> TrainResult:
+def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1) -> TrainResult:
     setting = Setting(
         model="tiny",
         params=10_000_000,
@@ -33,6 +33,7 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB) -> TrainResult:
         data="text",
         nvme_path="folder",
         run_dir="run",
+        ranks=ranks,
     )
     held = {"device": 0, "host": 200 * MIB, "disk": 95 * MIB}
     return TrainResult(
@@ -48,13 +49,22 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB) -> TrainResult:
                 backward_s=1.0,
                 optimizer_s=0.25,
                 tokens=100,
-                traffic_bytes={"h2d": 0, "d2h": 0, "disk_read": 7 * number, "disk_write": 9},
+                traffic_bytes={
+                    "h2d": 0,
+                    "d2h": 0,
+                    "disk_read": 7 * number,
+                    "disk_write": 9,
+                    "sent": 5,
+                    "received": 2 * number,
+                },
+                gather_wait_s=0.5,
                 memory=(MemorySample(2.0 * number, held, 800 * MIB),),
             )
             for number in range(1, steps + 1)
         ],
         peak_managed_bytes=held,
         peak_rss_bytes=900 * MIB,
+        peak_rss_by_rank_bytes=[(900 + rank) * MIB for rank in range(ranks)],
     )
 
 
@@ -62,7 +72,8 @@ def test_the_first_step_counts_only_where_there_is_no_other() -> None:
     assert make_result(3).tokens_per_s == pytest.approx(50.0)
     assert make_result(1).tokens_per_s == pytest.approx(10.0)
     assert make_result(3).bytes_per_step == {
-        "h2d": 0, "d2h": 0, "disk_read": round(7 * 2.5), "disk_write": 9
+        "h2d": 0, "d2h": 0, "disk_read": round(7 * 2.5), "disk_write": 9, "sent": 5,
+        "received": 5,
     }  # fmt: skip
     assert make_result(3).total_bytes["disk_read"] == 7 * (1 + 2 + 3)
 
@@ -75,8 +86,10 @@ def test_dictionary_is_json_with_the_promised_keys() -> None:
     assert summary["budget_bytes"]["host"] == 300 * MIB
     for key in ("params", "forward_s", "backward_s", "optimizer_s", "tokens_per_s",
                 "peak_managed_bytes", "peak_rss_bytes", "bytes_per_step", "engine", "isa",
-                "dtype", "policy", "model", "grad_norms", "steps", "run_dir"):  # fmt: skip
+                "dtype", "policy", "model", "grad_norms", "steps", "run_dir", "ranks"):  # fmt: skip
         assert key in summary
+    assert (summary["sent_bytes_per_step"], summary["received_bytes_per_step"]) == (5, 5)
+    assert summary["gather_wait_s_per_step"] == 0.5
 
 
 def test_a_run_without_steps_has_a_dictionary() -> None:
@@ -95,6 +108,15 @@ def test_table_tells_what_was_promised() -> None:
     stopped = make_result(3)
     stopped.status = "interrupted"
     assert dict(rows(stopped))["steps"] == "3 of 3, interrupted"
+
+
+def test_table_of_several_ranks_tells_what_they_exchanged() -> None:
+    assert "ranks" not in dict(rows(make_result(3)))
+    table = dict(rows(make_result(3, ranks=2)))
+    assert table["ranks"].startswith("2")
+    assert table["sent, received"] == "5 B, 5 B per step"
+    assert table["waited for gathers"] == "0.500 s per step"
+    assert table["peak RSS of all ranks"] == "1.8 GiB, at most 901.0 MiB each"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 40])

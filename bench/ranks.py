@@ -1,0 +1,133 @@
+"""One program as several ranks on this machine, which end together; a failure names its rank.
+
+A rank is told who it is by the environment variables of torchrun. Each has a log of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.peers.world import free_port
+
+POLL_S = 0.02
+
+
+class RankError(Exception):
+    """A rank failed or was not done in time; the others have been ended.
+
+    `exit_code` is that of the rank, negative for a signal, or None if it was not done.
+    """
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run_ranks(
+    command: Sequence[str],
+    ranks: int,
+    environment: Mapping[str, str],
+    log_path: Path,
+    stdout_path: Path | None,
+    timeout_s: float,
+) -> None:
+    """Runs `command` as `ranks` processes until all have ended.
+
+    What they print goes to rank_log()s, what rank 0 prints on stdout to `stdout_path` if given.
+    A single rank is told nothing of ranks. Raises RankError, OSError if the program cannot start.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    rendezvous = _rendezvous(ranks)
+    try:
+        with contextlib.ExitStack() as files:
+            for rank in range(ranks):
+                log = files.enter_context(rank_log(log_path, rank, ranks).open("wb"))
+                stdout = log
+                if stdout_path is not None and rank == 0:
+                    stdout = files.enter_context(stdout_path.open("wb"))
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**environment, **rendezvous, **own},
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=log,
+                        # A group of its own, so that what it starts is ended with it.
+                        start_new_session=True,
+                    )
+                )
+        _wait(processes, log_path, timeout_s)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def rank_log(log_path: Path, rank: int, ranks: int) -> Path:
+    """Where a rank's output is: in `log_path` itself if there is one rank only."""
+    return log_path if ranks == 1 else log_path.with_suffix(f".rank{rank}{log_path.suffix}")
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that is not empty."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "it printed nothing")
+
+
+def _rendezvous(ranks: int) -> dict[str, str]:
+    """What is the same for all ranks."""
+    if ranks == 1:
+        return {}
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        # Else gloo looks the host's name up, which need not be known or may lead elsewhere.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], log_path: Path, timeout_s: float) -> None:
+    """Until all have ended well. Raises RankError."""
+    ranks = len(processes)
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            # Several within one POLL_S: one brought the others down, and any may be the one.
+            causes = [
+                f"{_name([rank], ranks)}{_how(codes[rank])}"
+                f" {_evidence(rank_log(log_path, rank, ranks))}"
+                for rank in failed
+            ]
+            raise RankError("; ".join(causes), codes[failed[0]])
+        running = [rank for rank, code in enumerate(codes) if code is None]
+        if not running:
+            return
+        if time.monotonic() > deadline_s:
+            raise RankError(f"{_name(running, ranks)}not done after {timeout_s:.0f} s")
+        time.sleep(POLL_S)
+
+
+def _name(chosen: Sequence[int], ranks: int) -> str:
+    return "" if ranks == 1 else f"rank {', '.join(map(str, chosen))} of {ranks}: "
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}:"
+    return f"exit code {code}:"
+
+
+def _evidence(log: Path) -> str:
+    return f"{last_line(log)} (all of it in {log})"
