@@ -90,15 +90,16 @@ def main(argv: list[str]) -> int:
     workload = Workload.read(Path(workload_path))
     torch.set_num_threads(workload.threads)
     with joined():
-        peer = Fsdp2Peer(workload)
-        result = measure(peer, workload)
-        result |= {
-            "params": peer.params,
-            "dtype": "bf16",
-            "policy": "fp32 shards, CPUOffloadPolicy",
-        }
-        write_result(Path(result_path), result)
+        write_result(Path(result_path), run(workload))
     return 0
+
+
+def run(workload: Workload) -> dict[str, Any]:
+    """The figures of a training."""
+    peer = Fsdp2Peer(workload)
+    result = measure(peer, workload)
+    policy = "fp32 shards, CPUOffloadPolicy"
+    return result | {"params": peer.params, "dtype": "bf16", "policy": policy}
 
 
 if __name__ == "__main__":
