@@ -45,13 +45,17 @@ def two_ranks(tmp_path: Path, *arguments: str) -> list[str]:
 def script(tmp_path: Path, body: str) -> tuple[str, str]:
     """Arguments of a Python that runs `body` with `ranks`."""
     prelude = f"""\
-import sys
+import pathlib, sys
 from hetero.training.ranks import joined_ranks
 from hetero.training.run_folder import RunFolder
 path = {str(tmp_path / "run")!r}
 with joined_ranks() as ranks:
 """
-    return "-c", prelude + textwrap.indent(textwrap.dedent(body), "    ")
+    epilogue = """
+tasks = pathlib.Path("/proc/self/task").glob("*/comm")
+assert not [name for task in tasks if "gloo" in (name := task.read_text())]
+"""
+    return "-c", prelude + textwrap.indent(textwrap.dedent(body), "    ") + epilogue
 
 
 def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +91,7 @@ def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
     else:
         raise AssertionError("not refused")
     assert ranks.mean(1.0) == 1.0
+    import torch.distributed.nn.functional  # as torch's compiler does when a model loads it
     """
     two_ranks(tmp_path, *script(tmp_path, body))
 
