@@ -8,12 +8,14 @@ from hetero.init_context import ZeroInitContext
 from hetero.initialize import initialize
 from hetero.optimizer import HybridOptimizer
 from hetero.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
+from hetero.strategies import BucketTensorShardStrategy, TensorShardStrategy
 from offload._native import set_threads
 from offload.errors import (
     BudgetError,
     ClosedError,
     HeteroError,
     NonFiniteError,
+    PeerError,
     StaleGraphError,
     StoreError,
     UnmanagedParameterError,
@@ -23,6 +25,7 @@ from offload.sizes import format_bytes, parse_bytes
 __version__ = "0.1.0"
 
 __all__ = [
+    "BucketTensorShardStrategy",
     "BudgetError",
     "CPUAdam",
     "ClosedError",
@@ -34,8 +37,10 @@ __all__ = [
     "HybridLion",
     "HybridOptimizer",
     "NonFiniteError",
+    "PeerError",
     "StaleGraphError",
     "StoreError",
+    "TensorShardStrategy",
     "UnmanagedParameterError",
     "ZeroInitContext",
     "clip_grad_norm_",

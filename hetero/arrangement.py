@@ -15,13 +15,17 @@ from hetero.dtypes import Dtypes
 from hetero.layout import (
     MAX_SLOT_NUMEL,
     MIN_SLOT_NUMEL,
+    SLOT_NUMEL_MULTIPLE,
+    WHOLE,
     Chunk,
     Layout,
     ParamSpec,
+    Shard,
     pack,
     search_slot_numel,
 )
 from hetero.placement import Budgets, Placement, PlacementError, concurrent_slots, place
+from offload.sizes import round_up
 from offload.tiers import Tier
 
 # A slot's four payloads are at most this share of host_memory: a few slots are always in flight.
@@ -44,19 +48,23 @@ def arrange(
     host_bytes: int,
     disk_bytes: int,
     optimized: set[int] | None = None,
+    shard: Shard = WHOLE,
 ) -> Arrangement:
     """Lays out and places the model's floating-point parameters that have elements.
 
     `dtypes` are optimizer.dtypes(config). `optimized` are the ids of the optimizer's parameters
-    (None: all that require gradients).
+    (None: all that require gradients). `shard` is what this rank has of it all; the result differs
+    between ranks in that alone.
     Raises BudgetError with the smallest budget that works, ValueError for a model without any.
     """
     specs: list[ParamSpec] = []
     params: list[torch.nn.Parameter] = []
+    group_of = _groups(model, config.shard_strategy)
     for name, param in model.named_parameters():
         if param.is_floating_point() and param.numel():
             trains = param.requires_grad and (optimized is None or id(param) in optimized)
-            specs.append(ParamSpec(len(specs), name, param.numel(), trains))
+            group = group_of.get(id(param))
+            specs.append(ParamSpec(len(specs), name, param.numel(), trains, group))
             params.append(param)
     if not specs:
         raise ValueError("the model has no floating-point parameters to manage")
@@ -67,7 +75,7 @@ def arrange(
         keep_records=config.host_memory is not None,
     )
     refusals = []
-    for layout in _layouts(specs, config, dtypes, host_bytes):
+    for layout in _layouts(specs, config, dtypes, host_bytes, shard):
         chunk_of = {id(params[s.param.index]): c for c in layout.chunks for s in c.slices}
         held_together = concurrent_slots(_held_together(model, chunk_of))
         try:
@@ -79,12 +87,26 @@ def arrange(
     raise min(refusals, key=lambda refusal: refusal.smallest_host_bytes)
 
 
+def _groups(model: torch.nn.Module, strategy: str) -> dict[int, int]:
+    """The group of each parameter, by its id, that the strategy wants to have its own chunk."""
+    if strategy == "chunk":
+        return {}
+    if strategy == "tensor":
+        return {id(param): index for index, param in enumerate(model.parameters())}
+    group_of: dict[int, int] = {}
+    for index, module in enumerate(model.modules()):
+        for param in module.parameters(recurse=False):
+            group_of.setdefault(id(param), index)
+    return group_of
+
+
 def _layouts(
-    specs: Sequence[ParamSpec], config: Config, dtypes: Dtypes, host_bytes: int
+    specs: Sequence[ParamSpec], config: Config, dtypes: Dtypes, host_bytes: int, shard: Shard
 ) -> Iterator[Layout]:
     """Layouts to try: the one that suits the budget, then with ever smaller slots."""
     if config.chunk_numel is not None:
-        yield pack(specs, config.chunk_numel)
+        # Divisible by the ranks, the rest is padding.
+        yield pack(specs, round_up(config.chunk_numel, SLOT_NUMEL_MULTIPLE * shard.ranks), shard)
         return
     slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.record_bytes
     suits = min(MAX_SLOT_NUMEL, host_bytes // _SLOT_SHARE_OF_HOST // slot_bytes)
@@ -92,10 +114,10 @@ def _layouts(
     limits = [suits, *(limit for limit in smaller if limit >= MIN_SLOT_NUMEL)]
     tried = set()
     for limit in limits:
-        slot_numel = search_slot_numel(specs, limit)
+        slot_numel = search_slot_numel(specs, limit, shard)
         if slot_numel not in tried:
             tried.add(slot_numel)
-            yield pack(specs, slot_numel)
+            yield pack(specs, slot_numel, shard)
 
 
 def _held_together(

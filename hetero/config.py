@@ -21,6 +21,7 @@ from offload.sizes import parse_bytes
 from offload.tiers import Tier
 
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
+StrategyName = Literal["chunk", "tensor", "bucket"]
 _ALIASES = {"tensor_placement_policy": "placement_policy"}
 
 
@@ -45,6 +46,14 @@ class Config:
     chunk_numel       elements per slot; default: found by search.
     io_engine         "io_uring", "threads", or "auto": io_uring where it works.
     prefetch          read DISK-homed parameters ahead of their use.
+    zero_stage        over several ranks: 1 shards optimizer state, 2 gradients too, 3 (default)
+                      parameters too. Budgets, like everything here, are of one rank.
+    shard_strategy    "chunk" (default) shards chunks of many tensors; "tensor" every tensor by
+                      itself; "bucket" the tensors of one module together. Or an object of
+                      TensorShardStrategy or BucketTensorShardStrategy.
+    reduce_dtype      dtype in which gradients travel between ranks; default: grad_dtype, and in
+                      stage 1 always. They are summed in fp32.
+    rank_timeout_s    seconds after which a rank that does not take part is given up with an error.
     initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale, and the
                       number of good steps after which it is doubled.
 
@@ -61,6 +70,10 @@ class Config:
     chunk_numel: int | None = None
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     prefetch: bool = True
+    zero_stage: int = 3
+    shard_strategy: Any = "chunk"
+    reduce_dtype: str | None = None
+    rank_timeout_s: float = 600.0
     initial_loss_scale: float = 65536.0
     loss_scale_window: int = 2000
 
@@ -78,6 +91,24 @@ class Config:
         object.__setattr__(self, "dtype", compute)
         if self.grad_dtype is not None:
             object.__setattr__(self, "grad_dtype", check_dtype(self.grad_dtype, "grad_dtype"))
+        _check_choice("zero_stage", self.zero_stage, (1, 2, 3))
+        strategy = getattr(self.shard_strategy, "name", self.shard_strategy)
+        _check_choice("shard_strategy", strategy, get_args(StrategyName))
+        object.__setattr__(self, "shard_strategy", strategy)
+        if self.reduce_dtype is not None:
+            reduce = check_dtype(self.reduce_dtype, "reduce_dtype")
+            object.__setattr__(self, "reduce_dtype", reduce)
+            if self.zero_stage == 1 and reduce != (self.grad_dtype or compute):
+                raise ValueError(
+                    f"reduce_dtype={reduce!r}: in stage 1 gradients are kept whole and travel as "
+                    f"they are kept, in {self.grad_dtype or compute}; set grad_dtype, or "
+                    f"zero_stage=2"
+                )
+        if not _is_number(self.rank_timeout_s) or not 0 < self.rank_timeout_s < math.inf:
+            raise ValueError(
+                f"rank_timeout_s must be a number of seconds, such as 600, not "
+                f"{self.rank_timeout_s!r}"
+            )
         if self.chunk_numel is not None:
             _check_integer("chunk_numel", self.chunk_numel)
             pack([], self.chunk_numel)
@@ -105,7 +136,9 @@ class Config:
     def dtypes(self) -> Dtypes:
         """The checked dtypes."""
         compute = check_dtype(str(self.dtype), "dtype")
-        return Dtypes(compute, check_dtype(self.grad_dtype or compute, "grad_dtype"))
+        grad = check_dtype(self.grad_dtype or compute, "grad_dtype")
+        reduce = self.reduce_dtype and check_dtype(self.reduce_dtype, "reduce_dtype")
+        return Dtypes(compute, grad, reduce=reduce or None)
 
     @property
     def nvme_paths(self) -> tuple[str, ...]:
@@ -121,15 +154,17 @@ class Config:
         }[tier]
         return None if value is None else parse_bytes(value)
 
-    def host_bytes(self) -> int:
-        """host_memory, or its default now."""
-        return self.budget(Tier.HOST) or int(psutil.virtual_memory().available * 0.8)
+    def host_bytes(self, local_ranks: int = 1) -> int:
+        """host_memory, or its default now for each of `local_ranks` that share the machine."""
+        default = psutil.virtual_memory().available * 0.8 / local_ranks
+        return self.budget(Tier.HOST) or int(default)
 
-    def disk_bytes(self) -> int:
-        """nvme_capacity, or its default now; 0 without nvme_path."""
+    def disk_bytes(self, local_ranks: int = 1) -> int:
+        """nvme_capacity, or its default now likewise; 0 without nvme_path."""
         if self.nvme_path is None:
             return 0
-        return self.budget(Tier.DISK) or int(total_free_bytes(self.nvme_paths) * 0.95)
+        default = total_free_bytes(self.nvme_paths) * 0.95 / local_ranks
+        return self.budget(Tier.DISK) or int(default)
 
     @classmethod
     def make(
@@ -203,11 +238,12 @@ def _check_integer(option: str, value: object, at_least: int | None = None) -> N
         raise ValueError(f"{option} must be an integer{least}, not {value!r}")
 
 
-def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=2, cutoff=0.4)
+def _check_choice(option: str, value: object, choices: tuple[object, ...]) -> None:
+    if isinstance(value, bool) or value not in choices:
+        known = [str(choice) for choice in choices]
+        near = difflib.get_close_matches(str(value), known, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"{option} must be one of {', '.join(choices)}, not {value!r}{hint}")
+        raise ValueError(f"{option} must be one of {', '.join(known)}, not {value!r}{hint}")
 
 
 def _no_cuda() -> str:

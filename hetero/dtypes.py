@@ -21,13 +21,15 @@ _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Dtypes:
     """One engine's dtypes: parameters are in `compute`, kept gradients in `grad`.
 
-    The optimizer's rule says how many states a record has, and `state` is their dtype.
+    Between ranks gradients travel in `reduce` (None: as kept). The optimizer's rule says how many
+    states a record has, and `state` is their dtype.
     """
 
     compute: DtypeName
     grad: DtypeName
     rule: RuleName = "adam"
     state: StateDtypeName = "fp32"
+    reduce: DtypeName | None = None
 
     @property
     def torch_compute(self) -> torch.dtype:
@@ -48,6 +50,16 @@ class Dtypes:
     def grad_bytes(self) -> int:
         """Bytes of GRAD per element."""
         return self.torch_grad.itemsize
+
+    @property
+    def torch_reduce(self) -> torch.dtype:
+        """torch's dtype of gradients on their way between ranks."""
+        return _TORCH[self.reduce or self.grad]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient's element on its way between ranks."""
+        return self.torch_reduce.itemsize
 
     @property
     def kind(self) -> UpdateKind:

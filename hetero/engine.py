@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from hetero.buckets import Buckets
 from hetero.dtypes import Dtypes
+from hetero.gathering import Gathering
 from hetero.grads import Grads
 from hetero.hooks import GradHook, ModuleHooks, refuse_use
-from hetero.layout import Layout
+from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.params import Params
 from hetero.placement import Placement
-from hetero.records import Records
+from hetero.records import Record, Records
 from hetero.scaler import LossScale
+from hetero.shard_server import Kind, ShardServer
 from hetero.steps import HyperOf, Stepper
+from hetero.world import World
 from offload import _native
 from offload._native import IoEngine, StepPipeline
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
@@ -38,6 +43,8 @@ class Traffic:
     d2h: int
     disk_read: int
     disk_write: int
+    sent: int = 0  # to other ranks: shards of parameters, and of gradients to be averaged
+    received: int = 0
 
 
 @dataclass
@@ -48,6 +55,15 @@ class DiskParts:
     scratch: ScratchFile
     transfers: Transfers
     measuring: Mapping[str, int]  # the I/O engine's counters after disks were measured
+
+
+@dataclass
+class RankParts:
+    """What exists only with several ranks; only of shards, if the ranks share any."""
+
+    buckets: Buckets
+    server: ShardServer | None
+    gathering: Gathering | None
 
 
 class Removable(Protocol):
@@ -79,6 +95,8 @@ class Engine:
         stepper: Stepper,
         pipeline: StepPipeline,
         disk: DiskParts | None,
+        world: World,
+        ranks: RankParts | None,
         resources: ExitStack,
         loss_scale: LossScale,
         notes: list[str],
@@ -98,6 +116,8 @@ class Engine:
         self._stepper = stepper
         self._pipeline = pipeline
         self._disk = disk
+        self.world = world
+        self._ranks = ranks
         self._resources = resources  # closed in the reverse order of their making
         self._end_step = end_step
         self._scaled_backward = False
@@ -115,7 +135,8 @@ class Engine:
             grads.add_member(m)
         self._module_hooks = ModuleHooks(model, self._known, params, dtypes.torch_compute)
         self._hooks: list[Removable] = [self._module_hooks]
-        self._hooks += [GradHook(m, self._check_grad, grads.add) for m in trainable]
+        keep = grads.add if ranks is None else ranks.buckets.add
+        self._hooks += [GradHook(m, self._check_grad, keep) for m in trainable]
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._free)
 
@@ -182,11 +203,34 @@ class Engine:
         Summed in double per parameter in a fixed order, then over parameters in the model's order:
         the same bits for every placement and chunk size.
         """
+        self.settle()
         members = {m.slice.param.index: m for m in self.find_all(params) if m.has_grad}
-        total = 0.0
-        for index in sorted(members):
-            total += self._grads.sum_of_squares(members[index])
-        return math.sqrt(total) / self.loss_scale.value
+        sums = self._sums_of_squares([members[index] for index in sorted(members)])
+        return math.sqrt(sum(sums)) / self.loss_scale.value
+
+    def _sums_of_squares(self, members: Sequence[ManagedParam]) -> list[float]:
+        """Of each member's gradient, whole: the same on all ranks."""
+        mine = [self._grads.sum_of_squares(m) for m in members]
+        shard = self.world.shard
+        if shard is None:
+            return mine
+        found = shard.all_gather(torch.tensor(mine, dtype=torch.float64), "the gradient norm")
+        total = found[0].clone()
+        for theirs in found[1:]:
+            total += theirs
+        return total.tolist()
+
+    def settle(self) -> None:
+        """Ends a round of backward: gradients are means over the ranks. All ranks must call it."""
+        if self._ranks is not None:
+            self._ranks.buckets.settle()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside the block gradients are added up on each rank and nothing is sent.
+
+        They are kept whole until the first backward outside, within host_memory.
+        """
+        return nullcontext() if self._ranks is None else self._ranks.buckets.no_sync()
 
     def clip(
         self, params: Iterable[torch.Tensor], max_norm: float, error_if_nonfinite: bool
@@ -225,6 +269,7 @@ class Engine:
         """
         self._check_open()
         self._module_hooks.unwind()
+        self.settle()
         listed = [(group, self.find_all(group["params"])) for group in param_groups]
         for _, all_members in listed:
             for m in all_members:
@@ -232,8 +277,9 @@ class Engine:
         groups = [(group, [m for m in some if m.has_grad]) for group, some in listed]
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and not all(
-            math.isfinite(self._grads.sum_of_squares(m)) for m in members
+            math.isfinite(total) for total in self._sums_of_squares(members)
         )
+        self._meet(members)
         if overflow and self.loss_scale.value <= 1:
             raise NonFiniteError(
                 "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
@@ -244,6 +290,27 @@ class Engine:
         self.forget_clip()
         self.loss_scale.update(overflow)
         self._end_step()
+
+    def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Until all ranks are here, and nobody reads old values any more; what each said."""
+        self.params.settle()
+        return self.world.all_gather(said, what)
+
+    def _meet(self, members: Sequence[ManagedParam]) -> None:
+        """Until all ranks are about to update, and the same `members`."""
+        if self.world.everyone is None:
+            return
+        flags = torch.zeros(len(self._managed), dtype=torch.uint8)
+        flags[[m.slice.param.index for m in members]] = 1
+        for peer, theirs in enumerate(self.meet(flags, "optimizer.step()")):
+            if not torch.equal(theirs, flags):
+                index = int((theirs != flags).nonzero()[0])
+                raise HeteroError(
+                    f"{self.managed_params()[index].name} has a gradient on one of "
+                    f"{self.world.name} and {self.world.everyone.name(peer)} only at "
+                    f"optimizer.step(); clear gradients, and give the optimizer parameters, on all "
+                    f"ranks alike"
+                )
 
     def _update(
         self,
@@ -256,7 +323,9 @@ class Engine:
         for chunk in chunks.values():
             self.params.invalidate(chunk)
         try:
-            self._stepper.run(groups, hyper_of, self._clip / self.loss_scale.value)
+            with self.records.lock:
+                self._stepper.run(groups, hyper_of, self._clip / self.loss_scale.value)
+            self.params.changed(chunks.values())
         finally:
             for m in members:
                 if self.params.is_resident(m.chunk):
@@ -302,11 +371,20 @@ class Engine:
     @property
     def traffic(self) -> Traffic:
         """Bytes moved so far. Between DEVICE and HOST none: on the CPU they are the same memory."""
-        if self._disk is None:
-            return Traffic(0, 0, 0, 0)
-        now, before = self._disk.io.stats, self._disk.measuring
-        read, written = (now[kind] - before[kind] for kind in ("read_bytes", "written_bytes"))
-        return Traffic(0, 0, read, written)
+        read = written = 0
+        if self._disk is not None:
+            now, before = self._disk.io.stats, self._disk.measuring
+            read, written = (now[kind] - before[kind] for kind in ("read_bytes", "written_bytes"))
+        groups = self.world.groups()
+        sent = sum(peers.sent_bytes for peers in groups)
+        received = sum(peers.received_bytes for peers in groups)
+        return Traffic(0, 0, read, written, sent, received)
+
+    @property
+    def gather_wait_s(self) -> float:
+        """Seconds that compute waited for chunks from other ranks: what prefetch did not hide."""
+        gathering = self._ranks.gathering if self._ranks is not None else None
+        return gathering.wait_s if gathering is not None else 0.0
 
     @property
     def device(self) -> torch.device:
@@ -323,6 +401,19 @@ class Engine:
         """The instruction set that the optimizer's kernels use."""
         return _native.isa()
 
+    @contextmanager
+    def open_record(self, chunk: Chunk, piece: int, rank: int) -> Iterator[Record | None]:
+        """A piece's record of any rank's shard, to be read inside the block; None: frozen."""
+        if rank == self.layout.shard.rank or not chunk.trainable:
+            with self.records.open(chunk, piece) as record:
+                yield record
+            return
+        assert self._ranks is not None
+        assert self._ranks.server is not None
+        raw = self.records.empty()
+        self._ranks.server.request(Kind.RECORD, chunk, piece, rank, raw).wait()
+        yield self.records.over(raw)
+
     def managed_params(self) -> list[ManagedParam]:
         """All managed parameters, in the model's order."""
         return sorted(self._managed.values(), key=lambda m: m.slice.param.index)
@@ -334,9 +425,13 @@ class Engine:
             raise ClosedError("this model's engine was closed; build the model again to go on")
 
     def close(self) -> None:
-        """Frees memory, file and threads; idempotent. Any later use raises ClosedError."""
+        """Frees memory, file and threads; idempotent. Any later use raises ClosedError.
+
+        With several ranks all should call it: each answers the others until they do, too.
+        """
         if self._closed:
             return
+        self._leave_ranks()
         self._closed = True
         self._finalizer.detach()
         model = self._model()
@@ -350,9 +445,19 @@ class Engine:
             m.param.grad = None
         self._free()
 
+    def _leave_ranks(self) -> None:
+        if self._ranks is not None and self._ranks.server is not None:
+            error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+            if error is not None:  # others see this process end sooner if it does not linger
+                self.world.failures.note(-1, f"{self.world.name} ended by {error!r}")
+            self._ranks.server.close()
+
     def _free(self) -> None:
+        if not self._closed:
+            self._leave_ranks()
         self._closed = True
         for hooks in self._hooks:
             hooks.remove()
         self.params.forget()
         self._resources.close()
+        self.world.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from hetero.dtypes import Dtypes
@@ -9,15 +11,16 @@ from hetero.homes import HostHomes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from offload._native import Location, sum_of_squares
-from offload.cache import Extent, SlotCache
+from offload.backing import Extent
+from offload.cache import SlotCache
 
 
 class Grads:
-    """Keeps the gradients of all chunks, in the grad dtype.
+    """Keeps this rank's shard of the gradients of all chunks, in the grad dtype.
 
     A parameter's first gradient is copied, later ones (further micro-batches) are added in the grad
-    dtype. DISK-homed gradients pass through slots; their sums of squares are taken before they
-    leave.
+    dtype. With several ranks Buckets stands between autograd and this. DISK-homed gradients pass
+    through slots; their sums of squares are taken before they leave.
     """
 
     def __init__(
@@ -28,7 +31,8 @@ class Grads:
         cache: SlotCache | None,
         extents: dict[int, Extent],
     ) -> None:
-        self._slot_bytes = layout.slot_numel * dtypes.grad_bytes
+        self._layout = layout
+        self._piece_bytes = layout.piece_numel * dtypes.grad_bytes
         self._dtypes = dtypes
         self._homes = homes
         self._cache = cache
@@ -59,6 +63,23 @@ class Grads:
         if chunk not in self._homes:
             self._write_when_complete(managed)
 
+    def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
+        """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""
+        members = self._members[chunk.id]
+        if chunk in self._homes:
+            flat = self._homes.shard(chunk)
+        else:
+            flat = self._flat_in_slot(chunk, any(m in kept for m in members))
+        for m in members:
+            part, _ = m.in_shard(self._layout)
+            if m in kept:
+                flat[part].add_(mean[part])
+            else:
+                flat[part].copy_(mean[part])
+        if chunk not in self._homes:
+            assert self._cache is not None
+            self._cache.write_back(chunk.id)
+
     def _flat_in_slot(self, chunk: Chunk, accumulate: bool) -> torch.Tensor:
         assert self._cache is not None
         if accumulate or any(m.has_grad for m in self._members[chunk.id]):
@@ -85,7 +106,7 @@ class Grads:
             self._spilled_sums[managed] = self._sum(managed, address)
 
     def sum_of_squares(self, managed: ManagedParam) -> float:
-        """Sum of squares of the parameter's kept gradient, in a fixed order, in double."""
+        """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
         chunk = managed.chunk
         if chunk in self._homes:
             return self._sum(managed, self._homes.address(chunk, 0))
@@ -95,8 +116,11 @@ class Grads:
         return self._spilled_sums[managed]
 
     def _sum(self, managed: ManagedParam, chunk_address: int) -> float:
-        address = chunk_address + managed.slice.offset * self._dtypes.grad_bytes
-        return sum_of_squares(self._dtypes.grad, address, managed.numel)
+        part, _ = managed.in_shard(self._layout)
+        if part.start == part.stop:
+            return 0.0
+        address = chunk_address + part.start * self._dtypes.grad_bytes
+        return sum_of_squares(self._dtypes.grad, address, part.stop - part.start)
 
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece; it stays there until used()."""
@@ -105,9 +129,9 @@ class Grads:
         assert self._cache is not None
         if self._cache.holds(chunk.id):
             self._cache.pin(chunk.id)
-            return Location(self._cache.address(chunk.id) + piece * self._slot_bytes)
+            return Location(self._cache.address(chunk.id) + piece * self._piece_bytes)
         extent = self._extents[chunk.id]
-        return Location(file_offset=extent.offset + piece * self._slot_bytes)
+        return Location(file_offset=extent.offset + piece * self._piece_bytes)
 
     def used(self, chunk: Chunk) -> None:
         """The optimizer has used the chunk's gradient. It stays until `.grad` is cleared."""

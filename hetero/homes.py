@@ -1,4 +1,4 @@
-"""HOST homes of one payload: every chunk that lives in RAM has its slots from the start."""
+"""HOST homes of one payload: every chunk that lives in RAM has its room from the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from offload.tiers import Account, Tier
 
 
 class HostHomes:
-    """Slots for the chunks that `tiers` puts on HOST, charged to `account` when first used."""
+    """Slots for the chunks that `tiers` puts on HOST, charged to `account` when first used.
+
+    `whole`: each slot holds all of a chunk's slot, of which this rank's shard is a part; else it
+    holds one piece of the shard alone. For a single rank both are the same.
+    """
 
     def __init__(
         self,
@@ -23,7 +27,11 @@ class HostHomes:
         dtype: torch.dtype,
         ledger: Ledger,
         account: Account,
+        whole: bool = False,
     ) -> None:
+        self.whole = whole or layout.shard.ranks == 1
+        self._shard = layout.shard
+        self._piece_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
         self._first: dict[int, int] = {}
         slots = 0
         for chunk in layout.chunks:
@@ -52,10 +60,18 @@ class HostHomes:
             self._flat[chunk.id] = flat
         return flat
 
+    def shard(self, chunk: Chunk) -> torch.Tensor:
+        """This rank's shard of the chunk, flat."""
+        flat = self.flat(chunk)
+        return flat[self._shard.range(flat.numel())] if self.whole else flat
+
     def address(self, chunk: Chunk, piece: int) -> int:
-        """Address of the chunk's slot number `piece`."""
+        """Address of piece number `piece` of this rank's shard."""
         assert self._arena is not None
-        return self._arena.address(self._first[chunk.id] + piece)
+        address = self._arena.address(self._first[chunk.id])
+        if self.whole:
+            address += self._shard.rank * chunk.slots * self._piece_bytes
+        return address + piece * self._piece_bytes
 
     def close(self) -> None:
         """Gives the memory back once no tensor views it."""

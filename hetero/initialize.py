@@ -8,29 +8,38 @@ from os import PathLike
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from hetero.arrangement import Arrangement, arrange
+from hetero.buckets import Buckets
 from hetero.config import Config
 from hetero.dtypes import Dtypes
-from hetero.engine import DiskParts, Engine
+from hetero.engine import DiskParts, Engine, RankParts
 from hetero.extents import map_file
+from hetero.gathering import Gathering
 from hetero.grads import Grads
 from hetero.homes import HostHomes
-from hetero.init_context import Stage
-from hetero.layout import Chunk, Layout
+from hetero.layout import Chunk, Layout, Shard
 from hetero.managed import ManagedParam
 from hetero.module_state import StateDictHooks
 from hetero.optimizer import HybridOptimizer
+from hetero.param_shards import ParamShards
 from hetero.params import Params
 from hetero.placement import SlotBytes
 from hetero.records import Part, Record, Records, parts_of
 from hetero.scaler import LossScale
+from hetero.shard_server import ShardServer, Versions
+from hetero.stage import Stage
+from hetero.start import start_alike
 from hetero.steps import Stepper
+from hetero.world import World
 from offload._native import StepPipeline
 from offload.arena import HostArena
-from offload.cache import Extent, SlotCache
+from offload.backing import Backing, Extent, FileBacking
+from offload.cache import SlotCache
 from offload.errors import HeteroError
 from offload.order import UseOrder
+from offload.pool import SlotPool
 from offload.store import ScratchFile, Transfers, make_io_engine
 from offload.tiers import Account, Tier
 
@@ -42,6 +51,9 @@ def initialize(
     model: Model,
     optimizer: Optimizer,
     config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
+    *,
+    process_group: Any = None,
+    mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> tuple[Model, Optimizer]:
     """Places the model's state and connects model and optimizer to the engine that runs it.
@@ -50,6 +62,10 @@ def initialize(
     give the options here, as ZeroInitContext takes them). Parameters become
     the compute dtype; those that are frozen or not in the optimizer get no gradient and no record.
     Returns the same two objects.
+
+    With torch.distributed (torchrun) the state is sharded over all ranks, or those of
+    `process_group`, or of `mesh`: one dimension shards, two replicate and shard (FSDP's hybrid
+    sharding). All of these ranks must call this. They then have the values of the first of them.
 
     Raises BudgetError with the smallest budget that works, ValueError for an optimizer that does
     not fit the model, StoreError if the NVMe directory cannot be used. The model is then as
@@ -66,19 +82,32 @@ def initialize(
     stage = _context_stage(model, config, options)
     adopting = stage is None
     if stage is None:
-        stage = Stage(Config.make(config, **options))
+        made = Config.make(config, **options)
+        stage = Stage(made, World(made.rank_timeout_s, process_group, mesh))
+    elif process_group is not None or mesh is not None:
+        raise ValueError("give process_group or mesh to the ZeroInitContext that built the model")
     try:
         for param in model.parameters():
             stage.adopt(param)
         with ExitStack() as resources:
             dtypes = optimizer.dtypes(stage.config)
-            arrangement = arrange(
-                model, stage.config, dtypes, stage.host_bytes, stage.disk_bytes, optimized
+            shard = Shard(
+                stage.world.rank,
+                stage.world.ranks,
+                grads=stage.config.zero_stage >= 2,
+                params=stage.config.zero_stage >= 3,
+                replicas=stage.world.size // stage.world.ranks,
             )
+            arrangement = arrange(
+                model, stage.config, dtypes, stage.host_bytes, stage.disk_bytes, optimized, shard
+            )
+            start_alike(model, arrangement, stage)
+            stage.scatter()
             engine = _build(model, arrangement, dtypes, stage, resources)
     except BaseException:
         if adopting:
             stage.restore(model.parameters())
+            stage.world.close()
         raise
     engine.attach(StateDictHooks(model, engine))
     optimizer._engine = engine
@@ -146,10 +175,16 @@ def _build(
     if file_map.nbytes:
         disk = _open_disk(config, ledger, file_map.nbytes, notes, resources)
 
+    shard = layout.shard
+
     def homes(
-        tiers: Sequence[Tier | None], nbytes: int, dtype: torch.dtype, account: Account
-    ) -> Any:
-        made = HostHomes(layout, tiers, nbytes, dtype, ledger, account)
+        tiers: Sequence[Tier | None],
+        nbytes: int,
+        dtype: torch.dtype,
+        account: Account,
+        sharded: bool,
+    ) -> HostHomes:
+        made = HostHomes(layout, tiers, nbytes, dtype, ledger, account, not sharded)
         resources.callback(made.close)
         return made
 
@@ -161,21 +196,25 @@ def _build(
         made.commit(0, slots)
         return made
 
-    param_homes = homes(placement.param, slot.param, dtypes.torch_compute, Account.PARAM)
-    grad_homes = homes(placement.grad, slot.grad, dtypes.torch_grad, Account.GRAD)
-    record_homes = homes(placement.record, slot.record, torch.uint8, Account.RECORD)
-    gathered = pool(placement.gathered_slots, slot.param, Account.GATHERED)
+    param_homes = homes(
+        placement.param, slot.param, dtypes.torch_compute, Account.PARAM, shard.params
+    )
+    grad_homes = homes(placement.grad, slot.grad, dtypes.torch_grad, Account.GRAD, shard.grads)
+    record_homes = homes(placement.record, slot.record, torch.uint8, Account.RECORD, True)
+    gathered = pool(placement.gathered_slots, slot.gathered, Account.GATHERED)
+    shard_slots = pool(placement.shard_slots, slot.param, Account.SHARD)
     grad_slots = pool(placement.grad_slots, slot.grad, Account.GRAD_SLOT)
     shape = (
         dtypes.kind,
-        layout.slot_numel,
+        layout.piece_numel,
         placement.trained_param_on_disk,
         Tier.DISK in placement.grad,
     )
     buffers = pool(placement.buffers, StepPipeline.buffer_bytes(*shape), Account.BUFFER)
     transfers = disk.transfers if disk is not None else None
     if disk is not None:
-        for arena in (gathered, grad_slots, buffers):
+        # Of gathered copies only those that come from the file: with several ranks, shards do.
+        for arena in (shard_slots or gathered, grad_slots, buffers):
             if arena is not None and not disk.io.register(arena.memory):
                 notes.extend(n for n in disk.io.notes if n not in notes)
     pipeline = StepPipeline(
@@ -188,36 +227,89 @@ def _build(
     )
     resources.callback(pipeline.close)
     records = Records(
-        layout.slot_numel, dtypes, record_homes, file_map.record, buffers, transfers, pipeline
+        layout.piece_numel, dtypes, record_homes, file_map.record, buffers, transfers, pipeline
     )
 
-    def cache(
+    names = [f"the chunk of {c.name}" for c in layout.chunks]
+    runs = {c.id: c.slots for c in layout.chunks}
+
+    def cache(arena: HostArena, backing: Backing, order: UseOrder) -> SlotCache:
+        made = SlotCache(arena, backing, runs, order, names.__getitem__)
+        resources.callback(made.close)
+        return made
+
+    def file_cache(
         arena: HostArena | None, extents: dict[int, Extent], order: UseOrder
     ) -> SlotCache | None:
         if arena is None:
             return None
         assert transfers is not None
-        names = [f"the chunk of {c.name}" for c in layout.chunks]
-        made = SlotCache(arena, transfers, extents, order, names.__getitem__)
-        resources.callback(made.close)
-        return made
+        return cache(arena, FileBacking(arena, transfers, extents), order)
 
     order = UseOrder()
-    grad_cache = cache(grad_slots, file_map.grad, UseOrder())
+    grad_cache = file_cache(grad_slots, file_map.grad, UseOrder())
     grads = Grads(layout, dtypes, grad_homes, grad_cache, file_map.grad)
     stepper = Stepper(
         layout, dtypes.param_bytes, param_homes, file_map.param, grads, records, pipeline
     )
+    # One rank's shards are whole chunks: what is read is what is gathered.
+    alone = stage.world.shard is None
+    shard_cache = file_cache(gathered if alone else shard_slots, file_map.param, order)
+    if shard_cache is not None:
+        shard_cache.before_read = lambda chunk: stepper.wait_written(layout.chunks[chunk])
+    shards = ParamShards(
+        param_homes, shard_cache, dtypes.torch_compute, 0.0 if alone else config.rank_timeout_s
+    )
+    versions = Versions(len(layout.chunks))
+    server: ShardServer | None = None
+    gathering: Gathering | None = None
+    gathered_cache = shard_cache
+    if not alone:
+        assert stage.world.shard is not None
+        server = ShardServer(stage.world.shard, layout, versions, shards.open, records.open_raw)
+        resources.callback(server.close)
+        gathering = Gathering(layout, server, shards, gathered, dtypes.torch_compute)
+        gathered_cache = cache(gathered, gathering, order) if gathered is not None else None
     store = Params(
         layout,
         param_homes,
+        shards,
         gathered,
-        cache(gathered, file_map.param, order),
+        gathered_cache,
         order,
         dtypes.torch_compute,
         config.prefetch,
-        stepper.wait_written,
+        versions,
+        gathering,
     )
+    ranks: RankParts | None = None
+    if stage.world.everyone is not None:
+        receiving = SlotPool(
+            HostArena(placement.receive_slots, slot.bucket, ledger, Account.BUCKET),
+            placement.receive_slots,
+        )
+        resources.callback(receiving.close)
+        bucket_pool: SlotPool | None = None
+        if shard.grads:
+            trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
+            bucket_pool = SlotPool(
+                HostArena(
+                    max(trained_slots, placement.bucket_slots), slot.bucket, ledger, Account.BUCKET
+                ),
+                placement.bucket_slots,
+            )
+            resources.callback(bucket_pool.close)
+        buckets = Buckets(
+            layout,
+            [m for m in managed if m.chunk.trainable],
+            stage.world,
+            dtypes.torch_reduce,
+            grad_homes,
+            bucket_pool,
+            receiving,
+            grads.merge,
+        )
+        ranks = RankParts(buckets, server, gathering)
     _convert(layout, managed, store, records, stage)
     # Of the file that parameters waited in; most of it the engine's own file has said already.
     notes += [f"while the model was built: {n}" for n in stage.notes if n not in notes]
@@ -234,6 +326,8 @@ def _build(
         stepper=stepper,
         pipeline=pipeline,
         disk=disk,
+        world=stage.world,
+        ranks=ranks,
         resources=resources.pop_all(),
         loss_scale=LossScale(config.initial_loss_scale, config.loss_scale_window)
         if dtypes.compute == "fp16"
@@ -271,24 +365,29 @@ def _convert(
     for m in managed:
         members.setdefault(m.chunk.id, []).append(m)
     for chunk in layout.chunks:
-        _convert_chunk(chunk, members[chunk.id], layout.slot_numel, store, records, stage)
+        _convert_chunk(chunk, members[chunk.id], layout, store, records, stage)
 
 
 def _convert_chunk(
     chunk: Chunk,
     members: Sequence[ManagedParam],
-    slot_numel: int,
+    layout: Layout,
     store: Params,
     records: Records,
     stage: Stage,
 ) -> None:
     # A function of its own so that the lease on one chunk ends before the next is made.
+    if layout.shard.ranks > 1:
+        for m in members:
+            ranks = range(layout.shard.ranks)
+            stage.fetch(m.param, [m.in_shard(layout, rank)[1] for rank in ranks])
     flat = store.fill(chunk)
+    numel = layout.piece_numel
     for piece in range(chunk.slots):
-        into = flat[piece * slot_numel : (piece + 1) * slot_numel]
+        into = flat[piece * numel : (piece + 1) * numel]
         with records.open(chunk, piece, write=True, fresh=True) as record:
             for m in members:
-                for part in parts_of(m, slot_numel):
+                for part in parts_of(m, layout):
                     if part.piece == piece:
                         _fill(m, part, into, records, record, stage)
     for m in members:

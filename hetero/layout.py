@@ -17,12 +17,16 @@ _SEARCH_STEPS = 64
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the layout sees it: `index` is its place in model.parameters()."""
+    """A parameter as the layout sees it: `index` is its place in model.parameters().
+
+    Parameters of one `group` are packed together, whatever their size, and apart from all others.
+    """
 
     index: int
     name: str
     numel: int
     trainable: bool
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,54 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Which part of every chunk is this rank's: number `rank` of `ranks` equal ones.
+
+    Of RECORD it has that part alone; of GRAD and PARAM as `grads` and `params` say, else all. So
+    ZeRO's stages 1, 2 and 3 are neither, `grads`, and both. For a single rank it is all the same.
+    There are `replicas` of the whole, all alike.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    grads: bool = True
+    params: bool = True
+    replicas: int = 1
+
+    def numel(self, whole: int) -> int:
+        """Elements of a part of `whole` elements."""
+        assert whole % self.ranks == 0, (whole, self.ranks)
+        return whole // self.ranks
+
+    def range(self, whole: int, rank: int | None = None) -> slice:
+        """The part of `rank` (default: this one) of `whole` elements."""
+        part = self.numel(whole)
+        first = (self.rank if rank is None else rank) * part
+        return slice(first, first + part)
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True)
 class Layout:
-    """All chunks of a model; slots hold `slot_numel` elements each."""
+    """All chunks of a model; slots hold `slot_numel` elements each.
+
+    A rank's shard of a chunk of n slots is a contiguous n-th of it: n pieces of `piece_numel`.
+    """
 
     slot_numel: int
     chunks: tuple[Chunk, ...]
+    shard: Shard = WHOLE
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of one slot's share of a shard; what is read, updated and written at once."""
+        return self.shard.numel(self.slot_numel)
+
+    def chunk_numel(self, chunk: Chunk) -> int:
+        """Elements of the whole chunk, unused ones at its end included."""
+        return chunk.slots * self.slot_numel
 
     @property
     def numel(self) -> int:
@@ -85,54 +132,64 @@ class Layout:
         return 1 - self.numel / (self.slot_count * self.slot_numel)
 
 
-def pack(params: Sequence[ParamSpec], slot_numel: int) -> Layout:
+def pack(params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE) -> Layout:
     """Packs `params` in order, first fit into the open chunk of their kind.
 
     A parameter that does not fit the open chunk opens the next one; one larger than a slot gets a
-    chunk of its own. Empty parameters take no room. Raises ValueError for a slot size that is not a
-    positive multiple of SLOT_NUMEL_MULTIPLE.
+    chunk of its own. A group has a chunk of its own, of as many slots as it needs. Empty
+    parameters take no room. Raises ValueError for a slot size that is not a positive multiple of
+    SLOT_NUMEL_MULTIPLE for each rank.
     """
-    if slot_numel <= 0 or slot_numel % SLOT_NUMEL_MULTIPLE:
+    multiple = SLOT_NUMEL_MULTIPLE * shard.ranks
+    if slot_numel <= 0 or slot_numel % multiple:
         raise ValueError(
-            f"chunk_numel must be a positive multiple of {SLOT_NUMEL_MULTIPLE}, not {slot_numel}; "
-            f"try {max(1, ceil(slot_numel / SLOT_NUMEL_MULTIPLE)) * SLOT_NUMEL_MULTIPLE}"
+            f"chunk_numel must be a positive multiple of {multiple}, not {slot_numel}; "
+            f"try {max(1, ceil(slot_numel / multiple)) * multiple}"
         )
-    packed: list[tuple[list[ParamSlice], int]] = []
-    open_slices: dict[bool, list[ParamSlice]] = {}
+    packed: list[list[ParamSlice]] = []
+    open_slices: dict[tuple[bool, int | None], list[ParamSlice]] = {}
     for param in params:
-        if param.numel > slot_numel:
-            packed.append(([ParamSlice(param, 0)], ceil(param.numel / slot_numel)))
-            continue
-        slices = open_slices.get(param.trainable)
+        kind = (param.trainable, param.group)
+        slices = open_slices.get(kind)
         offset = round_up(slices[-1].end, ALIGN_NUMEL) if slices else 0
-        if slices is None or offset + param.numel > slot_numel:
-            slices, offset = [], 0
-            open_slices[param.trainable] = slices
-            packed.append((slices, 1))
-        slices.append(ParamSlice(param, offset))
+        if param.group is None and param.numel > slot_numel:
+            packed.append([ParamSlice(param, 0)])
+        elif slices is None or (param.group is None and offset + param.numel > slot_numel):
+            open_slices[kind] = [ParamSlice(param, 0)]
+            packed.append(open_slices[kind])
+        else:
+            slices.append(ParamSlice(param, offset))
     return Layout(
         slot_numel,
         tuple(
-            Chunk(i, slots, tuple(slices), slices[0].param.trainable)
-            for i, (slices, slots) in enumerate(packed)
+            Chunk(i, ceil(slices[-1].end / slot_numel), tuple(slices), slices[0].param.trainable)
+            for i, slices in enumerate(packed)
         ),
+        shard,
     )
 
 
-def search_slot_numel(params: Sequence[ParamSpec], max_numel: int = MAX_SLOT_NUMEL) -> int:
+def search_slot_numel(
+    params: Sequence[ParamSpec], max_numel: int = MAX_SLOT_NUMEL, shard: Shard = WHOLE
+) -> int:
     """The slot size that wastes least, from an eighth of the upper end to the upper end.
 
     The upper end is `max_numel` or about a sixteenth of the model, whichever is smaller, so that
     transfers stay large and the few slots in flight stay a small part of the whole. Sizes within
-    1 % of the best count as equal, and of those the largest is taken.
+    1 % of the best count as equal, and of those the largest is taken. With `group`s, each of which
+    wastes part of a slot, smaller sizes are looked at too.
     """
+    multiple = SLOT_NUMEL_MULTIPLE * shard.ranks
+    least = max(MIN_SLOT_NUMEL, multiple)
     total = sum(p.numel for p in params)
-    upper = max(MIN_SLOT_NUMEL, min(max_numel, round_up(total // 16, SLOT_NUMEL_MULTIPLE)))
-    step = max(
-        SLOT_NUMEL_MULTIPLE, upper // _SEARCH_STEPS // SLOT_NUMEL_MULTIPLE * SLOT_NUMEL_MULTIPLE
-    )
-    upper = upper // SLOT_NUMEL_MULTIPLE * SLOT_NUMEL_MULTIPLE
-    sizes = [n for n in range(upper, 0, -step) if n >= max(upper // 8, MIN_SLOT_NUMEL)]
-    wastes = {n: pack(params, n).waste for n in sizes}
+    upper = max(least, min(max_numel, round_up(total // 16, multiple)))
+    step = max(multiple, upper // _SEARCH_STEPS // multiple * multiple)
+    upper = upper // multiple * multiple
+    grouped = len({p.group for p in params}) > 1
+    lower = least if grouped else max(upper // 8, least)
+    sizes = [n for n in range(upper, 0, -step) if n >= lower]
+    if grouped:
+        sizes += [least << shift for shift in range(10, -1, -1) if least << shift < sizes[-1]]
+    wastes = {n: pack(params, n, shard).waste for n in sizes}
     best = min(wastes.values())
     return next(n for n in sizes if wastes[n] <= best + 0.01)

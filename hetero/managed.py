@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hetero.layout import Chunk, ParamSlice
+from hetero.layout import Chunk, Layout, ParamSlice
+
+Range = slice  # in ManagedParam that is the name of a field
 
 
 @dataclass(eq=False)
@@ -58,6 +60,17 @@ class ManagedParam:
         # torch refuses writes to an absent tensor unless it has a single element.
         written = self.numel == 1 and not bool(torch.isnan(self.absent).all())
         return written or self.param._version != self.version
+
+    def in_shard(self, layout: Layout, rank: int | None = None) -> tuple[Range, Range]:
+        """Its elements in a rank's shard (default: this rank's), and which of its own they are.
+
+        Both are empty if the shard has none of it.
+        """
+        part = layout.shard.range(layout.chunk_numel(self.chunk), rank)
+        first = max(self.slice.offset, part.start)
+        last = max(first, min(self.slice.end, part.stop))
+        offset = self.slice.offset
+        return Range(first - part.start, last - part.start), Range(first - offset, last - offset)
 
     def part_of(self, chunk_flat: torch.Tensor) -> torch.Tensor:
         """Its elements of a flat tensor over the chunk, in its shape."""

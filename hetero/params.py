@@ -1,15 +1,19 @@
-"""PARAM payloads: resident in RAM, or gathered from the file while something needs them."""
+"""PARAM payloads: resident in RAM, or gathered, from the file or all ranks, while needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from hetero.gathering import Gather, Gathering
 from hetero.homes import HostHomes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
+from hetero.param_shards import ParamShards
+from hetero.shard_server import Versions
 from offload.arena import HostArena
 from offload.cache import SlotCache
 from offload.errors import HeteroError, StaleGraphError
@@ -49,26 +53,32 @@ class Params:
         self,
         layout: Layout,
         homes: HostHomes,
+        shards: ParamShards,
         arena: HostArena | None,
         cache: SlotCache | None,
         order: UseOrder,
         dtype: torch.dtype,
         prefetch: bool,
-        wait_written: Callable[[Chunk], None],
+        versions: Versions,
+        gathering: Gathering | None,
     ) -> None:
-        """`wait_written(chunk)` returns when the file has the optimizer's last values."""
+        """`shards` are this rank's parts; `cache` has the gathered copies, in `arena`.
+
+        `gathering` is there for several ranks.
+        """
+        self._layout = layout
         self._homes = homes
+        self._shards = shards
         self._arena = arena
         self._cache = cache
         self._order = order
         self._dtype = dtype
         self._prefetch = prefetch
+        self._version = versions
+        self._gathering = gathering
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
         self._holders: dict[int, int] = {}
-        self._version = [0] * len(layout.chunks)
-        if cache is not None:
-            cache.before_read = lambda chunk: wait_written(layout.chunks[chunk])
 
     @property
     def gathers(self) -> bool:
@@ -76,12 +86,12 @@ class Params:
         return self._arena is not None
 
     def is_resident(self, chunk: Chunk) -> bool:
-        """Whether the chunk's home is in RAM, where compute uses it in place."""
-        return chunk in self._homes
+        """Whether the whole chunk's home is in RAM, where compute uses it in place."""
+        return self._homes.whole and chunk in self._homes
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's parameters now, flat; for a DISK home a lease on a gathered copy."""
-        if chunk in self._homes:
+        """The chunk's parameters now, flat; unless resident a lease on a gathered copy."""
+        if self.is_resident(chunk):
             return self._homes.flat(chunk)
         held = self._held.get(chunk.id)
         if held is not None:
@@ -105,7 +115,7 @@ class Params:
     def acquire(self, managed: ManagedParam) -> None:
         """Makes the parameter present until as many release() calls."""
         chunk = managed.chunk
-        if chunk in self._homes:
+        if self.is_resident(chunk):
             return
         if managed.uses == 0:
             flat = self.flat(chunk)
@@ -117,7 +127,7 @@ class Params:
     def release(self, managed: ManagedParam) -> None:
         """Undoes one acquire()."""
         chunk = managed.chunk
-        if chunk in self._homes:
+        if self.is_resident(chunk):
             return
         managed.uses -= 1
         if managed.uses == 0:
@@ -135,36 +145,61 @@ class Params:
 
     def is_in_place(self, managed: ManagedParam) -> bool:
         """Whether the parameter is where it belongs between steps: at home, or absent."""
-        if managed.chunk not in self._homes:
-            expected = managed.absent.data_ptr()
-        else:
+        if self.is_resident(managed.chunk):
             offset = managed.slice.offset * self._dtype.itemsize
-            expected = self._homes.address(managed.chunk, 0) + offset
+            expected = self._homes.flat(managed.chunk).data_ptr() + offset
+        else:
+            expected = managed.absent.data_ptr()
         return managed.param.data_ptr() == expected
 
     def fill(self, chunk: Chunk) -> torch.Tensor:
-        """Flat memory for the chunk's first values; call filled() when they are there."""
-        if chunk in self._homes:
-            return self._homes.flat(chunk)
-        assert self._cache is not None
-        self._cache.create(chunk.id)
-        return self._lease(chunk)
+        """Flat memory for the first values of this rank's shard; call filled() when they are there.
+
+        All ranks must do so.
+        """
+        return self._shards.fill(chunk)
+
+    def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
+        """This rank's shard inside the block. If it was changed, call filled() in the block."""
+        return self._shards.open(chunk)
 
     def filled(self, chunk: Chunk) -> None:
-        """The chunk's values changed in what fill() or flat() gave; returns when they are home."""
-        self._version[chunk.id] += 1
-        if chunk not in self._homes:
-            assert self._cache is not None
-            self._cache.dirty(chunk.id)
-            self._cache.write_back(chunk.id)
-            self._cache.get(chunk.id)
+        """The shard's values changed; returns when they are home, and whole where they must be.
+
+        All ranks must do so.
+        """
+        self._version.change(chunk)
+        self._shards.filled(chunk)
+        if self._gathering is not None and self._cache is not None:
+            self._cache.drop(chunk.id)
+        self.changed([chunk])
 
     def invalidate(self, chunk: Chunk) -> None:
-        """The optimizer is about to write new values to the chunk's home."""
-        self._version[chunk.id] += 1
-        if chunk not in self._homes:
-            assert self._cache is not None
+        """The optimizer is about to write new values to the shard's home."""
+        self._version.change(chunk)
+        self._shards.invalidate(chunk)
+        if self._gathering is not None and self._cache is not None:
             self._cache.drop(chunk.id)
+
+    def changed(self, chunks: Iterable[Chunk]) -> None:
+        """The shards have their new values: other ranks may have them, and theirs come in."""
+        chunks = list(chunks)
+        for chunk in chunks:
+            self._version.publish(chunk)
+        if self._gathering is None or not self._homes.whole:
+            return
+        under_way: list[Gather] = []
+        for chunk in chunks:
+            under_way.append(self._gathering.gather(chunk, self._homes.flat(chunk)))
+            if len(under_way) == _PREFETCH_CHUNKS:
+                under_way.pop(0).wait()
+        for gather in under_way:
+            gather.wait()
+
+    def settle(self) -> None:
+        """Until nothing that was asked of other ranks is under way."""
+        if self._gathering is not None and self._cache is not None:
+            self._cache.settle()
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
         """What autograd keeps for `tensor`: of a view of a gathered copy, how to remake it."""
@@ -177,7 +212,7 @@ class Params:
         chunk = self._chunk_of_slot[slot]
         return SavedView(
             chunk,
-            self._version[chunk.id],
+            self._version[chunk],
             tensor.size(),
             tensor.stride(),
             int(tensor.storage_offset()),
@@ -193,7 +228,7 @@ class Params:
                     f"{saved.tensor._version}, expected {saved.version})"
                 )
             return saved.tensor
-        if saved.version != self._version[saved.chunk.id]:
+        if saved.version != self._version[saved.chunk]:
             raise StaleGraphError(
                 f"backward needs {saved.chunk.name} as it was before an optimizer step that came "
                 f"between this graph's forward and its backward; call backward before step"

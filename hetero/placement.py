@@ -46,17 +46,25 @@ class Budgets:
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """Bytes of one slot of each payload."""
+    """Bytes that one slot of a chunk takes: at home on this rank, gathered, and in a bucket."""
 
     param: int
     grad: int
     record: int
+    gathered: int
+    bucket: int
 
     @classmethod
     def of(cls, layout: Layout, dtypes: Dtypes) -> SlotBytes:
         """The slots of `layout` in `dtypes`."""
-        n = layout.slot_numel
-        return cls(n * dtypes.param_bytes, n * dtypes.grad_bytes, n * dtypes.record_bytes)
+        whole, piece, shard = layout.slot_numel, layout.piece_numel, layout.shard
+        return cls(
+            (piece if shard.params else whole) * dtypes.param_bytes,
+            (piece if shard.grads else whole) * dtypes.grad_bytes,
+            piece * dtypes.record_bytes,
+            whole * dtypes.param_bytes,
+            whole * dtypes.reduce_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -66,11 +74,15 @@ class Placement:
     param: tuple[Tier, ...]
     grad: tuple[Tier | None, ...]
     record: tuple[Tier | None, ...]
-    gathered_slots: int  # for copies of DISK-homed parameters
+    gathered_slots: int  # for copies of parameters that are on DISK or on other ranks
     grad_slots: int  # for DISK-homed gradients on their way
     buffers: int  # of the optimizer pipeline
     host_bytes: int  # of RAM, homes and pools together
     disk_bytes: int  # of the file
+    shard_slots: int = 0  # for this rank's shards of DISK-homed parameters, on their way to ranks
+    bucket_slots: int = 0  # for whole gradients until they are averaged over the ranks
+    receive_slots: int = 0  # for other ranks' gradients while they are averaged
+    pool_bytes: int = 0  # of RAM, slots and buffers without homes
 
     @property
     def trained_param_on_disk(self) -> bool:
@@ -104,15 +116,11 @@ def place(
     slot = SlotBytes.of(layout, dtypes)
     maker = _Maker(layout, slot, policy, min_gathered_slots, budgets)
     tried: list[Placement] = []
-    # Construction needs its largest parameter in RAM; without a disk all of them, while the homes
-    # are filled.
-    building = max(s.param.numel for c in layout.chunks for s in c.slices) * _CONSTRUCTION_BYTES
-    if not budgets.disk:
-        building = _conversion_bytes(layout, slot)
     for candidate in maker.candidates():
+        building = _building_bytes(layout, slot, candidate, budgets.disk > 0)
         candidate = replace(candidate, host_bytes=max(candidate.host_bytes, building))
         if candidate.host_bytes <= budgets.host and candidate.disk_bytes <= budgets.disk:
-            gathered = candidate.gathered_slots * slot.param
+            gathered = candidate.gathered_slots * slot.gathered
             if budgets.gathered is None or gathered <= budgets.gathered:
                 return candidate
         tried.append(candidate)
@@ -141,6 +149,7 @@ class _Maker:
         self, layout: Layout, slot: SlotBytes, policy: str, min_gathered: int, budgets: Budgets
     ) -> None:
         self._chunks = layout.chunks
+        self._shard = layout.shard
         by_size = sorted(layout.chunks, key=lambda c: (c.slots, c.id))
         self._rank = {chunk.id: rank for rank, chunk in enumerate(by_size)}
         self._slot = slot
@@ -148,12 +157,26 @@ class _Maker:
         self._budgets = budgets
         self._min_gathered = min_gathered
         self._min_grad = max((c.slots for c in layout.chunks if c.trainable), default=0)
+        self._longest = max(c.slots for c in layout.chunks)
+        self._pools_needed = layout.shard.ranks * layout.shard.replicas > 1
 
     def candidates(self) -> Iterable[Placement]:
-        """Placements from the fastest to the smallest, each using what room the budget leaves."""
+        """Placements from the fastest to the smallest, each using what room the budget leaves.
+
+        What every rank has whole is in RAM: only shards are worth a way to the disk.
+        """
+        return (
+            candidate
+            for candidate in self._all_candidates()
+            if (self._shard.params or Tier.DISK not in candidate.param)
+            and (self._shard.grads or Tier.DISK not in candidate.grad)
+        )
+
+    def _all_candidates(self) -> Iterable[Placement]:
         n = len(self._chunks)
         if self._policy in ("cpu", "auto"):
-            yield self._placement((n, n, n), (0, 0, 0))
+            for comfort in _COMFORT if self._pools_needed else _COMFORT[-1:]:
+                yield self._placement((n, n, n), comfort)
         if self._policy in ("nvme", "auto"):
             for param, grad in ((n, n), (n, 0), (0, 0)):
                 for comfort in _COMFORT:
@@ -198,6 +221,7 @@ class _Maker:
             placement,
             buffers=placement.buffers + more,
             host_bytes=placement.host_bytes + more * buffer_bytes,
+            pool_bytes=placement.pool_bytes + more * buffer_bytes,
         )
 
     def _buffer_bytes(self, placement: Placement) -> int:
@@ -224,32 +248,60 @@ class _Maker:
                 if tier is not None:
                     homed[tier] += chunk.slots * slot_bytes
         buffers, more_gathered, more_grad = comfort
+        several = self._shard.ranks > 1
+        elsewhere = several and self._shard.params
+        averaged = self._pools_needed and self._min_grad > 0
         bare = Placement(
             param=param,
             grad=grad,
             record=record,
-            gathered_slots=self._min_gathered + more_gathered if Tier.DISK in param else 0,
+            gathered_slots=self._min_gathered + more_gathered
+            if Tier.DISK in param or elsewhere
+            else 0,
             grad_slots=self._min_grad + more_grad if Tier.DISK in grad else 0,
             buffers=0,
             host_bytes=0,
             disk_bytes=homed[Tier.DISK],
+            shard_slots=self._longest + more_gathered if Tier.DISK in param and several else 0,
+            bucket_slots=self._min_grad + more_gathered if averaged and self._shard.grads else 0,
+            receive_slots=self._min_grad * (2 if more_grad else 1) if averaged else 0,
         )
         if not (bare.trained_param_on_disk or Tier.DISK in grad or Tier.DISK in record):
             buffers = 0
-        pools = bare.gathered_slots * slot.param + bare.grad_slots * slot.grad
+        pools = bare.gathered_slots * slot.gathered + bare.grad_slots * slot.grad
+        pools += bare.shard_slots * slot.param
+        pools += (bare.bucket_slots + bare.receive_slots) * slot.bucket
         pools += buffers * self._buffer_bytes(bare)
-        return replace(bare, buffers=buffers, host_bytes=homed[Tier.HOST] + pools)
+        return replace(bare, buffers=buffers, host_bytes=homed[Tier.HOST] + pools, pool_bytes=pools)
 
 
-def _conversion_bytes(layout: Layout, slot: SlotBytes) -> int:
-    """The most RAM while the chunks' parameters and records are made from fp32 parameters."""
-    waiting = layout.numel * _CONSTRUCTION_BYTES
-    made = most = 0
-    for chunk in layout.chunks:
-        made += chunk.slots * (slot.param + (slot.record if chunk.trainable else 0))
-        most = max(most, made + waiting)
-        waiting -= sum(s.param.numel for s in chunk.slices) * _CONSTRUCTION_BYTES
-    return most
+def _building_bytes(layout: Layout, slot: SlotBytes, made: Placement, disk: bool) -> int:
+    """The most RAM while chunks are made, one by one, from fp32 parameters.
+
+    Of several ranks each keeps its part of the parameters that wait; with a disk they wait there,
+    all but the largest, or, of several ranks, the part of a chunk that is being made. Pools are
+    there from the start if there are several ranks, gradients not yet.
+    """
+    shard = layout.shard
+    params = [[s.param.numel * _CONSTRUCTION_BYTES for s in c.slices] for c in layout.chunks]
+    largest = max(map(max, params))
+    alone = shard.ranks * shard.replicas == 1
+    if disk and alone:
+        return largest
+    waiting = 0 if disk else sum(map(sum, params)) // shard.ranks
+    bytes_now = 0 if alone else made.pool_bytes
+    most = 0
+    for chunk, sizes in zip(layout.chunks, params, strict=True):
+        # Rounding up, and what is sent and received at a time.
+        fetched = 0 if alone else (sum(sizes) + max(sizes)) // shard.ranks + 64 * len(sizes)
+        for tier, slot_bytes in (
+            (made.param[chunk.id], slot.param),
+            (made.record[chunk.id], slot.record),
+        ):
+            bytes_now += chunk.slots * slot_bytes if tier is Tier.HOST else 0
+        most = max(most, bytes_now + waiting + fetched)
+        waiting -= 0 if disk else sum(sizes) // shard.ranks
+    return max(most, 0 if alone else largest)
 
 
 def _refusal(
@@ -274,7 +326,7 @@ def _refusal(
             f"{what} is {format_bytes(budgets.disk)}, and with that much RAM "
             f"{format_bytes(smallest.disk_bytes)} ({smallest.disk_bytes} bytes) go to disk;"
         )
-    gathered = smallest.gathered_slots * slot.param
+    gathered = smallest.gathered_slots * slot.gathered
     if budgets.gathered is not None and gathered > budgets.gathered:
         parts.append(
             f"device_memory is {format_bytes(budgets.gathered)}, and gathered parameters need "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,17 +11,17 @@ import torch
 
 from hetero.dtypes import Dtypes
 from hetero.homes import HostHomes
-from hetero.layout import Chunk
+from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from offload._native import Location, StepPipeline, join_master, split_master
 from offload.arena import HostArena
-from offload.cache import Extent
+from offload.backing import Extent
 from offload.store import Transfers
 
 
 @dataclass(frozen=True)
 class Record:
-    """One piece's record, as flat tensors of slot_numel elements.
+    """One piece's record, as flat tensors of piece_numel elements.
 
     `master` has the lower 16 bits of the fp32 master (as int16) for bf16, the whole master for
     fp16, and is None for fp32. `states` are the rule's, in its order; for bf16 one bit of the last
@@ -31,13 +32,13 @@ class Record:
     states: tuple[torch.Tensor, ...]
 
     @classmethod
-    def over(cls, raw: torch.Tensor, slot_numel: int, dtypes: Dtypes) -> Record:
+    def over(cls, raw: torch.Tensor, piece_numel: int, dtypes: Dtypes) -> Record:
         """Views of a record's bytes, laid out [master | state 0 | state 1]."""
-        master_end = slot_numel * dtypes.master_bytes
+        master_end = piece_numel * dtypes.master_bytes
         master_dtype = torch.int16 if dtypes.compute == "bf16" else torch.float32
         return cls(
             raw[:master_end].view(master_dtype) if master_end else None,
-            tuple(raw[master_end:].view(dtypes.torch_state).split(slot_numel)),
+            tuple(raw[master_end:].view(dtypes.torch_state).split(piece_numel)),
         )
 
 
@@ -55,17 +56,19 @@ class Part:
         return int(self.in_piece.stop - self.in_piece.start)
 
 
-def parts_of(managed: ManagedParam, slot_numel: int) -> Iterator[Part]:
-    """The parameter cut at the borders of slots."""
-    begin = managed.slice.offset
-    while begin < managed.slice.end:
-        piece = begin // slot_numel
-        end = min((piece + 1) * slot_numel, managed.slice.end)
-        base = managed.slice.offset
+def parts_of(managed: ManagedParam, layout: Layout, rank: int | None = None) -> Iterator[Part]:
+    """The parameter's elements in a rank's shard (default: this rank's), cut at piece borders."""
+    in_shard, in_param = managed.in_shard(layout, rank)
+    numel = layout.piece_numel
+    begin = in_shard.start
+    shift = in_param.start - begin
+    while begin < in_shard.stop:
+        piece = begin // numel
+        end = min((piece + 1) * numel, in_shard.stop)
         yield Part(
             piece,
-            slice(begin - base, end - base),
-            slice(begin - piece * slot_numel, end - piece * slot_numel),
+            slice(begin + shift, end + shift),
+            slice(begin - piece * numel, end - piece * numel),
         )
         begin = end
 
@@ -73,12 +76,13 @@ def parts_of(managed: ManagedParam, slot_numel: int) -> Iterator[Part]:
 class Records:
     """Access to records wherever they live, between steps.
 
-    A DISK-homed record passes through the first of the pipeline's buffers, one piece at a time.
+    They are of this rank's shards. A DISK-homed record passes through the first of the pipeline's
+    buffers, one piece at a time.
     """
 
     def __init__(
         self,
-        slot_numel: int,
+        piece_numel: int,
         dtypes: Dtypes,
         homes: HostHomes,
         extents: dict[int, Extent],
@@ -86,15 +90,17 @@ class Records:
         transfers: Transfers | None,
         pipeline: StepPipeline,
     ) -> None:
-        self._slot_numel = slot_numel
+        self._piece_numel = piece_numel
         self._dtypes = dtypes
         self._kind = dtypes.kind
-        self._slot_bytes = slot_numel * dtypes.record_bytes
+        self._piece_bytes = piece_numel * dtypes.record_bytes
         self._homes = homes
         self._extents = extents
         self._buffers = buffers
         self._transfers = transfers
         self._pipeline = pipeline
+        # A rank's server reads records too. Held while an update runs, and while one is open.
+        self.lock = threading.RLock()
 
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece's record."""
@@ -103,7 +109,7 @@ class Records:
         return Location(file_offset=self._offset(chunk, piece))
 
     def _offset(self, chunk: Chunk, piece: int) -> int:
-        return self._extents[chunk.id].offset + piece * self._slot_bytes
+        return self._extents[chunk.id].offset + piece * self._piece_bytes
 
     @contextmanager
     def open(
@@ -116,25 +122,50 @@ class Records:
         if not chunk.trainable:
             yield None
             return
-        if write or chunk not in self._homes:
-            self._pipeline.forget()
-        if chunk in self._homes:
-            raw = self._homes.flat(chunk)[piece * self._slot_bytes : (piece + 1) * self._slot_bytes]
-            if fresh:
-                raw.zero_()
-            yield Record.over(raw, self._slot_numel, self._dtypes)
-            return
+        with self.open_raw(chunk, piece, write, fresh) as raw:
+            yield self.over(raw)
+
+    def over(self, raw: torch.Tensor) -> Record:
+        """The record in a piece's bytes."""
+        return Record.over(raw, self._piece_numel, self._dtypes)
+
+    def empty(self) -> torch.Tensor:
+        """Memory for the bytes of one piece's record."""
+        return torch.empty(self._piece_bytes, dtype=torch.uint8)
+
+    @contextmanager
+    def open_raw(
+        self, chunk: Chunk, piece: int, write: bool = False, fresh: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """The bytes of a trainable piece's record, likewise."""
+        with self.lock:
+            if write or chunk not in self._homes:
+                self._pipeline.forget()
+            if chunk in self._homes:
+                begin = piece * self._piece_bytes
+                raw = self._homes.flat(chunk)[begin : begin + self._piece_bytes]
+                if fresh:
+                    raw.zero_()
+                yield raw
+            else:
+                with self._in_buffer(chunk, piece, write, fresh) as raw:
+                    yield raw
+
+    @contextmanager
+    def _in_buffer(
+        self, chunk: Chunk, piece: int, write: bool, fresh: bool
+    ) -> Iterator[torch.Tensor]:
         assert self._buffers is not None
         assert self._transfers is not None
-        raw = self._buffers.view(0, 1, torch.uint8)[: self._slot_bytes]
+        raw = self._buffers.view(0, 1, torch.uint8)[: self._piece_bytes]
         offset = self._offset(chunk, piece)
         if fresh:
             raw.zero_()
         else:
-            self._transfers.read(raw.data_ptr(), self._slot_bytes, offset).wait()
-        yield Record.over(raw, self._slot_numel, self._dtypes)
+            self._transfers.read(raw.data_ptr(), self._piece_bytes, offset).wait()
+        yield raw
         if write:
-            self._transfers.write(raw.data_ptr(), self._slot_bytes, offset).wait()
+            self._transfers.write(raw.data_ptr(), self._piece_bytes, offset).wait()
 
     def split(
         self, values: torch.Tensor, param: torch.Tensor, record: Record, where: slice

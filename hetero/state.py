@@ -14,38 +14,71 @@ from hetero.records import Part, Record, parts_of
 Visit = Callable[[ManagedParam, Part, torch.Tensor, Record | None], None]
 
 
-def visit_parts(
-    engine: Engine, managed: Iterable[ManagedParam], visit: Visit, write: bool = False
-) -> None:
+def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
     """Calls `visit(managed, part, parameter values of the part, record)` for every part.
 
-    Each piece's record is brought in once. With `write` what `visit` changes goes home, parameter
-    values included.
+    Of all ranks' shards; the other ranks need do nothing. Each piece's record is brought in once.
     """
+    for members in _by_chunk(managed):
+        _read_chunk(engine, members, visit)
+
+
+def _read_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
+    # A function of its own so that the lease on one chunk ends before the next is brought in.
+    chunk = members[0].chunk
+    flat = engine.params.flat(chunk)
+    for rank in range(engine.layout.shard.ranks):
+        shard = flat[engine.layout.shard.range(flat.numel(), rank)]
+        for piece, parts in _parts(engine, members, rank):
+            with engine.open_record(chunk, piece, rank) as record:
+                for m, part in parts:
+                    visit(m, part, shard[_in_shard(engine, part)], record)
+
+
+def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
+    """Likewise for this rank's shard; what `visit` changes, parameter values too, goes home.
+
+    All ranks must do so.
+    """
+    for members in _by_chunk(managed):
+        _write_chunk(engine, members, visit)
+
+
+def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
+    chunk = members[0].chunk
+    engine.meet(torch.tensor([chunk.id]), f"changing {chunk.name}")
+    with engine.params.shard(chunk) as shard:
+        for piece, parts in _parts(engine, members):
+            with engine.records.open(chunk, piece, write=True) as record:
+                for m, part in parts:
+                    visit(m, part, shard[_in_shard(engine, part)], record)
+        engine.params.filled(chunk)
+    for m in members:
+        torch.autograd.graph.increment_version(m.param)
+        m.note_change()
+
+
+def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
     by_chunk: dict[int, list[ManagedParam]] = {}
     for m in managed:
         by_chunk.setdefault(m.chunk.id, []).append(m)
-    for members in by_chunk.values():
-        _visit_chunk(engine, members, visit, write)
+    return by_chunk.values()
 
 
-def _visit_chunk(engine: Engine, members: list[ManagedParam], visit: Visit, write: bool) -> None:
-    # A function of its own so that the lease on one chunk ends before the next is brought in.
-    slot_numel = engine.layout.slot_numel
-    chunk = members[0].chunk
-    flat = engine.params.flat(chunk)
-    parts = [(m, part) for m in members for part in parts_of(m, slot_numel)]
-    for piece in sorted({part.piece for _, part in parts}):
-        in_slot = flat[piece * slot_numel : (piece + 1) * slot_numel]
-        with engine.records.open(chunk, piece, write) as record:
-            for m, part in parts:
-                if part.piece == piece:
-                    visit(m, part, in_slot[part.in_piece], record)
-    if write:
-        engine.params.filled(chunk)
-        for m in members:
-            torch.autograd.graph.increment_version(m.param)
-            m.note_change()
+def _parts(
+    engine: Engine, members: list[ManagedParam], rank: int | None = None
+) -> list[tuple[int, list[tuple[ManagedParam, Part]]]]:
+    """What a rank's shard has of `members`, by piece."""
+    by_piece: dict[int, list[tuple[ManagedParam, Part]]] = {}
+    for m in members:
+        for part in parts_of(m, engine.layout, rank):
+            by_piece.setdefault(part.piece, []).append((m, part))
+    return sorted(by_piece.items())
+
+
+def _in_shard(engine: Engine, part: Part) -> slice:
+    first = part.piece * engine.layout.piece_numel
+    return slice(first + part.in_piece.start, first + part.in_piece.stop)
 
 
 def export_masters(
@@ -59,7 +92,7 @@ def export_masters(
             values if record is None else engine.records.join(values, record, part.in_piece)
         )
 
-    visit_parts(engine, masters, visit)
+    read_parts(engine, masters, visit)
     return {m.param: master.view(m.param.shape) for m, master in masters.items()}
 
 
@@ -77,7 +110,7 @@ def export_states(
             state[name][part.in_param] = found
         state["master"][part.in_param] = records.join(values, record, part.in_piece)
 
-    visit_parts(engine, trained, visit)
+    read_parts(engine, trained, visit)
     return {
         m.param: {
             "step": torch.tensor(float(m.step)),
@@ -105,7 +138,7 @@ def import_states(
             kept[where] = flat(name)
         engine.records.split(flat("master"), values, record, where)
 
-    visit_parts(engine, members, visit, write=True)
+    write_parts(engine, members, visit)
     for m, state in members.items():
         m.step = int(state["step"])
 
@@ -120,7 +153,7 @@ def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -
         else:
             engine.records.split(new, old, record, part.in_piece)
 
-    visit_parts(engine, values, visit, write=True)
+    write_parts(engine, values, visit)
 
 
 def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:
@@ -137,4 +170,4 @@ def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) ->
         master[changed] = new[changed].float()
         engine.records.split(master, old, record, part.in_piece)
 
-    visit_parts(engine, values, visit, write=True)
+    write_parts(engine, values, visit)

@@ -12,7 +12,7 @@ from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.records import Records, parts_of
 from offload._native import Hyper, Location, StepPipeline, StepTask
-from offload.cache import Extent
+from offload.backing import Extent
 
 # First element in the piece, numel, index of the hyper-parameters, number of the first element.
 Segment = tuple[int, int, int, int]
@@ -37,8 +37,8 @@ class Stepper:
         records: Records,
         pipeline: StepPipeline,
     ) -> None:
-        self._slot_numel = layout.slot_numel
-        self._slot_bytes = layout.slot_numel * param_bytes
+        self._layout = layout
+        self._piece_bytes = layout.piece_numel * param_bytes
         self._param_homes = param_homes
         self._param_extents = param_extents
         self._grads = grads
@@ -82,7 +82,7 @@ class Stepper:
                     made.append(hyper_of(options, managed.step + 1, scale))
                 chunks[managed.chunk.id] = managed.chunk
                 first_number = self._first_number[managed.slice.param.index]
-                for part in parts_of(managed, self._slot_numel):
+                for part in parts_of(managed, self._layout):
                     number = first_number + part.in_param.start
                     segment = (part.in_piece.start, part.numel, hypers[key], number)
                     segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
@@ -100,7 +100,7 @@ class Stepper:
             param = Location(self._param_homes.address(chunk, piece))
         else:
             offset = self._param_extents[chunk.id].offset
-            param = Location(file_offset=offset + piece * self._slot_bytes)
+            param = Location(file_offset=offset + piece * self._piece_bytes)
         return StepTask(
             self._first_key[chunk.id] + piece,
             param,

@@ -38,6 +38,14 @@ class HostArena:
             for s in fresh:
                 self._committed[s] = True
 
+    def decommit(self, slot: int, run: int) -> None:
+        """Gives back charge and pages of slots [slot, slot + run); their content is lost."""
+        charged = [s for s in range(slot, slot + run) if self._committed[s]]
+        self.memory.discard(slot * self.slot_bytes, run * self.slot_bytes)
+        self._ledger.release(Tier.HOST, self._account, len(charged) * self.slot_bytes)
+        for s in charged:
+            self._committed[s] = False
+
     def address(self, slot: int) -> int:
         """Address of the first byte of `slot`."""
         return self.memory.address + slot * self.slot_bytes

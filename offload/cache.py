@@ -1,4 +1,4 @@
-"""Slots that hold copies of chunks whose payload is homed in the file."""
+"""Slots that hold copies of chunks whose payload is homed elsewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from offload._native import IoOp
 from offload.arena import HostArena
+from offload.backing import Backing, Operation
 from offload.errors import BudgetError
 from offload.order import UseOrder
 from offload.sizes import format_bytes
-from offload.store import Transfers
 
 
 def _nothing(chunk: int) -> None:
@@ -28,26 +27,17 @@ _NEVER = 1 << 62  # the next use of what will not be used
 class SlotState(enum.Enum):
     """What a chunk's slots hold."""
 
-    READING = "a read from the file is under way into them"
-    CLEAN = "the same bytes as the file"
-    DIRTY = "bytes that the file does not have yet"
-    WRITING = "bytes on their way to the file; they may be read, not changed"
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Where a chunk's payload lies in the file."""
-
-    offset: int  # bytes
-    nbytes: int  # transferred; at most run * slot_bytes
-    run: int  # consecutive slots it takes
+    READING = "a read from home is under way into them"
+    CLEAN = "the same bytes as at home"
+    DIRTY = "bytes that home does not have yet"
+    WRITING = "bytes on their way home; they may be read, not changed"
 
 
 @dataclass
 class _Entry:
     slot: int
     state: SlotState
-    op: IoOp | None = None
+    op: Operation | None = None
     pinned: bool = False
 
 
@@ -61,15 +51,15 @@ class SlotCache:
     def __init__(
         self,
         arena: HostArena,
-        transfers: Transfers,
-        extents: Mapping[int, Extent],
+        backing: Backing,
+        runs: Mapping[int, int],
         order: UseOrder,
         name_of: Callable[[int], str],
     ) -> None:
-        """`extents` and `name_of` are by chunk id."""
+        """`runs` (how many consecutive slots a chunk takes) and `name_of` are by chunk id."""
         self._arena = arena
-        self._transfers = transfers
-        self._extents = extents
+        self._backing = backing
+        self._runs = runs
         self._order = order
         self._name_of = name_of
         # Called with the chunk: before its bytes are read, until the file has the latest; and
@@ -94,8 +84,12 @@ class SlotCache:
 
     def tensor(self, chunk: int, dtype: torch.dtype) -> torch.Tensor:
         """A leased flat tensor over the chunk's copy; it must be held."""
-        return self._arena.view(
-            self._entries[chunk].slot, self._extents[chunk].run, dtype, leased=True
+        return self._arena.view(self._entries[chunk].slot, self._runs[chunk], dtype, leased=True)
+
+    def has_room(self, chunk: int) -> bool:
+        """Whether get() finds room now."""
+        return chunk in self._entries or (
+            self._best_window(self._runs[chunk], chunk, demand=True) is not None
         )
 
     def get(self, chunk: int) -> None:
@@ -126,10 +120,7 @@ class SlotCache:
         entry = self._entries[chunk]
         if entry.state is SlotState.DIRTY:
             self.before_write(chunk)
-            extent = self._extents[chunk]
-            entry.op = self._transfers.write(
-                self._arena.address(entry.slot), extent.nbytes, extent.offset
-            )
+            entry.op = self._backing.write(chunk, entry.slot)
             entry.state = SlotState.WRITING
 
     def pin(self, chunk: int) -> None:
@@ -149,12 +140,17 @@ class SlotCache:
     def prefetch(self, depth: int) -> None:
         """Starts reading the next `depth` chunks expected, into room that is not needed sooner."""
         for chunk in self._order.upcoming(depth):
-            if chunk not in self._entries and chunk in self._extents:
-                run = self._extents[chunk].run
+            if chunk not in self._entries and chunk in self._runs:
+                run = self._runs[chunk]
                 slot = self._best_window(run, chunk, demand=False)
                 if slot is None:
                     return
                 self._start_read(chunk, self._take(slot, run))
+
+    def settle(self) -> None:
+        """Waits for all transfers under way. Raises what one met."""
+        for chunk in list(self._entries):
+            self._settle(chunk)
 
     def close(self) -> None:
         """Waits for transfers under way; failures do not matter any more."""
@@ -165,9 +161,8 @@ class SlotCache:
         self._entries.clear()
 
     def _start_read(self, chunk: int, slot: int) -> None:
-        extent = self._extents[chunk]
         self.before_read(chunk)
-        op = self._transfers.read(self._arena.address(slot), extent.nbytes, extent.offset)
+        op = self._backing.read(chunk, slot)
         self._entries[chunk] = _Entry(slot, SlotState.READING, op)
 
     def _settle(self, chunk: int) -> None:
@@ -197,7 +192,7 @@ class SlotCache:
 
     def _room_for(self, chunk: int) -> int:
         """First slot of an emptied run for `chunk`. Raises BudgetError if leases leave none."""
-        run = self._extents[chunk].run
+        run = self._runs[chunk]
         slot = self._best_window(run, chunk, demand=True)
         if slot is None:
             gc.collect()  # leases may hang in reference cycles, of an exception's frames say
@@ -248,7 +243,7 @@ class SlotCache:
         return [
             other
             for other, entry in self._entries.items()
-            if entry.slot < slot + run and slot < entry.slot + self._extents[other].run
+            if entry.slot < slot + run and slot < entry.slot + self._runs[other]
         ]
 
     def _no_room(self, chunk: int, run: int) -> str:

@@ -29,3 +29,7 @@ class StaleGraphError(HeteroError, RuntimeError):
 
 class NonFiniteError(HeteroError, ArithmeticError):
     """A loss or gradient is infinite or not a number."""
+
+
+class PeerError(HeteroError, ConnectionError):
+    """Another rank failed, is gone, or does not do what all ranks must do together."""

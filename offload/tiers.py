@@ -6,12 +6,15 @@ arena     one exactly sized allocation of a tier, cut into equal slots; the only
           model-state memory.
 chunk     the unit of placement: an ordered list of parameters packed into one capacity. A tensor
           is not split over chunks; one that is larger than a slot gets a chunk of several.
-piece     the part of a chunk that lies in one slot: the unit of the optimizer's reads and writes.
+shard     this rank's n-th of a chunk, when n ranks share it; with one rank the whole chunk.
+piece     the part of a shard that lies in one slot: the unit of the optimizer's reads and writes.
 payload   PARAM (compute dtype), GRAD, RECORD (optimizer state: what completes the parameter to an
           fp32 master, exp_avg, exp_avg_sq).
 home      the tier where a payload's authoritative copy lives between steps.
-gathered  a clean copy of a DISK-homed PARAM payload in a slot while compute needs it; dropped,
-          never written back.
+gathered  a clean copy of a PARAM payload, whole, in a slot while compute needs it: of what is on
+          DISK or in the shards of all ranks; dropped, never written back.
+bucket    the gradient of a whole chunk as this rank computed it, until it is averaged over the
+          ranks and becomes a shard of GRAD.
 lease     a live tensor over a slot. A slot is reused only when its leases are gone.
 ledger    bytes in use per tier and account; the budgets are enforced by it.
 """
@@ -35,7 +38,9 @@ class Account(enum.Enum):
     PARAM = "param"  # homes
     GRAD = "grad"
     RECORD = "record"
-    GATHERED = "gathered"  # slots for copies of DISK-homed parameters
+    GATHERED = "gathered"  # slots for gathered copies
+    SHARD = "shard"  # slots for DISK-homed shards of parameters, on their way to ranks
+    BUCKET = "bucket"  # whole gradients, of this rank and from others, while they are averaged
     GRAD_SLOT = "grad_slot"  # slots for DISK-homed gradients on their way
     BUFFER = "buffer"  # the optimizer pipeline's buffers
     FILE = "file"  # the file of all DISK homes

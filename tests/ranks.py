@@ -68,7 +68,7 @@ class RankPool:
     """`world` processes, started by the first run() and kept until close()."""
 
     def __init__(self, world: int) -> None:
-        self._world = world
+        self.world = world
         self._ranks: list[_Rank] = []
         self._folder: Path | None = None
         self._calls = 0
@@ -114,11 +114,11 @@ class RankPool:
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         context = multiprocessing.get_context("spawn")
-        for rank in range(self._world):
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
             stacks = self._folder / f"stacks-{rank}"
             process = context.Process(
-                target=_serve, args=(rank, self._world, theirs, stacks), daemon=True
+                target=_serve, args=(rank, self.world, theirs, stacks), daemon=True
             )
             process.start()
             # Only the child has its end now, so that its death is an end of file here.
@@ -155,7 +155,7 @@ class RankPool:
                 if succeeded:
                     answers[number] = answer
                 else:
-                    failures.append(f"rank {number} of {self._world} {answer.decode()}")
+                    failures.append(f"rank {number} of {self.world} {answer.decode()}")
             if failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         if failures:
@@ -165,10 +165,10 @@ class RankPool:
             names = ", ".join(map(str, running))
             where = "\n".join(f"rank {n}:\n{self._stacks_of(n)}" for n in running)
             raise RankFailure(
-                f"of {self._world} ranks these were still running after {timeout_s:g} s: "
+                f"of {self.world} ranks these were still running after {timeout_s:g} s: "
                 f"{names}\n{where}"
             )
-        return [answers[number] for number in range(self._world)]
+        return [answers[number] for number in range(self.world)]
 
     def _answer_of(self, number: int) -> tuple[bool, bytes]:
         """Whether the rank succeeded, and its result or what became of it."""

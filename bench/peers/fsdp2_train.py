@@ -10,7 +10,6 @@ training state is larger than that up to four ranks.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,4 @@ def run(workload: Workload) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    # Sharded tensors leave the connection's threads behind, which can abort the interpreter's end.
-    sys.stdout.flush()
-    os._exit(code)
+    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,10 +24,8 @@ def joined() -> Iterator[None]:
     """Connected, over gloo, with the ranks that the environment names.
 
     What uses the connection must not be referred to any more at the end: its threads end there, in
-    order. Those that are left can abort the interpreter as it ends.
+    order, and not somewhere in the interpreter's own end.
     """
-    # Loaded by others later on, it would keep the connection in its functions' default arguments.
-    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("gloo")
     try:
         yield

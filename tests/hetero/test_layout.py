@@ -149,8 +149,8 @@ search_numels = st.lists(st.integers(1, 400_000), min_size=1, max_size=30)
 def test_the_search_takes_the_largest_of_the_best_it_tried(numels, max_numel):
     params, tried, real = specs(numels), {}, layout_module.pack
 
-    def recording(params, slot_numel):
-        layout = real(params, slot_numel)
+    def recording(params, slot_numel, shard):
+        layout = real(params, slot_numel, shard)
         tried[slot_numel] = layout.waste
         return layout
 

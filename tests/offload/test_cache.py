@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from offload import _native
 from offload import cache as cache_module
 from offload.arena import HostArena
-from offload.cache import Extent, SlotCache, SlotState
+from offload.backing import Extent, FileBacking
+from offload.cache import SlotCache, SlotState
 from offload.errors import BudgetError
 from offload.ledger import Ledger
 from offload.order import UseOrder
@@ -46,7 +47,11 @@ class Rig:
             self.extents[chunk] = Extent(self.scratch.reserve(run * SLOT), nbytes, run)
             self.put(chunk, pattern(nbytes, chunk))
         self.cache = SlotCache(
-            self.arena, self.transfers, self.extents, self.order, "chunk {}".format
+            self.arena,
+            FileBacking(self.arena, self.transfers, self.extents),
+            dict(enumerate(runs)),
+            self.order,
+            "chunk {}".format,
         )
         self.reads: list[int] = []
         self.writes: list[int] = []

@@ -1,0 +1,332 @@
+"""Gradients of one rank on their way to the mean over all ranks.
+
+A *round* is what one backward (or several, of different parameters) brings. In it all ranks send
+the chunks in the same order, so that each send finds its receiver; a chunk goes as soon as all its
+gradients are there and all chunks before it have gone. What a rank has no gradient of it sends as
+zeros. At the end of the round the ranks tell each other which parameters got a gradient anywhere.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hetero.homes import HostHomes
+from hetero.layout import Chunk, Layout
+from hetero.managed import ManagedParam
+from hetero.mean import mean_into
+from hetero.peers import Exchange, Peers
+from hetero.world import World
+from offload.errors import BudgetError, HeteroError
+from offload.pool import SlotPool
+
+
+class BucketState(enum.Enum):
+    """Who may touch a bucket's memory."""
+
+    FILLING = "gradients arrive from autograd"
+    SENDING = "its parts are on their way to the ranks that average them"
+    MEAN = "this rank's shard in it is the mean over the ranks; the rest means nothing (stage 1)"
+
+
+@dataclass
+class _Bucket:
+    flat: torch.Tensor
+    slot: int | None  # in the pool; None: the chunk's whole GRAD home
+    state: BucketState = BucketState.FILLING
+    filled: set[ManagedParam] = field(default_factory=set)
+
+
+@dataclass
+class _Sending:
+    chunk: Chunk
+    bucket: _Bucket
+    received: torch.Tensor
+    receive_slot: int
+    exchange: Exchange
+
+
+class Buckets:
+    """Takes gradients of whole chunks and hands on this rank's shard of their mean.
+
+    With sharded gradients (stages 2 and 3) chunks are averaged during backward, in buckets that are
+    used again and again; in stage 1, and inside no_sync(), once, when settle() is called, from
+    buckets that stay.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        members: Sequence[ManagedParam],
+        world: World,
+        dtype: torch.dtype,
+        homes: HostHomes | None,
+        pool: SlotPool | None,
+        receiving: SlotPool,
+        merge: Callable[[Chunk, torch.Tensor, set[ManagedParam]], None],
+    ) -> None:
+        """`members` are the trainable parameters, in the model's order; `homes` has whole GRAD
+        homes (stage 1), or `pool` slots for buckets. merge(chunk, mean, kept) takes a shard's mean
+        for stages 2 and 3, to be added for the parameters in `kept`.
+        """
+        assert world.everyone is not None
+        self._layout = layout
+        self._world = world
+        self._everyone: Peers = world.everyone
+        self._dtype = dtype
+        self._homes = homes
+        self._pool = pool
+        self._receiving = receiving
+        self._merge = merge
+        self._members = list(members)
+        self._of_chunk: dict[int, list[ManagedParam]] = {}
+        for m in members:
+            self._of_chunk.setdefault(m.chunk.id, []).append(m)
+        chunks = [c for c in layout.chunks if c.trainable]
+        self._order = chunks[::-1]  # backward's, if modules are registered in the order of use
+        self._buckets: dict[int, _Bucket] = {}
+        self._sending: list[_Sending] = []
+        self._kept: set[ManagedParam] = set()  # whose kept gradient is to be added to
+        self._held = False
+        # Of this round:
+        self._arrived: set[ManagedParam] = set()  # anywhere, once the round is over
+        self._sent: set[ManagedParam] = set()  # whose gradient has gone
+        self._since_held: set[ManagedParam] = set()  # arrived outside no_sync()
+        self._next = 0  # in _order: the next chunk to be sent
+        self._completed: list[int] | None = []  # chunk ids, of the first round
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are only added up on each rank."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    @property
+    def _early(self) -> bool:
+        return self._pool is not None and not self._held
+
+    @torch.no_grad()  # with create_graph, hooks run with gradients enabled
+    def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        """Takes a gradient that autograd made. Sets `.grad` to the placeholder."""
+        if accumulate:
+            managed.param.grad = managed.absent_grad  # has_grad is true again
+        else:
+            self._kept.discard(managed)
+        if managed in self._sent:
+            self._end_round()  # another backward has begun
+        bucket = self._open(managed.chunk)
+        into = managed.part_of(bucket.flat)
+        if managed in bucket.filled and accumulate:
+            into.add_(grad)
+        else:
+            into.copy_(grad)
+        bucket.filled.add(managed)
+        managed.param.grad = managed.absent_grad
+        self._arrived.add(managed)
+        if self._early:
+            self._since_held.add(managed)
+            self._send_complete(managed.chunk)
+
+    def settle(self) -> None:
+        """All gradients so far become means, at home. All ranks must call it.
+
+        Raises PeerError if a rank does not, and then, as after any of its failures, the ranks'
+        gradients differ: training cannot go on.
+        """
+        self._end_round()
+
+    # Memory
+
+    def _open(self, chunk: Chunk) -> _Bucket:
+        """The chunk's bucket, in state FILLING."""
+        bucket = self._buckets.get(chunk.id)
+        if bucket is not None and bucket.state is BucketState.SENDING:
+            while bucket.state is BucketState.SENDING:
+                self._finish_oldest()
+            bucket = self._buckets.get(chunk.id)
+        if bucket is None:
+            bucket = self._buckets[chunk.id] = self._make(chunk)
+        if bucket.state is BucketState.MEAN:
+            self._fill_again(chunk, bucket)
+        return bucket
+
+    def _make(self, chunk: Chunk) -> _Bucket:
+        if self._pool is None:
+            assert self._homes is not None
+            return _Bucket(self._homes.flat(chunk), None)
+        slot = self._pool.take(chunk.slots)
+        while slot is None and self._sending:
+            self._finish_oldest()
+            slot = self._pool.take(chunk.slots)
+        while slot is None and self._early and self._next < len(self._order):
+            # Parameters that are not used in this round keep buckets waiting: their chunks go now,
+            # and what arrives later goes in the end.
+            self._send(self._order[self._next])
+            self._next += 1
+            self._finish_oldest()
+            slot = self._pool.take(chunk.slots)
+        if slot is None:
+            try:
+                slot = self._pool.take(chunk.slots, beyond=True)
+            except BudgetError as error:
+                raise BudgetError(
+                    f"gradients that are not averaged over the ranks yet are kept whole, and there "
+                    f"is no room for that of {chunk.name}: {error}, or leave out no_sync()"
+                ) from None
+        assert slot is not None
+        return _Bucket(self._pool.arena.view(slot, chunk.slots, self._dtype), slot)
+
+    def _fill_again(self, chunk: Chunk, bucket: _Bucket) -> None:
+        """Stage 1: more gradients come on top of a mean, which is this rank's part of a sum."""
+        shard = self._layout.shard.range(bucket.flat.numel())
+        bucket.flat[: shard.start].zero_()
+        bucket.flat[shard.stop :].zero_()
+        bucket.flat[shard].mul_(self._world.size)
+        if self._world.replicas is not None and self._world.replicas.rank > 0:
+            bucket.flat[shard].zero_()  # one of the replicas has it for all
+        bucket.filled = {m for m in self._of_chunk[chunk.id] if m.has_grad}
+        bucket.state = BucketState.FILLING
+
+    # Rounds
+
+    def _send_complete(self, chunk: Chunk) -> None:
+        """Sends the chunks whose turn it is and which have all their gradients."""
+        if self._completed is not None and self._is_complete(chunk):
+            self._completed.append(chunk.id)
+        while self._next < len(self._order) and self._is_complete(self._order[self._next]):
+            self._send(self._order[self._next])
+            self._next += 1
+
+    def _is_complete(self, chunk: Chunk) -> bool:
+        return all(m in self._since_held and m.has_grad for m in self._of_chunk[chunk.id])
+
+    def _end_round(self) -> None:
+        """Sends what is left, and learns which parameters got a gradient anywhere."""
+        if self._since_held:
+            while self._next < len(self._order):
+                self._send(self._order[self._next])
+                self._next += 1
+        arrived, unsent = self._tell()
+        for chunk in self._order:
+            if chunk.id in unsent:
+                self._send(chunk)
+        while self._sending:
+            self._finish_oldest()
+        for index, managed in enumerate(self._members):
+            if index in arrived:
+                managed.param.grad = managed.absent_grad
+        if self._since_held and self._completed is not None:
+            self._learn_order()
+        self._arrived.clear()
+        self._sent.clear()
+        self._since_held.clear()
+        self._next = 0
+
+    def _learn_order(self) -> None:
+        """From now on chunks go in the order in which the first rank's became complete."""
+        assert self._completed is not None
+        seen = dict.fromkeys([*self._completed, *(c.id for c in self._order)])
+        order = torch.tensor(list(seen))
+        self._everyone.broadcast(order, 0, "the end of the first backward")
+        self._order = [self._layout.chunks[chunk_id] for chunk_id in order.tolist()]
+        self._completed = None
+
+    def _tell(self) -> tuple[set[int], set[int]]:
+        """Indices of the members that got a gradient on any rank, ids of chunks that have some
+        which has not gone."""
+        waiting = {
+            chunk_id
+            for chunk_id, bucket in self._buckets.items()
+            if bucket.state is BucketState.FILLING and any(m.has_grad for m in bucket.filled)
+        }
+        flags = torch.zeros(len(self._members) + len(self._layout.chunks) + 1, dtype=torch.uint8)
+        for index, managed in enumerate(self._members):
+            flags[index] = managed in self._arrived and managed.has_grad
+        for chunk_id in waiting:
+            flags[len(self._members) + chunk_id] = 1
+        flags[-1] = bool(self._since_held)
+        found = self._everyone.all_gather(flags, "the end of backward")
+        for peer, other in enumerate(found):
+            if bool(other[-1]) != bool(self._since_held):
+                raise HeteroError(
+                    f"{self._everyone.name(peer)} and {self._everyone.name(self._everyone.rank)} "
+                    f"made different numbers of backward calls; all ranks must make the same"
+                )
+        anywhere = torch.stack(found).amax(dim=0).nonzero().flatten().tolist()
+        count = len(self._members)
+        return (
+            {i for i in anywhere if i < count},
+            {i - count for i in anywhere if count <= i < len(flags) - 1},
+        )
+
+    # Averaging
+
+    def _send(self, chunk: Chunk) -> None:
+        """Starts averaging the chunk; what this rank has no gradient of counts as zero."""
+        bucket = self._open(chunk)
+        for m in self._of_chunk[chunk.id]:
+            if m in bucket.filled and m.has_grad:
+                self._sent.add(m)
+            else:
+                m.part_of(bucket.flat).zero_()
+        slot = self._receiving.take(chunk.slots)
+        while slot is None:
+            self._finish_oldest()
+            slot = self._receiving.take(chunk.slots)
+        received = self._receiving.arena.view(slot, chunk.slots, self._dtype)
+        exchange = self._scatter(self._world.shard, bucket.flat, received, chunk.name)
+        bucket.state = BucketState.SENDING
+        self._sending.append(_Sending(chunk, bucket, received, slot, exchange))
+
+    def _scatter(
+        self, peers: Peers | None, flat: torch.Tensor, received: torch.Tensor, name: str
+    ) -> Exchange:
+        """Sends every peer its part of `flat`; theirs of this rank's part come to `received`."""
+        if peers is None:
+            return Exchange([])
+        parts = flat.chunk(peers.size)
+        return peers.exchange(parts, received.chunk(peers.size), f"the gradient of {name}")
+
+    def _average(
+        self, peers: Peers | None, flat: torch.Tensor, received: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """Makes this rank's part of `flat` the sum over `peers`, divided by `count`; returns it."""
+        if peers is None:
+            return flat
+        mine = flat.chunk(peers.size)
+        theirs = received.chunk(peers.size)
+        parts = [mine[p] if p == peers.rank else theirs[p] for p in range(peers.size)]
+        mean_into(mine[peers.rank], parts, count)
+        return mine[peers.rank]
+
+    def _finish_oldest(self) -> None:
+        """Waits for the chunk that was sent first, averages it, and takes the mean home."""
+        done = self._sending.pop(0)
+        done.exchange.wait()
+        shard, replicas, name = self._world.shard, self._world.replicas, done.chunk.name
+        mean = self._average(shard, done.bucket.flat, done.received, self._world.ranks)
+        if replicas is not None:
+            received = done.received[: mean.numel()]
+            self._scatter(replicas, mean, received, name).wait()
+            part = self._average(replicas, mean, received, replicas.size)
+            replicas.exchange(
+                [part] * replicas.size, mean.chunk(replicas.size), f"the gradient of {name}"
+            ).wait()
+        self._receiving.give_back(done.receive_slot, done.chunk.slots)
+        members = self._of_chunk[done.chunk.id]
+        if done.bucket.slot is None:
+            done.bucket.state = BucketState.MEAN
+        else:
+            assert self._pool is not None
+            self._merge(done.chunk, mean, {m for m in members if m in self._kept and m.has_grad})
+            self._pool.give_back(done.bucket.slot, done.chunk.slots)
+            del self._buckets[done.chunk.id]
+        done.bucket.filled.clear()
+        self._kept.update(members)

@@ -1,0 +1,285 @@
+"""Messages between the ranks of a process group, each wait of which can fail.
+
+Everything that ranks do together is made of point-to-point messages, so that a failure names the
+rank that did not come, and so that bytes are counted where they are sent. torch.distributed carries
+them; on its own groups, which no other code uses.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import PeerError
+
+_FOREVER = timedelta(days=365)
+_TAGS = 1 << 28  # tags of requested and of common messages are kept apart by this
+_REFUSAL_BYTES = 512
+
+
+class Failures:
+    """Which ranks are known to have failed, in the order of learning it; shared by an engine."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: list[tuple[int, str]] = []
+
+    def note(self, rank: int, why: str) -> None:
+        """Rank `rank` (of the world) failed."""
+        with self._lock:
+            if all(known != rank for known, _ in self._found):
+                self._found.append((rank, why))
+
+    @property
+    def first(self) -> tuple[int, str] | None:
+        """The first that was learned of."""
+        return self._found[0] if self._found else None
+
+
+class Message:
+    """One message on its way, sent or expected; keeps its tensor until then."""
+
+    def __init__(self, peers: Peers, work: Any, tensor: torch.Tensor, peer: int, what: str) -> None:
+        self._peers = peers
+        self._work = work
+        self._tensor: torch.Tensor | None = tensor
+        self._peer = peer
+        self._what = what
+
+    def wait(self) -> None:
+        """Until the bytes have been taken over. Raises PeerError, naming the rank; idempotent."""
+        if self._tensor is not None:
+            self._peers.wait(self._work, self._peer, self._what)
+            self._tensor = None
+
+
+class Reply:
+    """What was asked for: first whether it comes, then it."""
+
+    def __init__(self, status: Message, refusal: torch.Tensor, content: Message, whom: str) -> None:
+        self._status = status
+        self._refusal = refusal
+        self._content = content
+        self._whom = whom
+
+    def wait(self) -> None:
+        """Until it is here. Raises PeerError if it does not come; idempotent."""
+        self._status.wait()
+        refusal = self._refusal.numpy().tobytes().rstrip(b"\0")
+        if refusal:
+            raise PeerError(f"{self._whom} refused: {refusal.decode(errors='replace')}")
+        self._content.wait()
+
+
+class Exchange:
+    """Messages of one common operation. wait() returns when all have arrived."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+
+    def wait(self) -> None:
+        """Raises PeerError for the first rank that failed."""
+        for message in self._messages:
+            message.wait()
+
+
+class Peers:
+    """The ranks of one group, from this one's point of view.
+
+    `rank` and `size` count within the group; `name()` says a member's rank in the world, as users
+    know it. Common operations must be called by all members in the same order.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float, failures: Failures) -> None:
+        """`ranks` are the members' ranks in the world. All members must call this."""
+        self.ranks = tuple(ranks)
+        self.size = len(ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.others = [peer for peer in range(self.size) if peer != self.rank]
+        self.failures = failures
+        self.timeout_s = timeout_s
+        self.sent_bytes = 0  # of chunks; what is needed to agree on them is not counted
+        self.received_bytes = 0
+        self.wait_s = 0.0
+        self._operations = 0
+        self._replies = 0
+        self._lock = threading.Lock()
+        # A send's memory must be there until it is taken over, even if nobody waits for it.
+        self._unwaited: list[Message] = []
+
+        def group(timeout: timedelta) -> Any:
+            return dist.new_group(
+                list(self.ranks), timeout, backend="gloo", use_local_synchronization=True
+            )
+
+        self._group = group(timedelta(seconds=timeout_s))
+        self._requests = group(_FOREVER)
+
+    def name(self, peer: int) -> str:
+        """A member as users know it."""
+        return f"rank {self.ranks[peer]}"
+
+    def wait(self, work: Any, peer: int, what: str) -> None:
+        """Waits for one transfer with `peer`. Raises PeerError."""
+        started = time.perf_counter()
+        try:
+            work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            waited_s = time.perf_counter() - started
+            raise self.failure(peer, what, str(error), waited_s) from error
+        finally:
+            self.wait_s += time.perf_counter() - started
+
+    def failure(self, peer: int, what: str, why: str, waited_s: float = 0.0) -> PeerError:
+        """The error for a transfer with `peer` that failed, with the cause if it is known."""
+        if "imed out" in why or "timeout" in why:
+            fact = (
+                f"{self.name(peer)} did not take part in {what} within {waited_s:.0f} s; it hangs, "
+                f"is much slower, or runs other code than {self.name(self.rank)}. All ranks must "
+                f"make the same calls; raise rank_timeout_s (now {self.timeout_s:g}) if it is "
+                f"only slow"
+            )
+        else:
+            fact = f"{self.name(peer)} is gone (during {what}): look at its own error"
+        self.failures.note(self.ranks[peer], fact)
+        first = self.failures.first
+        assert first is not None
+        cause = "" if first[0] == self.ranks[peer] else f"; before that: {first[1]}"
+        return PeerError(f"{fact}{cause}")
+
+    # What all do together
+
+    def exchange(
+        self,
+        sends: Sequence[torch.Tensor | None],
+        receives: Sequence[torch.Tensor | None],
+        what: str,
+        payload: bool = True,
+    ) -> Exchange:
+        """Starts sending sends[p] to, and receiving receives[p] from, every other member p.
+
+        `payload`: the bytes are a chunk's and are counted.
+        """
+        tag = _TAGS + self._operations % _TAGS
+        self._operations += 1
+        messages = []
+        sent_bytes = received_bytes = 0
+        for peer in self.others:
+            into = receives[peer]
+            if into is not None:
+                messages.append(self._receive(into, peer, tag, what))
+                received_bytes += into.nbytes
+        for peer in self.others:
+            part = sends[peer]
+            if part is not None:
+                messages.append(self._send(part, peer, tag, what))
+                sent_bytes += part.nbytes
+        if payload:
+            with self._lock:  # threads that answer count, too
+                self.sent_bytes += sent_bytes
+                self.received_bytes += received_bytes
+        return Exchange(messages)
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Every member's `tensor` (of the same shape and dtype everywhere), in their order."""
+        found = [tensor if p == self.rank else torch.empty_like(tensor) for p in range(self.size)]
+        self.exchange([tensor] * self.size, found, what, payload=False).wait()
+        return found
+
+    def all_gather_bytes(self, content: bytes, what: str) -> list[bytes]:
+        """Every member's `content`, of any length."""
+        lengths = self.all_gather(torch.tensor([len(content)]), what)
+        longest = max(1, *(int(length) for length in lengths))
+        padded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
+        found = self.all_gather(padded, what)
+        return [
+            part.numpy().tobytes()[: int(length)]
+            for part, length in zip(found, lengths, strict=True)
+        ]
+
+    def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> None:
+        """Everybody's `tensor` becomes that of member `root`."""
+        if self.rank == root:
+            sends: list[torch.Tensor | None] = [tensor] * self.size
+            self.exchange(sends, [None] * self.size, what, payload=False).wait()
+        else:
+            receives = [tensor if p == root else None for p in range(self.size)]
+            self.exchange([None] * self.size, receives, what, payload=False).wait()
+
+    # What one asks of another
+
+    def request(self, peer: int, header: torch.Tensor, into: torch.Tensor, what: str) -> Reply:
+        """Asks `peer` to reply() to `header` (int64, whose last element this sets) with `into`."""
+        with self._lock:
+            tag = 2 * self._replies % _TAGS
+            self._replies += 1
+            self.received_bytes += into.nbytes
+        header[-1] = tag
+        refusal = torch.empty(_REFUSAL_BYTES, dtype=torch.uint8)
+        status = self._receive(refusal, peer, tag, what)
+        content = self._receive(into, peer, tag + 1, what)
+        self.say(peer, header)
+        return Reply(status, refusal, content, self.name(peer))
+
+    def next_request(self, peer: int, header: torch.Tensor) -> None:
+        """Waits, as long as it takes, for a request of `peer`. Raises RuntimeError at its end."""
+        dist.recv(header, group=self._requests, group_src=peer, tag=0)
+
+    def say(self, peer: int, header: torch.Tensor) -> None:
+        """Sends `header` to where `peer` waits for requests."""
+        work = dist.isend(header, group=self._requests, group_dst=peer, tag=0)
+        self._keep(Message(self, work, header, peer, "a message"))
+
+    def reply(self, peer: int, header: torch.Tensor, content: torch.Tensor, what: str) -> None:
+        """Answers a request; returns when `content` has been taken over."""
+        with self._lock:
+            self.sent_bytes += content.nbytes
+        tag = int(header[-1])
+        status = self._send(torch.zeros(_REFUSAL_BYTES, dtype=torch.uint8), peer, tag, what)
+        self._send(content, peer, tag + 1, what).wait()
+        status.wait()
+
+    def refuse(self, peer: int, header: torch.Tensor, why: str) -> None:
+        """Answers a request with an error."""
+        text = why.encode()[: _REFUSAL_BYTES - 1].ljust(_REFUSAL_BYTES, b"\0")
+        refusal = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._send(refusal, peer, int(header[-1]), "an answer").wait()
+
+    def _keep(self, message: Message) -> None:
+        with self._lock:
+            self._unwaited.append(message)
+            # A request that was answered has been taken over.
+            del self._unwaited[: -64 * self.size]
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
+        try:
+            work = dist.isend(_bytes(tensor), group=self._group, group_dst=peer, tag=tag)
+        except RuntimeError as error:
+            raise self.failure(peer, what, str(error)) from error
+        return Message(self, work, tensor, peer, what)
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
+        try:
+            work = dist.irecv(_bytes(tensor), group=self._group, group_src=peer, tag=tag)
+        except RuntimeError as error:
+            raise self.failure(peer, what, str(error)) from error
+        return Message(self, work, tensor, peer, what)
+
+    def close(self) -> None:
+        """Ends the groups."""
+        self._unwaited.clear()
+        for group in (self._group, self._requests):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._group = self._requests = None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes: not every backend knows every dtype."""
+    return tensor.detach().view(-1).view(torch.uint8)

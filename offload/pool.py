@@ -1,0 +1,43 @@
+"""Slots of an arena that are taken and given back by hand."""
+
+from __future__ import annotations
+
+from offload.arena import HostArena
+
+
+class SlotPool:
+    """First fit over the slots of an arena, of which the first `limit` are for every day.
+
+    The others are charged when they are taken and given up at once when they are given back.
+    """
+
+    def __init__(self, arena: HostArena, limit: int) -> None:
+        self.arena = arena
+        self._limit = limit
+        self._taken = [False] * arena.slots
+        arena.commit(0, limit)
+
+    def take(self, run: int, beyond: bool = False) -> int | None:
+        """The first of `run` consecutive free slots, or None. `beyond`: also past the limit.
+
+        Raises BudgetError if there is no budget for slots past the limit.
+        """
+        end = self.arena.slots if beyond else self._limit
+        for first in range(end - run + 1):
+            if not any(self._taken[first : first + run]):
+                self.arena.commit(first, run)
+                self._taken[first : first + run] = [True] * run
+                return first
+        return None
+
+    def give_back(self, first: int, run: int) -> None:
+        """Undoes take()."""
+        assert all(self._taken[first : first + run])
+        self._taken[first : first + run] = [False] * run
+        extra = max(first, self._limit)
+        if extra < first + run:
+            self.arena.decommit(extra, first + run - extra)
+
+    def close(self) -> None:
+        """Frees the arena."""
+        self.arena.close()
