@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hetero.clipping import Clipping, check_dense
 from hetero.dtypes import Dtypes
 from hetero.grads import Grads
 from hetero.hooks import GradHook, ModuleHooks, refuse_use
@@ -26,8 +27,6 @@ from offload._native import IoEngine, StepPipeline
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
 from offload.store import ScratchFile, Transfers
-
-_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,8 @@ class Engine:
         self._resources = resources  # closed in the reverse order of their making
         self._end_step = end_step
         self._scaled_backward = False
-        self._clip = 1.0
-        self._clipped = False
         self._closed = False
+        self.clipping = Clipping(grads, loss_scale)
         for m in managed:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
             m.param.data = (
@@ -113,9 +111,10 @@ class Engine:
         trainable = [m for m in managed if m.chunk.trainable]
         for m in trainable:
             grads.add_member(m)
+            m.grad_ops = self.clipping
         self._module_hooks = ModuleHooks(model, self._known, params, dtypes.torch_compute)
         self._hooks: list[Removable] = [self._module_hooks]
-        self._hooks += [GradHook(m, self._check_grad, grads.add) for m in trainable]
+        self._hooks += [GradHook(m, self._check_grad, self.clipping.keep) for m in trainable]
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._free)
 
@@ -159,61 +158,28 @@ class Engine:
             self._scaled_backward = False
 
     def _check_grad(self, managed: ManagedParam, grad: torch.Tensor) -> None:
-        if grad.layout is not torch.strided:
-            raise ValueError(
-                f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
-                f"use sparse=False"
-            )
-        if self._clipped:
-            if managed.has_grad:
-                raise HeteroError(
-                    f"a gradient of {managed.name} arrived between clip_grad_norm_() and step(); "
-                    f"clip after the last backward"
-                )
-            self.forget_clip()  # the gradients it was made for are gone
+        check_dense(managed, grad)
         if self.loss_scale.dynamic and not self._scaled_backward:
             raise RuntimeError(
-                "fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()"
+                "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
+                "loss.backward(); or scale the loss yourself, with torch.amp.GradScaler say, and "
+                "initialize with initial_loss_scale=None"
             )
+        self.clipping.adopt([managed])
+
+    def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
+        """Those of `params` that have gradients, after taking in assigned ones."""
+        members = [m for m in self.find_all(params) if m.chunk.trainable]
+        self.clipping.adopt(members)
+        return [m for m in members if m.has_grad]
 
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
-        """The 2-norm of the parameters' gradients, unscaled and before clipping.
+        """The 2-norm of the parameters' gradients, unscaled, as far as they are clipped by now.
 
         Summed in double per parameter in a fixed order, then over parameters in the model's order:
         the same bits for every placement and chunk size.
         """
-        members = {m.slice.param.index: m for m in self.find_all(params) if m.has_grad}
-        total = 0.0
-        for index in sorted(members):
-            total += self._grads.sum_of_squares(members[index])
-        return math.sqrt(total) / self.loss_scale.value
-
-    def clip(
-        self, params: Iterable[torch.Tensor], max_norm: float, error_if_nonfinite: bool
-    ) -> float:
-        """Makes the next step scale gradients so that their norm is at most `max_norm`.
-
-        Returns the norm before. Raises ValueError if a gradient of the model is not among `params`.
-        """
-        given = list(params)
-        known = {id(p) for p in given}
-        missing = [m.name for key, m in self._managed.items() if m.has_grad and key not in known]
-        if missing:
-            raise ValueError(
-                f"clip_grad_norm_ over some parameters only is not supported ({len(missing)} with "
-                f"gradients are missing, the first: {missing[0]}); pass model.parameters()"
-            )
-        norm = self.grad_norm(given) * self._clip
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient norm is {norm}")
-        self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
-        self._clipped = True
-        return norm
-
-    def forget_clip(self) -> None:
-        """The gradients that were clipped are forgotten."""
-        self._clip = 1.0
-        self._clipped = False
+        return self.clipping.total_norm(self.with_grads(params))
 
     # Steps
 
@@ -229,20 +195,19 @@ class Engine:
         for _, all_members in listed:
             for m in all_members:
                 self._check_trainable(m)
-        groups = [(group, [m for m in some if m.has_grad]) for group, some in listed]
+        groups = [(group, self.with_grads(group["params"])) for group, _ in listed]
         members = [m for _, some in groups for m in some]
-        overflow = self.loss_scale.dynamic and not all(
-            math.isfinite(self._grads.sum_of_squares(m)) for m in members
-        )
+        overflow = self.loss_scale.dynamic and self.clipping.any_non_finite(members)
         if overflow and self.loss_scale.value <= 1:
             raise NonFiniteError(
                 "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
                 "'fp32', whose range is wider"
             )
         if members and not overflow:
+            self._check_factors(members)
             self._update(groups, members, hyper_of)
-        self.forget_clip()
-        self.loss_scale.update(overflow)
+        if members:
+            self.loss_scale.update(overflow)
         self._end_step()
 
     def _update(
@@ -256,7 +221,7 @@ class Engine:
         for chunk in chunks.values():
             self.params.invalidate(chunk)
         try:
-            self._stepper.run(groups, hyper_of, self._clip / self.loss_scale.value)
+            self._stepper.run(groups, hyper_of)
         finally:
             for m in members:
                 if self.params.is_resident(m.chunk):
@@ -278,16 +243,20 @@ class Engine:
                 f"{managed.name} was changed in place outside hetero.gathered(..., "
                 f"modifier_rank=0); its master would not follow"
             )
-        if managed.chunk.trainable and managed.param.grad is not None and not managed.has_grad:
-            raise HeteroError(
-                f"the .grad of {managed.name} was assigned; hetero keeps gradients itself and "
-                f"would ignore it: let backward() make it"
-            )
         if not managed.chunk.trainable and managed.param.grad is not None:
             raise HeteroError(
                 f"{managed.name} was frozen at hetero.initialize() and has a gradient now, but no "
                 f"optimizer state; set requires_grad before initialize()"
             )
+
+    def _check_factors(self, members: Sequence[ManagedParam]) -> None:
+        for m in members:
+            if not math.isfinite(m.grad_factor):
+                raise NonFiniteError(
+                    f"the gradient of {m.name} is multiplied by {m.grad_factor}, because it was "
+                    f"clipped or unscaled by a number that is not finite; look at the norm that "
+                    f"clipping returned, and call optimizer.zero_grad() to go on without this step"
+                )
 
     def synchronize(self) -> None:
         """Until no transfer of the last step is under way. Raises what one met.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hetero.dtypes import Dtypes
@@ -17,7 +19,7 @@ class Grads:
 
     A parameter's first gradient is copied, later ones (further micro-batches) are added in the grad
     dtype. DISK-homed gradients pass through slots; their sums of squares are taken before they
-    leave.
+    leave. Sums are remembered until the gradient changes.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class Grads:
         self._extents = extents
         self._members: dict[int, list[ManagedParam]] = {}
         self._arrived: dict[int, set[int]] = {}  # of DISK-homed chunks, in this round
-        self._spilled_sums: dict[ManagedParam, float] = {}
+        self._sums: dict[ManagedParam, float] = {}
         if cache is not None:
             cache.before_write = self._before_write
 
@@ -47,6 +49,7 @@ class Grads:
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
         chunk = managed.chunk
+        self._sums.pop(managed, None)
         if chunk in self._homes:
             kept = managed.part_of(self._homes.flat(chunk))
         else:
@@ -82,21 +85,56 @@ class Grads:
         assert self._cache is not None
         address = self._cache.address(chunk_id)
         for managed in self._members[chunk_id]:
-            self._spilled_sums[managed] = self._sum(managed, address)
+            if managed not in self._sums:
+                self._sums[managed] = self._sum(managed, address)
 
     def sum_of_squares(self, managed: ManagedParam) -> float:
         """Sum of squares of the parameter's kept gradient, in a fixed order, in double."""
-        chunk = managed.chunk
-        if chunk in self._homes:
-            return self._sum(managed, self._homes.address(chunk, 0))
-        assert self._cache is not None
-        if self._cache.is_dirty(chunk.id):
-            return self._sum(managed, self._cache.address(chunk.id))
-        return self._spilled_sums[managed]
+        if managed not in self._sums:
+            chunk = managed.chunk
+            if chunk in self._homes:
+                address = self._homes.address(chunk, 0)
+            else:  # it has not left its slots, or the sum had been taken
+                assert self._cache is not None
+                assert self._cache.is_dirty(chunk.id)
+                address = self._cache.address(chunk.id)
+            self._sums[managed] = self._sum(managed, address)
+        return self._sums[managed]
 
     def _sum(self, managed: ManagedParam, chunk_address: int) -> float:
         address = chunk_address + managed.slice.offset * self._dtypes.grad_bytes
         return sum_of_squares(self._dtypes.grad, address, managed.numel)
+
+    def read(self, managed: ManagedParam) -> torch.Tensor:
+        """A copy of the parameter's kept gradient."""
+        return self._kept(managed).clone()
+
+    def largest(self, managed: ManagedParam) -> float:
+        """The largest magnitude in the parameter's kept gradient; NaN if it has a NaN."""
+        return float(torch.linalg.vector_norm(self._kept(managed), float("inf")))
+
+    @torch.no_grad()
+    def change(self, managed: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
+        """Calls `change` with the parameter's kept gradient, to be changed in place."""
+        self._sums.pop(managed, None)
+        kept = self._kept(managed)
+        if managed.chunk not in self._homes:
+            assert self._cache is not None
+            self._cache.dirty(managed.chunk.id)
+        change(kept)
+
+    def in_range(self, bound: float) -> float:
+        """`bound`, or the largest number of the grad dtype nearest to it."""
+        largest = torch.finfo(self._dtypes.torch_grad).max
+        return min(max(bound, -largest), largest)
+
+    def _kept(self, managed: ManagedParam) -> torch.Tensor:
+        chunk = managed.chunk
+        if chunk in self._homes:
+            return managed.part_of(self._homes.flat(chunk))
+        assert self._cache is not None
+        self._cache.get(chunk.id)
+        return managed.part_of(self._cache.tensor(chunk.id, self._dtypes.torch_grad))
 
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece; it stays there until used()."""

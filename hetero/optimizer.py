@@ -90,12 +90,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients. `.grad` becomes None in either mode."""
+        """Forgets the gradients. `.grad` becomes None in either mode.
+
+        So does torch.nn.Module.zero_grad(): a parameter that gets no gradient afterwards is not
+        updated, while torch with set_to_none=False updates it with a gradient of zeros.
+        """
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
-        if self._engine is not None:
-            self._engine.forget_clip()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: for each parameter step, the rule's states and master (all fp32, whole).

@@ -1,0 +1,169 @@
+"""Norms of kept gradients, and the factors that clipping and unscaling give them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hetero.grads import Grads
+from hetero.managed import ManagedParam
+from hetero.scaler import LossScale
+from offload.errors import HeteroError, NonFiniteError
+
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+Members = Sequence[ManagedParam]
+
+
+class Clipping:
+    """What may be done to gradients between backward and step.
+
+    A parameter's gradient is what its chunk keeps times `grad_factor`. Scaling a gradient changes
+    the factor only: the step multiplies by it in fp32. The factor belongs to that gradient, so
+    it ends when `.grad` is cleared and no step need know of it. Before another micro-batch is
+    added, what is kept is multiplied by it in the grad dtype, as torch does at once.
+    """
+
+    def __init__(self, grads: Grads, loss_scale: LossScale) -> None:
+        self._grads = grads
+        self._loss_scale = loss_scale
+
+    # Gradients arrive
+
+    def keep(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        """Keeps what backward gave, which is times the loss scale."""
+        self._take(managed, grad, accumulate, 1.0 / self._loss_scale.value)
+
+    def adopt(self, members: Members) -> None:
+        """Takes gradients that the user assigned to `.grad`, as if backward had given them.
+
+        They are not times the loss scale. Raises HeteroError for what was computed from a
+        placeholder, ValueError for a sparse one.
+        """
+        for m in members:
+            if m.param.grad is not None and not m.has_grad:
+                self._check_assigned(m, m.param.grad)
+                self._take(m, m.param.grad, False, 1.0)
+
+    def _take(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
+        if accumulate and m.grad_factor != factor:
+            ratio = m.grad_factor / factor
+            self._grads.change(m, lambda kept: kept.mul_(ratio))
+        # Before the gradient, so that an exception in between leaves both as they belong.
+        m.grad_factor = factor
+        self._grads.add(m, grad, accumulate)
+
+    def _check_assigned(self, m: ManagedParam, grad: torch.Tensor) -> None:
+        check_dense(m, grad)
+        if bool(grad.isnan().all()):
+            raise HeteroError(
+                f"the .grad that was assigned to {m.name} is all NaN; if it was computed from a "
+                f".grad of a managed parameter, which reads NaN, use hetero.grads() instead"
+            )
+
+    # Facts, per parameter
+
+    def sums_of_squares(self, members: Members) -> list[float]:
+        """Of each gradient, in double, in a fixed order: the same bits for every placement."""
+        return [self._grads.sum_of_squares(m) * m.grad_factor**2 for m in members]
+
+    def any_non_finite(self, members: Members) -> bool:
+        """Whether an element of what is kept is infinite or NaN."""
+        return not all(math.isfinite(self._grads.sum_of_squares(m)) for m in members)
+
+    def largest(self, members: Members) -> list[float]:
+        """The largest magnitude in each gradient; NaN if it has a NaN."""
+        return [self._grads.largest(m) * abs(m.grad_factor) for m in members]
+
+    def read(self, managed: ManagedParam) -> torch.Tensor:
+        """A copy of the gradient, as the step will use it: in fp32."""
+        values = self._grads.read(managed).float()
+        return values.mul_(managed.grad_factor)
+
+    def norms(self, members: Members, norm_type: float) -> list[float]:
+        """The norm of each gradient. Raises ValueError for norms other than 2 and inf."""
+        if norm_type == 2:
+            return [math.sqrt(total) for total in self.sums_of_squares(members)]
+        if norm_type == math.inf:
+            return self.largest(members)
+        raise ValueError(f"norm_type must be 2 or inf for gradients hetero keeps, not {norm_type}")
+
+    def total_norm(self, members: Members, norm_type: float = 2.0) -> float:
+        """The norm of all of them together; each parameter counts once."""
+        members = in_model_order(members)
+        if norm_type == 2:
+            return math.sqrt(sum(self.sums_of_squares(members)))
+        norms = self.norms(members, norm_type)
+        return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
+
+    # Changes
+
+    def clip_norm(
+        self, members: Members, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> float:
+        """Makes the total norm at most `max_norm`; returns what it was.
+
+        Raises NonFiniteError (with `error_if_nonfinite`), with nothing changed.
+        """
+        norm = self.total_norm(members, norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient norm is {norm}")
+        factor = max_norm / (norm + _CLIP_EPS)
+        self.multiply(in_model_order(members), 1.0 if factor > 1 else factor)  # NaN stays NaN
+        return norm
+
+    def multiply(self, members: Members, factor: float) -> None:
+        """Multiplies each gradient by `factor`."""
+        for m in members:
+            m.grad_factor *= factor
+
+    def clamp(self, members: Members, low: float | None, high: float | None) -> None:
+        """Limits each element to [low, high], in the grad dtype.
+
+        Where the loss is scaled by hetero, a gradient with an overflow stays as it is, because
+        its step is going to be skipped.
+        """
+        for m in sorted(members, key=lambda m: (m.chunk.id, m.slice.offset)):
+            if self._loss_scale.dynamic and self.any_non_finite([m]):
+                continue
+            if not 0 < m.grad_factor < math.inf:
+                factor, m.grad_factor = m.grad_factor, 1.0
+                self._grads.change(m, lambda kept, factor=factor: kept.mul_(factor))  # type: ignore[misc]
+            bounds = [
+                None if b is None else self._grads.in_range(b / m.grad_factor) for b in (low, high)
+            ]
+            self._grads.change(m, lambda kept, bounds=bounds: kept.clamp_(*bounds))  # type: ignore[misc]
+
+    def unscale(self, members: Members, factor: float) -> bool:
+        """GradScaler's: multiplies by `factor`; whether an element is infinite or NaN.
+
+        Raises HeteroError if hetero scales the loss too.
+        """
+        if self._loss_scale.dynamic:
+            raise HeteroError(
+                "a GradScaler and hetero both scale the loss (fp16); leave one out: "
+                "hetero.initialize(..., initial_loss_scale=None) leaves it to the GradScaler"
+            )
+        self.multiply(members, factor)
+        return self.any_non_finite(members)
+
+    def forget(self, members: Members) -> None:
+        """Clears the gradients."""
+        for m in members:
+            m.param.grad = None
+
+
+def check_dense(managed: ManagedParam, grad: torch.Tensor) -> None:
+    """Raises ValueError for a sparse gradient."""
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
+            f"use sparse=False"
+        )
+
+
+def in_model_order(members: Members) -> list[ManagedParam]:
+    """Each of them once, in the model's order, in which sums are taken."""
+    return sorted(dict.fromkeys(members), key=lambda m: m.slice.param.index)
