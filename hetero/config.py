@@ -46,7 +46,8 @@ class Config:
     io_engine         "io_uring", "threads", or "auto": io_uring where it works.
     prefetch          read DISK-homed parameters ahead of their use.
     initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale, and the
-                      number of good steps after which it is doubled.
+                      number of good steps after which it is doubled. initial_loss_scale=None: the
+                      loss is not scaled here but by the user, with torch.amp.GradScaler say.
 
     Raises ValueError or StoreError for what cannot work.
     """
@@ -61,7 +62,7 @@ class Config:
     chunk_numel: int | None = None
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     prefetch: bool = True
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: float | None = 65536.0
     loss_scale_window: int = 2000
 
     def __post_init__(self) -> None:
@@ -83,9 +84,10 @@ class Config:
             pack([], self.chunk_numel)
         _check_integer("loss_scale_window", self.loss_scale_window, at_least=1)
         scale = self.initial_loss_scale
-        if not _is_number(scale) or not 1 <= scale < math.inf:
+        if scale is not None and not (_is_number(scale) and 1 <= scale < math.inf):
             raise ValueError(
-                f"initial_loss_scale must be a number from 1 on, such as 65536, not {scale!r}"
+                f"initial_loss_scale must be a number from 1 on, such as 65536, or None, "
+                f"not {scale!r}"
             )
         if not isinstance(self.prefetch, bool):
             raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")

@@ -236,7 +236,7 @@ def _build(
         disk=disk,
         resources=resources.pop_all(),
         loss_scale=LossScale(config.initial_loss_scale, config.loss_scale_window)
-        if dtypes.compute == "fp16"
+        if dtypes.compute == "fp16" and config.initial_loss_scale is not None
         else LossScale(),
         notes=notes,
         end_step=order.end_step,
