@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hetero.grad_placeholder import GradPlaceholder
 from hetero.grads import Grads
 from hetero.managed import ManagedParam
 from hetero.scaler import LossScale
@@ -57,10 +58,10 @@ class Clipping:
 
     def _check_assigned(self, m: ManagedParam, grad: torch.Tensor) -> None:
         check_dense(m, grad)
-        if bool(grad.isnan().all()):
+        if isinstance(grad, GradPlaceholder) or bool(grad.isnan().all()):
             raise HeteroError(
-                f"the .grad that was assigned to {m.name} is all NaN; if it was computed from a "
-                f".grad of a managed parameter, which reads NaN, use hetero.grads() instead"
+                f"the .grad that was assigned to {m.name} is all NaN, as what is computed from the "
+                f".grad of a managed parameter; use hetero.grads() instead"
             )
 
     # Facts, per parameter
@@ -70,8 +71,8 @@ class Clipping:
         return [self._grads.sum_of_squares(m) * m.grad_factor**2 for m in members]
 
     def any_non_finite(self, members: Members) -> bool:
-        """Whether an element of what is kept is infinite or NaN."""
-        return not all(math.isfinite(self._grads.sum_of_squares(m)) for m in members)
+        """Whether an element is infinite or NaN."""
+        return not all(map(math.isfinite, self.sums_of_squares(members)))
 
     def largest(self, members: Members) -> list[float]:
         """The largest magnitude in each gradient; NaN if it has a NaN."""

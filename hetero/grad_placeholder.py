@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -30,6 +30,12 @@ class GradOps(Protocol):
     def forget(self, members: Sequence[Any]) -> None:
         """Clears each gradient."""
 
+    def any_non_finite(self, members: Sequence[Any]) -> bool:
+        """Whether an element is infinite or NaN."""
+
+    def read(self, managed: Any) -> torch.Tensor:
+        """A copy of the gradient."""
+
 
 class GradOwner(Protocol):
     """A parameter whose gradient is kept elsewhere."""
@@ -49,18 +55,15 @@ class GradOwner(Protocol):
 class GradPlaceholder(torch.Tensor):
     """Has the shape of a gradient, and reads NaN.
 
-    It understands what torch's tools do to gradients: their 2-norm and infinity norm, multiplying
-    or dividing them by a number, clamping between numbers, GradScaler's unscaling and setting them
-    to zero (which clears them, as zero_grad() does). So torch.nn.utils.clip_grad_norm_,
-    clip_grad_value_, get_total_norm and torch.amp.GradScaler work. Any other write raises
-    HeteroError; hetero.grads() has the values.
+    It understands what training code does to gradients: their 2-norm and infinity norm, multiplying
+    or dividing them by a number, clamping between numbers, GradScaler's unscaling, setting them to
+    zero (which clears them, as zero_grad() does), and asking where they are finite. So
+    torch.nn.utils.clip_grad_norm_, clip_grad_value_, get_total_norm and torch.amp.GradScaler work.
+    Any other write raises HeteroError; hetero.grads() has the values.
     """
 
     _owner: weakref.ref[GradOwner]  # weak: the garbage collector does not see through `.grad`
     _whole: bool  # not a view of a part of it, or in another shape
-
-    # Operators arrive in __torch_dispatch__, whatever Python name they were called by.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(owner: GradOwner, dtype: torch.dtype) -> GradPlaceholder:
@@ -116,6 +119,16 @@ class GradPlaceholder(torch.Tensor):
         return self.__reduce_ex__(None)
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Operators arrive in __torch_dispatch__, whatever Python name they were called by; but
+        # isfinite() arrives there in pieces.
+        if func in _WHERE and isinstance(args[0], GradPlaceholder) and args[0]._whole:
+            return _where(func, args[0])
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -135,6 +148,23 @@ class GradPlaceholder(torch.Tensor):
                 torch.Tensor, lambda view: GradPlaceholder._make(view, owner, whole), result
             )
         return result
+
+
+_WHERE = {
+    torch.isfinite: True,
+    torch.Tensor.isfinite: True,
+    torch.isnan: False,
+    torch.Tensor.isnan: False,
+    torch.isinf: False,
+    torch.Tensor.isinf: False,
+}
+
+
+def _where(func: Any, grad: GradPlaceholder) -> torch.Tensor:
+    ((ops, (owner,)),) = _by_engine([grad])
+    if ops.any_non_finite([owner]):
+        return cast(torch.Tensor, func(ops.read(owner)))
+    return torch.tensor(_WHERE[func]).expand(grad.shape)
 
 
 def _nan(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
