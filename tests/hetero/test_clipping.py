@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from torch.nn import utils
 
 import hetero
@@ -209,3 +212,63 @@ def test_sums_are_taken_anew_after_values_change(settings: Settings, tmp_path: P
     assert second == pytest.approx(math.sqrt(total), rel=1e-6)
     assert second < first
     optimizer.engine.close()
+
+
+NAMES = [name for name, _ in Net().named_parameters()]
+SOME = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)
+ACTIONS = st.one_of(
+    st.tuples(st.just("backward"), st.integers(0, 9)),
+    st.tuples(
+        st.just("clip norm"), SOME, st.sampled_from([0.01, 0.5]), st.sampled_from([2, "inf"])
+    ),
+    st.tuples(st.just("clip value"), SOME, st.sampled_from([1e-3, 1e-2])),
+    st.tuples(st.just("multiply"), SOME, st.sampled_from([0.5, -3.0])),
+    st.tuples(st.just("assign"), SOME, st.integers(0, 9)),
+    st.tuples(st.just("clear"), SOME),
+    st.tuples(st.just("step")),
+)
+
+
+def act(net: Net, optimizer: torch.optim.Optimizer, action: tuple) -> None:
+    kind, *rest = action
+    if kind == "backward":
+        loss_of(net, rest[0]).backward()
+        return
+    if kind == "step":
+        optimizer.step()
+        return
+    params = [net.get_parameter(name) for name in rest[0]]
+    if kind == "clip norm":
+        utils.clip_grad_norm_(params, rest[1], norm_type=float(rest[2]))
+    elif kind == "clip value" and any(p.grad is not None for p in params):  # torch needs one
+        utils.clip_grad_value_(params, rest[1])
+    for param in params:
+        if kind == "multiply" and param.grad is not None:
+            param.grad.mul_(rest[1])
+        elif kind == "assign":
+            generator = torch.Generator().manual_seed(rest[1])
+            param.grad = torch.randn(param.shape, generator=generator) / 50
+        elif kind == "clear":
+            param.grad = None
+
+
+@given(st.lists(ACTIONS, min_size=2, max_size=10))
+@hypothesis_settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_is_done_to_gradients_they_equal_plain_torchs(
+    settings: Settings, tmp_path: Path, actions: list[tuple]
+) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    expected, adam = plain()
+    try:
+        for action in actions:
+            act(model, optimizer, action)
+            act(expected, adam, action)
+        for name, grad in zip(NAMES, hetero.grads(model.parameters()), strict=True):
+            theirs = expected.get_parameter(name).grad
+            assert (grad is None) == (theirs is None), name
+            if grad is not None:
+                torch.testing.assert_close(grad, theirs, rtol=1e-3, atol=1e-6)
+    finally:
+        optimizer.engine.close()
