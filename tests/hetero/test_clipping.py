@@ -131,8 +131,10 @@ def test_clamping_beyond_the_range_of_fp16_changes_nothing(
 def test_clamping_does_not_hide_an_overflow_from_the_loss_scale(
     settings: Settings, tmp_path: Path
 ) -> None:
-    model, optimizer = managed(settings, tmp_path, "fp16", initial_loss_scale=2.0**40)
+    model, optimizer = managed(settings, tmp_path, "fp16", initial_loss_scale=256.0)
     before = hetero.masters(model.parameters())
+    # Infinite, not NaN, which clamping would leave.
+    model.scale.register_hook(lambda grad: torch.full_like(grad, math.inf))
     optimizer.backward(loss_of(model))
     hetero.clip_grad_value_(model.parameters(), 0.1)
     optimizer.step()
