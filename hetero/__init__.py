@@ -1,6 +1,6 @@
 """hetero: train PyTorch models whose state does not fit in memory, inside strict budgets."""
 
-from hetero.access import clip_grad_norm_, engine_of, gathered, masters
+from hetero.access import clip_grad_norm_, clip_grad_value_, engine_of, gathered, grads, masters
 from hetero.config import Config
 from hetero.dtypes import default_dtype
 from hetero.engine import Engine
@@ -44,10 +44,12 @@ __all__ = [
     "UnmanagedParameterError",
     "ZeroInitContext",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "default_dtype",
     "engine_of",
     "format_bytes",
     "gathered",
+    "grads",
     "initialize",
     "masters",
     "parse_bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -36,9 +37,10 @@ def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]
     """Inside the block the parameters are present, in the compute dtype.
 
     With `modifier_rank` (0 for one process) they may be changed in place; at the end of the block
-    changed values go home, and the fp32 master of each changed element becomes its new value. For
-    the length of the block the copies to be changed are in RAM outside the budgets. If the block
-    raises, nothing is changed.
+    that rank's values go home on all ranks, which must all enter, and the fp32 master of each
+    changed element becomes its new value. For the length of the block the copies to be changed are
+    in RAM outside the budgets. If the block raises, nothing is changed. Without it any rank may
+    enter alone.
 
     Raises UnmanagedParameterError for parameters of no engine, BudgetError if they do not fit.
     """
@@ -55,7 +57,7 @@ def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]
         changed: dict[ManagedParam, torch.Tensor] = {}
         with _replaced_by_copies(members, changed):
             yield
-    store_values(engine, changed)
+    store_values(engine, engine.share(changed, modifier_rank))
 
 
 @contextmanager
@@ -95,6 +97,21 @@ def masters(params: Params) -> list[torch.Tensor]:
     return [found[p] if p in found else p.detach().float() for p in listed]
 
 
+def grads(params: Params) -> list[torch.Tensor | None]:
+    """The gradients of `params` as the next step will use them: unscaled, as far as clipped.
+
+    Copies in fp32 (in which the step multiplies by the loss scale's and clipping's factor; fp16
+    could not hold them), whole, in RAM outside the budgets. None where there is no gradient. To
+    change a gradient, assign `.grad`: the tensor is taken in when clipping or the step needs it.
+    """
+    listed = _listed(params)
+    if not listed:
+        return []
+    engine = engine_of(listed)
+    found = {id(m.param): engine.clipping.read(m) for m in engine.with_grads(listed)}
+    return [found.get(id(p)) for p in listed]
+
+
 def clip_grad_norm_(
     parameters: Params,
     max_norm: float,
@@ -103,17 +120,37 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """torch.nn.utils.clip_grad_norm_ for managed parameters; returns the norm before clipping.
 
-    The gradients are not touched: the next step multiplies them by the factor, in fp32. Call it
-    after the last backward of a step. The norm is summed per parameter in a fixed order, so it does
-    not depend on the placement.
+    torch's own works too; this one sums in double, per parameter in a fixed order, so the norm does
+    not depend on the placement. `norm_type` is 2 or inf. What the chunks keep is not touched: the
+    step multiplies by the factor, in fp32. Several calls multiply, also for some parameters only.
+    Call it after the last backward of a step: what is added later is not clipped.
 
-    Raises ValueError for a norm other than 2 or when parameters with gradients are left out,
-    NonFiniteError (with `error_if_nonfinite`) for an infinite or NaN norm.
+    Raises ValueError for another norm, NonFiniteError (with `error_if_nonfinite`) for an infinite
+    or NaN norm.
     """
-    if norm_type != 2:
-        raise ValueError(f"clip_grad_norm_ knows the 2-norm only, not norm_type={norm_type}")
+    if norm_type not in (2, math.inf):
+        raise ValueError(f"norm_type must be 2 or inf, not {norm_type}")
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
     listed = _listed(parameters)
-    norm = engine_of(listed).clip(listed, max_norm, error_if_nonfinite)
+    engine = engine_of(listed)
+    norm = engine.clipping.clip_norm(
+        engine.with_grads(listed), max_norm, norm_type, error_if_nonfinite
+    )
     return torch.tensor(norm, dtype=torch.float32)
+
+
+def clip_grad_value_(parameters: Params, clip_value: float) -> None:
+    """torch.nn.utils.clip_grad_value_ for managed parameters: each element to +-`clip_value`.
+
+    The limit is of unscaled gradients; what the chunks keep is clamped in the grad dtype, so
+    gradients homed on NVMe are read and written. Under fp16 with hetero's loss scale, a gradient
+    that overflowed is left alone: its step will be skipped.
+
+    Raises ValueError for a negative limit.
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must be 0 or more, not {clip_value}")
+    listed = _listed(parameters)
+    engine = engine_of(listed)
+    engine.clipping.clamp(engine.with_grads(listed), -clip_value, clip_value)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hetero.grads import Grads
 from hetero.homes import HostHomes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
@@ -23,6 +24,10 @@ from hetero.peers import Exchange, Peers
 from hetero.world import World
 from offload.errors import BudgetError, HeteroError
 from offload.pool import SlotPool
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 class BucketState(enum.Enum):
@@ -67,11 +72,10 @@ class Buckets:
         homes: HostHomes | None,
         pool: SlotPool | None,
         receiving: SlotPool,
-        merge: Callable[[Chunk, torch.Tensor, set[ManagedParam]], None],
+        grads: Grads,
     ) -> None:
         """`members` are the trainable parameters, in the model's order; `homes` has whole GRAD
-        homes (stage 1), or `pool` slots for buckets. merge(chunk, mean, kept) takes a shard's mean
-        for stages 2 and 3, to be added for the parameters in `kept`.
+        homes (stage 1), or `pool` slots for buckets, whose means go to `grads`.
         """
         assert world.everyone is not None
         self._layout = layout
@@ -81,8 +85,12 @@ class Buckets:
         self._homes = homes
         self._pool = pool
         self._receiving = receiving
-        self._merge = merge
-        self._members = list(members)
+        self._grads = grads
+        self.members = list(members)
+        # Called before a gradient is added to what is kept (True) or takes its place (False), of
+        # which this rank has no part itself; and when means have changed.
+        self.renew: Callable[[ManagedParam, bool], object] = _nothing
+        self.changed: Callable[[], object] = _nothing
         self._of_chunk: dict[int, list[ManagedParam]] = {}
         for m in members:
             self._of_chunk.setdefault(m.chunk.id, []).append(m)
@@ -134,13 +142,15 @@ class Buckets:
             self._since_held.add(managed)
             self._send_complete(managed.chunk)
 
-    def settle(self) -> None:
+    def settle(self, force: bool) -> None:
         """All gradients so far become means, at home. All ranks must call it.
 
-        Raises PeerError if a rank does not, and then, as after any of its failures, the ranks'
-        gradients differ: training cannot go on.
+        Without `force` only if this rank has some that are not. Raises PeerError if a rank does
+        not, and then, as after any of its failures, the ranks' gradients differ: training cannot
+        go on.
         """
-        self._end_round()
+        if force or self._arrived:
+            self._end_round()
 
     # Memory
 
@@ -185,6 +195,9 @@ class Buckets:
 
     def _fill_again(self, chunk: Chunk, bucket: _Bucket) -> None:
         """Stage 1: more gradients come on top of a mean, which is this rank's part of a sum."""
+        for m in self._of_chunk[chunk.id]:
+            if m.has_grad:
+                self.renew(m, True)
         shard = self._layout.shard.range(bucket.flat.numel())
         bucket.flat[: shard.start].zero_()
         bucket.flat[shard.stop :].zero_()
@@ -219,9 +232,12 @@ class Buckets:
                 self._send(chunk)
         while self._sending:
             self._finish_oldest()
-        for index, managed in enumerate(self._members):
-            if index in arrived:
+        for index, managed in enumerate(self.members):
+            if index in arrived and not managed.has_grad:
+                self.renew(managed, False)
                 managed.param.grad = managed.absent_grad
+        if arrived or unsent:
+            self.changed()
         if self._since_held and self._completed is not None:
             self._learn_order()
         self._arrived.clear()
@@ -246,11 +262,11 @@ class Buckets:
             for chunk_id, bucket in self._buckets.items()
             if bucket.state is BucketState.FILLING and any(m.has_grad for m in bucket.filled)
         }
-        flags = torch.zeros(len(self._members) + len(self._layout.chunks) + 1, dtype=torch.uint8)
-        for index, managed in enumerate(self._members):
+        flags = torch.zeros(len(self.members) + len(self._layout.chunks) + 1, dtype=torch.uint8)
+        for index, managed in enumerate(self.members):
             flags[index] = managed in self._arrived and managed.has_grad
         for chunk_id in waiting:
-            flags[len(self._members) + chunk_id] = 1
+            flags[len(self.members) + chunk_id] = 1
         flags[-1] = bool(self._since_held)
         found = self._everyone.all_gather(flags, "the end of backward")
         for peer, other in enumerate(found):
@@ -260,7 +276,7 @@ class Buckets:
                     f"made different numbers of backward calls; all ranks must make the same"
                 )
         anywhere = torch.stack(found).amax(dim=0).nonzero().flatten().tolist()
-        count = len(self._members)
+        count = len(self.members)
         return (
             {i for i in anywhere if i < count},
             {i - count for i in anywhere if count <= i < len(flags) - 1},
@@ -323,9 +339,13 @@ class Buckets:
         members = self._of_chunk[done.chunk.id]
         if done.bucket.slot is None:
             done.bucket.state = BucketState.MEAN
+            self._grads.changed(members)
         else:
             assert self._pool is not None
-            self._merge(done.chunk, mean, {m for m in members if m in self._kept and m.has_grad})
+            kept = {m for m in members if m in self._kept and m.has_grad}
+            for m in kept:
+                self.renew(m, True)
+            self._grads.merge(done.chunk, mean, kept)
             self._pool.give_back(done.bucket.slot, done.chunk.slots)
             del self._buckets[done.chunk.id]
         done.bucket.filled.clear()

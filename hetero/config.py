@@ -55,7 +55,8 @@ class Config:
                       stage 1 always. They are summed in fp32.
     rank_timeout_s    seconds after which a rank that does not take part is given up with an error.
     initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale, and the
-                      number of good steps after which it is doubled.
+                      number of good steps after which it is doubled. initial_loss_scale=None: the
+                      loss is not scaled here but by the user, with torch.amp.GradScaler say.
 
     Raises ValueError or StoreError for what cannot work.
     """
@@ -74,7 +75,7 @@ class Config:
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
     rank_timeout_s: float = 600.0
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: float | None = 65536.0
     loss_scale_window: int = 2000
 
     def __post_init__(self) -> None:
@@ -114,9 +115,10 @@ class Config:
             pack([], self.chunk_numel)
         _check_integer("loss_scale_window", self.loss_scale_window, at_least=1)
         scale = self.initial_loss_scale
-        if not _is_number(scale) or not 1 <= scale < math.inf:
+        if scale is not None and not (_is_number(scale) and 1 <= scale < math.inf):
             raise ValueError(
-                f"initial_loss_scale must be a number from 1 on, such as 65536, not {scale!r}"
+                f"initial_loss_scale must be a number from 1 on, such as 65536, or None, "
+                f"not {scale!r}"
             )
         if not isinstance(self.prefetch, bool):
             raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hetero.buckets import Buckets
+from hetero.clipping import Clipping, check_dense
 from hetero.dtypes import Dtypes
 from hetero.gathering import Gathering
 from hetero.grads import Grads
@@ -31,8 +32,6 @@ from offload._native import IoEngine, StepPipeline
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
 from offload.store import ScratchFile, Transfers
-
-_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,10 @@ class Engine:
         self._resources = resources  # closed in the reverse order of their making
         self._end_step = end_step
         self._scaled_backward = False
-        self._clip = 1.0
-        self._clipped = False
         self._closed = False
+        self.clipping = Clipping(
+            grads, loss_scale, layout, world, None if ranks is None else ranks.buckets
+        )
         for m in managed:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
             m.param.data = (
@@ -133,10 +133,10 @@ class Engine:
         trainable = [m for m in managed if m.chunk.trainable]
         for m in trainable:
             grads.add_member(m)
+            m.grad_ops = self.clipping
         self._module_hooks = ModuleHooks(model, self._known, params, dtypes.torch_compute)
         self._hooks: list[Removable] = [self._module_hooks]
-        keep = grads.add if ranks is None else ranks.buckets.add
-        self._hooks += [GradHook(m, self._check_grad, keep) for m in trainable]
+        self._hooks += [GradHook(m, self._check_grad, self.clipping.keep) for m in trainable]
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._free)
 
@@ -166,6 +166,23 @@ class Engine:
         """The parameter's first name in the model."""
         return self.find(param).name
 
+    def share(
+        self, values: Mapping[ManagedParam, torch.Tensor], root: int
+    ) -> Mapping[ManagedParam, torch.Tensor]:
+        """Values that rank `root` of the engine's ranks has for the same parameters."""
+        everyone = self.world.everyone
+        if not 0 <= root < self.world.size:
+            raise ValueError(
+                f"modifier_rank must be one of the {self.world.size} ranks, 0 to "
+                f"{self.world.size - 1}, not {root}"
+            )
+        if everyone is None:
+            return values
+        shared = {managed: value.contiguous() for managed, value in values.items()}
+        for managed, value in shared.items():
+            everyone.broadcast(value, root, f"changing {managed.name}")
+        return shared
+
     # Gradients
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -180,50 +197,29 @@ class Engine:
             self._scaled_backward = False
 
     def _check_grad(self, managed: ManagedParam, grad: torch.Tensor) -> None:
-        if grad.layout is not torch.strided:
-            raise ValueError(
-                f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
-                f"use sparse=False"
-            )
-        if self._clipped:
-            if managed.has_grad:
-                raise HeteroError(
-                    f"a gradient of {managed.name} arrived between clip_grad_norm_() and step(); "
-                    f"clip after the last backward"
-                )
-            self.forget_clip()  # the gradients it was made for are gone
+        check_dense(managed, grad)
         if self.loss_scale.dynamic and not self._scaled_backward:
             raise RuntimeError(
-                "fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()"
+                "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
+                "loss.backward(); or scale the loss yourself, with torch.amp.GradScaler say, and "
+                "initialize with initial_loss_scale=None"
             )
+        self.clipping.adopt([managed])
+
+    def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
+        """Those of `params` that have gradients, after taking in assigned ones."""
+        members = [m for m in self.find_all(params) if m.chunk.trainable]
+        self.clipping.adopt(members)
+        self.clipping.settle()
+        return [m for m in members if m.has_grad]
 
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
-        """The 2-norm of the parameters' gradients, unscaled and before clipping.
+        """The 2-norm of the parameters' gradients, unscaled, as far as they are clipped by now.
 
         Summed in double per parameter in a fixed order, then over parameters in the model's order:
         the same bits for every placement and chunk size.
         """
-        self.settle()
-        members = {m.slice.param.index: m for m in self.find_all(params) if m.has_grad}
-        sums = self._sums_of_squares([members[index] for index in sorted(members)])
-        return math.sqrt(sum(sums)) / self.loss_scale.value
-
-    def _sums_of_squares(self, members: Sequence[ManagedParam]) -> list[float]:
-        """Of each member's gradient, whole: the same on all ranks."""
-        mine = [self._grads.sum_of_squares(m) for m in members]
-        shard = self.world.shard
-        if shard is None:
-            return mine
-        found = shard.all_gather(torch.tensor(mine, dtype=torch.float64), "the gradient norm")
-        total = found[0].clone()
-        for theirs in found[1:]:
-            total += theirs
-        return total.tolist()
-
-    def settle(self) -> None:
-        """Ends a round of backward: gradients are means over the ranks. All ranks must call it."""
-        if self._ranks is not None:
-            self._ranks.buckets.settle()
+        return self.clipping.total_norm(self.with_grads(params))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block gradients are added up on each rank and nothing is sent.
@@ -231,33 +227,6 @@ class Engine:
         They are kept whole until the first backward outside, within host_memory.
         """
         return nullcontext() if self._ranks is None else self._ranks.buckets.no_sync()
-
-    def clip(
-        self, params: Iterable[torch.Tensor], max_norm: float, error_if_nonfinite: bool
-    ) -> float:
-        """Makes the next step scale gradients so that their norm is at most `max_norm`.
-
-        Returns the norm before. Raises ValueError if a gradient of the model is not among `params`.
-        """
-        given = list(params)
-        known = {id(p) for p in given}
-        missing = [m.name for key, m in self._managed.items() if m.has_grad and key not in known]
-        if missing:
-            raise ValueError(
-                f"clip_grad_norm_ over some parameters only is not supported ({len(missing)} with "
-                f"gradients are missing, the first: {missing[0]}); pass model.parameters()"
-            )
-        norm = self.grad_norm(given) * self._clip
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient norm is {norm}")
-        self._clip *= min(1.0, max_norm / (norm + _CLIP_EPS))
-        self._clipped = True
-        return norm
-
-    def forget_clip(self) -> None:
-        """The gradients that were clipped are forgotten."""
-        self._clip = 1.0
-        self._clipped = False
 
     # Steps
 
@@ -269,16 +238,14 @@ class Engine:
         """
         self._check_open()
         self._module_hooks.unwind()
-        self.settle()
+        self.clipping.settle(force=True)
         listed = [(group, self.find_all(group["params"])) for group in param_groups]
         for _, all_members in listed:
             for m in all_members:
                 self._check_trainable(m)
-        groups = [(group, [m for m in some if m.has_grad]) for group, some in listed]
+        groups = [(group, self.with_grads(group["params"])) for group, _ in listed]
         members = [m for _, some in groups for m in some]
-        overflow = self.loss_scale.dynamic and not all(
-            math.isfinite(total) for total in self._sums_of_squares(members)
-        )
+        overflow = self.loss_scale.dynamic and self.clipping.any_non_finite(members)
         self._meet(members)
         if overflow and self.loss_scale.value <= 1:
             raise NonFiniteError(
@@ -286,9 +253,10 @@ class Engine:
                 "'fp32', whose range is wider"
             )
         if members and not overflow:
+            self._check_factors(members)
             self._update(groups, members, hyper_of)
-        self.forget_clip()
-        self.loss_scale.update(overflow)
+        if members:
+            self.loss_scale.update(overflow)
         self._end_step()
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
@@ -324,7 +292,7 @@ class Engine:
             self.params.invalidate(chunk)
         try:
             with self.records.lock:
-                self._stepper.run(groups, hyper_of, self._clip / self.loss_scale.value)
+                self._stepper.run(groups, hyper_of)
             self.params.changed(chunks.values())
         finally:
             for m in members:
@@ -347,16 +315,20 @@ class Engine:
                 f"{managed.name} was changed in place outside hetero.gathered(..., "
                 f"modifier_rank=0); its master would not follow"
             )
-        if managed.chunk.trainable and managed.param.grad is not None and not managed.has_grad:
-            raise HeteroError(
-                f"the .grad of {managed.name} was assigned; hetero keeps gradients itself and "
-                f"would ignore it: let backward() make it"
-            )
         if not managed.chunk.trainable and managed.param.grad is not None:
             raise HeteroError(
                 f"{managed.name} was frozen at hetero.initialize() and has a gradient now, but no "
                 f"optimizer state; set requires_grad before initialize()"
             )
+
+    def _check_factors(self, members: Sequence[ManagedParam]) -> None:
+        for m in members:
+            if not math.isfinite(m.grad_factor):
+                raise NonFiniteError(
+                    f"the gradient of {m.name} is multiplied by {m.grad_factor}, because it was "
+                    f"clipped or unscaled by a number that is not finite; look at the norm that "
+                    f"clipping returned, and call optimizer.zero_grad() to go on without this step"
+                )
 
     def synchronize(self) -> None:
         """Until no transfer of the last step is under way. Raises what one met.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 
 import torch
 
@@ -20,7 +20,8 @@ class Grads:
 
     A parameter's first gradient is copied, later ones (further micro-batches) are added in the grad
     dtype. With several ranks Buckets stands between autograd and this. DISK-homed gradients pass
-    through slots; their sums of squares are taken before they leave.
+    through slots; their sums of squares are taken before they leave. Sums are remembered until the
+    gradient changes.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Grads:
         self._extents = extents
         self._members: dict[int, list[ManagedParam]] = {}
         self._arrived: dict[int, set[int]] = {}  # of DISK-homed chunks, in this round
-        self._spilled_sums: dict[ManagedParam, float] = {}
+        self._sums: dict[ManagedParam, float] = {}
         if cache is not None:
             cache.before_write = self._before_write
 
@@ -51,6 +52,7 @@ class Grads:
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
         chunk = managed.chunk
+        self._sums.pop(managed, None)
         if chunk in self._homes:
             kept = managed.part_of(self._homes.flat(chunk))
         else:
@@ -63,6 +65,11 @@ class Grads:
         if chunk not in self._homes:
             self._write_when_complete(managed)
 
+    def changed(self, members: Iterable[ManagedParam]) -> None:
+        """Their gradients were changed, at home."""
+        for m in members:
+            self._sums.pop(m, None)
+
     def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
         """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""
         members = self._members[chunk.id]
@@ -71,6 +78,7 @@ class Grads:
         else:
             flat = self._flat_in_slot(chunk, any(m in kept for m in members))
         for m in members:
+            self._sums.pop(m, None)
             part, _ = m.in_shard(self._layout)
             if m in kept:
                 flat[part].add_(mean[part])
@@ -103,17 +111,21 @@ class Grads:
         assert self._cache is not None
         address = self._cache.address(chunk_id)
         for managed in self._members[chunk_id]:
-            self._spilled_sums[managed] = self._sum(managed, address)
+            if managed not in self._sums:
+                self._sums[managed] = self._sum(managed, address)
 
     def sum_of_squares(self, managed: ManagedParam) -> float:
         """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
-        chunk = managed.chunk
-        if chunk in self._homes:
-            return self._sum(managed, self._homes.address(chunk, 0))
-        assert self._cache is not None
-        if self._cache.is_dirty(chunk.id):
-            return self._sum(managed, self._cache.address(chunk.id))
-        return self._spilled_sums[managed]
+        if managed not in self._sums:
+            chunk = managed.chunk
+            if chunk in self._homes:
+                address = self._homes.address(chunk, 0)
+            else:  # it has not left its slots, or the sum had been taken
+                assert self._cache is not None
+                assert self._cache.is_dirty(chunk.id)
+                address = self._cache.address(chunk.id)
+            self._sums[managed] = self._sum(managed, address)
+        return self._sums[managed]
 
     def _sum(self, managed: ManagedParam, chunk_address: int) -> float:
         part, _ = managed.in_shard(self._layout)
@@ -121,6 +133,40 @@ class Grads:
             return 0.0
         address = chunk_address + part.start * self._dtypes.grad_bytes
         return sum_of_squares(self._dtypes.grad, address, part.stop - part.start)
+
+    def read(self, managed: ManagedParam) -> torch.Tensor:
+        """A copy of the shard's part of the parameter's kept gradient, flat."""
+        return self._kept(managed).reshape(-1).clone()
+
+    def largest(self, managed: ManagedParam) -> float:
+        """The largest magnitude in the shard's part of its gradient; NaN if it has a NaN."""
+        if not self._kept(managed).numel():
+            return 0.0
+        return float(torch.linalg.vector_norm(self._kept(managed), float("inf")))
+
+    @torch.no_grad()
+    def change(self, managed: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
+        """Calls `change` with the parameter's kept gradient, to be changed in place."""
+        self._sums.pop(managed, None)
+        kept = self._kept(managed)
+        if managed.chunk not in self._homes:
+            assert self._cache is not None
+            self._cache.dirty(managed.chunk.id)
+        change(kept)
+
+    def in_range(self, bound: float) -> float:
+        """`bound`, or the largest number of the grad dtype nearest to it."""
+        largest = torch.finfo(self._dtypes.torch_grad).max
+        return min(max(bound, -largest), largest)
+
+    def _kept(self, managed: ManagedParam) -> torch.Tensor:
+        chunk = managed.chunk
+        part, _ = managed.in_shard(self._layout)
+        if chunk in self._homes:
+            return self._homes.shard(chunk)[part]
+        assert self._cache is not None
+        self._cache.get(chunk.id)
+        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
 
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece; it stays there until used()."""

@@ -307,7 +307,7 @@ def _build(
             grad_homes,
             bucket_pool,
             receiving,
-            grads.merge,
+            grads,
         )
         ranks = RankParts(buckets, server, gathering)
     _convert(layout, managed, store, records, stage)
@@ -330,7 +330,7 @@ def _build(
         ranks=ranks,
         resources=resources.pop_all(),
         loss_scale=LossScale(config.initial_loss_scale, config.loss_scale_window)
-        if dtypes.compute == "fp16"
+        if dtypes.compute == "fp16" and config.initial_loss_scale is not None
         else LossScale(),
         notes=notes,
         end_step=order.end_step,

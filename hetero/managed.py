@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hetero.grad_placeholder import GradOps, GradPlaceholder
 from hetero.layout import Chunk, Layout, ParamSlice
 
 Range = slice  # in ManagedParam that is the name of a field
@@ -17,7 +18,9 @@ class ManagedParam:
 
     An absent parameter keeps shape and dtype and reads NaN: one element, expanded, so that an
     accidental use is loud and an in-place write is refused by torch. The same holds for `.grad`:
-    the placeholder `absent_grad` says that the chunk holds a gradient; None, that there is none.
+    the placeholder `absent_grad` says that the chunk holds a gradient; None, that there is none;
+    any other tensor, that the user assigned one, which is taken into the chunk when it is needed.
+    The gradient is what the chunk holds times `grad_factor`.
     """
 
     param: torch.nn.Parameter
@@ -28,12 +31,14 @@ class ManagedParam:
     uses: int = 0  # modules and gathered() blocks that need the value now
     version: int = 0  # of the parameter, as of the last change that hetero knows of
     absent: torch.Tensor = field(init=False)
-    absent_grad: torch.Tensor = field(init=False)
+    absent_grad: GradPlaceholder = field(init=False)
+    grad_factor: float = 1.0
+    grad_ops: GradOps | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         shape = self.param.shape
         self.absent = torch.full((), float("nan"), dtype=self.dtype).expand(shape)
-        self.absent_grad = torch.full((), float("nan"), dtype=self.dtype).expand(shape)
+        self.absent_grad = GradPlaceholder.of(self, self.dtype)
 
     @property
     def name(self) -> str:

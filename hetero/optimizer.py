@@ -69,7 +69,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         return self._engine
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """loss.backward(), with the loss scaled under fp16, where it must be used."""
+        """loss.backward(), with the loss scaled under fp16, where it must be used.
+
+        Unless the user scales: with initial_loss_scale=None it is loss.backward() for every dtype.
+        """
         self.engine.backward(loss, **options)
 
     @overload
@@ -80,7 +83,10 @@ class HybridOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient.
 
-        Under fp16 a step whose gradients overflow is skipped and changes only the loss scale.
+        Under fp16 a step whose gradients overflow is skipped and changes only the loss scale (of
+        hetero; torch.amp.GradScaler does the same by not calling this).
+
+        Raises NonFiniteError for gradients that were clipped by a norm that is NaN.
         """
         loss = None
         if closure is not None:
@@ -90,12 +96,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients. `.grad` becomes None in either mode."""
+        """Forgets the gradients. `.grad` becomes None in either mode.
+
+        So does torch.nn.Module.zero_grad(): a parameter that gets no gradient afterwards is not
+        updated, while torch with set_to_none=False updates it with a gradient of zeros.
+        """
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
-        if self._engine is not None:
-            self._engine.forget_clip()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: for each parameter step, the rule's states and master (all fp32, whole).

@@ -10,7 +10,7 @@ class LossScale:
     """The factor the loss is multiplied by so that small fp16 gradients do not vanish.
 
     Halved at a step whose gradients overflow, which is skipped; doubled after `window` good steps.
-    With scale 1 and window 0 (every dtype but fp16) it stays 1.
+    With scale 1 and window 0 it stays 1: for every dtype but fp16, and if the user scales the loss.
     """
 
     value: float = 1.0

@@ -62,24 +62,23 @@ class Stepper:
         self,
         groups: Sequence[tuple[dict[str, Any], list[ManagedParam]]],
         hyper_of: HyperOf,
-        scale: float,
     ) -> None:
-        """Updates all given parameters with their groups' options; gradients are times `scale`.
+        """Updates all given parameters with their groups' options.
 
         Raises ValueError for hyper-parameters that make no sense, with nothing changed. Returns
         when parameters in RAM are final; records and DISK-homed parameters may still be on their
         way to the file.
         """
-        hypers: dict[tuple[int, int], int] = {}
+        hypers: dict[tuple[int, int, float], int] = {}
         made: list[Hyper] = []
         segments: dict[tuple[int, int], list[Segment]] = {}
         chunks: dict[int, Chunk] = {}
         for index, (options, members) in enumerate(groups):
             for managed in members:
-                key = (index, managed.step + 1)
+                key = (index, managed.step + 1, managed.grad_factor)
                 if key not in hypers:
                     hypers[key] = len(made)
-                    made.append(hyper_of(options, managed.step + 1, scale))
+                    made.append(hyper_of(options, managed.step + 1, managed.grad_factor))
                 chunks[managed.chunk.id] = managed.chunk
                 first_number = self._first_number[managed.slice.param.index]
                 for part in parts_of(managed, self._layout):

@@ -10,6 +10,7 @@ training state is larger than that up to four ranks.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,4 +104,7 @@ def run(workload: Workload) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    # Sharded tensors leave the connection's threads behind, which can abort the interpreter's end.
+    sys.stdout.flush()
+    os._exit(code)

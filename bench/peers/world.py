@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,10 @@ def joined() -> Iterator[None]:
     """Connected, over gloo, with the ranks that the environment names.
 
     What uses the connection must not be referred to any more at the end: its threads end there, in
-    order, and not somewhere in the interpreter's own end.
+    order. Those that are left can abort the interpreter as it ends.
     """
+    # Loaded by others later on, it would keep the connection in its functions' default arguments.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("gloo")
     try:
         yield

@@ -6,6 +6,7 @@ hetero shards the model by itself; this is about the data, what is shown and wha
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,6 +89,9 @@ def joined_ranks() -> Iterator[Ranks]:
     """
     joins = not _initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if joins:
+        # Loaded by others later on, it would keep the connection in its functions' default
+        # arguments, and threads that are left can abort the interpreter as it ends.
+        importlib.import_module("torch.distributed.nn.functional")
         try:
             dist.init_process_group("gloo", timeout=TIMEOUT)
         except RuntimeError as error:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hetero.cli import main
+from hetero.training.metrics import LINKS
 
 MODEL = {
     "model_type": "gpt2",
@@ -72,7 +73,7 @@ def test_json_is_one_object_and_the_run_folder_is_whole(
     ):
         assert parts[0] >= sum(parts[1:]) > 0
     assert summary["engine"] in ("io_uring", "threads")
-    assert set(summary["bytes_per_step"]) == {"h2d", "d2h", "disk_read", "disk_write"}
+    assert set(summary["bytes_per_step"]) == set(LINKS)
     for tier in ("device", "host", "disk"):
         budget = summary["budget_bytes"][tier]
         assert budget is None or summary["peak_managed_bytes"][tier] <= budget

@@ -91,6 +91,10 @@ def test_no_dtype_is_the_machine_s():
     assert Config(dtype=None).dtype == default_dtype()
 
 
+def test_no_loss_scale_leaves_scaling_to_the_user():
+    assert Config(initial_loss_scale=None).initial_loss_scale is None
+
+
 def test_the_bytes_of_each_payload():
     per_element = {
         name: (d.param_bytes, d.grad_bytes, d.record_bytes)

@@ -10,71 +10,22 @@ from types import FrameType
 
 import pytest
 import torch
-from torch import nn
 
 import hetero
+from tests.small_net import SETTINGS, Net, Settings, assert_same, loss_of, managed, plain
 
-SETTINGS = [
-    pytest.param({"placement_policy": "cpu"}, id="cpu"),
-    pytest.param({"placement_policy": "nvme", "host_memory": "128KiB"}, id="nvme-all-on-disk"),
-]
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
     pytest.mark.parametrize("settings", SETTINGS),
 ]
 
-Settings = dict[str, object]
-
-
-class Net(nn.Module):
-    """Chunks whose parameters do not all get gradients, and a single-element parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64)
-        self.unused = nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.full((1,), 2.0))
-        self.last = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.first(x))) * self.scale
-
 
 @pytest.fixture
 def net(settings: Settings, tmp_path: Path) -> Callable[..., tuple[Net, hetero.HybridAdam]]:
     def build(**more: object) -> tuple[Net, hetero.HybridAdam]:
-        options = {"dtype": "fp32", "nvme_path": str(tmp_path), "chunk_numel": 4096}
-        torch.manual_seed(0)
-        with hetero.ZeroInitContext(**options, **settings, **more):
-            model = Net()
-        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
-        model, optimizer = hetero.initialize(model, optimizer)
-        on_disk = [
-            m for m in optimizer.engine.managed_params()
-            if not optimizer.engine.params.is_resident(m.chunk)
-        ]  # fmt: skip
-        assert bool(on_disk) == (settings["placement_policy"] == "nvme")
-        return model, optimizer
+        return managed(settings, tmp_path, **more)
 
     return build
-
-
-def plain() -> tuple[Net, torch.optim.AdamW]:
-    torch.manual_seed(0)
-    model = Net()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-
-
-def loss_of(model: nn.Module, seed: int = 1) -> torch.Tensor:
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
-    return (model(x) - 1).square().mean()
-
-
-def assert_same(model: Net, expected: Net) -> None:
-    for found, weight in zip(
-        hetero.masters(model.parameters()), expected.parameters(), strict=True
-    ):
-        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_stay_after_a_step_until_they_are_cleared(net: Callable) -> None:
@@ -106,21 +57,65 @@ def test_a_skipped_step_does_not_leave_its_clipping_behind(net: Callable) -> Non
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e9], ids=["clipping", "nothing to clip"])
-def test_a_micro_batch_after_clipping_is_refused(net: Callable, max_norm: float) -> None:
+@pytest.mark.parametrize("step_between", [False, True])
+def test_a_micro_batch_after_clipping_is_added_to_what_was_clipped(
+    net: Callable, max_norm: float, step_between: bool
+) -> None:
     model, optimizer = net()
-    loss_of(model).backward()
-    hetero.clip_grad_norm_(model.parameters(), max_norm)
-    with pytest.raises(hetero.HeteroError, match="clip after the last backward"):
-        loss_of(model).backward()
+    expected, adam = plain()
+    for each, clip, step in (
+        (model, hetero.clip_grad_norm_, optimizer.step),
+        (expected, torch.nn.utils.clip_grad_norm_, adam.step),
+    ):
+        loss_of(each).backward()
+        clip(each.parameters(), max_norm)
+        if step_between:
+            step()
+        loss_of(each, 2).backward()
+        step()
+    assert_same(model, expected)
     optimizer.engine.close()
 
 
-def test_assigned_gradients_are_refused(net: Callable) -> None:
+def test_gradients_that_are_assigned_are_taken(net: Callable) -> None:
     model, optimizer = net()
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    with pytest.raises(hetero.HeteroError, match=r"\.grad of scale was assigned"):
+    expected, adam = plain()
+    for each, step in ((model, optimizer.step), (expected, adam.step)):
+        for seed in range(2):
+            used = [p for n, p in each.named_parameters() if not n.startswith("unused")]
+            for param, grad in zip(
+                used, torch.autograd.grad(loss_of(each, seed), used), strict=True
+            ):
+                param.grad = grad
+            each.unused.weight.grad = torch.ones(8, 8)
+            if seed:
+                loss_of(each, 5).backward()  # adds to them
+            step()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_gradients_made_of_placeholders_are_refused(net: Callable) -> None:
+    model, optimizer = net()
+    loss_of(model).backward()
+    model.first.weight.grad = model.first.weight.grad + 1
+    with pytest.raises(hetero.HeteroError, match=r"first.weight is all NaN.*hetero.grads"):
         optimizer.step()
+    model.first.weight.grad = torch.ones(64, 64).to_sparse()
+    with pytest.raises(ValueError, match=r"first.weight got a .*sparse"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_a_step_without_gradients_changes_nothing(net: Callable) -> None:
+    model, optimizer = net(dtype="fp16", loss_scale_window=1)
+    before = hetero.masters(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step(lambda: 0.0)
+    assert all(map(torch.equal, hetero.masters(model.parameters()), before))
+    assert optimizer.engine.loss_scale.good_steps == 0
+    assert optimizer.engine.loss_scale.value == 65536.0
     optimizer.engine.close()
 
 

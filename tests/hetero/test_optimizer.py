@@ -181,14 +181,3 @@ def test_groups_are_fixed_after_initialize() -> None:
     with pytest.raises(ValueError, match="after hetero.initialize"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
     optimizer.engine.close()
-
-
-def test_clipping_some_parameters_only_is_refused() -> None:
-    model, optimizer = build(placement_policy="cpu", dtype="fp32")
-    tokens = batches(1)[0]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    with pytest.raises(ValueError, match="some parameters only"):
-        hetero.clip_grad_norm_(model.transformer.wte.weight, 1.0)
-    with pytest.raises(ValueError, match="norm_type"):
-        hetero.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
-    optimizer.engine.close()

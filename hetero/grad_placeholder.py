@@ -1,0 +1,359 @@
+"""What `.grad` of a managed parameter is: it stands for a gradient that the engine keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from offload.errors import HeteroError
+
+
+class GradOps(Protocol):
+    """What operations on placeholders do to the gradients that they stand for."""
+
+    def norms(self, members: Sequence[Any], norm_type: float) -> list[float]:
+        """The norm of each gradient."""
+
+    def multiply(self, members: Sequence[Any], factor: float) -> None:
+        """Multiplies each gradient."""
+
+    def clamp(self, members: Sequence[Any], low: float | None, high: float | None) -> None:
+        """Limits each element."""
+
+    def unscale(self, members: Sequence[Any], factor: float) -> bool:
+        """Multiplies each gradient; whether one has an element that is not finite."""
+
+    def forget(self, members: Sequence[Any]) -> None:
+        """Clears each gradient."""
+
+    def any_non_finite(self, members: Sequence[Any]) -> bool:
+        """Whether an element is infinite or NaN."""
+
+    def read(self, managed: Any) -> torch.Tensor:
+        """A copy of the gradient."""
+
+
+class GradOwner(Protocol):
+    """A parameter whose gradient is kept elsewhere."""
+
+    param: torch.nn.Parameter
+    grad_ops: GradOps | None
+
+    @property
+    def name(self) -> str:
+        """Its name in the model."""
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether there is a gradient now."""
+
+
+class GradPlaceholder(torch.Tensor):
+    """Has the shape of a gradient, and reads NaN.
+
+    It understands what training code does to gradients: their 2-norm and infinity norm, multiplying
+    or dividing them by a number, clamping between numbers, GradScaler's unscaling, setting them to
+    zero (which clears them, as zero_grad() does), and asking where they are finite. So
+    torch.nn.utils.clip_grad_norm_, clip_grad_value_, get_total_norm and torch.amp.GradScaler work.
+    Any other write raises HeteroError; hetero.grads() has the values.
+    """
+
+    _owner: weakref.ref[GradOwner]  # weak: the garbage collector does not see through `.grad`
+    _whole: bool  # not a view of a part of it, or in another shape
+
+    @staticmethod
+    def of(owner: GradOwner, dtype: torch.dtype) -> GradPlaceholder:
+        """The placeholder for the gradient of `owner`, in `dtype`."""
+        return GradPlaceholder._make(_nan(owner.param.shape, dtype), weakref.ref(owner), True)
+
+    @staticmethod
+    def _make(plain: torch.Tensor, owner: weakref.ref[GradOwner], whole: bool) -> GradPlaceholder:
+        made: GradPlaceholder = torch.Tensor._make_subclass(GradPlaceholder, plain)
+        made._owner = owner
+        made._whole = whole
+        return made
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """fp32 for fp16: the gradient is what is kept times a factor, in fp32.
+
+        GradScaler.unscale_() refuses fp16, in which unscaled gradients would vanish; here they
+        do not.
+        """
+        dtype = torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
+        return torch.float32 if dtype is torch.float16 else dtype
+
+    def owner(self) -> GradOwner:
+        """The parameter. Raises HeteroError if its gradient is not there any more."""
+        owner = self._owner()
+        if owner is None or not owner.has_grad:
+            raise HeteroError(
+                f"the gradient of {owner.name if owner else 'a parameter'} was cleared; what was "
+                f"its .grad stands for nothing now: take .grad again after backward()"
+            )
+        return owner
+
+    @property
+    def owner_name(self) -> str:
+        """For messages."""
+        owner = self._owner()
+        return owner.name if owner else "a parameter of a closed engine"
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"GradPlaceholder(shape={tuple(self.shape)}: the gradient of {self.owner_name} is kept "
+            f"by hetero; hetero.grads() reads it)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HeteroError(
+            f"the .grad of {self.owner_name} cannot be saved or copied, hetero keeps the gradient "
+            f"elsewhere; use hetero.grads()"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(None)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Operators arrive in __torch_dispatch__, whatever Python name they were called by; but
+        # isfinite() arrives there in pieces.
+        if func in _WHERE and isinstance(args[0], GradPlaceholder) and args[0]._whole:
+            return _where(func, args[0])
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        understood = _UNDERSTOOD.get(func)
+        if understood is not None:
+            result = understood(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        _refuse_writes(func, args, kwargs)
+        result = func(*_as_nan(args), **_as_nan(kwargs))
+        returns = func._schema.returns
+        if returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
+            # A view: writes to it must be seen too.
+            owner, whole = args[0]._owner, args[0]._whole and func in _SAME
+            return tree_map_only(
+                torch.Tensor, lambda view: GradPlaceholder._make(view, owner, whole), result
+            )
+        return result
+
+
+_WHERE = {
+    torch.isfinite: True,
+    torch.Tensor.isfinite: True,
+    torch.isnan: False,
+    torch.Tensor.isnan: False,
+    torch.isinf: False,
+    torch.Tensor.isinf: False,
+}
+
+
+def _where(func: Any, grad: GradPlaceholder) -> torch.Tensor:
+    ((ops, (owner,)),) = _by_engine([grad])
+    if ops.any_non_finite([owner]):
+        return cast(torch.Tensor, func(ops.read(owner)))
+    return torch.tensor(_WHERE[func]).expand(grad.shape)
+
+
+def _nan(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((), float("nan"), dtype=dtype).expand(shape)
+
+
+def _as_nan(values: Any) -> Any:
+    def plain(grad: GradPlaceholder) -> torch.Tensor:
+        dtype = torch.Tensor.dtype.__get__(grad)  # type: ignore[attr-defined]
+        return _nan(grad.shape, dtype)
+
+    return tree_map_only(GradPlaceholder, plain, values)
+
+
+def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not func._schema.is_mutable:
+        return
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, GradPlaceholder):
+                raise HeteroError(
+                    f"{func} would write to the gradient of {tensor.owner_name}, which hetero "
+                    f"keeps elsewhere; .grad can be clipped, clamped, multiplied by a number and "
+                    f"cleared: for anything else read it with hetero.grads() and assign a new one "
+                    f"to .grad"
+                )
+
+
+# The operators that are understood. Each gets the operator itself first and may return
+# NotImplemented: then it is a read of NaN or a refused write like any other.
+
+_Handler = Callable[..., Any]
+_Split = tuple[list[GradPlaceholder], list[torch.Tensor]]
+
+
+def _split(grads: Sequence[torch.Tensor]) -> _Split:
+    ours = [grad for grad in grads if isinstance(grad, GradPlaceholder)]
+    return ours, [grad for grad in grads if not isinstance(grad, GradPlaceholder)]
+
+
+def _whole(*grads: object) -> bool:
+    """Whether every placeholder among `grads` stands for all of its gradient."""
+    return all(grad._whole for grad in grads if isinstance(grad, GradPlaceholder))
+
+
+def _by_engine(grads: Sequence[GradPlaceholder]) -> list[tuple[GradOps, list[GradOwner]]]:
+    found: dict[int, tuple[GradOps, list[GradOwner]]] = {}
+    for grad in grads:
+        owner = grad.owner()
+        assert owner.grad_ops is not None
+        found.setdefault(id(owner.grad_ops), (owner.grad_ops, []))[1].append(owner)
+    return list(found.values())
+
+
+def _number(value: object) -> float | None:
+    """A Python number, or the one element of a tensor; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        plain = not isinstance(value, GradPlaceholder)
+        return float(value) if plain and value.numel() == 1 else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _norm_of(grad: GradPlaceholder, norm_type: float, dtype: torch.dtype | None) -> torch.Tensor:
+    ((ops, owners),) = _by_engine([grad])
+    return torch.tensor(ops.norms(owners, float(norm_type))[0], dtype=dtype or torch.float32)
+
+
+def _vector_norm(
+    func: Any,
+    grad: torch.Tensor,
+    norm_type: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    of_all = dim is None or sorted(d % grad.ndim for d in dim) == list(range(grad.ndim))
+    if not (isinstance(grad, GradPlaceholder) and grad._whole and of_all and not keepdim):
+        return NotImplemented
+    return _norm_of(grad, norm_type, dtype)
+
+
+def _foreach_norm(
+    func: Any,
+    grads: Sequence[torch.Tensor],
+    norm_type: float = 2,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    if not _whole(*grads):
+        return NotImplemented
+    ours, others = _split(grads)
+    norms = iter(func(others, norm_type, dtype=dtype) if others else [])
+    found = {
+        id(owner): torch.tensor(norm, dtype=dtype or torch.float32)
+        for ops, owners in _by_engine(ours)
+        for owner, norm in zip(owners, ops.norms(owners, float(norm_type)), strict=True)
+    }
+    return [
+        found[id(grad.owner())] if isinstance(grad, GradPlaceholder) else next(norms)
+        for grad in grads
+    ]
+
+
+def _in_place(change: Callable[..., tuple[str, tuple[Any, ...]] | None]) -> _Handler:
+    """Of an operator on one tensor or on a list of them.
+
+    From its other arguments `change` makes the name of a method of GradOps and what it takes
+    besides the members, or None for arguments that are not understood.
+    """
+
+    def handler(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        several = isinstance(target, (list, tuple))
+        grads = target if several else [target]
+        ours, others = _split(grads)
+        made = change(*args, **kwargs) if ours and _whole(*grads) else None
+        if made is None:
+            return NotImplemented
+        method, values = made
+        for ops, owners in _by_engine(ours):
+            getattr(ops, method)(owners, *values)
+        if others:
+            func(others, *args, **kwargs)
+        return None if several else target
+
+    return handler
+
+
+def _multiply(other: Any) -> tuple[str, tuple[Any, ...]] | None:
+    factor = _number(other)
+    return None if factor is None else ("multiply", (factor,))
+
+
+def _divide(other: Any) -> tuple[str, tuple[Any, ...]] | None:
+    divisor = _number(other)
+    return None if not divisor else ("multiply", (1.0 / divisor,))
+
+
+def _clamp(min: Any = None, max: Any = None) -> tuple[str, tuple[Any, ...]] | None:
+    low = None if min is None else float(min)
+    high = None if max is None else float(max)
+    return "clamp", (low, high)
+
+
+def _clamp_min(scalar: Any) -> tuple[str, tuple[Any, ...]] | None:
+    return "clamp", (float(scalar), None)
+
+
+def _clamp_max(scalar: Any) -> tuple[str, tuple[Any, ...]] | None:
+    return "clamp", (None, float(scalar))
+
+
+def _clear() -> tuple[str, tuple[Any, ...]] | None:
+    return "forget", ()
+
+
+def _unscale(
+    func: Any, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> Any:
+    if not _whole(*grads):
+        return NotImplemented
+    ours, others = _split(grads)
+    if others:
+        func(others, found_inf, inv_scale)
+    for ops, owners in _by_engine(ours):
+        if ops.unscale(owners, float(inv_scale)):
+            found_inf.fill_(1.0)
+    return None
+
+
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default}  # .data, .detach()
+_UNDERSTOOD: dict[Any, _Handler] = {
+    _aten.linalg_vector_norm.default: _vector_norm,
+    _aten._foreach_norm.Scalar: _foreach_norm,
+    _aten.mul_.Tensor: _in_place(_multiply),
+    _aten._foreach_mul_.Scalar: _in_place(_multiply),
+    _aten._foreach_mul_.Tensor: _in_place(_multiply),
+    _aten.div_.Tensor: _in_place(_divide),
+    _aten._foreach_div_.Scalar: _in_place(_divide),
+    _aten._foreach_div_.Tensor: _in_place(_divide),
+    _aten.clamp_.default: _in_place(_clamp),
+    _aten.clamp_min_.default: _in_place(_clamp_min),
+    _aten.clamp_max_.default: _in_place(_clamp_max),
+    _aten._foreach_clamp_min_.Scalar: _in_place(_clamp_min),
+    _aten._foreach_clamp_max_.Scalar: _in_place(_clamp_max),
+    _aten.zero_.default: _in_place(_clear),
+    _aten._foreach_zero_.default: _in_place(_clear),
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
