@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from offload import _native
+from tests.ranks import RankPool
 
 torch.set_num_threads(2)
 
@@ -62,3 +63,17 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
         time.sleep(0.001)
     assert own_threads() <= threads
     assert not list(tmp_path.rglob("*hetero*"))
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two ranks for all tests of the session, started when the first one needs them."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    """Four ranks, likewise."""
+    with RankPool(4) as pool:
+        yield pool

@@ -1,0 +1,241 @@
+"""Several ranks on this machine: processes in a gloo group that run one function.
+
+A *call* is one function run on every rank, in a process group of its own. The processes outlive
+calls, because importing torch takes seconds; after a failed call they are replaced, because nobody
+knows what state they are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TIMEOUT_S = 120.0
+_GRACE_S = 0.5  # after a failure, for the other ranks to say what they met
+_DUMP_S = 0.3  # for a rank to write where it is
+
+
+class RankFailure(Exception):
+    """A rank raised, died, or did not end in time; the message names it and shows where."""
+
+
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
+) -> list[Any]:
+    """function(rank, world, *args) on `world` fresh processes; the results in the ranks' order.
+
+    `function` must be importable by its module's name, and `args` and results must pickle (tensors
+    do). On each rank the default process group is gloo's over loopback, the environment has what
+    torchrun sets, and torch has one thread.
+
+    Raises RankFailure with the traceback of the rank that failed first, or, after `timeout_s`, with
+    the stacks of those that still run. No process is left.
+    """
+    with RankPool(world) as pool:
+        return pool.run(function, *args, timeout_s=timeout_s)
+
+
+@dataclass
+class _Rank:
+    process: SpawnProcess
+    connection: Connection
+    stacks: Path  # where it writes its threads' stacks when it is asked to
+
+
+class RankPool:
+    """`world` processes, started by the first run() and kept until close()."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._ranks: list[_Rank] = []
+        self._folder: Path | None = None
+        self._calls = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
+    ) -> list[Any]:
+        """One call, as run_ranks() describes it. After a failure the next run() starts anew."""
+        work = pickle.dumps((function, args))
+        if not self._ranks:
+            self._start()
+        try:
+            answers = self._call(work, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        return [pickle.loads(answer) for answer in answers]
+
+    def close(self) -> None:
+        """Ends all processes, whatever they do. Idempotent; run() starts new ones."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.process.close()
+            rank.connection.close()
+        self._ranks.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self._world):
+            ours, theirs = context.Pipe()
+            stacks = self._folder / f"stacks-{rank}"
+            process = context.Process(
+                target=_serve, args=(rank, self._world, theirs, stacks), daemon=True
+            )
+            process.start()
+            # Only the child has its end now, so that its death is an end of file here.
+            theirs.close()
+            self._ranks.append(_Rank(process, ours, stacks))
+
+    def _call(self, work: bytes, timeout_s: float) -> list[bytes]:
+        assert self._folder is not None
+        self._calls += 1
+        store = str(self._folder / f"store-{self._calls}")
+        request = pickle.dumps((store, _free_port(), timeout_s, work))
+        # A rank that died meanwhile takes no request; its end is found when answers are awaited.
+        for rank in self._ranks:
+            with contextlib.suppress(BrokenPipeError):
+                rank.connection.send_bytes(request)
+        answers = self._await_all(timeout_s)
+        # The groups end together: a connection that is closed early fails a collective elsewhere.
+        for rank in self._ranks:
+            rank.connection.send_bytes(b"end")
+        return answers
+
+    def _await_all(self, timeout_s: float) -> list[bytes]:
+        numbers = {rank.connection: number for number, rank in enumerate(self._ranks)}
+        answers: dict[int, bytes] = {}
+        failures: list[str] = []
+        deadline = time.monotonic() + timeout_s
+        while numbers:
+            ready = wait(list(numbers), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                number = numbers.pop(connection)
+                succeeded, answer = self._answer_of(number)
+                if succeeded:
+                    answers[number] = answer
+                else:
+                    failures.append(f"rank {number} of {self._world} {answer.decode()}")
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failures:
+            raise RankFailure("\n\n".join(failures))
+        if numbers:
+            running = sorted(numbers.values())
+            names = ", ".join(map(str, running))
+            where = "\n".join(f"rank {n}:\n{self._stacks_of(n)}" for n in running)
+            raise RankFailure(
+                f"of {self._world} ranks these were still running after {timeout_s:g} s: "
+                f"{names}\n{where}"
+            )
+        return [answers[number] for number in range(self._world)]
+
+    def _answer_of(self, number: int) -> tuple[bool, bytes]:
+        """Whether the rank succeeded, and its result or what became of it."""
+        rank = self._ranks[number]
+        try:
+            answer = rank.connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            rank.process.join()
+            return False, f"died with exit code {rank.process.exitcode}".encode()
+        return answer[:1] == b"+", answer[1:]
+
+    def _stacks_of(self, number: int) -> str:
+        rank = self._ranks[number]
+        assert rank.process.pid is not None
+        if not rank.stacks.exists():
+            return "(still starting)"
+        os.kill(rank.process.pid, signal.SIGUSR1)
+        time.sleep(_DUMP_S)
+        return rank.stacks.read_text()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world: int, connection: Connection, stacks: Path) -> None:
+    """A rank's process: calls, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends us
+    # The same environment as under torchrun; gloo would else look for the host's name.
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
+    )
+    torch.set_num_threads(1)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+            while True:
+                request = connection.recv_bytes()
+                connection.send_bytes(_answer(rank, world, request))
+                connection.recv_bytes()  # all ranks have answered
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                gc.collect()
+
+
+def _answer(rank: int, world: int, request: bytes) -> bytes:
+    """The call's pickled result behind a "+", or what it raised behind a "-"."""
+    try:
+        store, port, timeout_s, work = pickle.loads(request)
+        os.environ["MASTER_PORT"] = str(port)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world),
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        function, args = pickle.loads(work)
+        return b"+" + pickle.dumps(function(rank, world, *args))
+    except BaseException:
+        # The group stays: if it went, others would fail too, and hide what happened first.
+        return b"-failed:\n" + traceback.format_exc().encode()
