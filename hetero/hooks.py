@@ -10,7 +10,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.modules.module as modules
 import torch.utils.checkpoint as checkpoint_module
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -40,6 +42,11 @@ def _callers() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def _module_call() -> FrameType:
+    """The frame of the innermost module's call, from within one of its hooks."""
+    return next(frame for frame in _callers() if frame.f_code.co_filename == modules.__file__)
 
 
 def _recomputing() -> bool:
@@ -116,9 +123,13 @@ class ModuleHooks:
         )
 
     def _hook(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
+        # torch.compile must not trace into what moves parameters: here its graphs end. (The lazy
+        # form of torch.compiler.disable; importing the compiler takes a second.)
+        @_disable_dynamo
         def before(module: torch.nn.Module, args: Any) -> None:
             self._enter(module, needed)
 
+        @_disable_dynamo
         def after(module: torch.nn.Module, args: Any, output: Any) -> None:
             self._exit(module)
 
@@ -127,7 +138,7 @@ class ModuleHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _enter(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        entered = _Entered(module, sys._getframe(2), [], ExitStack())
+        entered = _Entered(module, _module_call(), [], ExitStack())
         self._entered.append(entered)
         for managed in needed:
             self._params.acquire(managed)
