@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hetero
 from tests.zoo import handwritten, pretrained
 from tests.zoo.case import Case, Where
-from tests.zoo.runs import PlainAdam, Run, initialized
+from tests.zoo.runs import PlainAdam, Run, initialized, least_host_memory
 
 STEPS = 3
 
@@ -77,7 +77,11 @@ def run_ddp(rank: int, case: Case, accumulate: int) -> Run:
 
 
 def run_hetero(rank: int, case: Case, accumulate: int, settings: dict[str, Any]) -> Run:
-    """The same with hetero, sharded over all ranks."""
+    """The same with hetero, sharded over all ranks; with a disk in the least RAM that works."""
+    if settings["placement_policy"] == "nvme":
+        stage, path = settings["zero_stage"], settings["nvme_path"]
+        least = least_host_memory(case, "fp32", path, zero_stage=stage)
+        settings = {**settings, "host_memory": least}
     model, optimizer = initialized(case, "fp32", settings)
 
     def step() -> None:

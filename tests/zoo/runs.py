@@ -138,10 +138,15 @@ def initialized(
     return hetero.initialize(model, hetero.HybridAdam(model.parameters(), **OPTIONS))
 
 
-def least_host_memory(case: Case, dtype: str, nvme_path: str) -> int:
+def least_host_memory(case: Case, dtype: str, nvme_path: str, **options: Any) -> int:
     """Bytes with which all state is on disk, as the refusal of fewer names them."""
     largest = max(p.numel() * p.element_size() for p in case.make().parameters())
-    settings = {"placement_policy": "nvme", "nvme_path": nvme_path, "host_memory": largest + 32768}
+    settings = {
+        **options,
+        "placement_policy": "nvme",
+        "nvme_path": nvme_path,
+        "host_memory": largest + 32768,
+    }
     smallest = smallest_host_memory(lambda: initialized(case, dtype, settings))
     # A model that was built and refused gives up its file with the garbage, in two rounds: its own
     # cycles, and then those of what its graphs referred to.

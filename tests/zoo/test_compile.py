@@ -59,7 +59,7 @@ def test_compiled_models_train_as_plain_ones(policy: str, how: str, tmp_path: Pa
             optim.step()
             optim.zero_grad()
     for found, weight in zip(hetero.masters(model.parameters()), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, weight.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
     if policy == "nvme":
         chunk = optimizer.engine.find(model.last.up.weight).chunk
         assert not optimizer.engine.params.is_resident(chunk)

@@ -108,10 +108,10 @@ def test_same_bits_as_plain_torch(
 def test_as_with_torchs_own_adamw(case: Case) -> None:
     """In fp32, with everything in RAM.
 
-    Both compute the same formula in another order of rounding, so an update (at most lr in size)
-    differs by a few units of 2^-24, and the next gradient by about as much, relatively. With
-    eps = 1e-4 the update follows that with a slope of at most lr / eps = 30. 1e-6 absolute, a
-    thousandth of one update, is some 50 times what 5 steps give.
+    Both compute the same formula in another order of rounding, so weights differ by some 2^-24 of
+    themselves after a step, and gradients, which are below 1 for most elements, by about as much.
+    With eps = 1e-4 an update follows that with a slope of at most lr / eps = 30: some 2e-6 a step
+    at the worst. 1e-5 is a three-hundredth of what one update moves a weight.
     """
     torch.manual_seed(0)
     plain = case.make()
@@ -131,6 +131,6 @@ def test_as_with_torchs_own_adamw(case: Case) -> None:
         plain.named_parameters(), hetero.masters(model.parameters()), strict=True
     ):
         torch.testing.assert_close(
-            master, weight.detach(), rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            master, weight.detach(), rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
         )
     optimizer.engine.close()

@@ -13,7 +13,6 @@ import hetero
 from tests.ranks import RankPool
 from tests.zoo import handwritten, pretrained
 from tests.zoo.rank_runs import both
-from tests.zoo.runs import least_host_memory
 
 pytestmark = pytest.mark.skipif(
     "zero_stage" not in {field.name for field in dataclasses.fields(hetero.Config)},
@@ -60,16 +59,14 @@ def matrix() -> list[Any]:
     ]
 
 
-def settings_of(name: str, nvme_path: Path) -> list[dict[str, Any]]:
+def settings_of(nvme_path: Path) -> list[dict[str, Any]]:
     """Every stage in RAM, and one with state on disk."""
-    host = 2 * least_host_memory(CASES[name], "fp32", str(nvme_path))
     return [
         *({"placement_policy": "cpu", "zero_stage": stage} for stage in STAGES),
         {
             "placement_policy": "nvme",
             "zero_stage": 3,
             "nvme_path": str(nvme_path),
-            "host_memory": host,
         },
     ]
 
@@ -87,7 +84,7 @@ def test_as_with_ddp(
     is less than a thousandth of one update (lr = 3e-3).
     """
     pool: RankPool = request.getfixturevalue(f"ranks{world}")
-    settings = settings_of(name, tmp_path)
+    settings = settings_of(tmp_path)
     ranks = pool.run(both, name, accumulate, settings)
     for expected, found in ranks:
         for options, run in zip(settings, found, strict=True):
