@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -123,19 +124,20 @@ class ModuleHooks:
         )
 
     def _hook(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        # torch.compile must not trace into what moves parameters: here its graphs end. (The lazy
-        # form of torch.compiler.disable; importing the compiler takes a second.)
-        @_disable_dynamo
-        def before(module: torch.nn.Module, args: Any) -> None:
-            self._enter(module, needed)
-
-        @_disable_dynamo
-        def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._exit(module)
-
-        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_pre_hook(partial(self._before, needed)))
         # always_call: after an exception too, so that nothing stays acquired.
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_hook(self._after, always_call=True))
+
+    # torch.compile must not trace into what moves parameters: here its graphs end. (This is the
+    # lazy form of torch.compiler.disable; importing the compiler takes a second.)
+
+    @_disable_dynamo
+    def _before(self, needed: list[ManagedParam], module: torch.nn.Module, args: Any) -> None:
+        self._enter(module, needed)
+
+    @_disable_dynamo
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._exit(module)
 
     def _enter(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
         entered = _Entered(module, _module_call(), [], ExitStack())
@@ -191,6 +193,12 @@ class ModuleHooks:
         raise HeteroError(
             "a managed model cannot be deep-copied: its state lives in the engine; build a second "
             "model and load model.state_dict() into it, or use hetero.masters()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HeteroError(
+            "a managed model cannot be pickled: its state lives in the engine; save "
+            "model.state_dict() and optimizer.state_dict() instead"
         )
 
     def _cast_inputs(
