@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,8 +81,9 @@ def run_hetero(rank: int, case: Case, accumulate: int, settings: dict[str, Any])
     """The same with hetero, sharded over all ranks; with a disk in the least RAM that works."""
     if settings["placement_policy"] == "nvme":
         stage, path = settings["zero_stage"], settings["nvme_path"]
-        least = least_host_memory(case, "fp32", path, zero_stage=stage)
-        settings = {**settings, "host_memory": least}
+        least = torch.tensor(least_host_memory(case, "fp32", path, zero_stage=stage))
+        dist.all_reduce(least, dist.ReduceOp.MAX)  # shards differ in size, by a padding
+        settings = {**settings, "host_memory": int(least)}
     model, optimizer = initialized(case, "fp32", settings)
 
     def step() -> None:
