@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from hetero.managed import ManagedParam
@@ -51,6 +52,7 @@ class BareUses(TorchFunctionMode):
         self._find = find
         self._params = params
 
+    @_disable_dynamo  # torch.compile must not trace into what moves parameters
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

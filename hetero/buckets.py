@@ -49,7 +49,8 @@ class _Bucket:
 @dataclass
 class _Sending:
     chunk: Chunk
-    bucket: _Bucket
+    bucket: _Bucket | None  # None: this rank has nothing, and sends zeros
+    parts: list[torch.Tensor]
     received: torch.Tensor
     receive_slot: int
     exchange: Exchange
@@ -178,8 +179,8 @@ class Buckets:
         while slot is None and self._early and self._next < len(self._order):
             # Parameters that are not used in this round keep buckets waiting: their chunks go now,
             # and what arrives later goes in the end.
-            self._send(self._order[self._next])
             self._next += 1
+            self._send(self._order[self._next - 1])
             self._finish_oldest()
             slot = self._pool.take(chunk.slots)
         if slot is None:
@@ -286,67 +287,93 @@ class Buckets:
 
     def _send(self, chunk: Chunk) -> None:
         """Starts averaging the chunk; what this rank has no gradient of counts as zero."""
-        bucket = self._open(chunk)
-        for m in self._of_chunk[chunk.id]:
-            if m in bucket.filled and m.has_grad:
-                self._sent.add(m)
-            else:
-                m.part_of(bucket.flat).zero_()
+        bucket = self._buckets.get(chunk.id)
+        if self._pool is None or (bucket is not None and bucket.state is BucketState.SENDING):
+            bucket = self._open(chunk)
         slot = self._receiving.take(chunk.slots)
         while slot is None:
             self._finish_oldest()
             slot = self._receiving.take(chunk.slots)
         received = self._receiving.arena.view(slot, chunk.slots, self._dtype)
-        exchange = self._scatter(self._world.shard, bucket.flat, received, chunk.name)
-        bucket.state = BucketState.SENDING
-        self._sending.append(_Sending(chunk, bucket, received, slot, exchange))
+        if bucket is not None:
+            bucket.state = BucketState.SENDING
+            for m in self._of_chunk[chunk.id]:
+                if m in bucket.filled and m.has_grad:
+                    self._sent.add(m)
+                else:
+                    m.part_of(bucket.flat).zero_()
+        parts = self._parts(self._world.shard, None if bucket is None else bucket.flat, received)
+        exchange = self._scatter(self._world.shard, parts, received, chunk.name)
+        self._sending.append(_Sending(chunk, bucket, parts, received, slot, exchange))
+
+    def _parts(
+        self, peers: Peers | None, flat: torch.Tensor | None, received: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What each of `peers` gets of this rank's gradient; without one, the same zeros.
+
+        This rank's own part is also where the mean is going to be.
+        """
+        if flat is not None:
+            return [flat] if peers is None else list(flat.chunk(peers.size))
+        own = received if peers is None else received.chunk(peers.size)[peers.rank]
+        own.zero_()
+        return [own] * (1 if peers is None else peers.size)
 
     def _scatter(
-        self, peers: Peers | None, flat: torch.Tensor, received: torch.Tensor, name: str
+        self,
+        peers: Peers | None,
+        parts: Sequence[torch.Tensor],
+        received: torch.Tensor,
+        name: str,
     ) -> Exchange:
-        """Sends every peer its part of `flat`; theirs of this rank's part come to `received`."""
+        """Sends every peer its part; theirs for this rank come to `received`."""
         if peers is None:
             return Exchange([])
-        parts = flat.chunk(peers.size)
         return peers.exchange(parts, received.chunk(peers.size), f"the gradient of {name}")
 
     def _average(
-        self, peers: Peers | None, flat: torch.Tensor, received: torch.Tensor, count: int
+        self, peers: Peers | None, parts: Sequence[torch.Tensor], received: torch.Tensor
     ) -> torch.Tensor:
-        """Makes this rank's part of `flat` the sum over `peers`, divided by `count`; returns it."""
+        """The mean of this rank's own part over `peers`, in the place of that part."""
         if peers is None:
-            return flat
-        mine = flat.chunk(peers.size)
-        theirs = received.chunk(peers.size)
-        parts = [mine[p] if p == peers.rank else theirs[p] for p in range(peers.size)]
-        mean_into(mine[peers.rank], parts, count)
-        return mine[peers.rank]
+            return parts[0]
+        own, theirs = parts[peers.rank], received.chunk(peers.size)
+        mean_into(
+            own, [own if p == peers.rank else theirs[p] for p in range(peers.size)], peers.size
+        )
+        return own
 
     def _finish_oldest(self) -> None:
         """Waits for the chunk that was sent first, averages it, and takes the mean home."""
         done = self._sending.pop(0)
         done.exchange.wait()
-        shard, replicas, name = self._world.shard, self._world.replicas, done.chunk.name
-        mean = self._average(shard, done.bucket.flat, done.received, self._world.ranks)
+        name, members = done.chunk.name, self._of_chunk[done.chunk.id]
+        mean = self._average(self._world.shard, done.parts, done.received)
+        replicas = self._world.replicas
         if replicas is not None:
-            received = done.received[: mean.numel()]
-            self._scatter(replicas, mean, received, name).wait()
-            part = self._average(replicas, mean, received, replicas.size)
-            replicas.exchange(
-                [part] * replicas.size, mean.chunk(replicas.size), f"the gradient of {name}"
-            ).wait()
-        self._receiving.give_back(done.receive_slot, done.chunk.slots)
-        members = self._of_chunk[done.chunk.id]
-        if done.bucket.slot is None:
+            mean = self._over_replicas(replicas, mean, name)
+        if self._pool is None:
+            assert done.bucket is not None
             done.bucket.state = BucketState.MEAN
+            done.bucket.filled.clear()
             self._grads.changed(members)
         else:
-            assert self._pool is not None
             kept = {m for m in members if m in self._kept and m.has_grad}
             for m in kept:
                 self.renew(m, True)
             self._grads.merge(done.chunk, mean, kept)
+        self._receiving.give_back(done.receive_slot, done.chunk.slots)
+        if done.bucket is not None and done.bucket.slot is not None:
+            assert self._pool is not None
             self._pool.give_back(done.bucket.slot, done.chunk.slots)
             del self._buckets[done.chunk.id]
-        done.bucket.filled.clear()
         self._kept.update(members)
+
+    def _over_replicas(self, peers: Peers, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """Makes `flat` its mean over the replicas: each averages a part and gives it to all."""
+        received = torch.empty_like(flat)
+        parts = self._parts(peers, flat, received)
+        self._scatter(peers, parts, received, name).wait()
+        own = self._average(peers, parts, received)
+        peers.exchange([own] * peers.size, parts, f"the gradient of {name}").wait()
+        return flat

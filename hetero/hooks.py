@@ -6,18 +6,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.modules.module as modules
 import torch.utils.checkpoint as checkpoint_module
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hetero.bare_uses import BareUses
 from hetero.managed import ManagedParam
-from hetero.params import Params
+from hetero.params import Params, SavedView
 from offload.errors import HeteroError
 
 
@@ -42,6 +45,11 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def _module_call() -> FrameType:
+    """The frame of the innermost module's call, from within one of its hooks."""
+    return next(frame for frame in _callers() if frame.f_code.co_filename == modules.__file__)
+
+
 def _recomputing() -> bool:
     """Whether a non-reentrant checkpoint is being recomputed, as the stack of calls tells."""
     for frame in _callers():
@@ -53,12 +61,45 @@ def _recomputing() -> bool:
     return False
 
 
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class _Others:
+    """What somebody else's hook packed."""
+
+    packed: Any
+
+
+class _OverOthers:
+    """Saved-tensor hooks that keep views of gathered copies as SavedView and leave the rest to
+    those that were in force: a non-reentrant checkpoint's, torch.autograd.graph.save_on_cpu().
+
+    autograd asks the innermost hooks only. A checkpoint counts the tensors it is given, in forward
+    and in recomputation; the views are missing in both, so its count is right.
+    """
+
+    def __init__(self, params: Params, others: Hooks) -> None:
+        self.params = params
+        self._pack_other, self._unpack_other = others
+
+    def pack(self, tensor: torch.Tensor) -> SavedView | _Others:
+        """What is kept for `tensor`."""
+        saved = self.params.pack(tensor)
+        return saved if isinstance(saved, SavedView) else _Others(self._pack_other(tensor))
+
+    def unpack(self, saved: SavedView | _Others) -> torch.Tensor:
+        """The tensor that was packed."""
+        if isinstance(saved, SavedView):
+            return self.params.unpack(saved)
+        return self._unpack_other(saved.packed)
+
+
 class ModuleHooks:
     """Brings a module's own parameters in before its forward and lets them go afterwards.
 
     While they run, autograd saves views of gathered copies as SavedView (Params.pack), so that a
-    forward holds no copies for the backward. Not so where somebody else's saved-tensor hooks are in
-    force (a non-reentrant checkpoint's): what those keep stays leased until they let it go.
+    forward holds no copies for the backward.
     """
 
     def __init__(
@@ -83,18 +124,23 @@ class ModuleHooks:
         )
 
     def _hook(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        def before(module: torch.nn.Module, args: Any) -> None:
-            self._enter(module, needed)
-
-        def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._exit(module)
-
-        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_pre_hook(partial(self._before, needed)))
         # always_call: after an exception too, so that nothing stays acquired.
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_hook(self._after, always_call=True))
+
+    # torch.compile must not trace into what moves parameters: here its graphs end. (This is the
+    # lazy form of torch.compiler.disable; importing the compiler takes a second.)
+
+    @_disable_dynamo
+    def _before(self, needed: list[ManagedParam], module: torch.nn.Module, args: Any) -> None:
+        self._enter(module, needed)
+
+    @_disable_dynamo
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._exit(module)
 
     def _enter(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        entered = _Entered(module, sys._getframe(2), [], ExitStack())
+        entered = _Entered(module, _module_call(), [], ExitStack())
         self._entered.append(entered)
         for managed in needed:
             self._params.acquire(managed)
@@ -103,20 +149,27 @@ class ModuleHooks:
             return
         if len(self._entered) == 1:
             entered.contexts.enter_context(BareUses(self._find, self._params))
-        if not self._saved_tensor_hooks_in_force():
-            entered.contexts.enter_context(
-                saved_tensors_hooks(self._params.pack, self._params.unpack)
-            )
+        hooks = self._saved_tensor_hooks()
+        if hooks is not None:
+            entered.contexts.enter_context(saved_tensors_hooks(*hooks))
             entered.packing = True
 
-    def _saved_tensor_hooks_in_force(self) -> bool:
-        """Whether autograd asks hooks already: ours, of an outer module, or somebody else's."""
+    def _saved_tensor_hooks(self) -> Hooks | None:
+        """What autograd is to ask from here on; None if it asks ours already, or must ask none."""
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is not None:
-            return top(False) is not None
-        # torch before 2.8 cannot tell. Ours we know; of others those of a non-reentrant
-        # checkpoint's recomputation matter, which runs inside its unpack hook.
-        return any(entered.packing for entered in self._entered) or _recomputing()
+        if top is None:
+            # torch before 2.8 cannot tell. Ours we know; of others those of a non-reentrant
+            # checkpoint matter, which must see all tensors if it sees any; they stay leased.
+            asked = any(entered.packing for entered in self._entered) or _recomputing()
+            return None if asked else (self._params.pack, self._params.unpack)
+        others = top(False)
+        if others is None:
+            return self._params.pack, self._params.unpack
+        owner = getattr(others[0], "__self__", None)
+        if self._params is (owner.params if isinstance(owner, _OverOthers) else owner):
+            return None
+        over = _OverOthers(self._params, others)
+        return over.pack, over.unpack
 
     def _exit(self, module: torch.nn.Module) -> None:
         # After an exception torch runs these hooks from the inside out, so the last entered is
@@ -140,6 +193,12 @@ class ModuleHooks:
         raise HeteroError(
             "a managed model cannot be deep-copied: its state lives in the engine; build a second "
             "model and load model.state_dict() into it, or use hetero.masters()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HeteroError(
+            "a managed model cannot be pickled: its state lives in the engine; save "
+            "model.state_dict() and optimizer.state_dict() instead"
         )
 
     def _cast_inputs(

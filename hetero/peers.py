@@ -21,6 +21,7 @@ from offload.errors import PeerError
 _FOREVER = timedelta(days=365)
 _TAGS = 1 << 28  # tags of requested and of common messages are kept apart by this
 _REFUSAL_BYTES = 512
+_groups_made: dict[tuple[int, ...], int] = {}  # by their ranks, which all count alike
 
 
 class Failures:
@@ -113,13 +114,20 @@ class Peers:
         # A send's memory must be there until it is taken over, even if nobody waits for it.
         self._unwaited: list[Message] = []
 
-        def group(timeout: timedelta) -> Any:
-            return dist.new_group(
-                list(self.ranks), timeout, backend="gloo", use_local_synchronization=True
-            )
+        number = _groups_made.get(self.ranks, 0)
+        _groups_made[self.ranks] = number + 1
 
-        self._group = group(timedelta(seconds=timeout_s))
-        self._requests = group(_FOREVER)
+        def group(purpose: str, timeout: timedelta) -> Any:
+            # Made directly: groups by dist.new_group() have names that are used again after they
+            # were destroyed, with the addresses of the old ones still in the store.
+            members = "-".join(map(str, self.ranks))
+            store = dist.PrefixStore(
+                f"hetero/{members}/{number}/{purpose}", dist.distributed_c10d._get_default_store()
+            )
+            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+
+        self._group = group("data", timedelta(seconds=timeout_s))
+        self._requests = group("requests", _FOREVER)
 
     def name(self, peer: int) -> str:
         """A member as users know it."""
@@ -229,11 +237,11 @@ class Peers:
 
     def next_request(self, peer: int, header: torch.Tensor) -> None:
         """Waits, as long as it takes, for a request of `peer`. Raises RuntimeError at its end."""
-        dist.recv(header, group=self._requests, group_src=peer, tag=0)
+        self._requests.recv([header], peer, 0).wait()
 
     def say(self, peer: int, header: torch.Tensor) -> None:
         """Sends `header` to where `peer` waits for requests."""
-        work = dist.isend(header, group=self._requests, group_dst=peer, tag=0)
+        work = self._requests.send([header], peer, 0)
         self._keep(Message(self, work, header, peer, "a message"))
 
     def reply(self, peer: int, header: torch.Tensor, content: torch.Tensor, what: str) -> None:
@@ -259,24 +267,21 @@ class Peers:
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
         try:
-            work = dist.isend(_bytes(tensor), group=self._group, group_dst=peer, tag=tag)
+            work = self._group.send([_bytes(tensor)], peer, tag)
         except RuntimeError as error:
             raise self.failure(peer, what, str(error)) from error
         return Message(self, work, tensor, peer, what)
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
         try:
-            work = dist.irecv(_bytes(tensor), group=self._group, group_src=peer, tag=tag)
+            work = self._group.recv([_bytes(tensor)], peer, tag)
         except RuntimeError as error:
             raise self.failure(peer, what, str(error)) from error
         return Message(self, work, tensor, peer, what)
 
     def close(self) -> None:
-        """Ends the groups."""
+        """Leaves the group."""
         self._unwaited.clear()
-        for group in (self._group, self._requests):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
         self._group = self._requests = None
 
 

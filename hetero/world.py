@@ -124,6 +124,9 @@ def _initialized() -> bool:
 def _join_launched_ranks() -> None:
     """A rank that torchrun started must not train a model of its own by mistake."""
     if not _initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Loaded after the group is there, it would keep the group's threads past its end.
+        import torch.distributed.nn.functional  # noqa: F401
+
         dist.init_process_group("gloo")
 
 

@@ -174,9 +174,7 @@ def test_training_equals_plain_torch(
     expected = losses_of(plain, lambda loss: loss.backward(), plain_step)
     nvme = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "prefetch": prefetch}
     smallest = smallest_host_memory(lambda: run(host_memory=60 << 10, **nvme))
-    # Recomputed regions hold their parameters until their backward is done: a block's 2 slots.
-    held = 2 * 4096 * 4 if isinstance(plain, Checkpointed) else 0
-    losses, masters = run(host_memory=smallest + held, **nvme)
+    losses, masters = run(host_memory=smallest, **nvme)
     assert losses == pytest.approx(expected, rel=1e-5)
     in_ram = run(placement_policy="cpu")
     assert losses == in_ram[0]

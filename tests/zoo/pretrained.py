@@ -1,0 +1,147 @@
+"""Models of the transformers and peft libraries, made tiny from their configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+from tests.zoo.case import Case, Where, tokens
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def gpt2() -> nn.Module:
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=101,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            n_positions=32,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def gpt2_checkpointed() -> nn.Module:
+    model = gpt2()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+def llama() -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1))
+
+
+def opt() -> nn.Module:
+    rest = {k: v for k, v in SMALL.items() if k != "intermediate_size"}
+    return hf.OPTForCausalLM(hf.OPTConfig(**rest, ffn_dim=64, word_embed_proj_dim=16))
+
+
+def bert() -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**SMALL))
+
+
+def t5() -> nn.Module:
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            vocab_size=101,
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def vit() -> nn.Module:
+    rest = {k: SMALL[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = hf.ViTConfig(**rest, intermediate_size=64, image_size=16, patch_size=4, num_labels=7)
+    return hf.ViTForImageClassification(config)
+
+
+def mixtral() -> nn.Module:
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(
+            **SMALL,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+        )
+    )
+
+
+def mamba() -> nn.Module:
+    return hf.MambaForCausalLM(
+        hf.MambaConfig(
+            vocab_size=101,
+            hidden_size=32,
+            num_hidden_layers=2,
+            state_size=4,
+            pad_token_id=0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def lora() -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]
+    )
+    return peft.get_peft_model(llama(), config)  # type: ignore[arg-type]
+
+
+def pictures(where: Where) -> dict[str, torch.Tensor]:
+    generator = where.generator()
+    return {
+        "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
+        "labels": torch.randint(0, 7, (2,), generator=generator),
+    }
+
+
+def labelled(where: Where) -> dict[str, torch.Tensor]:
+    found = tokens(where)
+    return {"input_ids": found, "labels": found}
+
+
+def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+LANGUAGE_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "opt": opt,
+    "bert": bert,
+    "t5": t5,
+    "mixtral": mixtral,
+    "mamba": mamba,
+    "lora": lora,
+}
+CASES = [
+    *(Case(name, make, labelled, own_loss) for name, make in LANGUAGE_MODELS.items()),
+    Case("gpt2-checkpointed", gpt2_checkpointed, labelled, own_loss),
+    Case("vit", vit, pictures, own_loss),
+]

@@ -1,0 +1,66 @@
+"""torch.compile over managed models: as plain PyTorch, to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from tests.zoo.case import Where, vectors
+from tests.zoo.handwritten import Bare, Block, ballasted
+from tests.zoo.runs import OPTIONS
+
+
+class Net(nn.Module):
+    """Blocks, and parameters used outside their module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Block(), Bare(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)) * self.first.norm.weight)
+
+
+make = ballasted(Net)
+
+
+@pytest.mark.parametrize("how", ["blocks", "model"])
+@pytest.mark.parametrize("policy", ["cpu", "nvme"])
+def test_compiled_models_train_as_plain_ones(policy: str, how: str, tmp_path: Path) -> None:
+    """The back end is eager's: what can go wrong is what is traced, and that is quick."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(
+        dtype="fp32",
+        chunk_numel=4096,
+        placement_policy=policy,
+        nvme_path=str(tmp_path),
+        host_memory="400KiB" if policy == "nvme" else None,
+    ):
+        model = make()
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), **OPTIONS))
+    torch.manual_seed(0)
+    plain = make()
+    adam = torch.optim.AdamW(plain.parameters(), **OPTIONS)
+    compiled: nn.Module = model
+    if how == "model":
+        compiled = torch.compile(model, backend="eager")
+    else:
+        model.first.compile(backend="eager")
+        model.middle.compile(backend="eager")
+    for step in range(3):
+        x = vectors(Where(step))
+        for each, optim in ((compiled, optimizer), (plain, adam)):
+            each(x).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+    for found, weight in zip(hetero.masters(model.parameters()), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
+    if policy == "nvme":
+        chunk = optimizer.engine.find(model.last.up.weight).chunk
+        assert not optimizer.engine.params.is_resident(chunk)
+    optimizer.engine.close()

@@ -1,0 +1,348 @@
+"""Common training loops, each beside the same loop in plain PyTorch, on disk and in RAM.
+
+Both optimizers compute the same formula in another order of rounding; tests/zoo/test_parity.py says
+why the weights then agree to 1e-5 under OPTIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hetero
+from tests.smallest import smallest_host_memory
+from tests.zoo.case import WIDTH, Where, ballasted, vectors
+from tests.zoo.handwritten import Attention, Bare, Block, Normed, images
+from tests.zoo.pretrained import gpt2
+from tests.zoo.runs import OPTIONS
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.parametrize("policy", ["cpu", "nvme"]),
+]
+Groups = Callable[[nn.Module], Any]
+Made = Callable[..., tuple[nn.Module, Any]]
+
+
+@pytest.fixture
+def managed(policy: str, tmp_path: Path) -> Made:
+    """Makes a model and its optimizer under hetero, mostly on disk if the policy is "nvme"."""
+
+    def build(
+        make: Callable[[], nn.Module],
+        groups: Groups | None = None,
+        more_bytes: int = 0,
+        **options: Any,
+    ) -> tuple[nn.Module, hetero.HybridAdam]:
+        def attempt(host_memory: int | None) -> tuple[nn.Module, hetero.HybridAdam]:
+            torch.manual_seed(0)
+            with hetero.ZeroInitContext(
+                placement_policy=policy,
+                nvme_path=str(tmp_path),
+                host_memory=host_memory,
+                chunk_numel=4096,
+                **{"dtype": "fp32", **options},
+            ):
+                model = ballasted(make)()
+            params = model.parameters() if groups is None else groups(model)
+            return hetero.initialize(model, hetero.HybridAdam(params, **OPTIONS))
+
+        least = smallest_host_memory(lambda: attempt(96 << 10)) if policy == "nvme" else None
+        model, optimizer = attempt(None if least is None else least + more_bytes)
+        engine = optimizer.engine
+        absent = [m for m in engine.managed_params() if not engine.params.is_resident(m.chunk)]
+        assert bool(absent) == (policy == "nvme")
+        return model, optimizer
+
+    return build
+
+
+def plain(
+    make: Callable[[], nn.Module], groups: Groups | None = None
+) -> tuple[nn.Module, torch.optim.AdamW]:
+    """The same in plain PyTorch."""
+    torch.manual_seed(0)
+    model = ballasted(make)()
+    params = model.parameters() if groups is None else groups(model)
+    return model, torch.optim.AdamW(params, **OPTIONS)
+
+
+class Chain(nn.Module):
+    """Its parts one after the other; unlike nn.Sequential it does not run the ballast."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def assert_same(model: nn.Module, expected: nn.Module, tolerance: float = 1e-5) -> None:
+    """The masters are the plain model's weights to rounding, and some weight has moved."""
+    for (name, weight), master in zip(
+        expected.named_parameters(), hetero.masters(model.parameters()), strict=True
+    ):
+        torch.testing.assert_close(
+            master,
+            weight.detach(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def loss_of(model: nn.Module, step: int, micro: int = 0) -> torch.Tensor:
+    return model(vectors(Where(step, micro))).square().mean()
+
+
+def test_accumulation_clipping_and_a_schedule(managed: Made) -> None:
+    model, optimizer = managed(Bare)
+    expected, adam = plain(Bare)
+    norms: list[list[float]] = [[], []]
+    pairs = (
+        (model, optimizer, hetero.clip_grad_norm_, norms[0]),
+        (expected, adam, torch.nn.utils.clip_grad_norm_, norms[1]),
+    )
+    for each, optim, clip, found in pairs:
+        warm = torch.optim.lr_scheduler.LinearLR(optim, 0.1, total_iters=2)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 4)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optim, [warm, cosine], [2])
+        for step in range(5):
+            for micro in range(3):
+                (loss_of(each, step, micro) / 3).backward()
+            found.append(clip(each.parameters(), 0.05).item())
+            optim.step()
+            schedule.step()
+            each.zero_grad()
+    assert min(norms[0]) > 0.05, "clipped"
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_groups_within_a_chunk(managed: Made) -> None:
+    """Weights decay, biases and norms do not, and the last block has a rate of its own."""
+
+    def make() -> nn.Module:
+        return Chain(Block(), Block())
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        chosen: dict[str, list[nn.Parameter]] = {"weight": [], "other": [], "last": []}
+        for name, param in model.named_parameters():
+            key = "last" if name.startswith("parts.1") else "weight" if param.ndim > 1 else "other"
+            chosen[key].append(param)
+        return [
+            {"params": chosen["other"], "weight_decay": 0.0},
+            {"params": chosen["weight"]},
+            {"params": chosen["last"], "lr": 1e-2, "betas": (0.5, 0.9)},
+        ]
+
+    model, optimizer = managed(make, groups)
+    expected, adam = plain(make, groups)
+    shared = {
+        optimizer.engine.find(p).chunk.id
+        for group in optimizer.param_groups[:2]
+        for p in group["params"]
+    }
+    assert len(shared) < sum(len(group["params"]) for group in optimizer.param_groups[:2])
+    for each, optim in ((model, optimizer), (expected, adam)):
+        for step in range(4):
+            loss_of(each, step).backward()
+            optim.step()
+            optim.zero_grad()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_adversaries(managed: Made) -> None:
+    """Two models with two optimizers, one's output the other's input, and a graph used twice."""
+
+    def make_generator() -> nn.Module:
+        return Chain(Block(), nn.Linear(WIDTH, WIDTH))
+
+    def make_critic() -> nn.Module:
+        return Chain(Block(), nn.Linear(WIDTH, 1))
+
+    ours = managed(make_generator), managed(make_critic)
+    theirs = plain(make_generator), plain(make_critic)
+
+    def train(pairs: Any) -> None:
+        (generator, of_generator), (critic, of_critic) = pairs
+        for step in range(3):
+            noise, real = vectors(Where(step)), vectors(Where(step, 1))
+            fake = generator(noise)
+            of_critic.zero_grad()
+            (F.softplus(critic(fake.detach())) + F.softplus(-critic(real))).mean().backward()
+            of_critic.step()
+            of_generator.zero_grad()
+            scores = critic(fake)
+            F.softplus(-scores).mean().backward(retain_graph=True)
+            (0.1 * scores.square().mean()).backward()
+            of_generator.step()
+
+    train(ours)
+    train(theirs)
+    for (model, optimizer), (expected, _) in zip(ours, theirs, strict=True):
+        assert_same(model, expected)
+        optimizer.engine.close()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps(managed: Made, mode: Callable[[], Any]) -> None:
+    """TransformerEncoder takes another path in evaluation, one fused operator of all weights."""
+    # That operator holds a whole layer's weights at once.
+    model, optimizer = managed(Attention, more_bytes=10 * 4096 * 4)
+    expected, adam = plain(Attention)
+    for step in range(3):
+        for each, optim in ((model, optimizer), (expected, adam)):
+            each.train()
+            torch.manual_seed(step)
+            loss_of(each, step).backward()
+            optim.step()
+            optim.zero_grad()
+            each.eval()
+        with mode():
+            x = vectors(Where(step, 1))
+            torch.testing.assert_close(model(x), expected(x), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(model.encoder(x), expected.encoder(x), rtol=1e-4, atol=1e-5)
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_state_dict_moves_between_plain_and_managed(managed: Made) -> None:
+    """Names, shapes and buffers are the plain model's, in both directions."""
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        return model(images(Where(step))).square().mean()
+
+    model, optimizer = managed(Normed)
+    for step in range(2):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    other, _ = plain(Normed)
+    assert list(state) == list(other.state_dict())
+    other.load_state_dict(state, strict=True)
+    with torch.no_grad():
+        assert torch.equal(loss(other, 5), loss(model, 5))
+
+    torch.manual_seed(7)
+    fresh = ballasted(Normed)()
+    fresh(images(Where(9)))
+    model.load_state_dict(fresh.state_dict())
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in fresh.state_dict().items())
+    optimizer.engine.close()
+
+
+def test_penalties_on_parameters(managed: Made) -> None:
+    """Parameters used outside any forward: right inside gathered(), NaN and no less outside."""
+
+    def penalty(model: nn.Module) -> torch.Tensor:
+        return 0.01 * sum(p.square().sum() for p in model.parameters())  # type: ignore
+
+    def make() -> nn.Module:
+        return Chain(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    model, optimizer = managed(make)
+    expected, adam = plain(make)
+    expected_loss = penalty(expected)
+    absent = [
+        p
+        for p in model.parameters()
+        if not optimizer.engine.params.is_resident(optimizer.engine.find(p).chunk)
+    ]
+    assert bool(absent) == bool(torch.isnan(penalty(model)))
+    total = 0.0
+    for param in model.parameters():
+        with hetero.gathered(param):
+            term = 0.01 * param.square().sum()
+            term.backward()
+            total += term.item()
+    expected_loss.backward()
+    assert total == pytest.approx(expected_loss.item(), rel=1e-5)
+    optimizer.step()
+    adam.step()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_half_precision_skips_steps_that_overflow(managed: Made) -> None:
+    """Beside a loop that never saw the overflowing batch."""
+
+    def train(bad_step: int | None) -> tuple[list[torch.Tensor], float]:
+        model, optimizer = managed(Block, dtype="fp16", initial_loss_scale=256.0)
+        for step in range(4):
+            loss = loss_of(model, step)
+            if step == 1 and bad_step is not None:
+                optimizer.backward(loss * float("inf"))
+                optimizer.step()
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = hetero.masters(model.parameters()), optimizer.engine.loss_scale.value
+        optimizer.engine.close()
+        return found
+
+    with_overflow, scale = train(1)
+    without, expected_scale = train(None)
+    assert scale == expected_scale / 2
+    for found, expected in zip(with_overflow, without, strict=True):
+        # Another scale is another power of two: only numbers too small for fp16 differ.
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_generation(managed: Made) -> None:
+    model, optimizer = managed(gpt2)
+    expected, _ = plain(gpt2)
+    prompt = torch.arange(1, 9).view(2, 4)
+    for each in (model, expected):
+        each.eval()
+    options = {"max_new_tokens": 6, "pad_token_id": 0}
+    for more in ({"do_sample": False}, {"do_sample": True}, {"num_beams": 2, "do_sample": False}):
+        torch.manual_seed(0)
+        found = model.generate(prompt, **options, **more)
+        torch.manual_seed(0)
+        assert torch.equal(found, expected.generate(prompt, **options, **more))
+    optimizer.engine.close()
+
+
+def test_parts_built_outside_the_context(policy: str, tmp_path: Path) -> None:
+    """A backbone that was there before, and a head built inside."""
+
+    def build() -> nn.Module:
+        return Chain(*(Block() for _ in range(6)))
+
+    torch.manual_seed(0)
+    expected = Chain(build(), Bare())
+    adam = torch.optim.AdamW(expected.parameters(), **OPTIONS)
+    torch.manual_seed(0)
+    backbone = build()
+    with hetero.ZeroInitContext(
+        dtype="fp32",
+        placement_policy=policy,
+        nvme_path=str(tmp_path),
+        chunk_numel=4096,
+        host_memory="600KiB" if policy == "nvme" else None,
+    ):
+        model = Chain(backbone, Bare())
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), **OPTIONS))
+    for each, optim in ((model, optimizer), (expected, adam)):
+        for step in range(3):
+            loss_of(each, step).backward()
+            optim.step()
+            optim.zero_grad()
+    assert_same(model, expected)
+    optimizer.engine.close()

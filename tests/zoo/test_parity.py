@@ -1,0 +1,136 @@
+"""Every model of the zoo trains with hetero as with plain PyTorch, to the last bit.
+
+The oracle's forward and backward are plain PyTorch's; its update is the one that hetero documents
+(tests/update_oracle.py), because another order of rounding would leave nothing to compare exactly.
+That torch's AdamW is the same formula is shown for each model to a tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from offload.tiers import Tier
+from tests.zoo import handwritten, pretrained
+from tests.zoo.case import Case, Where
+from tests.zoo.runs import (
+    OPTIONS,
+    STEPS,
+    Run,
+    initialized,
+    least_host_memory,
+    run_hetero,
+    run_plain,
+)
+
+CASES = {case.name: case for case in [*handwritten.CASES, *pretrained.CASES]}
+POLICIES = ("nvme", "cpu", "auto")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*checkpointing.*is deprecated:FutureWarning:transformers"),
+]
+
+
+def matrix() -> list[Any]:
+    """Case x policy x dtype x accumulation; per case three are run always, the rest is extra."""
+    rows = []
+    for number, case in enumerate(CASES.values()):
+        # The nth case of three takes the nth of these, so that all pairs occur over the cases.
+        turn = (
+            ("cpu", "auto")[number % 2],
+            ("fp32", "bf16")[number // 2 % 2],
+            (1, 3)[number % 3 > 0],
+        )
+        always = {("nvme", "fp32", 3), ("nvme", "bf16", 1), turn}
+        for policy in POLICIES:
+            for dtype in case.dtypes:
+                for accumulate in (1, 3):
+                    chosen = (policy, dtype, accumulate) in always
+                    marks = () if chosen else pytest.mark.extra
+                    name = f"{case.name}-{policy}-{dtype}-{accumulate}"
+                    rows.append(pytest.param(case, policy, dtype, accumulate, id=name, marks=marks))
+    return rows
+
+
+@functools.cache
+def expected(name: str, dtype: str, accumulate: int) -> Run:
+    """The oracle's run."""
+    return run_plain(CASES[name], dtype, accumulate)
+
+
+def settings_of(case: Case, policy: str, dtype: str, nvme_path: str) -> dict[str, Any]:
+    """Budgets: "nvme" gets the least that works, "auto" half of the state besides."""
+    if policy == "cpu":
+        return {"placement_policy": "cpu"}
+    settings = {"placement_policy": policy, "nvme_path": nvme_path}
+    settings["host_memory"] = least_host_memory(case, dtype, nvme_path)
+    if policy == "auto":
+        # Bytes an element: of the parameter, and of its gradient and record if it is trained.
+        frozen, trained = {"fp32": (4, 20), "bf16": (2, 14)}[dtype]
+        state_bytes = sum(
+            p.numel() * (trained if p.requires_grad else frozen) for p in case.make().parameters()
+        )
+        settings["host_memory"] += state_bytes // 2
+    return settings
+
+
+@pytest.mark.parametrize(("case", "policy", "dtype", "accumulate"), matrix())
+def test_same_bits_as_plain_torch(
+    case: Case, policy: str, dtype: str, accumulate: int, tmp_path: Path, nothing_left: None
+) -> None:
+    plain = expected(case.name, dtype, accumulate)
+    settings = settings_of(case, policy, dtype, str(tmp_path))
+    run = run_hetero(case, dtype, accumulate, settings)
+    assert run.losses == plain.losses
+    # The same sum in another order, given as fp32.
+    assert run.norms == pytest.approx(plain.norms, rel=2e-7)
+    assert list(run.masters) == list(plain.masters)
+    for name, master in run.masters.items():
+        assert torch.equal(master, plain.masters[name]), name
+    for name, buffer in run.buffers.items():
+        assert torch.equal(buffer, plain.buffers[name]), name
+    assert len(set(run.losses)) > 1, "training moved"
+    placed = {
+        "cpu": lambda p: {Tier.DISK} & {*p.param, *p.grad, *p.record} == set(),
+        "nvme": lambda p: p.param.count(Tier.DISK) > len(p.param) / 2,
+        "auto": lambda p: Tier.DISK in (*p.param, *p.record),
+    }
+    assert placed[policy](run.placement)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_as_with_torchs_own_adamw(case: Case) -> None:
+    """In fp32, with everything in RAM.
+
+    Both compute the same formula in another order of rounding, so weights differ by some 2^-24 of
+    themselves after a step, and gradients, which are below 1 for most elements, by about as much.
+    With eps = 1e-4 an update follows that with a slope of at most lr / eps = 30: some 2e-6 a step
+    at the worst. 1e-5 is a three-hundredth of what one update moves a weight.
+    """
+    torch.manual_seed(0)
+    plain = case.make()
+    adam = torch.optim.AdamW(plain.parameters(), **OPTIONS)
+    model, optimizer = initialized(case, "fp32", {"placement_policy": "cpu"})
+    losses: list[list[float]] = [[], []]
+    for step in range(STEPS):
+        for each, optim, found in ((plain, adam, losses[0]), (model, optimizer, losses[1])):
+            torch.manual_seed(step)
+            loss = case.loss(each, case.batch(Where(step)))
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            found.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for (name, weight), master in zip(
+        plain.named_parameters(), hetero.masters(model.parameters()), strict=True
+    ):
+        torch.testing.assert_close(
+            master, weight.detach(), rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    optimizer.engine.close()

@@ -1,0 +1,116 @@
+"""What hetero cannot do is refused by name, and what it does not do yet is expected to fail."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from tests.zoo.case import WIDTH, Where, tokens, vectors
+from tests.zoo.handwritten import Block, Normed, images
+from tests.zoo.runs import OPTIONS
+
+pytestmark = pytest.mark.parametrize("policy", ["cpu", "nvme"])
+Build = Callable[..., tuple[nn.Module, hetero.HybridAdam]]
+
+
+class WithIndices(nn.Module):
+    """An integer parameter, as quantised models have: never trained, but among parameters()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.indices = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)[..., self.indices]
+
+
+@pytest.fixture
+def build(policy: str, tmp_path: Path) -> Build:
+    def made(make: Callable[[], nn.Module], dtype: str = "fp32", trained: bool = False) -> tuple:
+        with hetero.ZeroInitContext(dtype=dtype, placement_policy=policy, nvme_path=str(tmp_path)):
+            model = make()
+        params = [p for p in model.parameters() if p.requires_grad or not trained]
+        return hetero.initialize(model, hetero.HybridAdam(params, **OPTIONS))
+
+    return made
+
+
+def test_sparse_gradients(build: Build) -> None:
+    model, optimizer = build(lambda: nn.Embedding(101, WIDTH, sparse=True))
+    with pytest.raises(ValueError, match=r"weight got a torch.sparse_coo gradient.*sparse=False"):
+        model(tokens(Where(0))).sum().backward()
+    optimizer.engine.close()
+
+
+def test_embeddings_that_renormalise_their_weight_in_forward(build: Build) -> None:
+    model, optimizer = build(lambda: nn.Embedding(101, WIDTH, max_norm=0.5))
+    with pytest.raises(hetero.HeteroError, match="weight was changed in place"):
+        model(tokens(Where(0))).sum().backward()
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_averaged_models_that_copy(build: Build) -> None:
+    model, optimizer = build(Block)
+    with pytest.raises(hetero.HeteroError, match="deep-copied.*hetero.masters"):
+        torch.optim.swa_utils.AveragedModel(model)
+    optimizer.engine.close()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=ValueError,
+    reason="initialize() refuses integer parameters in the optimizer, where torch ignores them",
+)
+def test_integer_parameters_in_the_optimizer(build: Build) -> None:
+    model, optimizer = build(WithIndices)
+    model(vectors(Where(0))).sum().backward()
+    optimizer.step()
+    optimizer.engine.close()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=hetero.UnmanagedParameterError,
+    reason="masters() and clip_grad_norm_() refuse integer parameters, which need no managing",
+)
+def test_integer_parameters_outside_the_optimizer(build: Build) -> None:
+    model, optimizer = build(WithIndices, trained=True)
+    try:
+        model(vectors(Where(0))).sum().backward()
+        hetero.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert len(hetero.masters(model.parameters())) == len(list(model.parameters()))
+    finally:
+        optimizer.engine.close()
+        gc.collect()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="all parameters take the compute dtype; batch normalisation with its statistics in fp32 "
+    "needs its parameters in fp32 too",
+)
+def test_batch_normalisation_in_bf16(build: Build) -> None:
+    model, optimizer = build(Normed, dtype="bf16")
+    try:
+        model(images(Where(0))).sum().backward()
+        optimizer.step()
+    finally:
+        optimizer.engine.close()
+
+
+def test_pickling_the_model_itself(build: Build) -> None:
+    model, optimizer = build(Block)
+    with pytest.raises(hetero.HeteroError, match="cannot be pickled.*state_dict"):
+        torch.save(model, io.BytesIO())
+    optimizer.engine.close()
