@@ -15,7 +15,6 @@ from hetero.dtypes import Dtypes
 from hetero.layout import (
     MAX_SLOT_NUMEL,
     MIN_SLOT_NUMEL,
-    SLOT_NUMEL_MULTIPLE,
     WHOLE,
     Chunk,
     Layout,
@@ -106,7 +105,7 @@ def _layouts(
     """Layouts to try: the one that suits the budget, then with ever smaller slots."""
     if config.chunk_numel is not None:
         # Divisible by the ranks, the rest is padding.
-        yield pack(specs, round_up(config.chunk_numel, SLOT_NUMEL_MULTIPLE * shard.ranks), shard)
+        yield pack(specs, round_up(config.chunk_numel, shard.slot_multiple), shard)
         return
     slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.record_bytes
     suits = min(MAX_SLOT_NUMEL, host_bytes // _SLOT_SHARE_OF_HOST // slot_bytes)

@@ -22,6 +22,7 @@ from hetero.managed import ManagedParam
 from hetero.mean import mean_into
 from hetero.peers import Exchange, Peers
 from hetero.world import World
+from offload.arena import HostArena
 from offload.errors import BudgetError, HeteroError
 from offload.pool import SlotPool
 
@@ -73,10 +74,12 @@ class Buckets:
         homes: HostHomes | None,
         pool: SlotPool | None,
         receiving: SlotPool,
+        between_replicas: HostArena | None,
         grads: Grads,
     ) -> None:
         """`members` are the trainable parameters, in the model's order; `homes` has whole GRAD
-        homes (stage 1), or `pool` slots for buckets, whose means go to `grads`.
+        homes (stage 1), or `pool` slots for buckets, whose means go to `grads`. `receiving` is for
+        other ranks' gradients, `between_replicas` for a shard of those of other replicas.
         """
         assert world.everyone is not None
         self._layout = layout
@@ -86,6 +89,7 @@ class Buckets:
         self._homes = homes
         self._pool = pool
         self._receiving = receiving
+        self._between_replicas = between_replicas
         self._grads = grads
         self.members = list(members)
         # Called before a gradient is added to what is kept (True) or takes its place (False), of
@@ -347,11 +351,11 @@ class Buckets:
         """Waits for the chunk that was sent first, averages it, and takes the mean home."""
         done = self._sending.pop(0)
         done.exchange.wait()
-        name, members = done.chunk.name, self._of_chunk[done.chunk.id]
+        members = self._of_chunk[done.chunk.id]
         mean = self._average(self._world.shard, done.parts, done.received)
         replicas = self._world.replicas
         if replicas is not None:
-            mean = self._over_replicas(replicas, mean, name)
+            self._over_replicas(replicas, mean, done.chunk)
         if self._pool is None:
             assert done.bucket is not None
             done.bucket.state = BucketState.MEAN
@@ -369,11 +373,12 @@ class Buckets:
             del self._buckets[done.chunk.id]
         self._kept.update(members)
 
-    def _over_replicas(self, peers: Peers, flat: torch.Tensor, name: str) -> torch.Tensor:
+    def _over_replicas(self, peers: Peers, flat: torch.Tensor, chunk: Chunk) -> None:
         """Makes `flat` its mean over the replicas: each averages a part and gives it to all."""
-        received = torch.empty_like(flat)
+        assert self._between_replicas is not None
+        received = self._between_replicas.view(0, chunk.slots, self._dtype)
         parts = self._parts(peers, flat, received)
-        self._scatter(peers, parts, received, name).wait()
+        self._scatter(peers, parts, received, chunk.name).wait()
         own = self._average(peers, parts, received)
-        peers.exchange([own] * peers.size, parts, f"the gradient of {name}").wait()
-        return flat
+        what = f"the gradient of {chunk.name}"
+        peers.exchange([own] * peers.size, parts, what).wait()

@@ -289,6 +289,11 @@ def _build(
             placement.receive_slots,
         )
         resources.callback(receiving.close)
+        between_replicas = (
+            pool(placement.longest_trained, slot.bucket // shard.ranks, Account.BUCKET)
+            if stage.world.replicas is not None
+            else None
+        )
         bucket_pool: SlotPool | None = None
         if shard.grads:
             trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
@@ -307,6 +312,7 @@ def _build(
             grad_homes,
             bucket_pool,
             receiving,
+            between_replicas,
             grads,
         )
         ranks = RankParts(buckets, server, gathering)

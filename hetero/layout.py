@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 
 from offload.sizes import round_up
 
@@ -81,6 +81,11 @@ class Shard:
     params: bool = True
     replicas: int = 1
 
+    @property
+    def slot_multiple(self) -> int:
+        """What divides slot_numel: whole pages for every rank, an even part per replica."""
+        return lcm(SLOT_NUMEL_MULTIPLE, self.replicas) * self.ranks
+
     def numel(self, whole: int) -> int:
         """Elements of a part of `whole` elements."""
         assert whole % self.ranks == 0, (whole, self.ranks)
@@ -138,9 +143,9 @@ def pack(params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE) -> 
     A parameter that does not fit the open chunk opens the next one; one larger than a slot gets a
     chunk of its own. A group has a chunk of its own, of as many slots as it needs. Empty
     parameters take no room. Raises ValueError for a slot size that is not a positive multiple of
-    SLOT_NUMEL_MULTIPLE for each rank.
+    shard.slot_multiple.
     """
-    multiple = SLOT_NUMEL_MULTIPLE * shard.ranks
+    multiple = shard.slot_multiple
     if slot_numel <= 0 or slot_numel % multiple:
         raise ValueError(
             f"chunk_numel must be a positive multiple of {multiple}, not {slot_numel}; "
@@ -179,7 +184,7 @@ def search_slot_numel(
     1 % of the best count as equal, and of those the largest is taken. With `group`s, each of which
     wastes part of a slot, smaller sizes are looked at too.
     """
-    multiple = SLOT_NUMEL_MULTIPLE * shard.ranks
+    multiple = shard.slot_multiple
     least = max(MIN_SLOT_NUMEL, multiple)
     total = sum(p.numel for p in params)
     upper = max(least, min(max_numel, round_up(total // 16, multiple)))

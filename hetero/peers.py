@@ -121,7 +121,7 @@ class Peers:
             # Made directly: groups by dist.new_group() have names that are used again after they
             # were destroyed, with the addresses of the old ones still in the store.
             members = "-".join(map(str, self.ranks))
-            store = dist.PrefixStore(
+            store = dist.distributed_c10d.PrefixStore(
                 f"hetero/{members}/{number}/{purpose}", dist.distributed_c10d._get_default_store()
             )
             return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)

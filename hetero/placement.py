@@ -82,6 +82,7 @@ class Placement:
     shard_slots: int = 0  # for this rank's shards of DISK-homed parameters, on their way to ranks
     bucket_slots: int = 0  # for whole gradients until they are averaged over the ranks
     receive_slots: int = 0  # for other ranks' gradients while they are averaged
+    longest_trained: int = 0  # slots of the longest chunk that is trained
     pool_bytes: int = 0  # of RAM, slots and buffers without homes
 
     @property
@@ -264,6 +265,7 @@ class _Maker:
             disk_bytes=homed[Tier.DISK],
             shard_slots=self._longest + more_gathered if Tier.DISK in param and several else 0,
             bucket_slots=self._min_grad + more_gathered if averaged and self._shard.grads else 0,
+            longest_trained=self._min_grad,
             receive_slots=self._min_grad * (2 if more_grad else 1) if averaged else 0,
         )
         if not (bare.trained_param_on_disk or Tier.DISK in grad or Tier.DISK in record):
@@ -271,6 +273,8 @@ class _Maker:
         pools = bare.gathered_slots * slot.gathered + bare.grad_slots * slot.grad
         pools += bare.shard_slots * slot.param
         pools += (bare.bucket_slots + bare.receive_slots) * slot.bucket
+        if averaged and self._shard.replicas > 1:
+            pools += self._min_grad * slot.bucket // self._shard.ranks
         pools += buffers * self._buffer_bytes(bare)
         return replace(bare, buffers=buffers, host_bytes=homed[Tier.HOST] + pools, pool_bytes=pools)
 

@@ -108,15 +108,21 @@ def traffic(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     model, optimizer = make("layers", {"chunk_numel": 16384} | options)
     engine = optimizer.engine
     counts = []
-    for step in range(4):
+
+    def quiet_traffic() -> Any:
+        """While no rank asks for anything."""
         dist.barrier()
-        before = engine.traffic
+        found = engine.traffic
+        dist.barrier()
+        return found
+
+    for step in range(4):
+        before = quiet_traffic()
         loss = model(inputs(rank, step, 128).requires_grad_()).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        dist.barrier()
-        after = engine.traffic
+        after = quiet_traffic()
         counts.append((after.sent - before.sent, after.received - before.received))
     capacity = engine.layout.slot_count * engine.layout.slot_numel
     used = {account.value: engine.ledger.used(Tier.HOST, account) for account in Account}
@@ -310,8 +316,6 @@ def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
             model, optimizer = make("experts", options)
             if rank == 0:
                 model.load_state_dict(model.state_dict())
-            dist.barrier()
-            model(inputs(rank, 0), 0)
     except hetero.HeteroError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
