@@ -188,10 +188,10 @@ def _build(
         resources.callback(made.close)
         return made
 
-    def pool(slots: int, nbytes: int, account: Account) -> HostArena | None:
+    def pool(slots: int, nbytes: int, account: Account, spare_slots: int = 0) -> HostArena | None:
         if not slots:
             return None
-        made = HostArena(slots, nbytes, ledger, account)
+        made = HostArena(slots + spare_slots, nbytes, ledger, account)
         resources.callback(made.close)
         made.commit(0, slots)
         return made
@@ -201,7 +201,14 @@ def _build(
     )
     grad_homes = homes(placement.grad, slot.grad, dtypes.torch_grad, Account.GRAD, shard.grads)
     record_homes = homes(placement.record, slot.record, torch.uint8, Account.RECORD, True)
-    gathered = pool(placement.gathered_slots, slot.gathered, Account.GATHERED)
+    # What the plan leaves of the budget lets all parameters be gathered at once, if a user wants it.
+    spare_slots = 0
+    if placement.gathered_slots and shard.ranks > 1:
+        spare_bytes = stage.host_bytes - placement.host_bytes
+        spare_slots = min(layout.slot_count, spare_bytes // slot.gathered)
+    gathered = pool(
+        placement.gathered_slots, slot.gathered, Account.GATHERED, spare_slots=spare_slots
+    )
     shard_slots = pool(placement.shard_slots, slot.param, Account.SHARD)
     grad_slots = pool(placement.grad_slots, slot.grad, Account.GRAD_SLOT)
     shape = (
@@ -233,8 +240,10 @@ def _build(
     names = [f"the chunk of {c.name}" for c in layout.chunks]
     runs = {c.id: c.slots for c in layout.chunks}
 
-    def cache(arena: HostArena, backing: Backing, order: UseOrder) -> SlotCache:
-        made = SlotCache(arena, backing, runs, order, names.__getitem__)
+    def cache(
+        arena: HostArena, backing: Backing, order: UseOrder, limit: int | None = None
+    ) -> SlotCache:
+        made = SlotCache(arena, backing, runs, order, names.__getitem__, limit)
         resources.callback(made.close)
         return made
 
@@ -269,7 +278,11 @@ def _build(
         server = ShardServer(stage.world.shard, layout, versions, shards.open, records.open_raw)
         resources.callback(server.close)
         gathering = Gathering(layout, server, shards, gathered, dtypes.torch_compute)
-        gathered_cache = cache(gathered, gathering, order) if gathered is not None else None
+        gathered_cache = (
+            cache(gathered, gathering, order, placement.gathered_slots)
+            if gathered is not None
+            else None
+        )
     store = Params(
         layout,
         param_homes,

@@ -55,8 +55,13 @@ class SlotCache:
         runs: Mapping[int, int],
         order: UseOrder,
         name_of: Callable[[int], str],
+        limit: int | None = None,
     ) -> None:
-        """`runs` (how many consecutive slots a chunk takes) and `name_of` are by chunk id."""
+        """`runs` (how many consecutive slots a chunk takes) and `name_of` are by chunk id.
+
+        Slots from `limit` on are taken only when leases leave no room below.
+        """
+        self._limit = arena.slots if limit is None else limit
         self._arena = arena
         self._backing = backing
         self._runs = runs
@@ -197,6 +202,9 @@ class SlotCache:
         if slot is None:
             gc.collect()  # leases may hang in reference cycles, of an exception's frames say
             slot = self._best_window(run, chunk, demand=True)
+        while slot is None and self._limit < self._arena.slots:
+            self._limit += 1
+            slot = self._best_window(run, chunk, demand=True)
         if slot is None:
             raise BudgetError(self._no_room(chunk, run))
         return self._take(slot, run)
@@ -214,7 +222,7 @@ class SlotCache:
         leased = self._leased_slots()
         best: tuple[int, int] | None = None
         found: int | None = None
-        firsts = range(self._arena.slots - run + 1)
+        firsts = range(self._limit - run + 1)
         for first in reversed(firsts) if run == 1 else firsts:
             if any(leased[first : first + run]):
                 continue

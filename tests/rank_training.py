@@ -309,6 +309,7 @@ def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
         elif what == "gradient":
             model, optimizer = make("experts", options)
             model(inputs(rank, 0), 0).sum().backward()
+            hetero.clip_grad_norm_(model.parameters(), 1.0)
             if rank:
                 model.inner.weight.grad = None
             optimizer.step()
