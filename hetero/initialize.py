@@ -201,7 +201,7 @@ def _build(
     )
     grad_homes = homes(placement.grad, slot.grad, dtypes.torch_grad, Account.GRAD, shard.grads)
     record_homes = homes(placement.record, slot.record, torch.uint8, Account.RECORD, True)
-    # What the plan leaves of the budget lets all parameters be gathered at once, if a user wants it.
+    # What the plan leaves of the budget lets all parameters be gathered at once, if wanted.
     spare_slots = 0
     if placement.gathered_slots and shard.ranks > 1:
         spare_bytes = stage.host_bytes - placement.host_bytes
