@@ -19,7 +19,7 @@ from hetero.initialize import initialize
 from hetero.optimizer import HybridOptimizer
 from hetero.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
 from hetero.strategies import BucketTensorShardStrategy, TensorShardStrategy
-from offload._native import set_threads
+from hetero.threads import set_threads
 from offload.errors import (
     BudgetError,
     ClosedError,
