@@ -18,7 +18,9 @@ from hetero.training.loop import train
 from hetero.training.options import TrainOptions, add_train_arguments
 from hetero.training.progress import SilentObserver, make_observer
 from hetero.training.ranks import ALONE, Ranks, joined_ranks
+from hetero.training.result import TrainResult
 from hetero.training.run_folder import RunFolder
+from offload.errors import BudgetError
 
 MODEL = {
     "model_type": "gpt2",
@@ -47,7 +49,9 @@ def script(tmp_path: Path, body: str) -> tuple[str, str]:
     prelude = f"""\
 import pathlib, sys
 from hetero.training.ranks import joined_ranks
+from hetero.training.result import TrainResult
 from hetero.training.run_folder import RunFolder
+from offload.errors import BudgetError
 path = {str(tmp_path / "run")!r}
 with joined_ranks() as ranks:
 """
@@ -137,34 +141,76 @@ def options(tmp_path: Path) -> list[str]:
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
     return [
-        *("-m", "hetero.cli", "train", "--json", "--policy", "cpu", "--dtype", "fp32"),
+        *("-m", "hetero.cli", "train", "--json", "--dtype", "fp32"),
         *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
-        *("--steps", "2", "--seq-len", "8", "--batch-size", "2"),
+        *("--steps", "3", "--seq-len", "8", "--batch-size", "2", "--threads", "1"),
+        # Rates from the first step on, so that later losses depend on the updates.
+        *("--lr", "0.01", "--warmup", "0", "--schedule", "constant"),
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "stage"),
+    [
+        (("cpu",), 3),
+        (("nvme", "--host-memory", "360KiB", "--chunk-numel", "8192"), 3),
+        pytest.param(("cpu",), 1, marks=pytest.mark.extra),
+        pytest.param(("auto",), 2, marks=pytest.mark.extra),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else f"stage-{value}",
+)
 def test_hetero_train_as_two_ranks(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    policy: tuple[str, ...],
+    stage: int,
 ) -> None:
-    more = ("--run-dir", str(tmp_path / "run"), "--threads", "1")
+    more = ("--policy", *policy, "--run-dir", str(tmp_path / "run"), "--zero-stage", str(stage))
     out, first, second = two_ranks(tmp_path, *options, *more)
     assert out.count("\n") == 1
-    assert "step 2/2" in first
+    assert "step 3/3" in first
     assert "step" not in second
     result = json.loads(out)
     assert (result["ranks"], result["status"]) == (2, "finished")
     assert len(result["peak_rss_by_rank_bytes"]) == 2
-    for key in ("sent_bytes_per_step", "received_bytes_per_step", "gather_wait_s_per_step"):
-        assert result[key] >= 0
+    # Gradients, and either updated or gathered parameters: each at least half of the model, fp32.
+    assert result["sent_bytes_per_step"] > 2 * (result["params"] // 2 * 4)
+    assert result["received_bytes_per_step"] > 2 * (result["params"] // 2 * 4)
+    assert result["gather_wait_s_per_step"] > 0
+    assert (result["bytes_per_step"]["disk_read"] > 0) == (policy[0] == "nvme")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["tokens"] for line in lines] == [2 * 2 * 8] * 2
+    assert [json.loads(line)["tokens"] for line in lines] == [2 * 2 * 8] * 3
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == result
     assert (tmp_path / "run" / "figure.png").exists()
     capsys.readouterr()
-    assert main([*options[2:], "--run-dir", str(tmp_path / "alone"), "--accumulate", "2"]) == 0
+    other = ("--policy", "cpu", "--run-dir", str(tmp_path / "alone"), "--accumulate", "2")
+    assert main([*options[2:], *other]) == 0
     # The same batches, in another grouping.
     alone = json.loads(capsys.readouterr().out)
-    assert result["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-6)
+    assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert result["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-4)
+    assert alone["losses"][-1] < alone["losses"][0] - 0.01
+
+
+def test_a_budget_for_a_share_is_not_refused_for_the_whole(
+    options: list[str], tmp_path: Path
+) -> None:
+    """What one process cannot, with this budget, two can."""
+    options += ["--policy", "cpu", "--host-memory", "400KiB", "--chunk-numel", "8192"]
+    with pytest.raises(BudgetError):
+        train_options(options[3:], RunFolder(str(tmp_path / "alone")))
+    out, _, _ = two_ranks(tmp_path, *options, "--run-dir", str(tmp_path / "run"))
+    assert json.loads(out)["status"] == "finished"
+
+
+def train_options(arguments: list[str], folder: RunFolder, ranks: Ranks = ALONE) -> TrainResult:
+    """`hetero train` with these arguments, its result."""
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    parsed = TrainOptions.from_namespace(parser.parse_args(arguments))
+    with folder:
+        return train(parsed, folder, SilentObserver(), ranks)
 
 
 class AstrayElsewhere(Ranks):
@@ -177,10 +223,7 @@ class AstrayElsewhere(Ranks):
 def test_a_loss_that_is_no_number_on_another_rank_stops_this_one(
     options: list[str], tmp_path: Path
 ) -> None:
-    parser = argparse.ArgumentParser()
-    add_train_arguments(parser)
-    parsed = TrainOptions.from_namespace(parser.parse_args(options[3:]))
-    with RunFolder(str(tmp_path / "run")) as folder:
-        result = train(parsed, folder, SilentObserver(), AstrayElsewhere())
+    arguments = [*options[3:], "--policy", "cpu"]
+    result = train_options(arguments, RunFolder(str(tmp_path / "run")), AstrayElsewhere())
     assert (result.status, result.steps) == ("failed", [])
     assert "the loss became nan in step 1" in (result.error or "")

@@ -19,8 +19,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 _UNDISTURBED: dict[str, list[Run]] = {}
 
 
-@pytest.mark.parametrize("where", SETTINGS)
-@pytest.mark.parametrize("how", [name for name in DISTURBANCES if name != "nothing"])
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        # The compiler takes seconds to load.
+        pytest.param(
+            how, where, marks=pytest.mark.extra if (how, where) == ("compiled", "stage-1") else ()
+        )
+        for how in DISTURBANCES
+        for where in SETTINGS
+        if how != "nothing"
+    ],
+)
 def test_training_goes_on_as_without(
     ranks2: RankPool, tmp_path: Path, how: str, where: str
 ) -> None:

@@ -38,12 +38,14 @@ ALWAYS = {
 # Where the least RAM that initialize() asks for does not hold the buckets of a backward whose
 # parameters get their gradients in another order than that of their chunks.
 TOO_FEW_BUCKETS = {
-    *("attention", "bare", "checkpoint", "checkpoint-nested", "embeddings", "large", "llama"),
+    *("bare", "checkpoint", "checkpoint-nested", "embeddings", "large", "llama"),
     *("mamba", "mixtral", "odd", "old-weight-norm", "opt", "own-function", "parametrized"),
     *("recurrent", "returned-bias", "structured", "t5", "vit"),
 }
-# Where it loses what some ranks have of a gradient (routed), or one gathered copy is too few.
-WRONG_IN_LEAST_MEMORY = TOO_FEW_BUCKETS | {"routed", "functional"}
+# Where it loses what some ranks have of a gradient (routed), one gathered copy is too few, or ranks
+# number the parameters of a model that drops some while it is built in different ways (attention,
+# now and then).
+WRONG_IN_LEAST_MEMORY = TOO_FEW_BUCKETS | {"routed", "functional", "attention"}
 STAGES = (1, 2, 3)
 
 
