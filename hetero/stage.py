@@ -216,7 +216,6 @@ class Stage:
             [part if part.numel() else None for part in sends],
             [part if part.numel() else None for part in receives],
             "building the model",
-            payload=False,
         ).wait()
         receives[shard.rank].copy_(sends[shard.rank])
 
