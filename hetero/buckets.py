@@ -4,6 +4,10 @@ A *round* is what one backward (or several, of different parameters) brings. In 
 the chunks in the same order, so that each send finds its receiver; a chunk goes as soon as all its
 gradients are there and all chunks before it have gone. What a rank has no gradient of it sends as
 zeros. At the end of the round the ranks tell each other which parameters got a gradient anywhere.
+
+A rank ends a round when it must: a parameter whose gradient has gone gets another one, buckets run
+out for good, or gradients are needed. Ranks that are done take part in the rounds of those that are
+not, so neither backwards nor parameters need be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from hetero.homes import HostHomes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.mean import mean_into
-from hetero.peers import Exchange, Peers
+from hetero.peers import Exchange, Lane, Peers
 from hetero.world import World
 from offload.arena import HostArena
 from offload.errors import BudgetError, HeteroError
@@ -45,6 +49,16 @@ class _Bucket:
     slot: int | None  # in the pool; None: the chunk's whole GRAD home
     state: BucketState = BucketState.FILLING
     filled: set[ManagedParam] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the ranks say at the end of a round, of all of them together."""
+
+    arrived: set[int]  # indices of the members that got a gradient
+    waiting: set[int]  # ids of chunks with gradients that have not gone
+    late: set[int]  # those of them whose turn in the round is over
+    all_done: bool  # nobody is in the middle of a backward
 
 
 @dataclass
@@ -105,12 +119,15 @@ class Buckets:
         self._sending: list[_Sending] = []
         self._kept: set[ManagedParam] = set()  # whose kept gradient is to be added to
         self._held = False
+        self._completed: list[int] | None = []  # chunk ids, until the order is learned
+        self._seen: set[ManagedParam] = set()  # arrived early, until then
         # Of this round:
+        self._begun: tuple[Exchange, list[torch.Tensor]] | None = None  # who sends early
         self._arrived: set[ManagedParam] = set()  # anywhere, once the round is over
         self._sent: set[ManagedParam] = set()  # whose gradient has gone
         self._since_held: set[ManagedParam] = set()  # arrived outside no_sync()
         self._next = 0  # in _order: the next chunk to be sent
-        self._completed: list[int] | None = []  # chunk ids, of the first round
+        self._passed: set[int] = set()  # ids of the chunks before it
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,10 +147,14 @@ class Buckets:
         """Takes a gradient that autograd made. Sets `.grad` to the placeholder."""
         if accumulate:
             managed.param.grad = managed.absent_grad  # has_grad is true again
-        else:
+        if managed in self._sent or (self._sent and not next(iter(self._sent)).has_grad):
+            self._end_round(done=False)  # another backward has begun
+        if self._early:
+            self._begin_round(True)
+        if managed.chunk.id in self._passed:
+            self._finish(managed.chunk)  # what came from other ranks is to be added to
+        elif not managed.has_grad:
             self._kept.discard(managed)
-        if managed in self._sent:
-            self._end_round()  # another backward has begun
         bucket = self._open(managed.chunk)
         into = managed.part_of(bucket.flat)
         if managed in bucket.filled and accumulate:
@@ -150,22 +171,20 @@ class Buckets:
     def settle(self, force: bool) -> None:
         """All gradients so far become means, at home. All ranks must call it.
 
-        Without `force` only if this rank has some that are not. Raises PeerError if a rank does
-        not, and then, as after any of its failures, the ranks' gradients differ: training cannot
-        go on.
+        Without `force` only if this rank has some that are not, or none at all. Raises PeerError if
+        a rank does not, and then, as after any of its failures, the ranks' gradients differ:
+        training cannot go on.
         """
-        if force or self._arrived:
-            self._end_round()
+        if force or self._arrived or not any(m.has_grad for m in self.members):
+            while not self._end_round(done=True):
+                pass  # another rank is in the middle of its backward
 
     # Memory
 
     def _open(self, chunk: Chunk) -> _Bucket:
         """The chunk's bucket, in state FILLING."""
+        self._finish(chunk)
         bucket = self._buckets.get(chunk.id)
-        if bucket is not None and bucket.state is BucketState.SENDING:
-            while bucket.state is BucketState.SENDING:
-                self._finish_oldest()
-            bucket = self._buckets.get(chunk.id)
         if bucket is None:
             bucket = self._buckets[chunk.id] = self._make(chunk)
         if bucket.state is BucketState.MEAN:
@@ -183,9 +202,12 @@ class Buckets:
         while slot is None and self._early and self._next < len(self._order):
             # Parameters that are not used in this round keep buckets waiting: their chunks go now,
             # and what arrives later goes in the end.
-            self._next += 1
-            self._send(self._order[self._next - 1])
+            self._send_next()
             self._finish_oldest()
+            slot = self._pool.take(chunk.slots)
+        if slot is None and self._early:
+            self._end_round(done=False)  # also what came later: no bucket is left in use
+            self._begin_round(True)
             slot = self._pool.take(chunk.slots)
         if slot is None:
             try:
@@ -214,41 +236,80 @@ class Buckets:
 
     # Rounds
 
+    def _begin_round(self, early: bool) -> None:
+        """Tells the others whether chunks of this rank go before the round ends; idempotent."""
+        if self._begun is None:
+            mine = torch.tensor([early], dtype=torch.uint8)
+            found = [torch.zeros_like(mine) for _ in range(self._everyone.size)]
+            found[self._everyone.rank] = mine
+            sends = [mine] * self._everyone.size
+            exchange = self._everyone.exchange(sends, found, "a backward", Lane.ROUNDS)
+            self._begun = exchange, found
+
     def _send_complete(self, chunk: Chunk) -> None:
         """Sends the chunks whose turn it is and which have all their gradients."""
-        if self._completed is not None and self._is_complete(chunk):
-            self._completed.append(chunk.id)
+        if self._completed is not None:
+            self._seen.update(m for m in self._of_chunk[chunk.id] if m in self._since_held)
+            if all(m in self._seen for m in self._of_chunk[chunk.id]):
+                self._completed.append(chunk.id)
         while self._next < len(self._order) and self._is_complete(self._order[self._next]):
-            self._send(self._order[self._next])
-            self._next += 1
+            self._send_next()
+
+    def _send_next(self) -> None:
+        chunk = self._order[self._next]
+        self._next += 1
+        self._passed.add(chunk.id)
+        self._send(chunk)
 
     def _is_complete(self, chunk: Chunk) -> bool:
         return all(m in self._since_held and m.has_grad for m in self._of_chunk[chunk.id])
 
-    def _end_round(self) -> None:
-        """Sends what is left, and learns which parameters got a gradient anywhere."""
-        if self._since_held:
+    def _end_round(self, done: bool) -> bool:
+        """Sends what is left, and learns which parameters got a gradient anywhere.
+
+        `done`: this rank is not in the middle of a backward. Returns whether all are.
+        """
+        self._begin_round(False)
+        assert self._begun is not None
+        begun, early = self._begun
+        if not early[self._everyone.rank]:
+            begun.wait()
+        any_early = bool(torch.cat(early).any())
+        if any_early:
             while self._next < len(self._order):
-                self._send(self._order[self._next])
-                self._next += 1
-        arrived, unsent = self._tell()
+                self._send_next()
+            # Before others are waited for: they may need what this rank does then, for replicas.
+            while self._sending:
+                self._finish_oldest()
+        told = self._tell(done)
+        begun.wait()
+        if any_early:
+            self._note_arrived(told.arrived)  # what is late is added to it
         for chunk in self._order:
-            if chunk.id in unsent:
+            if chunk.id in (told.late if any_early else told.waiting):
                 self._send(chunk)
         while self._sending:
             self._finish_oldest()
-        for index, managed in enumerate(self.members):
-            if index in arrived and not managed.has_grad:
-                self.renew(managed, False)
-                managed.param.grad = managed.absent_grad
-        if arrived or unsent:
+        self._note_arrived(told.arrived)
+        if any_early or told.waiting:
             self.changed()
-        if self._since_held and self._completed is not None:
-            self._learn_order()
+        self._begun = None
         self._arrived.clear()
         self._sent.clear()
         self._since_held.clear()
+        self._passed.clear()
         self._next = 0
+        if told.all_done and any_early and self._completed is not None:
+            self._learn_order()
+        return told.all_done
+
+    def _note_arrived(self, arrived: set[int]) -> None:
+        """Parameters that got a gradient on another rank only have one here, too."""
+        for index in sorted(arrived):
+            managed = self.members[index]
+            if not managed.has_grad:
+                self.renew(managed, False)
+                managed.param.grad = managed.absent_grad
 
     def _learn_order(self) -> None:
         """From now on chunks go in the order in which the first rank's became complete."""
@@ -258,42 +319,42 @@ class Buckets:
         self._everyone.broadcast(order, 0, "the end of the first backward")
         self._order = [self._layout.chunks[chunk_id] for chunk_id in order.tolist()]
         self._completed = None
+        self._seen.clear()
 
-    def _tell(self) -> tuple[set[int], set[int]]:
-        """Indices of the members that got a gradient on any rank, ids of chunks that have some
-        which has not gone."""
-        waiting = {
-            chunk_id
-            for chunk_id, bucket in self._buckets.items()
-            if bucket.state is BucketState.FILLING and any(m.has_grad for m in bucket.filled)
-        }
-        flags = torch.zeros(len(self.members) + len(self._layout.chunks) + 1, dtype=torch.uint8)
+    def _tell(self, done: bool) -> _Told:
+        """Raises HeteroError if means were made of gradients that not all ranks have cleared."""
+        members, chunks = len(self.members), len(self._layout.chunks)
+        flags = torch.zeros(2 * members + 2 * chunks + 1, dtype=torch.uint8)
+        arrived, cleared, waiting, late, busy = flags.split([members, members, chunks, chunks, 1])
         for index, managed in enumerate(self.members):
-            flags[index] = managed in self._arrived and managed.has_grad
-        for chunk_id in waiting:
-            flags[len(self.members) + chunk_id] = 1
-        flags[-1] = bool(self._since_held)
+            arrived[index] = managed in self._arrived and managed.has_grad
+            cleared[index] = managed in self._sent and not managed.has_grad
+        for chunk_id, bucket in self._buckets.items():
+            if bucket.state is BucketState.FILLING and any(m.has_grad for m in bucket.filled):
+                waiting[chunk_id] = True
+                late[chunk_id] = chunk_id in self._passed
+        busy[0] = not done
         found = self._everyone.all_gather(flags, "the end of backward")
-        for peer, other in enumerate(found):
-            if bool(other[-1]) != bool(self._since_held):
-                raise HeteroError(
-                    f"{self._everyone.name(peer)} and {self._everyone.name(self._everyone.rank)} "
-                    f"made different numbers of backward calls; all ranks must make the same"
-                )
-        anywhere = torch.stack(found).amax(dim=0).nonzero().flatten().tolist()
-        count = len(self.members)
-        return (
-            {i for i in anywhere if i < count},
-            {i - count for i in anywhere if count <= i < len(flags) - 1},
-        )
+        flags = torch.stack(found).amax(dim=0)
+        arrived, cleared, waiting, late, busy = flags.split([members, members, chunks, chunks, 1])
+        for index in (arrived & cleared).nonzero().flatten().tolist():
+            raise HeteroError(
+                f"the gradient of {self.members[index].name} was cleared on one rank after it had "
+                f"gone into the mean with that of another; when gradients are cleared before the "
+                f"step, all ranks must have made the same backward calls"
+            )
+
+        def indices(some: torch.Tensor) -> set[int]:
+            return set(some.nonzero().flatten().tolist())
+
+        return _Told(indices(arrived), indices(waiting), indices(late), not bool(busy))
 
     # Averaging
 
     def _send(self, chunk: Chunk) -> None:
         """Starts averaging the chunk; what this rank has no gradient of counts as zero."""
-        bucket = self._buckets.get(chunk.id)
-        if self._pool is None or (bucket is not None and bucket.state is BucketState.SENDING):
-            bucket = self._open(chunk)
+        self._finish(chunk)
+        bucket = self._open(chunk) if self._pool is None else self._buckets.get(chunk.id)
         slot = self._receiving.take(chunk.slots)
         while slot is None:
             self._finish_oldest()
@@ -333,7 +394,9 @@ class Buckets:
         """Sends every peer its part; theirs for this rank come to `received`."""
         if peers is None:
             return Exchange([])
-        return peers.exchange(parts, received.chunk(peers.size), f"the gradient of {name}")
+        return peers.exchange(
+            parts, received.chunk(peers.size), f"the gradient of {name}", Lane.GRADIENTS
+        )
 
     def _average(
         self, peers: Peers | None, parts: Sequence[torch.Tensor], received: torch.Tensor
@@ -346,6 +409,11 @@ class Buckets:
             own, [own if p == peers.rank else theirs[p] for p in range(peers.size)], peers.size
         )
         return own
+
+    def _finish(self, chunk: Chunk) -> None:
+        """Until no gradient of the chunk is on its way."""
+        while any(sending.chunk is chunk for sending in self._sending):
+            self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         """Waits for the chunk that was sent first, averages it, and takes the mean home."""
@@ -381,4 +449,4 @@ class Buckets:
         self._scatter(peers, parts, received, chunk.name).wait()
         own = self._average(peers, parts, received)
         what = f"the gradient of {chunk.name}"
-        peers.exchange([own] * peers.size, parts, what).wait()
+        peers.exchange([own] * peers.size, parts, what, Lane.GRADIENTS).wait()

@@ -147,7 +147,6 @@ class Clipping:
                 [mine if mine.numel() else None] * shard.size,
                 [part if part.numel() else None for part in parts],
                 f"reading the gradient of {managed.name}",
-                payload=False,
             ).wait()
             mine = whole
         return mine.view(managed.param.shape).float().mul_(managed.grad_factor)

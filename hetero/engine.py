@@ -294,6 +294,9 @@ class Engine:
             with self.records.lock:
                 self._stepper.run(groups, hyper_of)
             self.params.changed(chunks.values())
+        except ValueError:  # nothing was changed, and other ranks wait for what they have
+            self.params.changed(chunks.values())
+            raise
         finally:
             for m in members:
                 if self.params.is_resident(m.chunk):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -45,15 +45,16 @@ class ParamShards:
         if chunk in self._homes:
             yield self._homes.shard(chunk)
             return
-        yield self._lease(chunk)
+        assert self._cache is not None
+        yield self._lease(chunk, self._cache.get)
 
-    def _lease(self, chunk: Chunk) -> torch.Tensor:
+    def _lease(self, chunk: Chunk, bring: Callable[[int], None]) -> torch.Tensor:
         assert self._cache is not None
         deadline_s = time.monotonic() + self._patience_s
         while True:
             with self._lock:
                 if self._cache.has_room(chunk.id) or time.monotonic() >= deadline_s:
-                    self._cache.get(chunk.id)
+                    bring(chunk.id)
                     return self._cache.tensor(chunk.id, self._dtype)
             time.sleep(_POLL_S)  # other threads are sending from the slots
 
@@ -62,9 +63,7 @@ class ParamShards:
         if chunk in self._homes:
             return self._homes.shard(chunk)
         assert self._cache is not None
-        with self._lock:
-            self._cache.create(chunk.id)
-            return self._cache.tensor(chunk.id, self._dtype)
+        return self._lease(chunk, self._cache.create)
 
     def filled(self, chunk: Chunk) -> None:
         """The values that fill() or open() gave were changed; returns when they are home."""

@@ -7,6 +7,7 @@ them; on its own groups, which no other code uses.
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections.abc import Sequence
@@ -16,12 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.errors import PeerError
+from offload.errors import HeteroError, PeerError
 
 _FOREVER = timedelta(days=365)
 _TAGS = 1 << 28  # tags of requested and of common messages are kept apart by this
 _REFUSAL_BYTES = 512
+_TITLE_BYTES = 160  # of what a common operation is
 _groups_made: dict[tuple[int, ...], int] = {}  # by their ranks, which all count alike
+
+
+class Lane(enum.IntEnum):
+    """Common operations whose order is the same on all ranks; those of different lanes may mix."""
+
+    CALLS = 0  # of the program: each says what it is, so that different calls are told
+    GRADIENTS = 1  # of chunks, in the order of the round
+    ROUNDS = 2  # the beginning of a round
 
 
 class Failures:
@@ -63,7 +73,15 @@ class Message:
 class Reply:
     """What was asked for: first whether it comes, then it."""
 
-    def __init__(self, status: Message, refusal: torch.Tensor, content: Message, whom: str) -> None:
+    def __init__(
+        self,
+        request: Message,
+        status: Message,
+        refusal: torch.Tensor,
+        content: Message,
+        whom: str,
+    ) -> None:
+        self._request: Message | None = request  # must be there until it is taken over
         self._status = status
         self._refusal = refusal
         self._content = content
@@ -72,6 +90,7 @@ class Reply:
     def wait(self) -> None:
         """Until it is here. Raises PeerError if it does not come; idempotent."""
         self._status.wait()
+        self._request = None  # what is answered was taken over
         refusal = self._refusal.numpy().tobytes().rstrip(b"\0")
         if refusal:
             raise PeerError(f"{self._whom} refused: {refusal.decode(errors='replace')}")
@@ -101,33 +120,56 @@ class Peers:
         """`ranks` are the members' ranks in the world. All members must call this."""
         self.ranks = tuple(ranks)
         self.size = len(ranks)
-        self.rank = self.ranks.index(dist.get_rank())
+        self.rank = self.ranks.index(self._world_rank())
         self.others = [peer for peer in range(self.size) if peer != self.rank]
         self.failures = failures
         self.timeout_s = timeout_s
         self.sent_bytes = 0  # of chunks; what is needed to agree on them is not counted
         self.received_bytes = 0
         self.wait_s = 0.0
-        self._operations = 0
+        self._operations = dict.fromkeys(Lane, 0)
         self._replies = 0
         self._lock = threading.Lock()
-        # A send's memory must be there until it is taken over, even if nobody waits for it.
-        self._unwaited: list[Message] = []
+        self._farewells: list[Message] = []  # to be there until they are taken over
 
+        self._group, self._requests = self._connect()
+
+    def _world_rank(self) -> int:
+        return dist.get_rank()
+
+    def _connect(self) -> tuple[Any, Any]:
+        """The groups that carry data and requests."""
         number = _groups_made.get(self.ranks, 0)
         _groups_made[self.ranks] = number + 1
+        # Made directly: groups by dist.new_group() have names that are used again after they
+        # were destroyed, with the addresses of the old ones still in the store.
+        store = dist.distributed_c10d.PrefixStore(
+            f"hetero/{'-'.join(map(str, self.ranks))}/{number}",
+            dist.distributed_c10d._get_default_store(),
+        )
+        self._meet(store)
 
-        def group(purpose: str, timeout: timedelta) -> Any:
-            # Made directly: groups by dist.new_group() have names that are used again after they
-            # were destroyed, with the addresses of the old ones still in the store.
-            members = "-".join(map(str, self.ranks))
-            store = dist.distributed_c10d.PrefixStore(
-                f"hetero/{members}/{number}/{purpose}", dist.distributed_c10d._get_default_store()
+        def group(purpose: str) -> Any:
+            return dist.ProcessGroupGloo(
+                dist.distributed_c10d.PrefixStore(purpose, store),
+                self.rank,
+                self.size,
+                timedelta(seconds=self.timeout_s),
             )
-            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
-        self._group = group("data", timedelta(seconds=timeout_s))
-        self._requests = group("requests", _FOREVER)
+        return group("data"), group("requests")
+
+    def _meet(self, store: Any) -> None:
+        """Until all members are here; the groups would not say who is not."""
+        store.set(f"here/{self.rank}", "")
+        started = time.monotonic()
+        for peer in self.others:
+            left_s = max(0.001, self.timeout_s - (time.monotonic() - started))
+            try:
+                store.wait([f"here/{peer}"], timedelta(seconds=left_s))
+            except RuntimeError as error:
+                waited_s = time.monotonic() - started
+                raise self.failure(peer, "hetero's start", str(error), waited_s) from error
 
     def name(self, peer: int) -> str:
         """A member as users know it."""
@@ -168,15 +210,17 @@ class Peers:
         sends: Sequence[torch.Tensor | None],
         receives: Sequence[torch.Tensor | None],
         what: str,
-        payload: bool = True,
+        lane: Lane = Lane.CALLS,
     ) -> Exchange:
         """Starts sending sends[p] to, and receiving receives[p] from, every other member p.
 
-        `payload`: the bytes are a chunk's and are counted.
+        The bytes of gradients are counted. Raises HeteroError if another rank does something else.
         """
-        tag = _TAGS + self._operations % _TAGS
-        self._operations += 1
+        tag = self._next_tag(lane)
         messages = []
+        if lane is Lane.CALLS:
+            # gloo ends the process that gets more bytes than it expects.
+            messages += self._announce(sends, receives, what)
         sent_bytes = received_bytes = 0
         for peer in self.others:
             into = receives[peer]
@@ -188,16 +232,60 @@ class Peers:
             if part is not None:
                 messages.append(self._send(part, peer, tag, what))
                 sent_bytes += part.nbytes
-        if payload:
+        if lane is Lane.GRADIENTS:
             with self._lock:  # threads that answer count, too
                 self.sent_bytes += sent_bytes
                 self.received_bytes += received_bytes
         return Exchange(messages)
 
+    def _next_tag(self, lane: Lane) -> int:
+        number = self._operations[lane]
+        self._operations[lane] += 1
+        return _TAGS + (number * len(Lane) + lane) % _TAGS
+
+    def _announce(
+        self,
+        sends: Sequence[torch.Tensor | None],
+        receives: Sequence[torch.Tensor | None],
+        what: str,
+    ) -> list[Message]:
+        """Compares what this rank and those it hears from are about to do; what is still sent."""
+        tag = self._next_tag(Lane.CALLS)
+
+        def title(content: torch.Tensor) -> torch.Tensor:
+            text = f"{what} ({content.nbytes} bytes)".encode()
+            return torch.frombuffer(
+                bytearray(text[:_TITLE_BYTES].ljust(_TITLE_BYTES, b"\0")), dtype=torch.uint8
+            )
+
+        heard = []
+        for peer in self.others:
+            into = receives[peer]
+            if into is not None:
+                theirs = torch.empty(_TITLE_BYTES, dtype=torch.uint8)
+                heard.append((peer, title(into), theirs, self._receive(theirs, peer, tag, what)))
+        sent = [
+            self._send(title(part), peer, tag, what)
+            for peer in self.others
+            if (part := sends[peer]) is not None
+        ]
+        for peer, expected, theirs, message in heard:
+            message.wait()
+            if not torch.equal(theirs, expected):
+                ours, other = (
+                    t.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+                    for t in (expected, theirs)
+                )
+                raise HeteroError(
+                    f"{self.name(peer)} is at {other} while {self.name(self.rank)} is at {ours}; "
+                    f"all ranks must make the same calls"
+                )
+        return sent
+
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Every member's `tensor` (of the same shape and dtype everywhere), in their order."""
         found = [tensor if p == self.rank else torch.empty_like(tensor) for p in range(self.size)]
-        self.exchange([tensor] * self.size, found, what, payload=False).wait()
+        self.exchange([tensor] * self.size, found, what).wait()
         return found
 
     def all_gather_bytes(self, content: bytes, what: str) -> list[bytes]:
@@ -215,10 +303,10 @@ class Peers:
         """Everybody's `tensor` becomes that of member `root`."""
         if self.rank == root:
             sends: list[torch.Tensor | None] = [tensor] * self.size
-            self.exchange(sends, [None] * self.size, what, payload=False).wait()
+            self.exchange(sends, [None] * self.size, what).wait()
         else:
             receives = [tensor if p == root else None for p in range(self.size)]
-            self.exchange([None] * self.size, receives, what, payload=False).wait()
+            self.exchange([None] * self.size, receives, what).wait()
 
     # What one asks of another
 
@@ -232,17 +320,22 @@ class Peers:
         refusal = torch.empty(_REFUSAL_BYTES, dtype=torch.uint8)
         status = self._receive(refusal, peer, tag, what)
         content = self._receive(into, peer, tag + 1, what)
-        self.say(peer, header)
-        return Reply(status, refusal, content, self.name(peer))
+        return Reply(self._ask(peer, header), status, refusal, content, self.name(peer))
 
     def next_request(self, peer: int, header: torch.Tensor) -> None:
         """Waits, as long as it takes, for a request of `peer`. Raises RuntimeError at its end."""
-        self._requests.recv([header], peer, 0).wait()
+        self._requests.recv([header], peer, 0).wait(_FOREVER)
 
     def say(self, peer: int, header: torch.Tensor) -> None:
-        """Sends `header` to where `peer` waits for requests."""
-        work = self._requests.send([header], peer, 0)
-        self._keep(Message(self, work, header, peer, "a message"))
+        """Sends `header`, which is not answered, to where `peer` waits for requests."""
+        self._farewells.append(self._ask(peer, header))
+
+    def _ask(self, peer: int, header: torch.Tensor) -> Message:
+        try:
+            work = self._requests.send([header], peer, 0)
+        except RuntimeError as error:
+            raise self.failure(peer, "a request", str(error)) from error
+        return Message(self, work, header, peer, "a request")
 
     def reply(self, peer: int, header: torch.Tensor, content: torch.Tensor, what: str) -> None:
         """Answers a request; returns when `content` has been taken over."""
@@ -258,12 +351,6 @@ class Peers:
         text = why.encode()[: _REFUSAL_BYTES - 1].ljust(_REFUSAL_BYTES, b"\0")
         refusal = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._send(refusal, peer, int(header[-1]), "an answer").wait()
-
-    def _keep(self, message: Message) -> None:
-        with self._lock:
-            self._unwaited.append(message)
-            # A request that was answered has been taken over.
-            del self._unwaited[: -64 * self.size]
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
         try:
@@ -281,7 +368,7 @@ class Peers:
 
     def close(self) -> None:
         """Leaves the group."""
-        self._unwaited.clear()
+        self._farewells.clear()
         self._group = self._requests = None
 
 

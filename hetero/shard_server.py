@@ -153,7 +153,7 @@ class ShardServer:
             return
         self._closing = True
         for peer in self._peers.others:
-            with contextlib.suppress(RuntimeError):  # it is gone
+            with contextlib.suppress(PeerError):  # it is gone
                 self._peers.say(peer, torch.tensor([Kind.BYE, 0, 0, 0, 0]))
         for thread in self._threads:
             thread.join(0.0 if self._peers.failures.first else self._peers.timeout_s)

@@ -124,11 +124,11 @@ class Stage:
     def _evict(self, key: int, param: torch.nn.Parameter) -> None:
         flat = param.data.contiguous().view(-1).view(torch.uint8)
         self._nbytes[key] = flat.numel()
+        part: torch.Tensor | None = None
         if self.world.shard is None:
             self._write(key, flat)
         else:
-            self._parts[key] = flat[self._part(flat.numel(), self.world.rank)].clone()
-            self.ledger.charge(Tier.HOST, Account.INIT, self._part_bytes(flat.numel()))
+            part = flat[self._part(flat.numel(), self.world.rank)].clone()
         absent = self._absent.get(key)
         if absent is None:
             absent = torch.full((), float("nan"), dtype=param.dtype).expand(param.shape)
@@ -137,6 +137,9 @@ class Stage:
         param.data = absent
         self._away.add(key)
         self._give_up(self._charged.pop(key))
+        if part is not None:  # after the whole was given up: there is room for a part of it
+            self.ledger.charge(Tier.HOST, Account.INIT, self._part_bytes(flat.numel()))
+            self._parts[key] = part
 
     def _part_bytes(self, nbytes: int) -> int:
         """What is charged for a part: the same on all ranks, so that they evict the same."""
@@ -216,7 +219,6 @@ class Stage:
             [part if part.numel() else None for part in sends],
             [part if part.numel() else None for part in receives],
             "building the model",
-            payload=False,
         ).wait()
         receives[shard.rank].copy_(sends[shard.rank])
 
