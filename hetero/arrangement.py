@@ -47,8 +47,8 @@ class BankPlan:
     """One bank: parameters of one compute dtype, which are laid out and placed together.
 
     `held`: of several ranks each keeps the bank's gradients whole until the end of backward. Only
-    the first bank averages them earlier: if two did, a rank could wait in one for a rank that waits
-    in the other.
+    one bank, the *early* one, averages them before: if two did, a rank could wait in one for a rank
+    that waits in the other.
     """
 
     dtypes: Dtypes
@@ -183,8 +183,11 @@ def plan_banks(
     budgets: Budgets,
     shard: Shard,
     first: int = 0,
+    early: int | None = 0,
 ) -> tuple[BankPlan, ...]:
     """Banks for `kinds`, numbered from `first` on; `params` by their specs' indices.
+
+    All but number `early` are held.
 
     The last kind, which usually is small, is placed first; the first gets what is left. If that is
     not enough, the others make do with the least that they can.
@@ -202,7 +205,15 @@ def plan_banks(
                     numel = sum(round_up(spec.numel, ALIGN_NUMEL) for spec in specs)
                     chunk_numel = min(chunk_numel, numel)
                 maker = _BankMaker(
-                    model, params, specs, dtypes, config, chunk_numel, shard, first + offset
+                    model,
+                    params,
+                    specs,
+                    dtypes,
+                    config,
+                    chunk_numel,
+                    shard,
+                    number=first + offset,
+                    held=first + offset != early,
                 )
                 waiting = 0
                 if not budgets.disk and budgets.under_construction:
@@ -237,6 +248,7 @@ class _BankMaker:
     chunk_numel: int | None
     shard: Shard
     number: int
+    held: bool
 
     def fastest(self, budgets: Budgets) -> BankPlan:
         """The fastest that fits."""
@@ -264,10 +276,9 @@ class _BankMaker:
     def _place(self, layout: Layout, budgets: Budgets) -> BankPlan:
         chunk_of = {id(self.params[s.param.index]): c for c in layout.chunks for s in c.slices}
         held_together = concurrent_slots(_held_together(self.model, chunk_of))
-        held = self.number > 0
         policy = self.config.placement_policy
-        placement = place(layout, self.dtypes, policy, budgets, held_together, held)
-        return BankPlan(self.dtypes, layout, placement, held)
+        placement = place(layout, self.dtypes, policy, budgets, held_together, self.held)
+        return BankPlan(self.dtypes, layout, placement, self.held)
 
     def _layouts(self, host_bytes: int) -> Iterator[Layout]:
         """Layouts to try: the one that suits the budget, then with ever smaller slots."""

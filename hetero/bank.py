@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,12 +77,37 @@ class Bank:
     world: World
     ranks: RankParts | None
     order: UseOrder
+    held: bool  # as BankPlan says
     resources: ExitStack  # closed in the reverse order of their making
 
     @property
     def add_grad(self) -> Callable[[ManagedParam, torch.Tensor, bool], None]:
         """What takes a gradient that autograd made."""
         return self.grads.add if self.ranks is None else self.ranks.buckets.add
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements of the parameters that are trained."""
+        return sum(m.numel for m in self.members if m.chunk.trainable)
+
+    def when_held(self) -> Placement:
+        """Its placement with room for whole gradients until the end of backward."""
+        shard, made = self.layout.shard, self.placement
+        if self.held or self.ranks is None or not shard.grads:
+            return made
+        slots = sum(c.slots for c in self.layout.chunks if c.trainable)
+        more = max(0, slots - made.bucket_slots)
+        more_bytes = more * SlotBytes.of(self.layout, self.dtypes).bucket
+        return replace(
+            made, bucket_slots=made.bucket_slots + more, host_bytes=made.host_bytes + more_bytes
+        )
+
+    def hold(self) -> None:
+        """From now on its gradients stay whole until the end of backward; idempotent."""
+        if not self.held:
+            self.placement, self.held = self.when_held(), True
+            if self.ranks is not None:
+                self.resources.enter_context(self.ranks.buckets.no_sync())
 
     def leave(self) -> None:
         """Answers other ranks until none asks any more."""
@@ -333,6 +358,7 @@ def _build(
         world=world,
         ranks=ranks,
         order=order,
+        held=plan.held,
         resources=resources.pop_all(),
     )
 

@@ -417,7 +417,11 @@ class Engine:
         self._check_open()
         model = self._model()
         assert model is not None
-        for bank in extension(self, model, params):
+        new = extension(self, model, params)
+        if not all(bank.held for bank in new):
+            for bank in self.banks:
+                bank.hold()
+        for bank in new:
             self._take_over(bank)
         for hooks in self._model_hooks:
             hooks.cover(model)

@@ -52,8 +52,13 @@ def extension(
     dtypes = replace(engine.config.dtypes, rule=engine.dtypes.rule, state=engine.dtypes.state)
     kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, dtypes)
     shard, first = engine.layout.shard, len(engine.banks)
-    budgets = _budgets(engine)
-    plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first)
+    # The bank with most to train averages early.
+    trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]
+    early = None
+    if max(trained) > max(bank.trained_numel for bank in engine.banks if not bank.held):
+        early = first + trained.index(max(trained))
+    budgets = _budgets(engine, held=early is not None)
+    plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first, early)
     for _, param in specs:
         if engine.known(param) is None and engine.world.everyone is not None:
             values = param.data.contiguous()
@@ -125,12 +130,16 @@ def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> Non
             )
 
 
-def _budgets(engine: Engine) -> Budgets:
-    """What the budgets are, and what is taken of them: planned, or, if that is more, in use."""
+def _budgets(engine: Engine, held: bool) -> Budgets:
+    """What the budgets are, and what is taken of them: planned, or, if that is more, in use.
+
+    `held`: all banks that are there are going to be held.
+    """
     ledger, banks = engine.ledger, engine.banks
     limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
-    planned_host = sum(bank.placement.host_bytes for bank in banks)
-    planned_disk = sum(bank.placement.disk_bytes for bank in banks)
+    placements = [bank.when_held() if held else bank.placement for bank in banks]
+    planned_host = sum(placement.host_bytes for placement in placements)
+    planned_disk = sum(placement.disk_bytes for placement in placements)
     agree = engine.world.agree
     return Budgets(
         host=limits[Tier.HOST.value] or 0,

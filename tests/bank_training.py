@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import hetero
+from tests.rank_training import Experts
 from tests.update_oracle import Hyper, update
 
 STEPS = 5
 CHANGES_AT = 2  # the step before which a script's change happens
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4}
 KEPT = ["norm.*", "router.weight"]
-SCRIPTS = ["mixed", "unfreeze", "unfreeze-mixed", "add-frozen", "add-new"]
+SCRIPTS = ["mixed", "unfreeze", "unfreeze-mixed", "unfreeze-most", "add-frozen", "add-new"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,6 +45,9 @@ def build(script: str) -> Mixed:
     model = Mixed()
     if script.startswith("unfreeze") or script == "add-frozen":
         model.first.requires_grad_(False)
+    if script == "unfreeze-most":
+        model.requires_grad_(False)
+        model.last.bias.requires_grad_(True)
     if script == "unfreeze-mixed":
         model.norm.requires_grad_(False)
     return model
@@ -88,6 +92,7 @@ class Run:
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
     banks: int = 1
+    held: list[bool] = field(default_factory=list)
     on_disk: bool = False  # anything of the last bank
     peak: int = 0
 
@@ -124,6 +129,7 @@ def train(rank: int, world: int, script: str, options: dict[str, Any]) -> Run:
     for name, param in names.items():
         assert torch.equal(whole[name].float(), run.masters[name].to(param.dtype).float()), name
     run.banks = len(engine.banks)
+    run.held = [bank.held for bank in engine.banks]
     last = engine.banks[-1]
     run.on_disk = last.disk is not None
     run.peak = engine.ledger.peak_bytes["host"]
@@ -236,6 +242,32 @@ def assert_same(run: Run, expected: Run) -> None:
     assert list(run.masters) == list(expected.masters)
     for name, master in run.masters.items():
         assert torch.equal(master, expected.masters[name]), name
+
+
+def uneven(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Each rank uses another expert, of which one is kept in fp32, and a clipping norm."""
+    torch.manual_seed(0)
+    model = Experts(4)
+    model, optimizer = hetero.initialize(
+        model,
+        hetero.HybridAdam(model.parameters(), lr=1e-2),
+        **{"placement_policy": "cpu", "keep_fp32": ["experts.0.*"], "rank_timeout_s": 20.0}
+        | options,
+    )
+    engine = optimizer.engine
+    norms = []
+    for step in range(STEPS):
+        expert = (rank + step) % 4
+        x = model.inner(inputs(rank, step).to(torch.bfloat16)).float()
+        chosen = model.experts[expert]
+        loss = chosen(x.to(chosen.weight.dtype)).float().square().mean()
+        loss.backward()
+        norms.append(hetero.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [torch.stack(norms), *hetero.masters(model.parameters())]
+    engine.close()
+    return found
 
 
 def disagree(rank: int, world: int, how: str) -> str:

@@ -87,6 +87,22 @@ def test_two_ranks_are_the_mean_of_two(
     for run, expected in zip(found, plain, strict=True):
         assert_same(run, expected)
 
+        if script == "unfreeze-most":
+            assert run.held == [True, False], "the larger one averages during backward"
+
+
+def test_ranks_whose_gradients_are_in_different_banks(ranks2: RankPool) -> None:
+    """A rank may have none in a bank in which the other has some; stages agree in every bit."""
+    runs = [
+        found
+        for stage in (1, 2, 3)
+        for found in ranks2.run(
+            bank_training.uneven, {"zero_stage": stage, "grad_dtype": "fp32", "chunk_numel": 8192}
+        )
+    ]
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
+
 
 @pytest.mark.parametrize("how", ["order", "fewer"])
 def test_ranks_that_add_different_parameters(ranks2: RankPool, how: str) -> None:
