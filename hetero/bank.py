@@ -375,5 +375,5 @@ def _open_disk(
     scratch.reserve(nbytes)
     transfers = Transfers(io, scratch)
     resources.callback(transfers.close)
-    notes += scratch.notes + io_notes
+    notes.extend(n for n in (*scratch.notes, *io_notes) if n not in notes)
     return DiskParts(io, scratch, transfers, measuring)

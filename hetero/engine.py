@@ -517,7 +517,7 @@ class Engine:
         self._free()
 
     def _leave_ranks(self) -> None:
-        if self.world.everyone is None:
+        if self.world.shard is None:
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:  # others see this process end sooner if it does not linger
