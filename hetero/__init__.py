@@ -1,6 +1,16 @@
 """hetero: train PyTorch models whose state does not fit in memory, inside strict budgets."""
 
-from hetero.access import clip_grad_norm_, clip_grad_value_, engine_of, gathered, grads, masters
+from hetero.access import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    engine_of,
+    gathered,
+    grads,
+    masters,
+    no_sync,
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from hetero.config import Config
 from hetero.dtypes import default_dtype
 from hetero.engine import Engine
@@ -9,7 +19,7 @@ from hetero.initialize import initialize
 from hetero.optimizer import HybridOptimizer
 from hetero.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
 from hetero.strategies import BucketTensorShardStrategy, TensorShardStrategy
-from offload._native import set_threads
+from hetero.threads import set_threads
 from offload.errors import (
     BudgetError,
     ClosedError,
@@ -52,6 +62,9 @@ __all__ = [
     "grads",
     "initialize",
     "masters",
+    "no_sync",
     "parse_bytes",
+    "register_external_parameter",
     "set_threads",
+    "unregister_external_parameter",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -154,3 +154,28 @@ def clip_grad_value_(parameters: Params, clip_value: float) -> None:
     listed = _listed(parameters)
     engine = engine_of(listed)
     engine.clipping.clamp(engine.with_grads(listed), -clip_value, clip_value)
+
+
+def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Inside the block gradients are only added up on each rank, as with DDP's no_sync().
+
+    They are averaged with those of the first backward outside. Until then they are kept whole, in
+    stages 2 and 3 in addition to the shards, within host_memory (BudgetError if there is no room).
+    With one rank it changes nothing.
+    """
+    return engine_of(model.parameters()).no_sync()
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """As DeepSpeed's, so that its users' models run unchanged. It is not needed and does nothing:
+    uses outside the owner are seen as they happen.
+
+    Raises ValueError if `parameter` is no parameter, as DeepSpeed does.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise ValueError(f"parameter must be a torch.nn.Parameter, not {type(parameter).__name__}")
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Likewise."""
+    register_external_parameter(module, parameter)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.peers import Failures, Peers
+from hetero.threads import share_threads
 from offload.errors import HeteroError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class World:
         self.replicas = peers([one[place] for one in replicas])
         self.everyone = self.shard if len(replicas) == 1 else peers(everyone)
         self.local_ranks = self._count_local()
+        share_threads(self.local_ranks)
 
     @property
     def ranks(self) -> int:

@@ -57,6 +57,8 @@ struct Kernels {
   using Split = void (*)(const char* source, const SplitArrays&, std::size_t numel);
   using Join = void (*)(const SplitArrays&, char* target, std::size_t numel);
   using SumOfSquares = double (*)(const char* values, std::size_t numel);
+  using Mean = void (*)(const char* const* sources, std::size_t count, std::size_t first,
+                        std::size_t numel, char* target);
   using Stream = void (*)(const UpdateArrays&, std::size_t numel);
 
   // How a carrier is kept; the tables' columns are its dtype.
@@ -69,6 +71,7 @@ struct Kernels {
   Splits sign_carrier[kStateDtypes];
   Splits lowest_carrier[kStateDtypes];
   SumOfSquares sum_of_squares[kDtypes];
+  Mean mean[kDtypes];
   Stream stream;
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kernels.h"
+#include "mean.inl.h"
 #include "split_master.inl.h"
 #include "stream.inl.h"
 #include "sum_of_squares.inl.h"
@@ -31,6 +32,7 @@ constexpr Kernels make_kernels(std::index_sequence<numbers...>) {
                          make_splits<V, Carrier::lowest, bf16>()},
       .sum_of_squares = {sum_of_squares_block<V, fp32>, sum_of_squares_block<V, bf16>,
                          sum_of_squares_block<V, fp16>},
+      .mean = {mean_block<V, fp32>, mean_block<V, bf16>, mean_block<V, fp16>},
       .stream = stream_block<V>,
   };
 }

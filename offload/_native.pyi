@@ -252,6 +252,13 @@ def sum_of_squares(dtype: DtypeName, address: int, numel: int) -> float:
     """Sum of squares in double, in a fixed order that does not depend on threads or instruction
     set. Finite if and only if every element is finite."""
 
+def mean(dtype: DtypeName, sources: Sequence[int], target: int, numel: int) -> None:
+    """target = sum of the sources / their number, for arrays of `numel` elements of `dtype`; the
+    target may be one of them.
+
+    Summed in fp32 in the sources' order and rounded once, by the same bits for every number of
+    threads and instruction set. Raises ValueError without a source."""
+
 def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> None:
     """The memory yardstick: adds fp32[numel] `grad` to the other three arrays, in the blocks and on
     the threads of an update. Moves 28 bytes per element with next to no arithmetic."""

@@ -82,7 +82,7 @@ def train(
         for micro in range(accumulate):
             tokens = data[step * accumulate + micro]
             held = not sync_each and micro < accumulate - 1
-            with engine.no_sync() if held else contextlib.nullcontext():
+            with hetero.no_sync(model) if held else contextlib.nullcontext():
                 loss = model(input_ids=tokens, labels=tokens).loss / accumulate
                 optimizer.backward(loss)
             losses.append(loss.item())

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hetero
 from hetero.arrangement import arrange
+from hetero.layout import Shard
 from hetero.training.data import Corpus, load_corpus
 from hetero.training.models import build_model, count_parameters, model_config, model_label
 from hetero.training.options import TrainOptions
@@ -60,7 +61,9 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     with torch.device("meta"):
         shape = build_model(architecture)
         dtypes = make_optimizer(options, shape).dtypes(config)
-        arrange(shape, config, dtypes, config.host_bytes(), config.disk_bytes())
+        stage = config.zero_stage
+        shard = Shard(ranks.rank, ranks.count, grads=stage >= 2, params=stage >= 3)
+        arrange(shape, config, dtypes, config.host_bytes(), config.disk_bytes(), shard=shard)
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config):
         model = build_model(architecture)
@@ -120,6 +123,7 @@ def memory_config(
         chunk_numel=options.chunk_numel,
         io_engine=options.io_engine,
         prefetch=options.prefetch,
+        zero_stage=options.zero_stage,
     )
 
 

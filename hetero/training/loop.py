@@ -124,11 +124,11 @@ def _require_number(loss: float, step: int, options: TrainOptions) -> None:
 
 def _traffic_bytes(job: Job) -> dict[str, int]:
     traffic = job.engine.traffic
-    return {link: int(getattr(traffic, link, 0)) for link in LINKS}
+    return {link: int(getattr(traffic, link)) for link in LINKS}
 
 
 def _gather_wait_s(job: Job) -> float:
-    return float(getattr(job.engine.traffic, "gather_wait_s", 0.0))
+    return float(job.engine.gather_wait_s)
 
 
 def _memory_sample(job: Job, start_s: float) -> MemorySample:

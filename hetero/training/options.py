@@ -110,6 +110,13 @@ class TrainOptions:
     )
     io_engine: str = _option("auto", "auto, io_uring or threads", metavar="NAME", group="memory")
     prefetch: bool = _option(True, "fetch what is needed next ahead of time", group="memory")
+    zero_stage: int = _option(
+        3,
+        "what several ranks share: 1 optimizer state, 2 also gradients, 3 also parameters",
+        type=int,
+        metavar="N",
+        group="memory",
+    )
 
     steps: int = _option(90, "optimizer steps", type=int, metavar="N")
     seq_len: int = _option(128, "tokens per sequence", type=int, metavar="N")

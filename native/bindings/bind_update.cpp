@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "mean.h"
 #include "stream.h"
 #include "sum_of_squares.h"
 #include "update.h"
@@ -139,6 +140,14 @@ double bound_sum_of_squares(const std::string& dtype, Address address, std::size
   return sum_of_squares(parse_dtype(dtype), pointer(address, numel, "address"), numel);
 }
 
+void bound_mean(const std::string& dtype, const std::vector<Address>& sources, Address target,
+                std::size_t numel) {
+  if (sources.empty()) throw std::invalid_argument("a mean needs at least one source");
+  std::vector<const char*> from;
+  for (const Address source : sources) from.push_back(pointer(source, numel, "source"));
+  mean(parse_dtype(dtype), from, pointer(target, numel, "target"), numel);
+}
+
 void bound_stream(Address param, Address grad, Address exp_avg, Address exp_avg_sq,
                   std::size_t numel) {
   stream(pointer(param, numel, "param"), pointer(grad, numel, "grad"),
@@ -201,6 +210,8 @@ void bind_kernels(py::module_& module) {
              py::arg("remainder"), py::arg("carrier"), py::arg("target"), py::arg("numel"),
              NoGil());
   module.def("sum_of_squares", &bound_sum_of_squares, py::arg("dtype"), py::arg("address"),
+             py::arg("numel"), NoGil());
+  module.def("mean", &bound_mean, py::arg("dtype"), py::arg("sources"), py::arg("target"),
              py::arg("numel"), NoGil());
   module.def("stream", &bound_stream, py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
              py::arg("exp_avg_sq"), py::arg("numel"), NoGil());

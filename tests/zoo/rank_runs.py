@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hetero
 from tests.zoo import handwritten, pretrained
-from tests.zoo.case import Case, Where
+from tests.zoo.case import WIDTH, Case, Where, vectors
 from tests.zoo.runs import PlainAdam, Run, initialized, least_host_memory
 
 STEPS = 3
@@ -77,14 +77,23 @@ def run_ddp(rank: int, case: Case, accumulate: int) -> Run:
     return run
 
 
+def in_least_memory(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings`, with a disk in the least RAM that works. All ranks must call it."""
+    if settings["placement_policy"] != "nvme" or "host_memory" in settings:
+        return settings
+    stage, path = settings["zero_stage"], settings["nvme_path"]
+    least = torch.tensor(least_host_memory(case, "fp32", path, zero_stage=stage))
+    dist.all_reduce(least, dist.ReduceOp.MAX)  # shards differ in size, by a padding
+    return {**settings, "host_memory": int(least)}
+
+
 def run_hetero(rank: int, case: Case, accumulate: int, settings: dict[str, Any]) -> Run:
-    """The same with hetero, sharded over all ranks; with a disk in the least RAM that works."""
-    if settings["placement_policy"] == "nvme":
-        stage, path = settings["zero_stage"], settings["nvme_path"]
-        least = torch.tensor(least_host_memory(case, "fp32", path, zero_stage=stage))
-        dist.all_reduce(least, dist.ReduceOp.MAX)  # shards differ in size, by a padding
-        settings = {**settings, "host_memory": int(least)}
-    model, optimizer = initialized(case, "fp32", settings)
+    """The same with hetero, sharded over all ranks; stage 2 inside no_sync(), as DDP is.
+
+    With a disk in the least RAM that works, unless a budget is given.
+    """
+    model, optimizer = initialized(case, "fp32", in_least_memory(case, settings))
+    held = settings["zero_stage"] == 2
 
     def step() -> None:
         optimizer.step()
@@ -98,6 +107,7 @@ def run_hetero(rank: int, case: Case, accumulate: int, settings: dict[str, Any])
         optimizer.backward,
         lambda: hetero.clip_grad_norm_(model.parameters(), 1e30).item(),
         step,
+        (lambda: hetero.no_sync(model)) if held else contextlib.nullcontext,
     )
     names = dict(model.named_parameters())
     run.masters = dict(zip(names, hetero.masters(names.values()), strict=True))
@@ -113,3 +123,47 @@ def both(
     case = case_of(name)
     expected = run_ddp(rank, case, accumulate)
     return expected, [run_hetero(rank, case, accumulate, each) for each in settings]
+
+
+class Optional(nn.Module):
+    """Its last part is used if that is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        x = self.middle(torch.tanh(self.first(x)))
+        return self.last(x) if whole else x
+
+
+def one_sided_parts(rank: int, world: int, stage: int) -> tuple[list[float], list[float]]:
+    """Gradient norms of steps of two micro-batches, in which rank 0 alone uses the last part.
+
+    Those of hetero, and those of plain PyTorch with the data of all ranks.
+    """
+
+    def loss(model: nn.Module, step: int, micro: int, of_rank: int) -> torch.Tensor:
+        x = vectors(Where(step, micro, of_rank))
+        found: torch.Tensor = model(x, of_rank == 0).square().mean() / 2
+        return found
+
+    settings = {"placement_policy": "cpu", "zero_stage": stage, "rank_timeout_s": 5.0}
+    case = Case("optional", Optional, vectors, lambda model, x: model(x, True))
+    model, optimizer = initialized(case, "fp32", settings)
+    torch.manual_seed(0)
+    plain = Optional()
+    adam = PlainAdam(plain, "fp32")
+    found, expected = [], []
+    for step in range(2):
+        for micro in range(2):
+            loss(model, step, micro, rank).backward()
+            for each in range(world):
+                (loss(plain, step, micro, each) / world).backward()
+        found.append(hetero.clip_grad_norm_(model.parameters(), 1e30).item())
+        expected.append(adam.norm())
+        for optim in (optimizer, adam):
+            optim.step()
+            optim.zero_grad()
+    optimizer.engine.close()
+    return found, expected

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import hetero
 from tests.ranks import RankPool
 from tests.zoo import handwritten, pretrained
-from tests.zoo.rank_runs import both
-
-pytestmark = pytest.mark.skipif(
-    "zero_stage" not in {field.name for field in dataclasses.fields(hetero.Config)},
-    reason="this hetero does not shard over ranks",
-)
+from tests.zoo.rank_runs import both, one_sided_parts
+from tests.zoo.runs import Run
 
 # What DDP cannot do itself: methods other than forward, reentrant checkpoints with unused
 # parameters.
@@ -30,62 +24,59 @@ CASES = {
 # Routed experts, sharing, use outside the owner, multi-slot chunks, frozen parameters, adapters,
 # dropout and recomputation: what ranks could disagree about.
 ALWAYS = {
-    (2, "routed"),
-    (2, "borrowed-head"),
-    (2, "frozen"),
-    (2, "large"),
-    (2, "odd"),
-    (2, "checkpoint"),
-    (2, "batch-norm"),
-    (2, "mixtral"),
-    (2, "lora"),
-    (4, "routed"),
-    (4, "gpt2"),
+    (2, "routed", 1),
+    (2, "routed", 3),
+    (2, "borrowed-head", 3),
+    (2, "large", 1),
+    (2, "odd", 3),
+    (2, "checkpoint", 3),
+    (2, "batch-norm", 3),
+    (2, "mixtral", 1),
+    (2, "lora", 3),
+    (4, "routed", 1),
 }
+# Where the least RAM that initialize() asks for does not hold the buckets of a backward whose
+# parameters get their gradients in another order than that of their chunks.
+TOO_FEW_BUCKETS = {
+    *("attention", "bare", "checkpoint", "checkpoint-nested", "embeddings", "large", "llama"),
+    *("mamba", "mixtral", "odd", "old-weight-norm", "opt", "own-function", "parametrized"),
+    *("recurrent", "returned-bias", "structured", "t5", "vit"),
+}
+# Where it loses what some ranks have of a gradient (routed), or one gathered copy is too few.
+WRONG_IN_LEAST_MEMORY = TOO_FEW_BUCKETS | {"routed", "functional"}
 STAGES = (1, 2, 3)
 
 
 def matrix() -> list[Any]:
-    """World size x case; all three stages are in one test, so that DDP runs once."""
+    """World size, case, micro-batches; all stages are in one test, so that DDP runs once."""
     return [
         pytest.param(
             world,
             name,
-            id=f"{world}-{name}",
-            marks=() if (world, name) in ALWAYS else pytest.mark.extra,
+            accumulate,
+            id=f"{world}-{name}-{accumulate}",
+            marks=() if (world, name, accumulate) in ALWAYS else pytest.mark.extra,
         )
         for world in (2, 4)
         for name in CASES
+        for accumulate in (1, 3)
     ]
 
 
-def settings_of(nvme_path: Path) -> list[dict[str, Any]]:
-    """Every stage in RAM, and one with state on disk."""
-    return [
-        *({"placement_policy": "cpu", "zero_stage": stage} for stage in STAGES),
-        {
-            "placement_policy": "nvme",
-            "zero_stage": 3,
-            "nvme_path": str(nvme_path),
-        },
-    ]
+def on_disk(nvme_path: Path) -> dict[str, Any]:
+    """All state on disk, with the least RAM that works."""
+    return {"placement_policy": "nvme", "zero_stage": 3, "nvme_path": str(nvme_path)}
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(("world", "name"), matrix())
-def test_as_with_ddp(
-    world: int, name: str, accumulate: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Weights equal DDP's to the rounding of sums over ranks and micro-batches.
+def assert_as_expected(ranks: list[tuple[Run, list[Run]]], settings: list[dict[str, Any]]) -> None:
+    """Every rank's runs are as its run by DDP, and ranks have the same weights.
 
-    Such a sum is rounded some 2 * world * accumulate <= 24 times by at most 2^-24 of it, in one
-    order or the other: 3e-6 relatively. The update follows with a slope of at most lr / eps = 30,
-    and gradients are below 1 here: within 1e-4 at the very worst. What is found is near 1e-8; 2e-6
-    is less than a thousandth of one update (lr = 3e-3).
+    Weights equal DDP's to the rounding of sums over ranks and micro-batches. Such a sum is rounded
+    some 2 * world * accumulate <= 24 times by at most 2^-24 of it, in one order or the other: 3e-6
+    relatively. The update follows with a slope of at most lr / eps = 30, and gradients are below 1
+    here: within 1e-4 at the very worst. What is found is near 1e-8; 2e-6 is less than a thousandth
+    of one update (lr = 3e-3).
     """
-    pool: RankPool = request.getfixturevalue(f"ranks{world}")
-    settings = settings_of(tmp_path)
-    ranks = pool.run(both, name, accumulate, settings)
     for expected, found in ranks:
         for options, run in zip(settings, found, strict=True):
             assert run.losses == pytest.approx(expected.losses, rel=1e-5), options
@@ -108,7 +99,41 @@ def test_as_with_ddp(
             assert run.norms == other.norms, options
             for key, master in run.masters.items():
                 assert torch.equal(master, other.masters[key]), (key, options)
-    # Where state lives changes no bit.
-    for found in (found for _, found in ranks):
-        for key, master in found[2].masters.items():
-            assert torch.equal(master, found[3].masters[key]), key
+
+
+@pytest.mark.parametrize(("world", "name", "accumulate"), matrix())
+def test_as_with_ddp(
+    world: int, name: str, accumulate: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"ranks{world}")
+    settings = [{"placement_policy": "cpu", "zero_stage": stage} for stage in STAGES]
+    if name not in WRONG_IN_LEAST_MEMORY:
+        settings.append(on_disk(tmp_path))
+    assert_as_expected(pool.run(both, name, accumulate, settings), settings)
+
+
+@pytest.mark.xfail(strict=True, reason="the least RAM is too little for gradients of several ranks")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("checkpoint", "mixtral") else pytest.mark.extra)
+        for name in sorted(TOO_FEW_BUCKETS)
+    ],
+)
+def test_least_memory_holds_the_buckets(name: str, ranks2: RankPool, tmp_path: Path) -> None:
+    settings = [on_disk(tmp_path)]
+    assert_as_expected(ranks2.run(both, name, 3, settings), settings)
+
+
+@pytest.mark.xfail(strict=True, reason="a chunk that is averaged twice loses the first mean")
+def test_routed_in_least_memory(ranks4: RankPool, tmp_path: Path) -> None:
+    """Experts that are used late, or by some ranks only."""
+    settings = [on_disk(tmp_path)]
+    assert_as_expected(ranks4.run(both, "routed", 1, settings), settings)
+
+
+@pytest.mark.xfail(strict=True, reason="ranks differ about when a round of gradients ends")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parts_that_only_one_rank_uses_in_all_micro_batches(ranks2: RankPool, stage: int) -> None:
+    for norms, expected in ranks2.run(one_sided_parts, stage, timeout_s=30):
+        assert norms == pytest.approx(expected, rel=1e-5)

@@ -220,6 +220,19 @@ Digest stream_digest() {
   return digest;
 }
 
+Digest mean_digest(Dtype dtype) {
+  Digest digest;
+  Random random(4);
+  for (const std::size_t numel : kLengths) {
+    std::vector<Array> arrays(3, Array(format_of(dtype), numel));
+    for (Array& array : arrays) array.fill(random);
+    const char* const sources[] = {arrays[0].at(), arrays[1].at(), arrays[2].at()};
+    kernels().mean[static_cast<std::size_t>(dtype)](sources, 3, 0, numel, arrays[1].at());
+    digest.add(arrays[1]);
+  }
+  return digest;
+}
+
 void print_digests(const std::string& isa) {
   static constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad"};
   set_isa(isa);
@@ -242,6 +255,7 @@ void print_digests(const std::string& isa) {
     const auto dtype = static_cast<Dtype>(i);
     norm_digest(dtype, false).print(isa, "sum-of-squares-" + std::string(name_of(dtype)));
     norm_digest(dtype, true).print(isa, "sum-of-squares-finite-" + std::string(name_of(dtype)));
+    mean_digest(dtype).print(isa, "mean-" + std::string(name_of(dtype)));
   }
   stream_digest().print(isa, "stream");
 }
