@@ -163,13 +163,13 @@ class HeteroStep:
 
     def sample(self, steps: int) -> dict[str, float]:
         """Means of `steps` steps in a row, the last one's writes included; bytes are exact."""
-        traffic, stats = self._engine.traffic, self._engine._pipeline.stats
+        traffic, stats = self._engine.traffic, self._engine.banks[0].pipeline.stats
         begin_s = time.perf_counter()
         for _ in range(steps):
             self._optimizer.step()
         self._engine.synchronize()
         seconds = time.perf_counter() - begin_s
-        traffic_after, stats_after = self._engine.traffic, self._engine._pipeline.stats
+        traffic_after, stats_after = self._engine.traffic, self._engine.banks[0].pipeline.stats
         timers = ("adam_s", "read_wait_s", "write_wait_s")
         return {
             "step_s": seconds / steps,

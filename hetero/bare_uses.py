@@ -9,8 +9,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
+from hetero.all_params import AllParams
 from hetero.managed import ManagedParam
-from hetero.params import Params
 
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
 
@@ -47,7 +47,9 @@ class BareUses(TorchFunctionMode):
     language model's head the embedding's.
     """
 
-    def __init__(self, find: Callable[[torch.Tensor], ManagedParam | None], params: Params) -> None:
+    def __init__(
+        self, find: Callable[[torch.Tensor], ManagedParam | None], params: AllParams
+    ) -> None:
         super().__init__()
         self._find = find
         self._params = params

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hetero.buckets import Buckets
+from hetero.bank import Bank
 from hetero.grad_placeholder import GradPlaceholder
 from hetero.grads import Grads
-from hetero.layout import Layout
 from hetero.managed import ManagedParam
 from hetero.scaler import LossScale
 from hetero.world import World
@@ -34,24 +33,26 @@ class Clipping:
 
     def __init__(
         self,
-        grads: Grads,
+        banks: Sequence[Bank],
         loss_scale: LossScale,
-        layout: Layout,
         world: World,
-        buckets: Buckets | None,
     ) -> None:
-        self._grads = grads
+        """`banks` may grow; each is connect()ed."""
+        self._banks = banks
         self._loss_scale = loss_scale
-        self._layout = layout
         self._world = world
-        self._buckets = buckets
+        self._unsettled = False  # with several ranks: gradients came that are no means yet
         # With several ranks: of all gradients, until one changes; the same everywhere.
         self._whole_sums: dict[ManagedParam, float] = {}
-        self._add = grads.add
-        if buckets is not None:
-            self._add = buckets.add
-            buckets.renew = self._renew
-            buckets.changed = self._whole_sums.clear
+
+    def connect(self, bank: Bank) -> None:
+        """From now on gradients of the bank come, too."""
+        if bank.ranks is not None:
+            bank.ranks.buckets.renew = self._renew
+            bank.ranks.buckets.changed = self._whole_sums.clear
+
+    def _grads(self, managed: ManagedParam) -> Grads:
+        return self._banks[managed.chunk.bank].grads
 
     # Gradients arrive
 
@@ -73,7 +74,8 @@ class Clipping:
     def _take(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
         # Before the gradient, so that an exception in between leaves both as they belong.
         self._set_factor(m, factor, accumulate)
-        self._add(m, grad, accumulate)
+        self._unsettled = True
+        self._banks[m.chunk.bank].add_grad(m, grad, accumulate)
 
     def _renew(self, m: ManagedParam, accumulate: bool) -> None:
         """Other ranks' gradients come, to what is kept if `accumulate`."""
@@ -87,12 +89,16 @@ class Clipping:
 
     def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         self._whole_sums.clear()
-        self._grads.change(m, change)
+        self._grads(m).change(m, change)
 
     def settle(self, force: bool = False) -> None:
         """Until gradients are means over the ranks; `force`: also if none has come here."""
-        if self._buckets is not None:
-            self._buckets.settle(force)
+        # If one bank has something all do: which bank has may differ between ranks.
+        force = force or self._unsettled
+        for bank in self._banks:
+            if bank.ranks is not None:
+                bank.ranks.buckets.settle(force)
+        self._unsettled = False
 
     def _check_assigned(self, m: ManagedParam, grad: torch.Tensor) -> None:
         check_dense(m, grad)
@@ -108,11 +114,11 @@ class Clipping:
         """Of each gradient, in double, in a fixed order: the same bits for every placement."""
         self.settle()
         if self._world.shard is None:
-            return [self._grads.sum_of_squares(m) * m.grad_factor**2 for m in members]
+            return [self._grads(m).sum_of_squares(m) * m.grad_factor**2 for m in members]
         if any(m not in self._whole_sums for m in members):
-            assert self._buckets is not None
-            all_members = [m for m in self._buckets.members if m.has_grad]
-            mine = [self._grads.sum_of_squares(m) for m in all_members]
+            trained = (m for bank in self._banks for m in bank.members if m.chunk.trainable)
+            all_members = [m for m in trained if m.has_grad]
+            mine = [self._grads(m).sum_of_squares(m) for m in all_members]
             sums = self._over_ranks(mine)
             self._whole_sums.update(zip(all_members, sums.sum(dim=0).tolist(), strict=True))
         return [self._whole_sums[m] * m.grad_factor**2 for m in members]
@@ -131,17 +137,20 @@ class Clipping:
     def largest(self, members: Members) -> list[float]:
         """The largest magnitude in each gradient; NaN if it has a NaN."""
         self.settle()
-        largest = self._over_ranks([self._grads.largest(m) for m in members]).amax(dim=0).tolist()
+        largest = (
+            self._over_ranks([self._grads(m).largest(m) for m in members]).amax(dim=0).tolist()
+        )
         return [one * abs(m.grad_factor) for one, m in zip(largest, members, strict=True)]
 
     def read(self, managed: ManagedParam) -> torch.Tensor:
         """A copy of the gradient, as the step will use it: in fp32."""
         self.settle()
-        mine = self._grads.read(managed)
+        mine = self._grads(managed).read(managed)
         shard = self._world.shard
         if shard is not None:
+            layout = self._banks[managed.chunk.bank].layout
             whole = torch.empty(managed.numel, dtype=mine.dtype)
-            parts = [whole[managed.in_shard(self._layout, rank)[1]] for rank in range(shard.size)]
+            parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
             parts[shard.rank].copy_(mine)
             shard.exchange(
                 [mine if mine.numel() else None] * shard.size,
@@ -199,12 +208,13 @@ class Clipping:
         if self._loss_scale.dynamic:
             sums = self.sums_of_squares(members)
             members = [m for m, total in zip(members, sums, strict=True) if math.isfinite(total)]
-        for m in sorted(members, key=lambda m: (m.chunk.id, m.slice.offset)):
+        for m in sorted(members, key=lambda m: (m.chunk.bank, m.chunk.id, m.slice.offset)):
             if not 0 < m.grad_factor < math.inf:
                 factor, m.grad_factor = m.grad_factor, 1.0
                 self._change(m, lambda kept, factor=factor: kept.mul_(factor))  # type: ignore[misc]
             bounds = [
-                None if b is None else self._grads.in_range(b / m.grad_factor) for b in (low, high)
+                None if b is None else self._grads(m).in_range(b / m.grad_factor)
+                for b in (low, high)
             ]
             self._change(m, lambda kept, bounds=bounds: kept.clamp_(*bounds))  # type: ignore[misc]
 

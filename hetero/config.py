@@ -43,6 +43,8 @@ class Config:
     dtype             compute dtype: "bf16" (default), "fp16" (with dynamic loss scaling) or "fp32";
                       None: bf16 where the machine has it in hardware, else fp32.
     grad_dtype        dtype gradients are kept and accumulated in; default: the compute dtype.
+    keep_fp32         patterns (as of file names: "*.norm.weight") of names of parameters that stay
+                      fp32 whatever `dtype` is. Those of batch normalisation always do.
     chunk_numel       elements per slot; default: found by search.
     io_engine         "io_uring", "threads", or "auto": io_uring where it works.
     prefetch          read DISK-homed parameters ahead of their use.
@@ -68,6 +70,7 @@ class Config:
     nvme_capacity: int | str | None = None
     dtype: str | None = "bf16"
     grad_dtype: str | None = None
+    keep_fp32: Sequence[str] = ()
     chunk_numel: int | None = None
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     prefetch: bool = True
@@ -110,6 +113,13 @@ class Config:
                 f"rank_timeout_s must be a number of seconds, such as 600, not "
                 f"{self.rank_timeout_s!r}"
             )
+        patterns = self.keep_fp32
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise ValueError(
+                f"keep_fp32 must be a list of patterns of parameters' names, such as "
+                f"['*.norm.weight'], not {patterns!r}"
+            )
+        object.__setattr__(self, "keep_fp32", tuple(patterns))
         if self.chunk_numel is not None:
             _check_integer("chunk_numel", self.chunk_numel)
             pack([], self.chunk_numel)

@@ -6,32 +6,28 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from hetero.buckets import Buckets
+from hetero.all_params import AllParams
+from hetero.bank import Bank
 from hetero.clipping import Clipping, check_dense
+from hetero.config import Config
 from hetero.dtypes import Dtypes
-from hetero.gathering import Gathering
-from hetero.grads import Grads
+from hetero.extension import extension
 from hetero.hooks import GradHook, ModuleHooks, refuse_use
-from hetero.layout import Chunk, Layout
-from hetero.managed import ManagedParam
-from hetero.params import Params
+from hetero.layout import Layout
+from hetero.managed import ManagedParam, can_train
 from hetero.placement import Placement
-from hetero.records import Record, Records
 from hetero.scaler import LossScale
-from hetero.shard_server import Kind, ShardServer
-from hetero.steps import HyperOf, Stepper
+from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
 from hetero.world import World
 from offload import _native
-from offload._native import IoEngine, StepPipeline
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
-from offload.store import ScratchFile, Transfers
 
 
 @dataclass(frozen=True)
@@ -46,25 +42,6 @@ class Traffic:
     received: int = 0
 
 
-@dataclass
-class DiskParts:
-    """What exists only if something is homed on DISK."""
-
-    io: IoEngine
-    scratch: ScratchFile
-    transfers: Transfers
-    measuring: Mapping[str, int]  # the I/O engine's counters after disks were measured
-
-
-@dataclass
-class RankParts:
-    """What exists only with several ranks; only of shards, if the ranks share any."""
-
-    buckets: Buckets
-    server: ShardServer | None
-    gathering: Gathering | None
-
-
 class Removable(Protocol):
     """Something that was put on the model."""
 
@@ -72,80 +49,111 @@ class Removable(Protocol):
         """Takes it off again."""
 
 
+class ModelHooks(Removable, Protocol):
+    """Hooks on modules."""
+
+    def cover(self, model: torch.nn.Module) -> None:
+        """Follows parameters and modules that have changed."""
+
+
 class Engine:
     """Made by hetero.initialize(); reached as `optimizer.engine`.
 
-    `ledger` has the bytes per tier, `placement` and `layout` what lives where, `traffic` what was
-    moved. close() frees everything; the model cannot be used afterwards.
+    `ledger` has the bytes per tier, `banks` what lives where, `traffic` what was moved. The first
+    bank has the parameters in the compute dtype. close() frees everything; the model cannot be used
+    afterwards.
     """
 
     def __init__(
         self,
         *,
         model: torch.nn.Module,
-        managed: Sequence[ManagedParam],
-        layout: Layout,
-        placement: Placement,
-        dtypes: Dtypes,
+        banks: list[Bank],
+        config: Config,
+        first_number: Mapping[int, int],
         ledger: Ledger,
-        params: Params,
-        grads: Grads,
-        records: Records,
-        stepper: Stepper,
-        pipeline: StepPipeline,
-        disk: DiskParts | None,
-        world: World,
-        ranks: RankParts | None,
-        resources: ExitStack,
         loss_scale: LossScale,
         notes: list[str],
-        end_step: Callable[[], None],
     ) -> None:
-        self.layout = layout
-        self.placement = placement
-        self.dtypes = dtypes
+        """`first_number` is, by a parameter's index, the number of its first element."""
+        self.banks: list[Bank] = []
+        self.config = config
+        self.first_number = dict(first_number)
         self.ledger = ledger
         self.loss_scale = loss_scale
         self.notes = notes
-        self.params = params
-        self.records = records
+        self.world: World = banks[0].world
+        self.params = AllParams(self.banks)
+        self.clipping = Clipping(self.banks, loss_scale, self.world)
         self._model = weakref.ref(model)
-        self._managed = {id(m.param): m for m in managed}
-        self._grads = grads
-        self._stepper = stepper
-        self._pipeline = pipeline
-        self._disk = disk
-        self.world = world
-        self._ranks = ranks
-        self._resources = resources  # closed in the reverse order of their making
-        self._end_step = end_step
+        self._managed: dict[int, ManagedParam] = {}
+        self._frozen: dict[int, ManagedParam] = {}  # those without a record
+        self._never_trained: set[int] = set()  # ids of those that needed no gradient at first
+        self._param_groups: Callable[[], Sequence[dict[str, Any]]] = tuple
+        self._hooks: list[Removable] = []
         self._scaled_backward = False
         self._closed = False
-        self.clipping = Clipping(
-            grads, loss_scale, layout, world, None if ranks is None else ranks.buckets
+        for bank in banks:
+            self._take_over(bank)
+        self._module_hooks = ModuleHooks(
+            model, self.known, self.params, self.dtypes.torch_compute, self._before_forward
         )
-        for m in managed:
-            m.param._hetero_engine = self  # type: ignore[attr-defined]
-            m.param.data = (
-                m.part_of(params.flat(m.chunk)) if params.is_resident(m.chunk) else m.absent
-            )
-            m.note_change()
-        trainable = [m for m in managed if m.chunk.trainable]
-        for m in trainable:
-            grads.add_member(m)
-            m.grad_ops = self.clipping
-        self._module_hooks = ModuleHooks(model, self._known, params, dtypes.torch_compute)
-        self._hooks: list[Removable] = [self._module_hooks]
-        self._hooks += [GradHook(m, self._check_grad, self.clipping.keep) for m in trainable]
+        self._model_hooks: list[ModelHooks] = [self._module_hooks]
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._free)
 
-    def attach(self, hooks: Removable) -> None:
-        """Hooks on the model that close() removes."""
-        self._hooks.append(hooks)
+    def _take_over(self, bank: Bank) -> None:
+        """Parameters of the bank point to their new homes from here on."""
+        self.banks.append(bank)
+        self.clipping.connect(bank)
+        for m in bank.members:
+            key = id(m.param)
+            m.param._hetero_engine = self  # type: ignore[attr-defined]
+            resident = bank.params.is_resident(m.chunk)
+            m.param.data = m.part_of(bank.params.flat(m.chunk)) if resident else m.absent
+            m.note_change()
+            self._managed[key] = m
+            if m.chunk.trainable:
+                self._frozen.pop(key, None)
+                bank.grads.add_member(m)
+                m.grad_ops = self.clipping
+                with torch.enable_grad():
+                    self._hooks.append(GradHook(m, self._check_grad, self.clipping.keep))
+            else:
+                self._frozen[key] = m
+                if not m.param.requires_grad:
+                    self._never_trained.add(key)
 
-    def _known(self, param: torch.Tensor) -> ManagedParam | None:
+    def attach(self, hooks: ModelHooks) -> None:
+        """Hooks on the model that close() removes."""
+        self._model_hooks.append(hooks)
+
+    def follow(self, param_groups: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        """`param_groups` gives the optimizer's groups as they are at the time."""
+        self._param_groups = param_groups
+
+    def known(self, param: torch.Tensor) -> ManagedParam | None:
+        """What is known of `param`, if it is this engine's."""
         return self._managed.get(id(param))
+
+    def bank_of(self, managed: ManagedParam) -> Bank:
+        """The bank that has it."""
+        return self.banks[managed.chunk.bank]
+
+    @property
+    def layout(self) -> Layout:
+        """The first bank's."""
+        return self.banks[0].layout
+
+    @property
+    def placement(self) -> Placement:
+        """The first bank's."""
+        return self.banks[0].placement
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The first bank's."""
+        return self.banks[0].dtypes
 
     def find(self, param: torch.Tensor) -> ManagedParam:
         """What is known of `param`. Raises UnmanagedParameterError if it is not this engine's."""
@@ -159,8 +167,8 @@ class Engine:
         return managed
 
     def find_all(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
-        """find() for each of `params` that has elements; empty ones need no managing."""
-        return [self.find(p) for p in params if p.numel()]
+        """find() for each of `params` that has elements and can have a gradient."""
+        return [self.find(p) for p in params if p.numel() and can_train(p)]
 
     def name_of(self, param: torch.Tensor) -> str:
         """The parameter's first name in the model."""
@@ -221,12 +229,17 @@ class Engine:
         """
         return self.clipping.total_norm(self.with_grads(params))
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Inside the block gradients are added up on each rank and nothing is sent.
 
         They are kept whole until the first backward outside, within host_memory.
         """
-        return nullcontext() if self._ranks is None else self._ranks.buckets.no_sync()
+        with ExitStack() as contexts:
+            for bank in self.banks:
+                if bank.ranks is not None:
+                    contexts.enter_context(bank.ranks.buckets.no_sync())
+            yield
 
     # Steps
 
@@ -238,11 +251,13 @@ class Engine:
         """
         self._check_open()
         self._module_hooks.unwind()
+        self.take_in_unfrozen()
         self.clipping.settle(force=True)
         listed = [(group, self.find_all(group["params"])) for group in param_groups]
         for _, all_members in listed:
             for m in all_members:
                 self._check_trainable(m)
+        self._check_left_out(m.param for _, members in listed for m in members)
         groups = [(group, self.with_grads(group["params"])) for group, _ in listed]
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and self.clipping.any_non_finite(members)
@@ -257,7 +272,8 @@ class Engine:
             self._update(groups, members, hyper_of)
         if members:
             self.loss_scale.update(overflow)
-        self._end_step()
+        for bank in self.banks:
+            bank.order.end_step()
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Until all ranks are here, and nobody reads old values any more; what each said."""
@@ -268,13 +284,13 @@ class Engine:
         """Until all ranks are about to update, and the same `members`."""
         if self.world.everyone is None:
             return
-        flags = torch.zeros(len(self._managed), dtype=torch.uint8)
+        flags = torch.zeros(len(self.first_number), dtype=torch.uint8)
         flags[[m.slice.param.index for m in members]] = 1
         for peer, theirs in enumerate(self.meet(flags, "optimizer.step()")):
             if not torch.equal(theirs, flags):
                 index = int((theirs != flags).nonzero()[0])
                 raise HeteroError(
-                    f"{self.managed_params()[index].name} has a gradient on one of "
+                    f"{self._name_of(index)} has a gradient on one of "
                     f"{self.world.name} and {self.world.everyone.name(peer)} only at "
                     f"optimizer.step(); clear gradients, and give the optimizer parameters, on all "
                     f"ranks alike"
@@ -286,25 +302,33 @@ class Engine:
         members: list[ManagedParam],
         hyper_of: HyperOf,
     ) -> None:
+        table = hyper_table(groups, hyper_of)
+        used = {m.chunk.bank for m in members}
+        for bank in (bank for number, bank in enumerate(self.banks) if number in used):
+            mine = [(g, [m for m in some if self.bank_of(m) is bank]) for g, some in groups]
+            self._update_bank(bank, mine, table)
+
+    def _update_bank(self, bank: Bank, groups: Groups, table: HyperTable) -> None:
+        members = [m for _, some in groups for m in some]
         chunks = {m.chunk.id: m.chunk for m in members}
         # Before the update, so that even an interruption leaves no copy of old values in use.
         for chunk in chunks.values():
-            self.params.invalidate(chunk)
+            bank.params.invalidate(chunk)
         try:
-            with self.records.lock:
-                self._stepper.run(groups, hyper_of)
-            self.params.changed(chunks.values())
+            with bank.records.lock:
+                bank.stepper.run(groups, table)
+            bank.params.changed(chunks.values())
         except ValueError:  # nothing was changed, and other ranks wait for what they have
-            self.params.changed(chunks.values())
+            bank.params.changed(chunks.values())
             raise
         finally:
             for m in members:
-                if self.params.is_resident(m.chunk):
+                if bank.params.is_resident(m.chunk):
                     # As an in-place update does: a backward over older values then fails.
                     torch.autograd.graph.increment_version(m.param)
                 m.note_change()
             for chunk in chunks.values():
-                self._grads.used(chunk)
+                bank.grads.used(chunk)
 
     def _check_trainable(self, managed: ManagedParam) -> None:
         if not self.params.is_in_place(managed):
@@ -321,8 +345,89 @@ class Engine:
         if not managed.chunk.trainable and managed.param.grad is not None:
             raise HeteroError(
                 f"{managed.name} was frozen at hetero.initialize() and has a gradient now, but no "
-                f"optimizer state; set requires_grad before initialize()"
+                f"optimizer state; set requires_grad before initialize(), or before a forward "
+                f"outside hetero.gathered()"
             )
+
+    def _check_left_out(self, given: Iterable[torch.Tensor]) -> None:
+        """Raises HeteroError for a gradient of what was frozen and is in no param group."""
+        ids = {id(p) for p in given}
+        for key, m in self._frozen.items():
+            if key in self._never_trained and m.param.grad is not None and key not in ids:
+                raise HeteroError(
+                    f"{m.name} was frozen at hetero.initialize() and has a gradient now, but no "
+                    f"param group has it; add it with optimizer.add_param_group()"
+                )
+
+    # Parameters that come later
+
+    def _before_forward(self) -> None:
+        # Ranks may evaluate alone, but train together.
+        if torch.is_grad_enabled() and not self._closed:
+            self.take_in_unfrozen()
+
+    def take_in_unfrozen(self) -> None:
+        """Frozen parameters that need gradients by now, and are the optimizer's, get a record.
+
+        With several ranks all must have unfrozen the same. Raises as extend().
+        """
+        waiting = [m for m in self._frozen.values() if m.param.requires_grad and self._is_free(m)]
+        if not waiting:
+            return
+        given = {id(p) for group in self._param_groups() for p in group["params"]}
+        found = [m.param for m in waiting if id(m.param) in given]
+        if found:
+            self.extend(found)
+
+    def admit(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Takes in parameters of a new param group, with several ranks on all of them.
+
+        Raises as extend(); HeteroError for a parameter that is in use.
+        """
+        wanted = [p for p in params if p.numel() and can_train(p)]
+        facts = {f"number {i}": f"{tuple(p.shape)}" for i, p in enumerate(wanted)}
+        self.world.require_equal(facts, "the param groups that are added")
+        later = []
+        for param in wanted:
+            known = self.known(param)
+            if known is None:
+                later.append(param)
+            elif not known.chunk.trainable and param.requires_grad:
+                if not self._is_free(known):
+                    raise HeteroError(
+                        f"{known.name} is in use; call add_param_group() outside hetero.gathered()"
+                    )
+                later.append(param)
+        if later:
+            self.extend(later)
+
+    def _is_free(self, managed: ManagedParam) -> bool:
+        """Whether nobody uses the parameter, which thus can get another home."""
+        in_place = self.params.is_in_place(managed) and not managed.changed_unnoticed
+        return managed.uses == 0 and in_place
+
+    def extend(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Gives parameters of the model a place in new banks, made from what the budgets have left.
+
+        Frozen ones that need gradients now keep their values (the fp32 master is that of the
+        compute dtype) and start with zero moments, at step 0; the old chunk keeps its bytes. New
+        ones, of modules that the model has got since, become the compute dtype. All ranks must do
+        so.
+
+        Raises BudgetError with the smallest budget that works, HeteroError if ranks differ,
+        StoreError and NativeIoError, with nothing changed.
+        """
+        self._check_open()
+        model = self._model()
+        assert model is not None
+        new = extension(self, model, params)
+        if not all(bank.held for bank in new):
+            for bank in self.banks:
+                bank.hold()
+        for bank in new:
+            self._take_over(bank)
+        for hooks in self._model_hooks:
+            hooks.cover(model)
 
     def _check_factors(self, members: Sequence[ManagedParam]) -> None:
         for m in members:
@@ -339,7 +444,8 @@ class Engine:
         Records that buffers keep for the next step are not written by this.
         """
         self._check_open()
-        self._pipeline.wait_written()
+        for bank in self.banks:
+            bank.pipeline.wait_written()
 
     # Facts
 
@@ -347,10 +453,12 @@ class Engine:
     def traffic(self) -> Traffic:
         """Bytes moved so far. Between DEVICE and HOST none: on the CPU they are the same memory."""
         read = written = 0
-        if self._disk is not None:
-            now, before = self._disk.io.stats, self._disk.measuring
-            read, written = (now[kind] - before[kind] for kind in ("read_bytes", "written_bytes"))
-        groups = self.world.groups()
+        for disk in (bank.disk for bank in self.banks):
+            if disk is not None:
+                now, before = disk.io.stats, disk.measuring
+                read += now["read_bytes"] - before["read_bytes"]
+                written += now["written_bytes"] - before["written_bytes"]
+        groups = [peers for bank in self.banks for peers in bank.world.groups()]
         sent = sum(peers.sent_bytes for peers in groups)
         received = sum(peers.received_bytes for peers in groups)
         return Traffic(0, 0, read, written, sent, received)
@@ -358,8 +466,9 @@ class Engine:
     @property
     def gather_wait_s(self) -> float:
         """Seconds that compute waited for chunks from other ranks: what prefetch did not hide."""
-        gathering = self._ranks.gathering if self._ranks is not None else None
-        return gathering.wait_s if gathering is not None else 0.0
+        ranks = (bank.ranks for bank in self.banks)
+        gatherings = (r.gathering for r in ranks if r is not None)
+        return sum(g.wait_s for g in gatherings if g is not None)
 
     @property
     def device(self) -> torch.device:
@@ -369,29 +478,19 @@ class Engine:
     @property
     def io_engine(self) -> str | None:
         """ "io_uring" or "threads"; None if nothing is homed on DISK."""
-        return self._disk.io.kind if self._disk is not None else None
+        return next((bank.disk.io.kind for bank in self.banks if bank.disk is not None), None)
 
     @property
     def isa(self) -> str:
         """The instruction set that the optimizer's kernels use."""
         return _native.isa()
 
-    @contextmanager
-    def open_record(self, chunk: Chunk, piece: int, rank: int) -> Iterator[Record | None]:
-        """A piece's record of any rank's shard, to be read inside the block; None: frozen."""
-        if rank == self.layout.shard.rank or not chunk.trainable:
-            with self.records.open(chunk, piece) as record:
-                yield record
-            return
-        assert self._ranks is not None
-        assert self._ranks.server is not None
-        raw = self.records.empty()
-        self._ranks.server.request(Kind.RECORD, chunk, piece, rank, raw).wait()
-        yield self.records.over(raw)
-
     def managed_params(self) -> list[ManagedParam]:
         """All managed parameters, in the model's order."""
         return sorted(self._managed.values(), key=lambda m: m.slice.param.index)
+
+    def _name_of(self, index: int) -> str:
+        return next(m.name for m in self._managed.values() if m.slice.param.index == index)
 
     # End
 
@@ -421,18 +520,20 @@ class Engine:
         self._free()
 
     def _leave_ranks(self) -> None:
-        if self._ranks is not None and self._ranks.server is not None:
-            error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-            if error is not None:  # others see this process end sooner if it does not linger
-                self.world.failures.note(-1, f"{self.world.name} ended by {error!r}")
-            self._ranks.server.close()
+        if self.world.shard is None:
+            return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None:  # others see this process end sooner if it does not linger
+            self.world.failures.note(-1, f"{self.world.name} ended by {error!r}")
+        for bank in self.banks:
+            bank.leave()
 
     def _free(self) -> None:
         if not self._closed:
             self._leave_ranks()
         self._closed = True
-        for hooks in self._hooks:
+        for hooks in (*self._hooks, *self._model_hooks):
             hooks.remove()
-        self.params.forget()
-        self._resources.close()
-        self.world.close()
+        for bank in reversed(self.banks):
+            bank.close()
+            bank.world.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from hetero.all_params import AllParams
 from hetero.bare_uses import BareUses
 from hetero.managed import ManagedParam
-from hetero.params import Params, SavedView
+from hetero.params import SavedView
 from offload.errors import HeteroError
 
 
@@ -79,7 +81,7 @@ class _OverOthers:
     and in recomputation; the views are missing in both, so its count is right.
     """
 
-    def __init__(self, params: Params, others: Hooks) -> None:
+    def __init__(self, params: AllParams, others: Hooks) -> None:
         self.params = params
         self._pack_other, self._unpack_other = others
 
@@ -106,22 +108,36 @@ class ModuleHooks:
         self,
         model: torch.nn.Module,
         find: Callable[[torch.Tensor], ManagedParam | None],
-        params: Params,
+        params: AllParams,
         dtype: torch.dtype,
+        before_forward: Callable[[], None],
     ) -> None:
+        """`before_forward` is called before each forward of the whole model, outside of others."""
         self._find = find
         self._params = params
         self._dtype = dtype
+        self._before_forward = before_forward
+        # What each hooked module needs; the lists are what its hooks have.
+        self._needed: weakref.WeakKeyDictionary[torch.nn.Module, list[ManagedParam]]
+        self._needed = weakref.WeakKeyDictionary()
         self._entered: list[_Entered] = []
         self._handles: list[RemovableHandle] = []
-        for module in model.modules():
-            own = [m for p in module._parameters.values() if p is not None and (m := find(p))]
-            absent = [m for m in own if not params.is_resident(m.chunk)]
-            if absent or module is model:
-                self._hook(module, absent)
+        self.cover(model)
         self._handles.append(
             model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
         )
+
+    def cover(self, model: torch.nn.Module) -> None:
+        """Follows parameters that have got another home, and modules that the model has got."""
+        for module in model.modules():
+            params = (p for p in module._parameters.values() if p is not None)
+            own = [m for p in params if (m := self._find(p)) is not None]
+            absent = [m for m in own if not self._params.is_resident(m.chunk)]
+            if module in self._needed:
+                self._needed[module][:] = absent
+            elif absent or module is model:
+                self._needed[module] = absent
+                self._hook(module, absent)
 
     def _hook(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
         self._handles.append(module.register_forward_pre_hook(partial(self._before, needed)))
@@ -189,6 +205,12 @@ class ModuleHooks:
         while self._entered and id(self._entered[-1].frame) not in running:
             self._leave(self._entered.pop())
 
+    @_disable_dynamo
+    def _begin(self) -> None:
+        self.unwind()
+        if not self._entered:
+            self._before_forward()
+
     def __deepcopy__(self, memo: Any) -> ModuleHooks:
         raise HeteroError(
             "a managed model cannot be deep-copied: its state lives in the engine; build a second "
@@ -205,7 +227,7 @@ class ModuleHooks:
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Floating inputs of the model in the compute dtype, as FSDP2's mixed precision does."""
-        self.unwind()
+        self._begin()
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

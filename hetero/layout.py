@@ -53,6 +53,7 @@ class Chunk:
     slots: int
     slices: tuple[ParamSlice, ...]
     trainable: bool
+    bank: int = 0  # number of the bank whose it is; ids count within a bank
 
     @property
     def name(self) -> str:
@@ -137,8 +138,10 @@ class Layout:
         return 1 - self.numel / (self.slot_count * self.slot_numel)
 
 
-def pack(params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE) -> Layout:
-    """Packs `params` in order, first fit into the open chunk of their kind.
+def pack(
+    params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE, bank: int = 0
+) -> Layout:
+    """Packs `params` in order, first fit into the open chunk of their kind, as chunks of `bank`.
 
     A parameter that does not fit the open chunk opens the next one; one larger than a slot gets a
     chunk of its own. A group has a chunk of its own, of as many slots as it needs. Empty
@@ -167,7 +170,13 @@ def pack(params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE) -> 
     return Layout(
         slot_numel,
         tuple(
-            Chunk(i, ceil(slices[-1].end / slot_numel), tuple(slices), slices[0].param.trainable)
+            Chunk(
+                i,
+                ceil(slices[-1].end / slot_numel),
+                tuple(slices),
+                slices[0].param.trainable,
+                bank,
+            )
             for i, slices in enumerate(packed)
         ),
         shard,

@@ -12,6 +12,11 @@ from hetero.layout import Chunk, Layout, ParamSlice
 Range = slice  # in ManagedParam that is the name of a field
 
 
+def can_train(param: torch.Tensor) -> bool:
+    """Whether a parameter can have a gradient: torch's optimizers pass over those that cannot."""
+    return param.is_floating_point() or param.is_complex()
+
+
 @dataclass(eq=False)
 class ManagedParam:
     """A parameter, its place, and whether it is present.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -23,19 +24,29 @@ class StateDictHooks:
     def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._handles: list[RemovableHandle] = []
+        self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._loading: dict[torch.nn.Module, dict[ManagedParam, torch.Tensor]] = {}
-        for module in model.modules():
-            own = {
-                name: engine.find(p)
-                for name, p in module._parameters.items()
-                if p is not None and p.is_floating_point() and p.numel()
-            }
-            if own:
-                self._hook(module, own)
+        self.cover(model)
 
-    def _hook(self, module: torch.nn.Module, own: dict[str, ManagedParam]) -> None:
+    def cover(self, model: torch.nn.Module) -> None:
+        """Also those modules of the model that have got managed parameters since."""
+        for module in model.modules():
+            if module not in self._hooked and self._own(module):
+                self._hooked.add(module)
+                self._hook(module)
+
+    def _own(self, module: torch.nn.Module) -> dict[str, ManagedParam]:
+        """The module's own parameters that are managed now, by name."""
+        own = (
+            (name, self._engine.known(p)) for name, p in module._parameters.items() if p is not None
+        )
+        return {name: managed for name, managed in own if managed is not None}
+
+    def _hook(self, module: torch.nn.Module) -> None:
+        of = weakref.ref(module)
+
         def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-            for name, managed in own.items():
+            for name, managed in self._own(module).items():
                 absent = not self._engine.params.is_resident(managed.chunk) and not managed.uses
                 if absent and prefix + name in state_dict:
                     state_dict[prefix + name] = self._copy(managed)
@@ -54,6 +65,9 @@ class StateDictHooks:
                     "load_state_dict(assign=True) would replace managed parameters; "
                     "use assign=False"
                 )
+            module = of()
+            assert module is not None
+            own = self._own(module)
             found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}
             self._loading[module] = {
                 m: value for m, value in found.items() if value.shape == m.param.shape
@@ -65,7 +79,7 @@ class StateDictHooks:
             values = self._loading.pop(module, None)
             if values is None:
                 return
-            for managed in own.values():
+            for managed in self._own(module).values():
                 managed.note_change()  # by torch's own copy_, into what store_masters() replaces
                 self._engine.params.release(managed)
             store_masters(self._engine, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, overload
@@ -47,14 +48,35 @@ class HybridOptimizer(torch.optim.Optimizer):
         return replace(config.dtypes, rule=self.rule, state=self.state_dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group before initialize(). Later it raises ValueError: the layout is fixed."""
-        if self._engine is not None:
-            raise ValueError(
-                "add_param_group after hetero.initialize(): chunks are laid out already; give all "
-                "param groups to the optimizer first"
-            )
+        """Adds a group. After initialize(): of frozen parameters, or of modules added since.
+
+        Those that need gradients get their place at once, from what the budgets have left: frozen
+        ones keep their values and start with zero moments; new ones become the compute dtype. With
+        several ranks all must add the same, and new parameters become those of the first rank.
+
+        Raises ValueError for parameters that are not the model's, BudgetError with the smallest
+        budget that works; then nothing is added.
+        """
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if self._engine is None:
+            return
+        try:
+            self._engine.admit(self.param_groups[-1]["params"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def connect(self, engine: Engine) -> None:
+        """initialize() made `engine`, which from now on keeps the optimizer's state."""
+        self._engine = engine
+        this = weakref.ref(self)
+
+        def param_groups() -> list[dict[str, Any]]:
+            optimizer = this()
+            return [] if optimizer is None else optimizer.param_groups
+
+        engine.follow(param_groups)
 
     @property
     def engine(self) -> Engine:
@@ -122,6 +144,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         States in bf16 are rounded to nearest (HybridLion's, with bf16 parameters, then lose their
         lowest bit), which is exact for what they gave.
         """
+        self.engine.take_in_unfrozen()
         params = [p for group in self.param_groups for p in group["params"]]
         states = {params[i]: state for i, state in state_dict["state"].items() if i < len(params)}
         if len(states) < len(state_dict["state"]):

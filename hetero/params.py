@@ -33,16 +33,8 @@ class SavedView:
     offset: int  # elements from the chunk's beginning
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """Any other tensor that autograd saved; with hooks nobody else checks its version."""
-
-    tensor: torch.Tensor
-    version: int
-
-
 class Params:
-    """Brings parameters in and lets them go.
+    """Brings one bank's parameters in and lets them go.
 
     A resident parameter is a view of its home for good. Of the others, `acquire` points the
     parameter to a gathered copy and `release` makes it absent again; copies stay leased while any
@@ -201,14 +193,13 @@ class Params:
         if self._gathering is not None and self._cache is not None:
             self._cache.settle()
 
-    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
-        """What autograd keeps for `tensor`: of a view of a gathered copy, how to remake it."""
-        assert self._arena is not None
-        slot = None
-        if tensor.layout is torch.strided and tensor.dtype is self._dtype:
-            slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
+    def pack(self, tensor: torch.Tensor) -> SavedView | None:
+        """How to remake `tensor`, if it is a view of a gathered copy of this bank."""
+        if self._arena is None or tensor.dtype is not self._dtype:
+            return None
+        slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
         if slot is None:
-            return SavedTensor(tensor, tensor._version)
+            return None
         chunk = self._chunk_of_slot[slot]
         return SavedView(
             chunk,
@@ -218,16 +209,8 @@ class Params:
             int(tensor.storage_offset()),
         )
 
-    def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
+    def unpack(self, saved: SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
-        if isinstance(saved, SavedTensor):
-            if saved.tensor._version != saved.version:
-                raise StaleGraphError(
-                    f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "
-                    f"modified by an inplace operation (it is at version "
-                    f"{saved.tensor._version}, expected {saved.version})"
-                )
-            return saved.tensor
         if saved.version != self._version[saved.chunk]:
             raise StaleGraphError(
                 f"backward needs {saved.chunk.name} as it was before an optimizer step that came "

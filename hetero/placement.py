@@ -17,7 +17,7 @@ from offload.errors import BudgetError
 from offload.sizes import format_bytes
 from offload.tiers import Tier
 
-_CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
+CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
 # (buffers, gathered slots and gradient slots beyond the smallest number that works), best first:
 # with four buffers one is read, one computed and one written while one is spare.
 _COMFORT = ((4, 2, 1), (2, 1, 0), (1, 0, 0))
@@ -35,13 +35,21 @@ class PlacementError(BudgetError):
 class Budgets:
     """Bytes that may be used: of RAM, of file space (0: no directory), and for gathered slots.
 
-    `keep_records`: RAM that is left may keep records of DISK-homed chunks between steps.
+    `keep_records`: RAM that is left may keep records of DISK-homed chunks between steps. Other
+    banks have `taken_...` of the budgets; while this bank's chunks are made, `waiting` bytes of
+    parameters of banks to come are in RAM. Not `under_construction`: first values come from
+    elsewhere.
     """
 
     host: int
     disk: int
     gathered: int | None = None
     keep_records: bool = True
+    taken_host: int = 0
+    taken_disk: int = 0
+    taken_gathered: int = 0
+    waiting: int = 0
+    under_construction: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,24 +115,37 @@ def concurrent_slots(chunk_sets: Iterable[Sequence[Chunk]]) -> int:
 
 
 def place(
-    layout: Layout, dtypes: Dtypes, policy: str, budgets: Budgets, min_gathered_slots: int
+    layout: Layout,
+    dtypes: Dtypes,
+    policy: str,
+    budgets: Budgets,
+    min_gathered_slots: int,
+    held: bool = False,
 ) -> Placement:
     """Homes for `layout` under `policy` ("cpu", "nvme" or "auto").
 
     Per byte kept in RAM parameters save most traffic, then gradients, then records; so RAM is given
-    out in this order, after the pools. Raises BudgetError with the smallest budget that works.
+    out in this order, after the pools. `held`: of several ranks each keeps whole gradients until
+    the end of backward. Raises BudgetError with the smallest budget that works.
     """
     slot = SlotBytes.of(layout, dtypes)
-    maker = _Maker(layout, slot, policy, min_gathered_slots, budgets)
-    tried: list[Placement] = []
+    maker = _Maker(layout, slot, policy, min_gathered_slots, budgets, held)
+    tried: list[Placement] = []  # with what other banks have
     for candidate in maker.candidates():
-        building = _building_bytes(layout, slot, candidate, budgets.disk > 0)
+        building = 0
+        if budgets.under_construction:
+            building = _building_bytes(layout, slot, candidate, budgets.disk > 0)
         candidate = replace(candidate, host_bytes=max(candidate.host_bytes, building))
-        if candidate.host_bytes <= budgets.host and candidate.disk_bytes <= budgets.disk:
-            gathered = candidate.gathered_slots * slot.gathered
+        total = replace(
+            candidate,
+            host_bytes=budgets.taken_host + max(candidate.host_bytes, building + budgets.waiting),
+            disk_bytes=budgets.taken_disk + candidate.disk_bytes,
+        )
+        if total.host_bytes <= budgets.host and total.disk_bytes <= budgets.disk:
+            gathered = budgets.taken_gathered + candidate.gathered_slots * slot.gathered
             if budgets.gathered is None or gathered <= budgets.gathered:
                 return candidate
-        tried.append(candidate)
+        tried.append(total)
     smallest = _closest(tried, budgets)
     message = _refusal(smallest, budgets, slot, policy, layout)
     raise PlacementError(message, smallest.host_bytes)
@@ -147,7 +168,13 @@ class _Maker:
     """
 
     def __init__(
-        self, layout: Layout, slot: SlotBytes, policy: str, min_gathered: int, budgets: Budgets
+        self,
+        layout: Layout,
+        slot: SlotBytes,
+        policy: str,
+        min_gathered: int,
+        budgets: Budgets,
+        held: bool,
     ) -> None:
         self._chunks = layout.chunks
         self._shard = layout.shard
@@ -155,9 +182,13 @@ class _Maker:
         self._rank = {chunk.id: rank for rank, chunk in enumerate(by_size)}
         self._slot = slot
         self._policy = policy
-        self._budgets = budgets
+        self._host = budgets.host - budgets.taken_host
+        self._keep_records = budgets.keep_records
         self._min_gathered = min_gathered
         self._min_grad = max((c.slots for c in layout.chunks if c.trainable), default=0)
+        self._bucket_slots: int | None = None
+        if held:
+            self._bucket_slots = sum(c.slots for c in layout.chunks if c.trainable)
         self._longest = max(c.slots for c in layout.chunks)
         self._pools_needed = layout.shard.ranks * layout.shard.replicas > 1
 
@@ -198,7 +229,7 @@ class _Maker:
 
     def _filled(self, param: int, grad: int, comfort: tuple[int, int, int]) -> Placement:
         """At least `param` and `grad` chunks in RAM, then as many of each payload as fit."""
-        host = self._budgets.host
+        host = self._host
         in_ram = [param, grad, 0]
         for payload in range(3 if self._policy == "auto" else 2):
 
@@ -212,11 +243,11 @@ class _Maker:
 
     def _with_more_buffers(self, placement: Placement) -> Placement:
         """RAM that is left keeps records between steps, in more buffers."""
-        if not placement.buffers or not self._budgets.keep_records:
+        if not placement.buffers or not self._keep_records:
             return placement
         streamed = sum(c.slots for c in self._chunks if placement.record[c.id] is Tier.DISK)
         buffer_bytes = self._buffer_bytes(placement)
-        spare = (self._budgets.host - placement.host_bytes) // buffer_bytes
+        spare = (self._host - placement.host_bytes) // buffer_bytes
         more = max(0, min(streamed - placement.buffers, spare))
         return replace(
             placement,
@@ -251,6 +282,7 @@ class _Maker:
         buffers, more_gathered, more_grad = comfort
         several = self._shard.ranks > 1
         elsewhere = several and self._shard.params
+        bucket_slots = self._bucket_slots or self._min_grad + more_gathered
         averaged = self._pools_needed and self._min_grad > 0
         bare = Placement(
             param=param,
@@ -264,7 +296,7 @@ class _Maker:
             host_bytes=0,
             disk_bytes=homed[Tier.DISK],
             shard_slots=self._longest + more_gathered if Tier.DISK in param and several else 0,
-            bucket_slots=self._min_grad + more_gathered if averaged and self._shard.grads else 0,
+            bucket_slots=bucket_slots if averaged and self._shard.grads else 0,
             longest_trained=self._min_grad,
             receive_slots=self._min_grad * (2 if more_grad else 1) if averaged else 0,
         )
@@ -287,7 +319,7 @@ def _building_bytes(layout: Layout, slot: SlotBytes, made: Placement, disk: bool
     there from the start if there are several ranks, gradients not yet.
     """
     shard = layout.shard
-    params = [[s.param.numel * _CONSTRUCTION_BYTES for s in c.slices] for c in layout.chunks]
+    params = [[s.param.numel * CONSTRUCTION_BYTES for s in c.slices] for c in layout.chunks]
     largest = max(map(max, params))
     alone = shard.ranks * shard.replicas == 1
     if disk and alone:
@@ -315,6 +347,11 @@ def _refusal(
         f"policy {policy!r} cannot hold {layout.numel:,} parameters in "
         f"{len(layout.chunks)} chunks of {layout.slot_numel:,} elements:"
     ]
+    if budgets.taken_host or budgets.taken_disk:
+        parts.append(
+            f"other parameters of this model take {format_bytes(budgets.taken_host)} of RAM and "
+            f"{format_bytes(budgets.taken_disk)} of disk;"
+        )
     if smallest.host_bytes > budgets.host:
         parts.append(
             f"host_memory is {format_bytes(budgets.host)} ({budgets.host} bytes), and the smallest "
@@ -330,7 +367,7 @@ def _refusal(
             f"{what} is {format_bytes(budgets.disk)}, and with that much RAM "
             f"{format_bytes(smallest.disk_bytes)} ({smallest.disk_bytes} bytes) go to disk;"
         )
-    gathered = smallest.gathered_slots * slot.gathered
+    gathered = budgets.taken_gathered + smallest.gathered_slots * slot.gathered
     if budgets.gathered is not None and gathered > budgets.gathered:
         parts.append(
             f"device_memory is {format_bytes(budgets.gathered)}, and gathered parameters need "

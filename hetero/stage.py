@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil
 
 import torch
@@ -46,7 +46,9 @@ class Stage:
                 Tier.DISK: self.disk_bytes,
             }
         )
-        self.ledger.relieve = self._relieve
+        # Weak, here and in what params refer to: a stage that nobody wants any more frees its file
+        # at once, not when the garbage collector comes.
+        self.ledger.relieve = _weakly(self._relieve)
         self._charged: dict[int, int] = {}  # id(param) -> bytes; the order is that of eviction
         self._params: dict[int, weakref.ref[torch.nn.Parameter]] = {}
         # id(param) -> (offset, bytes) in the file, kept while the parameter is here: what is
@@ -88,7 +90,8 @@ class Stage:
         self._number[key] = len(self._number)
         self._nbytes[key] = nbytes
         param._hetero_stage = self  # type: ignore[attr-defined]
-        self._params[key] = weakref.ref(param, lambda _: self._forget(key))
+        forget = _weakly(self._forget)
+        self._params[key] = weakref.ref(param, lambda _: forget(key))
 
     def _forget(self, key: int) -> None:
         """The parameter is gone, or has found its home."""
@@ -330,6 +333,18 @@ class Stage:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a bound method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _may_be_evicted(param: torch.nn.Parameter) -> bool:

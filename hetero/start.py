@@ -29,8 +29,9 @@ def start_alike(model: torch.nn.Module, arrangement: Arrangement, stage: Stage) 
         if key != "nvme_path"
     }
     facts["absent parameters"] = str(sum(map(stage.is_away, model.parameters())))
-    facts["slot_numel"] = str(arrangement.layout.slot_numel)
-    facts["trained"] = str([c.trainable for c in arrangement.layout.chunks])
+    layouts = [plan.layout for plan in arrangement.banks]
+    facts["slot_numel"] = str([layout.slot_numel for layout in layouts])
+    facts["trained"] = str([[c.trainable for c in layout.chunks] for layout in layouts])
     stage.world.require_equal(facts, "the models or options")
     # What is absent is made of parts of all ranks, and so the same.
     params = [p for p in model.parameters() if p.numel() and not stage.is_away(p)]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hetero.engine import Engine
+from hetero.layout import Layout
 from hetero.managed import ManagedParam
 from hetero.records import Part, Record, parts_of
 
@@ -25,14 +26,15 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
 def _read_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
     # A function of its own so that the lease on one chunk ends before the next is brought in.
-    chunk = members[0].chunk
-    flat = engine.params.flat(chunk)
-    for rank in range(engine.layout.shard.ranks):
-        shard = flat[engine.layout.shard.range(flat.numel(), rank)]
-        for piece, parts in _parts(engine, members, rank):
-            with engine.open_record(chunk, piece, rank) as record:
+    chunk, bank = members[0].chunk, engine.bank_of(members[0])
+    layout = bank.layout
+    flat = bank.params.flat(chunk)
+    for rank in range(layout.shard.ranks):
+        shard = flat[layout.shard.range(flat.numel(), rank)]
+        for piece, parts in _parts(layout, members, rank):
+            with bank.open_record(chunk, piece, rank) as record:
                 for m, part in parts:
-                    visit(m, part, shard[_in_shard(engine, part)], record)
+                    visit(m, part, shard[_in_shard(layout, part)], record)
 
 
 def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
@@ -45,39 +47,39 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
 
 
 def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
-    chunk = members[0].chunk
+    chunk, bank = members[0].chunk, engine.bank_of(members[0])
     engine.meet(torch.tensor([chunk.id]), f"changing {chunk.name}")
-    with engine.params.shard(chunk) as shard:
-        for piece, parts in _parts(engine, members):
-            with engine.records.open(chunk, piece, write=True) as record:
+    with bank.params.shard(chunk) as shard:
+        for piece, parts in _parts(bank.layout, members):
+            with bank.records.open(chunk, piece, write=True) as record:
                 for m, part in parts:
-                    visit(m, part, shard[_in_shard(engine, part)], record)
-        engine.params.filled(chunk)
+                    visit(m, part, shard[_in_shard(bank.layout, part)], record)
+        bank.params.filled(chunk)
     for m in members:
         torch.autograd.graph.increment_version(m.param)
         m.note_change()
 
 
 def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
-    by_chunk: dict[int, list[ManagedParam]] = {}
+    by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
     for m in managed:
-        by_chunk.setdefault(m.chunk.id, []).append(m)
+        by_chunk.setdefault((m.chunk.bank, m.chunk.id), []).append(m)
     return by_chunk.values()
 
 
 def _parts(
-    engine: Engine, members: list[ManagedParam], rank: int | None = None
+    layout: Layout, members: list[ManagedParam], rank: int | None = None
 ) -> list[tuple[int, list[tuple[ManagedParam, Part]]]]:
     """What a rank's shard has of `members`, by piece."""
     by_piece: dict[int, list[tuple[ManagedParam, Part]]] = {}
     for m in members:
-        for part in parts_of(m, engine.layout, rank):
+        for part in parts_of(m, layout, rank):
             by_piece.setdefault(part.piece, []).append((m, part))
     return sorted(by_piece.items())
 
 
-def _in_shard(engine: Engine, part: Part) -> slice:
-    first = part.piece * engine.layout.piece_numel
+def _in_shard(layout: Layout, part: Part) -> slice:
+    first = part.piece * layout.piece_numel
     return slice(first + part.in_piece.start, first + part.in_piece.stop)
 
 
@@ -89,7 +91,9 @@ def export_masters(
 
     def visit(m: ManagedParam, part: Part, values: torch.Tensor, record: Record | None) -> None:
         masters[m][part.in_param] = (
-            values if record is None else engine.records.join(values, record, part.in_piece)
+            values
+            if record is None
+            else engine.bank_of(m).records.join(values, record, part.in_piece)
         )
 
     read_parts(engine, masters, visit)
@@ -105,7 +109,7 @@ def export_states(
 
     def visit(m: ManagedParam, part: Part, values: torch.Tensor, record: Record | None) -> None:
         assert record is not None
-        records, state = engine.records, states[m]
+        records, state = engine.bank_of(m).records, states[m]
         for name, found in zip(names, records.states(record, part.in_piece), strict=True):
             state[name][part.in_param] = found
         state["master"][part.in_param] = records.join(values, record, part.in_piece)
@@ -136,7 +140,7 @@ def import_states(
 
         for name, kept in zip(names, record.states, strict=True):
             kept[where] = flat(name)
-        engine.records.split(flat("master"), values, record, where)
+        engine.bank_of(m).records.split(flat("master"), values, record, where)
 
     write_parts(engine, members, visit)
     for m, state in members.items():
@@ -151,7 +155,7 @@ def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -
         if record is None:
             old.copy_(new)
         else:
-            engine.records.split(new, old, record, part.in_piece)
+            engine.bank_of(m).records.split(new, old, record, part.in_piece)
 
     write_parts(engine, values, visit)
 
@@ -164,10 +168,10 @@ def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) ->
         if record is None:
             old.copy_(new)
             return
-        master = engine.records.join(old, record, part.in_piece)
+        master = engine.bank_of(m).records.join(old, record, part.in_piece)
         changed = new.view(torch.uint8) != old.view(torch.uint8)
         changed = changed.view(new.numel(), -1).any(dim=1)
         master[changed] = new[changed].float()
-        engine.records.split(master, old, record, part.in_piece)
+        engine.bank_of(m).records.split(master, old, record, part.in_piece)
 
     write_parts(engine, values, visit)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hetero.grads import Grads
@@ -18,6 +17,23 @@ from offload.backing import Extent
 Segment = tuple[int, int, int, int]
 # From a param group's options, the update's number and the factor of gradients.
 HyperOf = Callable[[dict[str, Any], int, float], Hyper]
+
+
+# By index of the group, number of the update, and factor.
+HyperTable = Mapping[tuple[int, int, float], Hyper]
+Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
+
+
+def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
+    """All hyper-parameters that an update of `groups` takes.
+
+    Raises ValueError, as `hyper_of` does, for those that make no sense.
+    """
+    made: dict[tuple[int, int, float], Hyper] = {}
+    for index, (options, members) in enumerate(groups):
+        for step, factor in {(m.step + 1, m.grad_factor) for m in members}:
+            made[index, step, factor] = hyper_of(options, step, factor)
+    return made
 
 
 class Stepper:
@@ -36,7 +52,12 @@ class Stepper:
         grads: Grads,
         records: Records,
         pipeline: StepPipeline,
+        first_number: Mapping[int, int],
     ) -> None:
+        """`first_number` is, by a parameter's index, that of its first element in the model.
+
+        So random bits are the same for every chunk size.
+        """
         self._layout = layout
         self._piece_bytes = layout.piece_numel * param_bytes
         self._param_homes = param_homes
@@ -50,35 +71,24 @@ class Stepper:
             self._first_key[chunk.id] = key
             key += chunk.slots
         self._forward = True
-        # Elements are numbered in the model's order, so that random bits are the same for every
-        # chunk size.
-        specs = sorted((s.param for c in layout.chunks for s in c.slices), key=lambda p: p.index)
-        ends = accumulate(spec.numel for spec in specs)
-        self._first_number = {
-            spec.index: end - spec.numel for spec, end in zip(specs, ends, strict=True)
-        }
+        self._first_number = first_number
 
-    def run(
-        self,
-        groups: Sequence[tuple[dict[str, Any], list[ManagedParam]]],
-        hyper_of: HyperOf,
-    ) -> None:
-        """Updates all given parameters with their groups' options.
+    def run(self, groups: Groups, table: HyperTable) -> None:
+        """Updates all given parameters with their groups' hyper-parameters.
 
-        Raises ValueError for hyper-parameters that make no sense, with nothing changed. Returns
-        when parameters in RAM are final; records and DISK-homed parameters may still be on their
-        way to the file.
+        Returns when parameters in RAM are final; records and DISK-homed parameters may still be on
+        their way to the file.
         """
         hypers: dict[tuple[int, int, float], int] = {}
         made: list[Hyper] = []
         segments: dict[tuple[int, int], list[Segment]] = {}
         chunks: dict[int, Chunk] = {}
-        for index, (options, members) in enumerate(groups):
+        for index, (_, members) in enumerate(groups):
             for managed in members:
                 key = (index, managed.step + 1, managed.grad_factor)
                 if key not in hypers:
                     hypers[key] = len(made)
-                    made.append(hyper_of(options, managed.step + 1, managed.grad_factor))
+                    made.append(table[key])
                 chunks[managed.chunk.id] = managed.chunk
                 first_number = self._first_number[managed.slice.param.index]
                 for part in parts_of(managed, self._layout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 from collections.abc import Callable, Iterable
@@ -73,6 +74,21 @@ class World:
     def name(self) -> str:
         """This rank as users know it."""
         return f"rank {_my_rank()}"
+
+    def another(self) -> World:
+        """The same ranks, connected once more, so that two protocols do not mix their messages.
+
+        All ranks must call it.
+        """
+        made = copy.copy(self)
+
+        def again(peers: Peers | None) -> Peers | None:
+            return peers and Peers(peers.ranks, peers.timeout_s, self.failures)
+
+        made.shard = again(self.shard)
+        made.replicas = again(self.replicas)
+        made.everyone = made.shard if self.everyone is self.shard else again(self.everyone)
+        return made
 
     def groups(self) -> list[Peers]:
         """All groups of more than one rank, each once."""

@@ -97,9 +97,9 @@ def test_a_sample_waits_for_the_last_write(tmp_path: Path) -> None:
     assert plan.buffers == 1
     with HeteroStep(PARAMS, plan) as step:
         step.sample(1)
-        before = step._engine._disk.io.stats
+        before = step._engine.banks[0].disk.io.stats
         sample = step.sample(3)
-        after = step._engine._disk.io.stats
+        after = step._engine.banks[0].disk.io.stats
     # What the pipeline submitted has been completed by the engine.
     assert after["written_bytes"] - before["written_bytes"] == 3 * sample["written_bytes"]
     assert sample["written_bytes"] == (plan.records - 1) * RECORD_BYTES

@@ -192,7 +192,7 @@ def test_interruption_after_an_update_leaves_no_old_values_in_use(
     for each in (model, expected):
         loss_of(each).backward()
     expected_optimizer.step()
-    stepper = optimizer.engine._stepper
+    stepper = optimizer.engine.banks[0].stepper
     run = stepper.run
 
     def interrupted(*arguments: object) -> None:

@@ -38,7 +38,7 @@ def test_same_bits_as_one_directory(
             host_memory="400KiB",  # so parameters wait on disk while they are made
             io_engine=io_engine,
         )
-        scratch = optimizer.engine._disk.scratch
+        scratch = optimizer.engine.banks[0].disk.scratch
         assert len(scratch.members) == (3 if path is directories else 1)
         assert sum(member.nbytes for member in scratch.members) == scratch.nbytes
         assert all(member.nbytes > scratch.nbytes // 4 for member in scratch.members)
@@ -62,7 +62,7 @@ def test_measuring_is_no_traffic(
         engine = optimizer.engine
         assert ("(measured" in " ".join(engine.notes)) == (path is directories)
         traffic.append(engine.traffic)
-        assert (engine._disk.io.stats["read_bytes"] > traffic[-1].disk_read) == (
+        assert (engine.banks[0].disk.io.stats["read_bytes"] > traffic[-1].disk_read) == (
             path is directories
         )
         engine.close()

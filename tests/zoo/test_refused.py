@@ -65,11 +65,6 @@ def test_averaged_models_that_copy(build: Build) -> None:
     optimizer.engine.close()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=ValueError,
-    reason="initialize() refuses integer parameters in the optimizer, where torch ignores them",
-)
 def test_integer_parameters_in_the_optimizer(build: Build) -> None:
     model, optimizer = build(WithIndices)
     model(vectors(Where(0))).sum().backward()
@@ -77,11 +72,6 @@ def test_integer_parameters_in_the_optimizer(build: Build) -> None:
     optimizer.engine.close()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=hetero.UnmanagedParameterError,
-    reason="masters() and clip_grad_norm_() refuse integer parameters, which need no managing",
-)
 def test_integer_parameters_outside_the_optimizer(build: Build) -> None:
     model, optimizer = build(WithIndices, trained=True)
     try:
@@ -94,12 +84,6 @@ def test_integer_parameters_outside_the_optimizer(build: Build) -> None:
         gc.collect()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="all parameters take the compute dtype; batch normalisation with its statistics in fp32 "
-    "needs its parameters in fp32 too",
-)
 def test_batch_normalisation_in_bf16(build: Build) -> None:
     model, optimizer = build(Normed, dtype="bf16")
     try:

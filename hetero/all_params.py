@@ -1,0 +1,87 @@
+"""The parameters of all banks: each use goes to the bank that has the chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero.bank import Bank
+from hetero.layout import Chunk
+from hetero.managed import ManagedParam
+from hetero.params import SavedView
+from offload.errors import StaleGraphError
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that autograd saved and is no view of a gathered copy.
+
+    With hooks nobody else checks its version.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+
+class AllParams:
+    """Brings parameters in and lets them go, whichever bank they are in."""
+
+    def __init__(self, banks: Sequence[Bank]) -> None:
+        self._banks = banks  # may grow
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some parameters are gathered, and pack() and unpack() are needed."""
+        return any(bank.params.gathers for bank in self._banks)
+
+    def is_resident(self, chunk: Chunk) -> bool:
+        """Whether the whole chunk's home is in RAM, where compute uses it in place."""
+        return self._banks[chunk.bank].params.is_resident(chunk)
+
+    def flat(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's parameters now, flat; unless resident a lease on a gathered copy."""
+        return self._banks[chunk.bank].params.flat(chunk)
+
+    def acquire(self, managed: ManagedParam) -> None:
+        """Makes the parameter present until as many release() calls."""
+        self._banks[managed.chunk.bank].params.acquire(managed)
+
+    def release(self, managed: ManagedParam) -> None:
+        """Undoes one acquire()."""
+        self._banks[managed.chunk.bank].params.release(managed)
+
+    def is_in_place(self, managed: ManagedParam) -> bool:
+        """Whether the parameter is where it belongs between steps: at home, or absent."""
+        return self._banks[managed.chunk.bank].params.is_in_place(managed)
+
+    def settle(self) -> None:
+        """Until nothing that was asked of other ranks is under way."""
+        for bank in self._banks:
+            bank.params.settle()
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
+        """What autograd keeps for `tensor`: of a view of a gathered copy, how to remake it."""
+        if tensor.layout is torch.strided:
+            for bank in self._banks:
+                view = bank.params.pack(tensor)
+                if view is not None:
+                    return view
+        return SavedTensor(tensor, tensor._version)
+
+    def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
+        """The tensor that was packed. Raises StaleGraphError if it was changed since."""
+        if isinstance(saved, SavedView):
+            return self._banks[saved.chunk.bank].params.unpack(saved)
+        if saved.tensor._version != saved.version:
+            raise StaleGraphError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "
+                f"modified by an inplace operation (it is at version "
+                f"{saved.tensor._version}, expected {saved.version})"
+            )
+        return saved.tensor
+
+    def leased_copies(self) -> int:
+        """Gathered copies that some tensor views now."""
+        return sum(bank.params.leased_copies() for bank in self._banks)
