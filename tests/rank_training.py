@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import threading
 import time
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 from offload.tiers import Account, Tier
+from tests.smallest import smallest_host_memory
 from tests.training import batches, tiny_gpt2
 
 BASE = {"dtype": "fp32", "placement_policy": "cpu", "rank_timeout_s": 60.0}
@@ -265,35 +268,76 @@ def two_models(rank: int, world: int, options: dict[str, Any]) -> Any:
 
 
 def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str) -> dict[str, Any]:
-    """The last rank fails; what the others meet, and after how long."""
-    model, optimizer = make("gpt2", {"rank_timeout_s": 3.0} | options)
-    tokens = batches(world)[rank]
+    """The last rank fails; what the others meet, after how long, and what is left of it."""
+    # What torch.distributed itself opens is no matter of ours.
+    threads, files = set(threading.enumerate()), open_scratch_files()
     bad = rank == world - 1
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    tokens = batches(world)[rank]
 
-    def fail() -> None:
+    def fail(here: str) -> None:
+        if not bad or where != here:
+            return
         if how == "die":
             os._exit(7)
         if how == "hang":
-            time.sleep(8)
+            time.sleep(10)  # longer than others wait
         raise ValueError("the bad rank's own error")
 
-    if bad and where == "forward":
-        fail()
+    dist.barrier()  # however long a rank took to start
     started = time.monotonic()
+    engine = None
     try:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        if bad and where == "backward":
-            fail()
-        loss.backward()
-        if bad and where == "step":
-            fail()
-        optimizer.step()
+        fail("construction")
+        model, optimizer = make("gpt2", {"rank_timeout_s": 3.0} | options)
+        engine = optimizer.engine
+        # Once the ranks have met, the clock starts: what comes before takes its time.
+        for step in range(2):
+            if step == 1:
+                dist.barrier()
+                started = time.monotonic()
+                fail("forward")
+            loss = model(input_ids=tokens, labels=tokens).loss
+            if step == 1:
+                fail("backward")
+            loss.backward()
+            if step == 1:
+                fail("clipping")
+                hetero.clip_grad_norm_(model.parameters(), 1.0)
+                fail("step")
+            optimizer.step()
+            optimizer.zero_grad()
+        fail("state_dict")
+        model.state_dict()
+        optimizer.state_dict()
+        fail("close")
     except hetero.PeerError as error:
-        return {"error": str(error), "seconds": time.monotonic() - started}
-    return {"error": None}
+        found = {"error": str(error), "seconds": time.monotonic() - started}
+        del error
+    else:
+        found = {"error": None, "seconds": time.monotonic() - started}
+    if engine is not None:
+        started = time.monotonic()
+        engine.close()
+        found["closing"] = time.monotonic() - started
+        del engine, model, optimizer
+    gc.collect()
+    deadline = time.monotonic() + 5.0
+    while set(threading.enumerate()) - threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found["threads"] = [t.name for t in set(threading.enumerate()) - threads]
+    found["files"] = sorted(open_scratch_files() - files)
+    return found
+
+
+def open_scratch_files() -> set[str]:
+    """Descriptors of files without a name and of io_uring."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if "(deleted)" in target or "io_uring" in target:
+                found.add(f"{fd} -> {target}")
+    return found
 
 
 def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
@@ -320,3 +364,61 @@ def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
     except hetero.HeteroError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def refused_step(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """A step that all ranks refuse, for what makes no sense, and training that goes on."""
+    model, optimizer = make("experts", {"rank_timeout_s": 20.0} | options)
+    for step in range(2):
+        model(inputs(rank, step), 0).square().mean().backward()
+        lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], -1.0
+        with contextlib.suppress(ValueError):
+            optimizer.step()
+            raise AssertionError("not refused")
+        optimizer.param_groups[0]["lr"] = lr
+        model(inputs(rank, step), 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = hetero.masters(list(model.parameters()))
+    optimizer.engine.close()
+    return found
+
+
+def tight_use_order(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Layers that are used in the reverse of the order that is expected, at the smallest budget."""
+
+    def build(host_memory: int) -> tuple[nn.Module, hetero.HybridAdam]:
+        torch.manual_seed(0)
+        model = Layers(12)
+        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+        more = {"host_memory": host_memory, "chunk_numel": 16384, "rank_timeout_s": 30.0}
+        return hetero.initialize(model, optimizer, BASE | more | options)
+
+    smallest = smallest_host_memory(lambda: build(1 << 20))
+    model, optimizer = build(smallest)
+    model.layers = nn.ModuleList(reversed(model.layers))
+    for step in range(3):
+        model(inputs(rank, step, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {
+        "masters": hetero.masters(list(model.parameters())),
+        "peak": optimizer.engine.ledger.peak_bytes["host"],
+        "smallest": smallest,
+    }
+    optimizer.engine.close()
+    return found
+
+
+def unequal(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """In the second step the last rank has no data."""
+    model, optimizer = make("experts", options)
+    for step in range(3):
+        if step != 1 or rank < world - 1:
+            model(inputs(rank, step), 0).square().mean().backward()
+        hetero.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = hetero.masters(list(model.parameters()))
+    optimizer.engine.close()
+    return found

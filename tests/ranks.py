@@ -64,6 +64,25 @@ class _Rank:
     stacks: Path  # where it writes its threads' stacks when it is asked to
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank: its result, or how it failed."""
+
+    result: Any = None
+    failure: str | None = None
+
+
+def run_ranks_to_the_end(
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
+) -> list[Outcome]:
+    """As run_ranks(), but a rank's failure is an outcome, and the others go on until their own.
+
+    Raises RankFailure for ranks that still run after `timeout_s`.
+    """
+    with RankPool(world) as pool:
+        return pool.run_to_the_end(function, *args, timeout_s=timeout_s)
+
+
 class RankPool:
     """`world` processes, started by the first run() and kept until close()."""
 
@@ -88,15 +107,29 @@ class RankPool:
         self, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
     ) -> list[Any]:
         """One call, as run_ranks() describes it. After a failure the next run() starts anew."""
+        outcomes = self._outcomes(function, args, timeout_s, _GRACE_S)
+        return [outcome.result for outcome in outcomes]
+
+    def run_to_the_end(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S
+    ) -> list[Outcome]:
+        """One call, as run_ranks_to_the_end() describes it."""
+        outcomes = self._outcomes(function, args, timeout_s, None)
+        if any(outcome.failure is not None for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def _outcomes(
+        self, function: Callable[..., Any], args: Any, timeout_s: float, grace_s: float | None
+    ) -> list[Outcome]:
         work = pickle.dumps((function, args))
         if not self._ranks:
             self._start()
         try:
-            answers = self._call(work, timeout_s)
+            return self._call(work, timeout_s, grace_s)
         except BaseException:
             self.close()
             raise
-        return [pickle.loads(answer) for answer in answers]
 
     def close(self) -> None:
         """Ends all processes, whatever they do. Idempotent; run() starts new ones."""
@@ -125,7 +158,7 @@ class RankPool:
             theirs.close()
             self._ranks.append(_Rank(process, ours, stacks))
 
-    def _call(self, work: bytes, timeout_s: float) -> list[bytes]:
+    def _call(self, work: bytes, timeout_s: float, grace_s: float | None) -> list[Outcome]:
         assert self._folder is not None
         self._calls += 1
         store = str(self._folder / f"store-{self._calls}")
@@ -134,15 +167,18 @@ class RankPool:
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):
                 rank.connection.send_bytes(request)
-        answers = self._await_all(timeout_s)
+        outcomes = self._await_all(timeout_s, grace_s)
         # The groups end together: a connection that is closed early fails a collective elsewhere.
         for rank in self._ranks:
-            rank.connection.send_bytes(b"end")
-        return answers
+            with contextlib.suppress(BrokenPipeError):  # only of one whose failure is an outcome
+                rank.connection.send_bytes(b"end")
+        return outcomes
 
-    def _await_all(self, timeout_s: float) -> list[bytes]:
+    def _await_all(self, timeout_s: float, grace_s: float | None) -> list[Outcome]:
+        """`grace_s`: how long others may go on after a failure, which is then raised; None: to
+        their end, and nothing is raised."""
         numbers = {rank.connection: number for number, rank in enumerate(self._ranks)}
-        answers: dict[int, bytes] = {}
+        outcomes: dict[int, Outcome] = {}
         failures: list[str] = []
         deadline = time.monotonic() + timeout_s
         while numbers:
@@ -153,11 +189,13 @@ class RankPool:
                 number = numbers.pop(connection)
                 succeeded, answer = self._answer_of(number)
                 if succeeded:
-                    answers[number] = answer
+                    outcomes[number] = Outcome(pickle.loads(answer))
+                elif grace_s is None:
+                    outcomes[number] = Outcome(failure=answer.decode())
                 else:
                     failures.append(f"rank {number} of {self.world} {answer.decode()}")
-            if failures:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if failures and grace_s is not None:
+                deadline = min(deadline, time.monotonic() + grace_s)
         if failures:
             raise RankFailure("\n\n".join(failures))
         if numbers:
@@ -168,7 +206,7 @@ class RankPool:
                 f"of {self.world} ranks these were still running after {timeout_s:g} s: "
                 f"{names}\n{where}"
             )
-        return [answers[number] for number in range(self.world)]
+        return [outcomes[number] for number in range(self.world)]
 
     def _answer_of(self, number: int) -> tuple[bool, bytes]:
         """Whether the rank succeeded, and its result or what became of it."""
