@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from math import ceil
 
 import torch
@@ -57,6 +58,7 @@ class Stage:
         self._away: set[int] = set()  # id(param) of those that are absent
         self._parts: dict[int, torch.Tensor] = {}  # id(param) -> this rank's part, if it is in RAM
         self._number: dict[int, int] = {}  # id(param) -> its place in the order of adoption
+        self._numbers = count()  # (an id is used again when a parameter is gone)
         self._nbytes: dict[int, int] = {}  # id(param) -> bytes, of the last dtype it had
         # id(param) -> (first element, flat values): of an absent one what fetch() brought.
         self._fetched: dict[int, tuple[int, torch.Tensor]] = {}
@@ -87,7 +89,7 @@ class Stage:
         key, nbytes = id(param), param.numel() * param.element_size()
         self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
         self._charged[key] = nbytes
-        self._number[key] = len(self._number)
+        self._number[key] = next(self._numbers)
         self._nbytes[key] = nbytes
         param._hetero_stage = self  # type: ignore[attr-defined]
         forget = _weakly(self._forget)
