@@ -35,17 +35,15 @@ ALWAYS = {
     (2, "lora", 3),
     (4, "routed", 1),
 }
-# Where the least RAM that initialize() asks for does not hold the buckets of a backward whose
-# parameters get their gradients in another order than that of their chunks.
-TOO_FEW_BUCKETS = {
+# Whose parameters get their gradients in another order than that of their chunks: in the least RAM
+# that initialize() asks for, buckets run out.
+OUT_OF_ORDER = {
     *("bare", "checkpoint", "checkpoint-nested", "embeddings", "large", "llama"),
     *("mamba", "mixtral", "odd", "old-weight-norm", "opt", "own-function", "parametrized"),
     *("recurrent", "returned-bias", "structured", "t5", "vit"),
 }
-# Where it loses what some ranks have of a gradient (routed), one gathered copy is too few, or ranks
-# number the parameters of a model that drops some while it is built in different ways (attention,
-# now and then).
-WRONG_IN_LEAST_MEMORY = TOO_FEW_BUCKETS | {"routed", "functional", "attention"}
+# Tested in the least RAM by tests of their own; one gathered copy is too few for `functional`.
+NOT_IN_LEAST_MEMORY = OUT_OF_ORDER | {"routed", "functional"}
 STAGES = (1, 2, 3)
 
 
@@ -109,7 +107,7 @@ def test_as_with_ddp(
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"ranks{world}")
     settings = [{"placement_policy": "cpu", "zero_stage": stage} for stage in STAGES]
-    if name not in WRONG_IN_LEAST_MEMORY:
+    if name not in NOT_IN_LEAST_MEMORY:
         settings.append(on_disk(tmp_path))
     assert_as_expected(pool.run(both, name, accumulate, settings), settings)
 
@@ -118,7 +116,7 @@ def test_as_with_ddp(
     "name",
     [
         pytest.param(name, marks=() if name in ("checkpoint", "mixtral") else pytest.mark.extra)
-        for name in sorted(TOO_FEW_BUCKETS)
+        for name in sorted(OUT_OF_ORDER)
     ],
 )
 def test_least_memory_holds_the_buckets(name: str, ranks2: RankPool, tmp_path: Path) -> None:
