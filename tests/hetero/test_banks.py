@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,7 @@ def settings_of(place: str, script: str, dtype: str, path: Path) -> dict[str, An
         return settings | {"placement_policy": "cpu"}
     settings |= {"placement_policy": "nvme", "nvme_path": str(path)}
     if place == "late-on-disk":
-        with hetero.ZeroInitContext(host_memory="8MiB", **settings):
-            model = build(script)
-        given = [p for p in model.parameters() if p.requires_grad or script != "add-frozen"]
         more = {"keep_fp32": bank_training.KEPT} if bank_training.is_mixed(script) else {}
-        del model
         with hetero.ZeroInitContext(host_memory="8MiB", **settings, **more):
             model = build(script)
         given = [p for p in model.parameters() if p.requires_grad or script != "add-frozen"]
@@ -44,9 +42,17 @@ def settings_of(place: str, script: str, dtype: str, path: Path) -> dict[str, An
     return settings
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("script", SCRIPTS)
+def cases(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations; every seventh is run always, the others by `make test-all`."""
+    return [
+        pytest.param(*values, marks=() if index % 7 == 0 else pytest.mark.extra)
+        for index, values in enumerate(product(*axes))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "place", "script"), cases(("fp32", "bf16", "fp16"), PLACES, SCRIPTS)
+)
 def test_same_bits_as_plain_torch(
     script: str, place: str, dtype: str, tmp_path: Path, nothing_left: None
 ) -> None:
@@ -66,8 +72,7 @@ def test_same_bits_as_plain_torch(
                 assert torch.equal(state[key], value), key
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("stage", "script"), cases((1, 2, 3), SCRIPTS))
 def test_two_ranks_are_the_mean_of_two(
     ranks2: RankPool, script: str, stage: int, tmp_path: Path
 ) -> None:
