@@ -405,9 +405,7 @@ class Buckets:
         if peers is None:
             return parts[0]
         own, theirs = parts[peers.rank], received.chunk(peers.size)
-        mean_into(
-            own, [own if p == peers.rank else theirs[p] for p in range(peers.size)], peers.size
-        )
+        mean_into(own, [own if p == peers.rank else theirs[p] for p in range(peers.size)])
         return own
 
     def _finish(self, chunk: Chunk) -> None:

@@ -126,7 +126,6 @@ class Peers:
         self.timeout_s = timeout_s
         self.sent_bytes = 0  # of chunks; what is needed to agree on them is not counted
         self.received_bytes = 0
-        self.wait_s = 0.0
         self._operations = dict.fromkeys(Lane, 0)
         self._replies = 0
         self._lock = threading.Lock()
@@ -183,8 +182,6 @@ class Peers:
         except RuntimeError as error:
             waited_s = time.perf_counter() - started
             raise self.failure(peer, what, str(error), waited_s) from error
-        finally:
-            self.wait_s += time.perf_counter() - started
 
     def failure(self, peer: int, what: str, why: str, waited_s: float = 0.0) -> PeerError:
         """The error for a transfer with `peer` that failed, with the cause if it is known."""

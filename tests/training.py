@@ -11,6 +11,18 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hetero
 
 VOCABULARY = 301
+# The configuration of a language model, for `hetero train --config`.
+SMALLEST_MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 1,
+    "n_embd": 32,
+    "n_head": 2,
+    "vocab_size": 256,
+    "n_positions": 16,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
 
 
 def tiny_gpt2(n_embd: int = 64, n_layer: int = 3) -> GPT2LMHeadModel:

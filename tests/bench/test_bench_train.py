@@ -19,23 +19,12 @@ from bench.train import main, summarize, write_workload
 from hetero.training.data import load_corpus
 from hetero.training.options import TrainOptions
 from hetero.training.ranks import Ranks
-
-MODEL = {
-    "model_type": "gpt2",
-    "n_layer": 1,
-    "n_embd": 32,
-    "n_head": 2,
-    "vocab_size": 256,
-    "n_positions": 16,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-}
+from tests.training import SMALLEST_MODEL
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> list[str]:
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.json").write_text(json.dumps(SMALLEST_MODEL))
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
     return [
         *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),

@@ -21,18 +21,7 @@ from hetero.training.ranks import ALONE, Ranks, joined_ranks
 from hetero.training.result import TrainResult
 from hetero.training.run_folder import RunFolder
 from offload.errors import BudgetError
-
-MODEL = {
-    "model_type": "gpt2",
-    "n_layer": 1,
-    "n_embd": 32,
-    "n_head": 2,
-    "vocab_size": 256,
-    "n_positions": 16,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-}
+from tests.training import SMALLEST_MODEL
 
 
 def two_ranks(tmp_path: Path, *arguments: str) -> list[str]:
@@ -138,7 +127,7 @@ def test_ranks_but_the_first_show_nothing() -> None:
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.json").write_text(json.dumps(SMALLEST_MODEL))
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
     return [
         *("-m", "hetero.cli", "train", "--json", "--dtype", "fp32"),
