@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import hetero
+from tests.plain_adam import OPTIONS, PlainAdam
 from tests.rank_training import Experts
-from tests.update_oracle import Hyper, update
 
 STEPS = 5
 CHANGES_AT = 2  # the step before which a script's change happens
-OPTIONS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4}
 KEPT = ["norm.*", "router.weight"]
 SCRIPTS = ["mixed", "unfreeze", "unfreeze-mixed", "unfreeze-most", "add-frozen", "add-new"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -137,99 +134,46 @@ def train(rank: int, world: int, script: str, options: dict[str, Any]) -> Run:
     return run
 
 
-class Oracle:
-    """hetero's documented update in numpy, on fp32 masters."""
-
-    def __init__(self) -> None:
-        self.masters: dict[nn.Parameter, np.ndarray] = {}
-        self.states: dict[nn.Parameter, tuple[np.ndarray, ...]] = {}
-        self.steps: dict[nn.Parameter, int] = {}
-
-    def add(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        """Takes a parameter in, whose master is its value, and converts it."""
-        master = param.detach().float().numpy().reshape(-1).copy()
-        self.masters[param] = master
-        self.states[param] = (np.zeros_like(master), np.zeros_like(master))
-        self.steps[param] = 0
-        param.data = param.data.to(dtype)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Updates the parameters that have gradients."""
-        for param in self.masters:
-            if param.grad is None:
-                continue
-            self.steps[param] += 1
-            hyper = Hyper(
-                lr=OPTIONS["lr"],
-                weight_decay=OPTIONS["weight_decay"],
-                decoupled=True,
-                beta1=OPTIONS["betas"][0],
-                beta2=OPTIONS["betas"][1],
-                eps=OPTIONS["eps"],
-                step=self.steps[param],
-            )
-            grad = param.grad.float().numpy().reshape(-1)
-            master, states = update("adam", self.masters[param], self.states[param], grad, hyper)
-            self.masters[param], self.states[param] = master, states
-            param.copy_(torch.from_numpy(master).view(param.shape))
-            param.grad = None
-
-
 def train_plain(script: str, dtype: str, world: int = 1) -> list[Run]:
     """By plain PyTorch, all ranks in one: every rank's gradients are made in turn, and averaged."""
     compute = DTYPES[dtype]
     model = build(script)
-    oracle = Oracle()
+    optimizer = PlainAdam()
 
-    def kept(name: str) -> bool:
-        return is_mixed(script) and name in ("norm.weight", "norm.bias", "router.weight")
+    def take_in() -> None:
+        """What is to be trained and is not yet; parameters get their dtypes."""
+        for name, param in model.named_parameters():
+            if param.requires_grad and param not in optimizer.masters:
+                optimizer.add(param)
+            kept = is_mixed(script) and name in ("norm.weight", "norm.bias", "router.weight")
+            param.data = param.data.to(torch.float32 if kept else compute)
 
-    for name, param in model.named_parameters():
-        of = torch.float32 if kept(name) else compute
-        if param.requires_grad:
-            oracle.add(param, of)
-        else:
-            param.data = param.data.to(of)
+    take_in()
     runs = [Run() for _ in range(world)]
     for step in range(STEPS):
         if step == CHANGES_AT:
             change(script, model)
-            for name, param in model.named_parameters():
-                if param.requires_grad and param not in oracle.masters:
-                    oracle.add(param, torch.float32 if kept(name) else compute)
+            take_in()
         found: list[dict[nn.Parameter, torch.Tensor]] = []
         for rank, run in enumerate(runs):
             loss = loss_of(model, inputs(rank, step).to(compute))
             loss.backward()
             run.losses.append(loss.item())
-            grads = {p: p.grad for p in model.parameters() if p.grad is not None}
-            found.append({p: grad.clone() for p, grad in grads.items()})
-            for p in grads:
-                p.grad = None
+            found.append({p: p.grad for p in model.parameters() if p.grad is not None})
+            optimizer.zero_grad()
         for p, first in found[0].items():
             total = first.float()
             for other in found[1:]:
                 total = total + other[p].float()
             p.grad = (total / world).to(first.dtype)
-        with_grad = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in with_grad))
-        oracle.step()
+        norm = optimizer.norm()
+        optimizer.step()
+        optimizer.zero_grad()
         for run in runs:
             run.norms.append(norm)
     for run in runs:
-        run.masters = {
-            name: torch.from_numpy(oracle.masters[p]).view(p.shape)
-            for name, p in model.named_parameters()
-        }
-        run.states = [
-            {
-                "step": torch.tensor(float(oracle.steps[p])),
-                "exp_avg": torch.from_numpy(oracle.states[p][0]).view(p.shape),
-                "exp_avg_sq": torch.from_numpy(oracle.states[p][1]).view(p.shape),
-            }
-            for p in oracle.masters
-        ]
+        run.masters = optimizer.whole(model)
+        run.states = [master.state for master in optimizer.masters.values()]
     return runs
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hetero
+from tests.plain_adam import Master
 from tests.training import batches, build, tiny_gpt2, train
-from tests.update_oracle import Hyper, update
 
 LR = 1e-3
 
@@ -68,14 +68,12 @@ def test_masters_equal_the_documented_adam_exactly(
     ]
     optimizer = hetero.HybridAdam(groups, lr=1e-3, adamw_mode=adamw_mode)
     model, optimizer = hetero.initialize(model, optimizer, None)
-    weights = [m.numpy().reshape(-1).copy() for m in hetero.masters(params)]
-    moments: list[tuple[np.ndarray, ...]] = [(np.zeros_like(w), np.zeros_like(w)) for w in weights]
+    masters = [Master(value) for value in hetero.masters(params)]
     gradients: dict[int, torch.Tensor] = {}
     for index, param in enumerate(params):
         param.register_hook(lambda grad, index=index: gradients.__setitem__(index, grad.clone()))
 
-    for step in range(1, 5):
-        tokens = batches(4)[step - 1]
+    for tokens in batches(4):
         scale = optimizer.engine.loss_scale.value
         optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
         norm = optimizer.engine.grad_norm(params)
@@ -84,27 +82,24 @@ def test_masters_equal_the_documented_adam_exactly(
         assert hetero.clip_grad_norm_(params, 0.5).item() == pytest.approx(norm, rel=1e-6)
         optimizer.step()
         optimizer.zero_grad()
-        for index, weight in enumerate(weights):
+        for index, master in enumerate(masters):
             group = optimizer.param_groups[0 if index < 5 else 1]
-            hyper = Hyper(
+            master.update(
+                gradients[index],
                 lr=group["lr"],
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 weight_decay=group["weight_decay"],
                 decoupled=adamw_mode,
-                step=step,
                 grad_scale=clip / scale,
             )
-            gradient = gradients[index].float().numpy().reshape(-1)
-            weights[index], moments[index] = update("adam", weight, moments[index], gradient, hyper)
 
-    for param, weight, master in zip(params, weights, hetero.masters(params), strict=True):
-        expected = torch.from_numpy(weight).view(param.shape)
-        assert torch.equal(master, expected)
+    for param, master, found in zip(params, masters, hetero.masters(params), strict=True):
+        assert torch.equal(found, master.weight)
         with hetero.gathered(param):
-            assert torch.equal(param, expected.to(param.dtype))
+            assert torch.equal(param, master.weight.to(param.dtype))
     state = optimizer.state_dict()["state"]
-    for index, (m, v) in enumerate(moments):
-        assert torch.equal(state[index]["exp_avg"].view(-1), torch.from_numpy(m))
-        assert torch.equal(state[index]["exp_avg_sq"].view(-1), torch.from_numpy(v))
+    for index, master in enumerate(masters):
+        for key, expected in master.state.items():
+            assert torch.equal(state[index][key], expected), key
     optimizer.engine.close()

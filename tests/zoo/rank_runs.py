@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hetero
 from tests.zoo import handwritten, pretrained
 from tests.zoo.case import WIDTH, Case, Where, vectors
-from tests.zoo.runs import PlainAdam, Run, initialized, least_host_memory
+from tests.zoo.runs import Run, initialized, least_host_memory, plain_adam
 
 STEPS = 3
 
@@ -54,7 +54,7 @@ def run_ddp(rank: int, case: Case, accumulate: int) -> Run:
     """The oracle: DDP in fp32, which averages gradients over ranks, then the documented update."""
     torch.manual_seed(0)
     model = case.make()
-    optimizer = PlainAdam(model, "fp32")
+    optimizer = plain_adam(model, "fp32")
     # Ranks keep buffers of their own; DDP would copy the first rank's before each forward.
     ddp = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
 
@@ -72,7 +72,7 @@ def run_ddp(rank: int, case: Case, accumulate: int) -> Run:
         step,
         ddp.no_sync,
     )
-    run.masters = optimizer.whole()
+    run.masters = optimizer.whole(model)
     run.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return run
 
@@ -153,7 +153,7 @@ def one_sided_parts(rank: int, world: int, stage: int) -> tuple[list[float], lis
     model, optimizer = initialized(case, "fp32", settings)
     torch.manual_seed(0)
     plain = Optional()
-    adam = PlainAdam(plain, "fp32")
+    adam = plain_adam(plain, "fp32")
     found, expected = [], []
     for step in range(2):
         for micro in range(2):

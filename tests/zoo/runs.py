@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import gc
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import hetero
 from hetero.placement import Placement
+from tests.plain_adam import OPTIONS, PlainAdam
 from tests.smallest import smallest_host_memory
-from tests.update_oracle import Hyper, update
 from tests.zoo.case import Case, Where
 
 STEPS = 5
 SLOT_NUMEL = 4096
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# eps is large so that an update is a smooth function of the gradient, its slope at most lr / eps.
-# With 1e-8 a gradient that is zero but for rounding (an attention's key bias) would make updates as
-# large as any.
-OPTIONS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4}
 
 
 @dataclass
@@ -37,63 +31,15 @@ class Run:
     placement: Placement | None = None  # of a run by hetero
 
 
-class PlainAdam:
-    """The oracle's optimizer: hetero's documented update in numpy, on fp32 masters."""
-
-    def __init__(self, model: nn.Module, dtype: str) -> None:
-        self.params = dict(model.named_parameters())
-        self.masters: dict[str, np.ndarray] = {}
-        self.states: dict[str, tuple[np.ndarray, ...]] = {}
-        self.steps: dict[str, int] = {}
-        for name, param in self.params.items():
-            if not param.is_floating_point():
-                continue
+def plain_adam(model: nn.Module, dtype: str) -> PlainAdam:
+    """The oracle's optimizer of all that is trained, in fp32; the model becomes `dtype`."""
+    optimizer = PlainAdam()
+    for param in model.parameters():
+        if param.is_floating_point():
             if param.requires_grad:
-                master = param.detach().float().numpy().reshape(-1).copy()
-                self.masters[name] = master
-                self.states[name] = (np.zeros_like(master), np.zeros_like(master))
-                self.steps[name] = 0
+                optimizer.add(param)
             param.data = param.data.to(TORCH_DTYPES[dtype])
-
-    def norm(self) -> float:
-        """The 2-norm of all gradients."""
-        grads = [p.grad for p in self.params.values() if p.grad is not None]
-        return math.sqrt(sum(g.double().square().sum().item() for g in grads))
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Updates the parameters that have gradients."""
-        for name, param in self.params.items():
-            if param.grad is None or not param.numel():
-                continue
-            self.steps[name] += 1
-            hyper = Hyper(
-                lr=OPTIONS["lr"],
-                weight_decay=OPTIONS["weight_decay"],
-                decoupled=True,
-                beta1=OPTIONS["betas"][0],
-                beta2=OPTIONS["betas"][1],
-                eps=OPTIONS["eps"],
-                step=self.steps[name],
-            )
-            grad = param.grad.float().numpy().reshape(-1)
-            master, states = update("adam", self.masters[name], self.states[name], grad, hyper)
-            self.masters[name], self.states[name] = master, states
-            param.copy_(torch.from_numpy(master).view(param.shape))
-
-    def zero_grad(self) -> None:
-        """Clears all gradients."""
-        for param in self.params.values():
-            param.grad = None
-
-    def whole(self) -> dict[str, torch.Tensor]:
-        """Masters, and the values of what is not trained, in fp32."""
-        return {
-            name: torch.from_numpy(self.masters[name]).view(p.shape)
-            if name in self.masters
-            else p.detach().float()
-            for name, p in self.params.items()
-        }
+    return optimizer
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -111,7 +57,7 @@ def run_plain(case: Case, dtype: str, accumulate: int) -> Run:
     """Plain PyTorch in memory; only the update is hetero's, as documented."""
     torch.manual_seed(0)
     model = case.make()
-    optimizer = PlainAdam(model, dtype)
+    optimizer = plain_adam(model, dtype)
     run = Run()
     for step in range(STEPS):
         for micro in range(accumulate):
@@ -123,7 +69,7 @@ def run_plain(case: Case, dtype: str, accumulate: int) -> Run:
         run.norms.append(optimizer.norm())
         optimizer.step()
         optimizer.zero_grad()
-    run.masters = optimizer.whole()
+    run.masters = optimizer.whole(model)
     run.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return run
 

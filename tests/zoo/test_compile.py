@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import hetero
+from tests.plain_adam import OPTIONS
 from tests.zoo.case import Where, vectors
 from tests.zoo.handwritten import Bare, Block, ballasted
-from tests.zoo.runs import OPTIONS
 
 
 class Net(nn.Module):

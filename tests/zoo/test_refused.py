@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import hetero
+from tests.plain_adam import OPTIONS
 from tests.zoo.case import WIDTH, Where, tokens, vectors
 from tests.zoo.handwritten import Block, Normed, images
-from tests.zoo.runs import OPTIONS
 
 pytestmark = pytest.mark.parametrize("policy", ["cpu", "nvme"])
 Build = Callable[..., tuple[nn.Module, hetero.HybridAdam]]
