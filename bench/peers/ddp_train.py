@@ -16,22 +16,21 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.peers.measure import measure, write_result
-from bench.peers.torch_train import TorchPeer, require_mode
+from bench.peers.torch_peer import TorchPeer
+from bench.peers.torch_train import model_in, require_mode
 from bench.peers.workload import Workload
 from bench.peers.world import joined
 
 
 class DdpPeer(TorchPeer):
-    """TorchPeer's training, with the gradients' mean over the ranks."""
+    """torch_train's training, with the gradients' mean over the ranks."""
 
     def __init__(self, workload: Workload, mode: str) -> None:
-        super().__init__(workload, mode)
         # Gradients in the buckets that are sent, not beside them.
-        self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self._micro_batches = 0  # of this step
+        model = DistributedDataParallel(model_in(mode, workload), gradient_as_bucket_view=True)
+        super().__init__(model, workload, mode == "autocast")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._micro_batches += 1
         with self._exchange():
             return super().forward(tokens)
 
@@ -39,14 +38,9 @@ class DdpPeer(TorchPeer):
         with self._exchange():
             super().backward(loss)
 
-    def step(self, lr: float, last: bool) -> None:
-        super().step(lr, last)
-        if last:
-            self._micro_batches = 0
-
     def _exchange(self) -> contextlib.AbstractContextManager[None]:
-        """Gradients are sent in the last micro-batch of a step alone."""
-        if self._micro_batches == self._accumulate:
+        """Around what may send gradients."""
+        if self.exchanges:
             return contextlib.nullcontext()
         no_sync: contextlib.AbstractContextManager[None] = self.model.no_sync()
         return no_sync

@@ -21,67 +21,38 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from bench.peers.measure import measure, write_result
-from bench.peers.torch_train import param_groups
+from bench.peers.torch_peer import TorchPeer, build_model
 from bench.peers.workload import Workload
 from bench.peers.world import joined
 
 
-class Fsdp2Peer:
+class Fsdp2Peer(TorchPeer):
     """A transformers model, sharded block by block, and torch's fused AdamW on the shards."""
 
     def __init__(self, workload: Workload) -> None:
-        from transformers import AutoModelForCausalLM
-
-        torch.manual_seed(workload.seed)
-        model = AutoModelForCausalLM.from_config(workload.make_model_config()).train()
-        self.params = sum(parameter.numel() for parameter in model.parameters())
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            ),
-            # Memory can be pinned only for an accelerator.
-            "offload_policy": CPUOffloadPolicy(pin_memory=False),
-        }
-        blocks = [
-            block
-            for module in model.modules()
-            if isinstance(module, torch.nn.ModuleList)
-            for block in module
-        ]
-        for block in blocks:
-            fully_shard(block, **options)
-        self._model: Any = fully_shard(model, **options)
-        self._clip = workload.clip
-        self._accumulate = workload.accumulate
-        self._micro_batches = 0  # of this step
-        self._optimizer = torch.optim.AdamW(
-            param_groups(model, workload.weight_decay),
-            lr=workload.lrs[0],
-            betas=workload.betas,
-            fused=True,
-        )
+        super().__init__(_sharded(build_model(workload)), workload)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._micro_batches += 1
-        # Gradients are reduced in the last micro-batch of a step alone.
-        self._model.set_requires_gradient_sync(self._micro_batches == self._accumulate)
-        loss: torch.Tensor = self._model(input_ids=tokens, labels=tokens).loss
-        return loss
+        self.model.set_requires_gradient_sync(self.exchanges)
+        return super().forward(tokens)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss / self._accumulate).backward()
 
-    def step(self, lr: float, last: bool) -> None:
-        if not last:
-            return
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        if self._clip > 0:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._micro_batches = 0
+def _sharded(model: Any) -> Any:
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        # Memory can be pinned only for an accelerator.
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    }
+    blocks = [
+        block
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList)
+        for block in module
+    ]
+    for block in blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def main(argv: list[str]) -> int:
