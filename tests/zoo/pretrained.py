@@ -11,31 +11,25 @@ from torch import nn
 
 from tests.zoo.case import Case, Where, tokens
 
-SMALL: dict[str, Any] = {
+TOKENS: dict[str, Any] = {
     "vocab_size": 101,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
     "pad_token_id": 0,
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+LAYERS: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2}
+ATTENTION: dict[str, Any] = {**LAYERS, "num_attention_heads": 2}
+TRANSFORMER: dict[str, Any] = {
+    **TOKENS,
+    **ATTENTION,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}
 
 
 def gpt2() -> nn.Module:
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            vocab_size=101,
-            n_embd=32,
-            n_layer=2,
-            n_head=2,
-            n_positions=32,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    config = hf.GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    return hf.GPT2LMHeadModel(config)
 
 
 def gpt2_checkpointed() -> nn.Module:
@@ -45,62 +39,47 @@ def gpt2_checkpointed() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TRANSFORMER, num_key_value_heads=1))
 
 
 def opt() -> nn.Module:
-    rest = {k: v for k, v in SMALL.items() if k != "intermediate_size"}
-    return hf.OPTForCausalLM(hf.OPTConfig(**rest, ffn_dim=64, word_embed_proj_dim=16))
+    config = hf.OPTConfig(
+        **TOKENS, **ATTENTION, max_position_embeddings=32, ffn_dim=64, word_embed_proj_dim=16
+    )
+    return hf.OPTForCausalLM(config)
 
 
 def bert() -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(**SMALL))
+    return hf.BertForMaskedLM(hf.BertConfig(**TRANSFORMER))
 
 
 def t5() -> nn.Module:
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(
-            vocab_size=101,
-            d_model=32,
-            d_kv=16,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-        )
+    config = hf.T5Config(
+        **TOKENS, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
     )
+    return hf.T5ForConditionalGeneration(config)
 
 
 def vit() -> nn.Module:
-    rest = {k: SMALL[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    config = hf.ViTConfig(**rest, intermediate_size=64, image_size=16, patch_size=4, num_labels=7)
+    config = hf.ViTConfig(
+        **ATTENTION, intermediate_size=64, image_size=16, patch_size=4, num_labels=7
+    )
     return hf.ViTForImageClassification(config)
 
 
 def mixtral() -> nn.Module:
-    return hf.MixtralForCausalLM(
-        hf.MixtralConfig(
-            **SMALL,
-            num_key_value_heads=1,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            output_router_logits=True,
-        )
+    config = hf.MixtralConfig(
+        **TRANSFORMER,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
     )
+    return hf.MixtralForCausalLM(config)
 
 
 def mamba() -> nn.Module:
-    return hf.MambaForCausalLM(
-        hf.MambaConfig(
-            vocab_size=101,
-            hidden_size=32,
-            num_hidden_layers=2,
-            state_size=4,
-            pad_token_id=0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    return hf.MambaForCausalLM(hf.MambaConfig(**TOKENS, **LAYERS, state_size=4))
 
 
 def lora() -> nn.Module:
