@@ -229,7 +229,11 @@ class Clipping:
                 "hetero.initialize(..., initial_loss_scale=None) leaves it to the GradScaler"
             )
         self.multiply(members, factor)
-        return self.any_non_finite(members)
+        overflow = self.any_non_finite(members)
+        if overflow:  # GradScaler is going to leave out the step, which would say that it is over
+            for bank in self._banks:
+                bank.order.end_step()
+        return overflow
 
     def forget(self, members: Members) -> None:
         """Clears the gradients."""

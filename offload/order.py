@@ -34,7 +34,12 @@ class UseOrder:
             self._position = (self._position + distance + 1) % len(self._known)
 
     def end_step(self) -> None:
-        """A step is over: what was recorded is what the next one is expected to do."""
+        """A step is over: what was recorded is what the next one is expected to do.
+
+        Idempotent; a step without any use is none.
+        """
+        if not self._recording:
+            return
         self._known, self._recording = self._recording, []
         self._position = 0
         self._uses = {}

@@ -30,7 +30,8 @@ class NaiveOrder:
             self.position = (self.position + distance + 1) % len(self.known)
 
     def end_step(self):
-        self.known, self.position, self.recording = self.recording, 0, []
+        if self.recording:
+            self.known, self.position, self.recording = self.recording, 0, []
 
     def next_use(self, chunk):
         distance = self.distance(chunk)
@@ -103,6 +104,12 @@ def test_a_step_that_deviates_is_learned_in_its_turn():
     order.end_step()
     assert order.upcoming(9) == [2, 9, 0]
     assert order.next_use(1) > max(map(order.next_use, (2, 9, 0)))
+
+
+def test_a_step_that_ends_twice_is_known():
+    order = learned(0, 1, 2)
+    order.end_step()
+    assert order.upcoming(9) == [0, 1, 2]
 
 
 def test_inference_without_an_end_of_step_takes_no_more_and_more_memory():
