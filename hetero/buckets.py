@@ -147,7 +147,10 @@ class Buckets:
         """Takes a gradient that autograd made. Sets `.grad` to the placeholder."""
         if accumulate:
             managed.param.grad = managed.absent_grad  # has_grad is true again
-        if managed in self._sent or (self._sent and not next(iter(self._sent)).has_grad):
+        # Also a gradient that waits for others of its chunk is not added to: whether it waits is a
+        # matter of buckets, and sums must not depend on how many there are.
+        again = managed in self._sent or (accumulate and managed in self._since_held)
+        if again or (self._sent and not next(iter(self._sent)).has_grad):
             self._end_round(done=False)  # another backward has begun
         if self._early:
             self._begin_round(True)
