@@ -108,7 +108,7 @@ DISTURBANCES: dict[str, Callable[[Any, Any, Where, int], None]] = {
 
 def disturbed(rank: int, world: int, how: str, settings: dict[str, Any]) -> Run:
     """GPT-2's training with that disturbance before every step."""
-    model, optimizer = initialized(GPT2, "fp32", in_least_memory(GPT2, settings))
+    model, optimizer = initialized(GPT2, "fp32", in_least_memory(GPT2, "fp32", settings))
     run = Run()
     for step in range(STEPS):
         where = Where(step, rank=rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hetero
 from tests.zoo import handwritten, pretrained
 from tests.zoo.case import WIDTH, Case, Where, vectors
-from tests.zoo.runs import Run, initialized, least_host_memory, plain_adam
+from tests.zoo.runs import TORCH_DTYPES, Run, cast, initialized, least_host_memory, plain_adam
 
 STEPS = 3
 
@@ -50,50 +51,75 @@ def train(
     return run
 
 
-def run_ddp(rank: int, case: Case, accumulate: int) -> Run:
-    """The oracle: DDP in fp32, which averages gradients over ranks, then the documented update."""
+def mean_of_ranks(mine: torch.Tensor, world: int) -> torch.futures.Future[torch.Tensor]:
+    """What DDP's communication hook gives for a bucket: means as hetero documents them.
+
+    Sums in fp32, in the ranks' order, rounded once; gloo's all-reduce adds in the bucket's dtype.
+    """
+    parts = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(parts, mine)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result((total / world).to(mine.dtype))
+    return done
+
+
+def run_ddp(
+    rank: int, world: int, case: Case, dtype: str, accumulate: int, held: bool, own_mean: bool
+) -> Run:
+    """The oracle: DDP averages gradients over ranks; then comes the documented update.
+
+    `held`: gradients of micro-batches are added up on each rank, and averaged once; otherwise their
+    means are added up. `own_mean`: as DDP averages them itself, not as hetero documents it.
+    """
     torch.manual_seed(0)
     model = case.make()
-    optimizer = plain_adam(model, "fp32")
+    optimizer = plain_adam(model, dtype)
     # Ranks keep buffers of their own; DDP would copy the first rank's before each forward.
     ddp = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+    if not own_mean:
+        ddp.register_comm_hook(None, lambda _, bucket: mean_of_ranks(bucket.buffer(), world))
+    batch = case.batch
+    case = replace(case, batch=lambda where: cast(batch(where), TORCH_DTYPES[dtype]))
+
+    def backward(loss: torch.Tensor) -> None:
+        before = {p: p.grad for p in optimizer.masters if p.grad is not None}
+        if not held:
+            optimizer.zero_grad()
+        loss.backward()
+        if not held:
+            for p, grad in before.items():
+                p.grad = grad if p.grad is None else grad + p.grad
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    run = train(
-        case,
-        ddp,
-        rank,
-        accumulate,
-        lambda loss: loss.backward(),
-        optimizer.norm,
-        step,
-        ddp.no_sync,
-    )
+    no_sync = ddp.no_sync if held else contextlib.nullcontext
+    run = train(case, ddp, rank, accumulate, backward, optimizer.norm, step, no_sync)
     run.masters = optimizer.whole(model)
     run.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return run
 
 
-def in_least_memory(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
+def in_least_memory(case: Case, dtype: str, settings: dict[str, Any]) -> dict[str, Any]:
     """`settings`, with a disk in the least RAM that works. All ranks must call it."""
     if settings["placement_policy"] != "nvme" or "host_memory" in settings:
         return settings
     stage, path = settings["zero_stage"], settings["nvme_path"]
-    least = torch.tensor(least_host_memory(case, "fp32", path, zero_stage=stage))
+    least = torch.tensor(least_host_memory(case, dtype, path, zero_stage=stage))
     dist.all_reduce(least, dist.ReduceOp.MAX)  # shards differ in size, by a padding
     return {**settings, "host_memory": int(least)}
 
 
-def run_hetero(rank: int, case: Case, accumulate: int, settings: dict[str, Any]) -> Run:
+def run_hetero(rank: int, case: Case, dtype: str, accumulate: int, settings: dict[str, Any]) -> Run:
     """The same with hetero, sharded over all ranks; stage 2 inside no_sync(), as DDP is.
 
     With a disk in the least RAM that works, unless a budget is given.
     """
-    model, optimizer = initialized(case, "fp32", in_least_memory(case, settings))
-    held = settings["zero_stage"] == 2
+    model, optimizer = initialized(case, dtype, in_least_memory(case, dtype, settings))
 
     def step() -> None:
         optimizer.step()
@@ -107,7 +133,7 @@ def run_hetero(rank: int, case: Case, accumulate: int, settings: dict[str, Any])
         optimizer.backward,
         lambda: hetero.clip_grad_norm_(model.parameters(), 1e30).item(),
         step,
-        (lambda: hetero.no_sync(model)) if held else contextlib.nullcontext,
+        (lambda: hetero.no_sync(model)) if settings["zero_stage"] == 2 else contextlib.nullcontext,
     )
     names = dict(model.named_parameters())
     run.masters = dict(zip(names, hetero.masters(names.values()), strict=True))
@@ -117,12 +143,25 @@ def run_hetero(rank: int, case: Case, accumulate: int, settings: dict[str, Any])
 
 
 def both(
-    rank: int, world: int, name: str, accumulate: int, settings: list[dict[str, Any]]
-) -> tuple[Run, list[Run]]:
-    """A rank's run of the case by DDP, and by hetero with each of `settings`."""
+    rank: int,
+    world: int,
+    name: str,
+    dtype: str,
+    accumulate: int,
+    settings: list[dict[str, Any]],
+    own_mean: bool = False,
+) -> list[tuple[Run, Run]]:
+    """A rank's runs of the case by DDP and by hetero, for each of `settings`."""
     case = case_of(name)
-    expected = run_ddp(rank, case, accumulate)
-    return expected, [run_hetero(rank, case, accumulate, each) for each in settings]
+    by_ddp: dict[bool, Run] = {}
+    found = []
+    for each in settings:
+        # Stage 1 averages a step's sum, stage 3 every micro-batch; stage 2 is in no_sync().
+        held = accumulate > 1 and each["zero_stage"] < 3
+        if held not in by_ddp:
+            by_ddp[held] = run_ddp(rank, world, case, dtype, accumulate, held, own_mean)
+        found.append((by_ddp[held], run_hetero(rank, case, dtype, accumulate, each)))
+    return found
 
 
 class Optional(nn.Module):
