@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,8 +106,11 @@ class Bank:
         """From now on its gradients stay whole until the end of backward; idempotent."""
         if not self.held:
             self.placement, self.held = self.when_held(), True
-            if self.ranks is not None:
-                self.resources.enter_context(self.ranks.buckets.no_sync())
+            self.resources.enter_context(self.no_sync())
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients are only added up on each rank."""
+        return nullcontext() if self.ranks is None else self.ranks.buckets.no_sync()
 
     def leave(self) -> None:
         """Answers other ranks until none asks any more."""

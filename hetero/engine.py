@@ -91,6 +91,7 @@ class Engine:
         self._never_trained: set[int] = set()  # ids of those that needed no gradient at first
         self._param_groups: Callable[[], Sequence[dict[str, Any]]] = tuple
         self._hooks: list[Removable] = []
+        self._unsynced: list[ExitStack] = []  # what the no_sync() blocks that are open have entered
         self._scaled_backward = False
         self._closed = False
         for bank in banks:
@@ -106,6 +107,8 @@ class Engine:
         """Parameters of the bank point to their new homes from here on."""
         self.banks.append(bank)
         self.clipping.connect(bank)
+        for contexts in self._unsynced:
+            contexts.enter_context(bank.no_sync())
         for m in bank.members:
             key = id(m.param)
             m.param._hetero_engine = self  # type: ignore[attr-defined]
@@ -237,9 +240,12 @@ class Engine:
         """
         with ExitStack() as contexts:
             for bank in self.banks:
-                if bank.ranks is not None:
-                    contexts.enter_context(bank.ranks.buckets.no_sync())
-            yield
+                contexts.enter_context(bank.no_sync())
+            self._unsynced.append(contexts)
+            try:
+                yield
+            finally:
+                self._unsynced.remove(contexts)
 
     # Steps
 
@@ -385,7 +391,13 @@ class Engine:
         Raises as extend(); HeteroError for a parameter that is in use.
         """
         wanted = [p for p in params if p.numel() and can_train(p)]
-        facts = {f"number {i}": f"{tuple(p.shape)}" for i, p in enumerate(wanted)}
+        model = self._model()
+        assert model is not None
+        names = {id(p): name for name, p in model.named_parameters()}
+        facts = {
+            f"number {i}": f"{names.get(id(p), 'a stranger')} {tuple(p.shape)}"
+            for i, p in enumerate(wanted)
+        }
         self.world.require_equal(facts, "the param groups that are added")
         later = []
         for param in wanted:
@@ -422,6 +434,8 @@ class Engine:
         assert model is not None
         new = extension(self, model, params)
         if not all(bank.held for bank in new):
+            # What is under way in a bank must not meet another bank's backward.
+            self.clipping.settle(force=True)
             for bank in self.banks:
                 bank.hold()
         for bank in new:
