@@ -53,6 +53,7 @@ class RankParts:
     buckets: Buckets
     server: ShardServer | None
     gathering: Gathering | None
+    versions: Versions
 
 
 @dataclass(eq=False)
@@ -111,6 +112,11 @@ class Bank:
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are only added up on each rank."""
         return nullcontext() if self.ranks is None else self.ranks.buckets.no_sync()
+
+    def give_up(self, why: str) -> None:
+        """Other ranks, which wait for values that will not come, are told why."""
+        if self.ranks is not None:
+            self.ranks.versions.end(why)
 
     def leave(self) -> None:
         """Answers other ranks until none asks any more."""
@@ -346,7 +352,7 @@ def _build(
         )
         if plan.held:
             resources.enter_context(buckets.no_sync())
-        ranks = RankParts(buckets, server, gathering)
+        ranks = RankParts(buckets, server, gathering, versions)
     return Bank(
         members=members,
         layout=layout,
