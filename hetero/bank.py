@@ -104,14 +104,27 @@ class Bank:
         )
 
     def hold(self) -> None:
-        """From now on its gradients stay whole until the end of backward; idempotent."""
+        """From now on its gradients stay whole until the end of backward; idempotent.
+
+        Raises BudgetError, with nothing changed.
+        """
         if not self.held:
-            self.placement, self.held = self.when_held(), True
+            placement = self.when_held()
+            if self.ranks is not None:
+                self.ranks.buckets.reserve(placement.bucket_slots - self.placement.bucket_slots)
+            self.placement, self.held = placement, True
             self.resources.enter_context(self.no_sync())
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are only added up on each rank."""
         return nullcontext() if self.ranks is None else self.ranks.buckets.no_sync()
+
+    def commit(self) -> None:
+        """Charges what of its plan is not charged yet, once its parameters are there.
+
+        From then on what the budget has left is nobody's.
+        """
+        self.grads.commit()
 
     def give_up(self, why: str) -> None:
         """Other ranks, which wait for values that will not come, are told why."""

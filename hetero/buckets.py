@@ -129,6 +129,11 @@ class Buckets:
         self._next = 0  # in _order: the next chunk to be sent
         self._passed: set[int] = set()  # ids of the chunks before it
 
+    def reserve(self, slots: int) -> None:
+        """Room for `slots` more, from now on. Raises BudgetError, with nothing changed."""
+        if self._pool is not None:
+            self._pool.reserve(slots)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients are only added up on each rank."""

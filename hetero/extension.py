@@ -13,7 +13,7 @@ from hetero.arrangement import BankPlan, groups_of, kept_in_fp32, kinds_of, plan
 from hetero.bank import Bank, build_bank, manage
 from hetero.filling import fill
 from hetero.layout import Layout, ParamSpec
-from hetero.managed import ManagedParam
+from hetero.managed import ManagedParam, refuse_managed
 from hetero.placement import Budgets, SlotBytes
 from hetero.start import take_from_first
 from hetero.world import World
@@ -106,6 +106,7 @@ def _make(
     def bring() -> None:
         try:
             fill(bank, _FromModel(engine))
+            bank.commit()
         except Exception as error:
             bank.give_up(f"{type(error).__name__}: {error}")
             raise
@@ -192,11 +193,7 @@ def _check_new(param: torch.nn.Parameter, name: str) -> None:
             f"{name} was made in a ZeroInitContext, which is for models that are initialized; make "
             f"a module that comes later outside of it"
         )
-    if getattr(param, "_hetero_engine", None) is not None:
-        raise HeteroError(
-            f"{name} belongs to another engine; give this model a module of its own, with its "
-            f"state_dict()"
-        )
+    refuse_managed(param, name)
 
 
 def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> None:
@@ -215,9 +212,14 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
     `held`: all banks that are there are going to be held.
     """
     ledger, banks = engine.ledger, engine.banks
+    for bank in banks:
+        bank.params.shrink()
     limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
     placements = [bank.when_held() if held else bank.placement for bank in banks]
     planned_host = sum(placement.host_bytes for placement in placements)
+    # Some slots may be in use beyond the plan.
+    used_host = in_use[Tier.HOST.value] + planned_host
+    used_host -= sum(bank.placement.host_bytes for bank in banks)
     planned_disk = sum(placement.disk_bytes for placement in placements)
     agree = engine.world.agree
     return Budgets(
@@ -225,7 +227,7 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
         disk=limits[Tier.DISK.value] or 0,
         gathered=limits[Tier.DEVICE.value],
         keep_records=engine.config.host_memory is not None,
-        taken_host=agree(max(planned_host, in_use[Tier.HOST.value]), max, "budgets"),
+        taken_host=agree(max(planned_host, used_host), max, "budgets"),
         taken_disk=agree(max(planned_disk, in_use[Tier.DISK.value]), max, "budgets"),
         taken_gathered=sum(
             bank.placement.gathered_slots * SlotBytes.of(bank.layout, bank.dtypes).gathered

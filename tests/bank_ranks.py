@@ -207,7 +207,7 @@ def room_for_all(rank: int, world: int, later: bool) -> str:
     options: dict[str, Any] = {"chunk_numel": 16384, "placement_policy": "cpu", **keep}
     options |= {"rank_timeout_s": 10.0, "dtype": "bf16"}
     # 16 chunks of 8192 elements a rank; what is left would do for half of all gathered copies.
-    options["host_memory"] = 16 * 8192 * (2 + 2 + 10) + 10 * 32768 + 12 * 32768 + (later << 19)
+    options["host_memory"] = 16 * 8192 * (2 + 2 + 10) + 10 * 32768 + 12 * 32768 + (3 << 18)
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(given, lr=1e-2), **options)
     engine = optimizer.engine
     outcome = "room"

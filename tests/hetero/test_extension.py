@@ -12,6 +12,7 @@ from torch import nn
 
 import hetero
 import hetero.filling
+from offload.tiers import Tier
 from tests import bank_ranks
 from tests.bank_training import Mixed, build, inputs, loss_of
 from tests.ranks import RankPool
@@ -22,6 +23,11 @@ def managed(model: nn.Module, **options: Any) -> tuple[nn.Module, hetero.HybridA
         model, hetero.HybridAdam(model.parameters(), lr=1e-2),
         **{"placement_policy": "cpu"} | options,
     )  # fmt: skip
+
+
+def more_host_memory(optimizer: hetero.HybridAdam) -> None:
+    """What is placed first takes all that there is: what comes later shall find something."""
+    optimizer.engine.ledger._budgets[Tier.HOST] += 256 << 10
 
 
 # Ranks
@@ -85,9 +91,10 @@ def test_a_failure_half_way_changes_nothing(
 ) -> None:
     options: dict[str, Any] = {"dtype": "fp32", "chunk_numel": 4096, "placement_policy": policy}
     if policy == "nvme":
-        options |= {"nvme_path": str(tmp_path), "host_memory": "300KiB"}
+        options |= {"nvme_path": str(tmp_path), "host_memory": "160KiB"}
     model, optimizer = managed(build("unfreeze"), **options)
     engine = optimizer.engine
+    more_host_memory(optimizer)
     masters, in_use = hetero.masters(model.parameters()), engine.ledger.in_use_bytes
     model.first.requires_grad_(True)
     real = hetero.filling._fill_chunk
@@ -140,12 +147,14 @@ def test_a_parameter_of_another_stage_or_engine_is_refused(tmp_path: Path) -> No
         optimizer.add_param_group({"params": model.extra.parameters()})
     other, others = managed(
         nn.Sequential(nn.Linear(128, 128)), dtype="fp32", placement_policy="nvme",
-        nvme_path=str(tmp_path), host_memory="300KiB", chunk_numel=4096,
+        nvme_path=str(tmp_path), host_memory="200KiB", chunk_numel=4096,
     )  # fmt: skip
     model.extra = other
     with pytest.raises(hetero.HeteroError, match=r"extra\.0\.weight .*another engine"):
         optimizer.add_param_group({"params": other.parameters()})
     assert len(optimizer.param_groups) == 1
+    with pytest.raises(hetero.HeteroError, match=r"0\.weight .*another engine"):
+        managed(nn.Sequential(other[0]))
     for each in (optimizer, others):
         each.engine.close()
 
@@ -155,9 +164,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(32, 64)
-        self.middle = nn.Linear(64, 64)
-        self.head = nn.Linear(64, 32, bias=False)
+        self.embedding = nn.Embedding(64, 64)
+        self.middle = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+        self.head = nn.Linear(64, 64, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -176,10 +185,11 @@ def test_unfreezing_a_tied_weight_between_micro_batches(
     model.load_state_dict(state)
     for each in (plain, model):
         each.embedding.requires_grad_(False)
-    options: dict[str, Any] = {"dtype": "fp32", "chunk_numel": 2048, "placement_policy": policy}
+    options: dict[str, Any] = {"dtype": "fp32", "chunk_numel": 4096, "placement_policy": policy}
     if policy == "nvme":
-        options |= {"nvme_path": str(tmp_path), "host_memory": "160KiB"}
+        options |= {"nvme_path": str(tmp_path), "host_memory": "128KiB"}
     model, optimizer = managed(model, **options, keep_fp32=list(keep))
+    more_host_memory(optimizer)
     assert optimizer.engine.params.gathers == (policy == "nvme")
     expected = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
     x = torch.arange(16).view(2, 8)
@@ -201,7 +211,7 @@ def test_unfreezing_a_tied_weight_between_micro_batches(
 
 def small_on_disk(path: Path) -> dict[str, Any]:
     return {
-        "placement_policy": "nvme", "nvme_path": str(path), "host_memory": "300KiB",
+        "placement_policy": "nvme", "nvme_path": str(path), "host_memory": "160KiB",
         "chunk_numel": 4096, "dtype": "fp32",
     }  # fmt: skip
 
@@ -211,6 +221,7 @@ def test_a_graph_that_is_older_than_the_move(policy: str, tmp_path: Path) -> Non
     """It reads the old chunk, which has the same bytes."""
     options = small_on_disk(tmp_path) if policy == "nvme" else {"dtype": "fp32"}
     model, optimizer = managed(build("unfreeze"), **options)
+    more_host_memory(optimizer)
     x = inputs(0, 0).requires_grad_()
     old = loss_of(model, x)
     (wanted,) = torch.autograd.grad(old, x, retain_graph=True)
@@ -275,6 +286,8 @@ def test_a_partial_gradient_under_a_loss_scale_is_refused_and_may_be_dropped() -
 def test_resuming_after_unfreezing(tmp_path: Path) -> None:
     """In a model that is not frozen at all, with states that are rounded by element numbers."""
     runs = []
+    saved: dict[str, Any] = {}
+    saved_model: dict[str, torch.Tensor] = {}
     for resumed in (False, True):
         model, optimizer = managed(build("unfreeze"), dtype="bf16")
         if resumed:
