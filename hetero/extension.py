@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from hetero.arrangement import BankPlan, groups_of, kept_in_fp32, kinds_of, plan_banks
-from hetero.bank import Bank, build_bank, manage
+from hetero.bank import Bank, manage
+from hetero.bank_builder import build_bank
 from hetero.filling import fill
 from hetero.layout import Layout, ParamSpec
 from hetero.managed import ManagedParam, refuse_managed

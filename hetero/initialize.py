@@ -12,7 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetero.arrangement import Arrangement, arrange
-from hetero.bank import Bank, build_bank, manage
+from hetero.bank import Bank, manage
+from hetero.bank_builder import build_bank
 from hetero.config import Config
 from hetero.engine import Engine
 from hetero.filling import fill
