@@ -71,6 +71,11 @@ def extension(
     with ExitStack() as resources:
         for plan in plans:
             banks.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
+        if early is not None:
+            # What is under way in a bank must not meet another bank's backward.
+            engine.clipping.settle(force=True)
+            for bank in engine.banks:
+                bank.hold()
         resources.pop_all()
     engine.first_number.update(first_number)
     return banks
