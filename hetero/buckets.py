@@ -118,7 +118,7 @@ class Buckets:
         self._buckets: dict[int, _Bucket] = {}
         self._sending: list[_Sending] = []
         self._kept: set[ManagedParam] = set()  # whose kept gradient is to be added to
-        self._held = False
+        self._held = 0  # no_sync() blocks that are open, in any order
         self._completed: list[int] | None = []  # chunk ids, until the order is learned
         self._seen: set[ManagedParam] = set()  # arrived early, until then
         # Of this round:
@@ -129,17 +129,23 @@ class Buckets:
         self._next = 0  # in _order: the next chunk to be sent
         self._passed: set[int] = set()  # ids of the chunks before it
 
+    def reserve(self, slots: int) -> None:
+        """Room for `slots` more, from now on. Raises BudgetError, with nothing changed."""
+        if self._pool is not None:
+            self._pool.reserve(slots)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients are only added up on each rank."""
-        before, self._held = self._held, True
+        self._held += 1
         try:
             yield
         finally:
-            self._held = before
+            self._held -= 1
 
     @property
-    def _early(self) -> bool:
+    def early(self) -> bool:
+        """Whether chunks are averaged during backward now."""
         return self._pool is not None and not self._held
 
     @torch.no_grad()  # with create_graph, hooks run with gradients enabled
@@ -152,7 +158,7 @@ class Buckets:
         again = managed in self._sent or (accumulate and managed in self._since_held)
         if again or (self._sent and not next(iter(self._sent)).has_grad):
             self._end_round(done=False)  # another backward has begun
-        if self._early:
+        if self.early:
             self._begin_round(True)
         if managed.chunk.id in self._passed:
             self._finish(managed.chunk)  # what came from other ranks is to be added to
@@ -167,7 +173,7 @@ class Buckets:
         bucket.filled.add(managed)
         managed.param.grad = managed.absent_grad
         self._arrived.add(managed)
-        if self._early:
+        if self.early:
             self._since_held.add(managed)
             self._send_complete(managed.chunk)
 
@@ -202,13 +208,13 @@ class Buckets:
         while slot is None and self._sending:
             self._finish_oldest()
             slot = self._pool.take(chunk.slots)
-        while slot is None and self._early and self._next < len(self._order):
+        while slot is None and self.early and self._next < len(self._order):
             # Parameters that are not used in this round keep buckets waiting: their chunks go now,
             # and what arrives later goes in the end.
             self._send_next()
             self._finish_oldest()
             slot = self._pool.take(chunk.slots)
-        if slot is None and self._early:
+        if slot is None and self.early:
             self._end_round(done=False)  # also what came later: no bucket is left in use
             self._begin_round(True)
             slot = self._pool.take(chunk.slots)

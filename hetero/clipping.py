@@ -95,7 +95,8 @@ class Clipping:
         """Until gradients are means over the ranks; `force`: also if none has come here."""
         # If one bank has something all do: which bank has may differ between ranks.
         force = force or self._unsettled
-        for bank in self._banks:
+        # First the one that averages during backward, of which other ranks may be in the middle.
+        for bank in sorted(self._banks, key=lambda bank: bank.held):
             if bank.ranks is not None:
                 bank.ranks.buckets.settle(force)
         self._unsettled = False

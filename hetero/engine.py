@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,27 +18,17 @@ from hetero.config import Config
 from hetero.dtypes import Dtypes
 from hetero.extension import extension
 from hetero.hooks import GradHook, ModuleHooks, refuse_use
+from hetero.later import Later
 from hetero.layout import Layout
 from hetero.managed import ManagedParam, can_train
 from hetero.placement import Placement
 from hetero.scaler import LossScale
 from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
+from hetero.traffic import Traffic, traffic_of
 from hetero.world import World
 from offload import _native
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes moved since the engine was made; disks' being measured does not count."""
-
-    h2d: int
-    d2h: int
-    disk_read: int
-    disk_write: int
-    sent: int = 0  # to other ranks: shards of parameters, and of gradients to be averaged
-    received: int = 0
 
 
 class Removable(Protocol):
@@ -87,10 +76,9 @@ class Engine:
         self.clipping = Clipping(self.banks, loss_scale, self.world)
         self._model = weakref.ref(model)
         self._managed: dict[int, ManagedParam] = {}
-        self._frozen: dict[int, ManagedParam] = {}  # those without a record
-        self._never_trained: set[int] = set()  # ids of those that needed no gradient at first
-        self._param_groups: Callable[[], Sequence[dict[str, Any]]] = tuple
+        self._later = Later(self)
         self._hooks: list[Removable] = []
+        self._unsynced: list[ExitStack] = []  # what the no_sync() blocks that are open have entered
         self._scaled_backward = False
         self._closed = False
         for bank in banks:
@@ -106,23 +94,20 @@ class Engine:
         """Parameters of the bank point to their new homes from here on."""
         self.banks.append(bank)
         self.clipping.connect(bank)
+        for contexts in self._unsynced:
+            contexts.enter_context(bank.no_sync())
         for m in bank.members:
-            key = id(m.param)
             m.param._hetero_engine = self  # type: ignore[attr-defined]
             resident = bank.params.is_resident(m.chunk)
             m.param.data = m.part_of(bank.params.flat(m.chunk)) if resident else m.absent
             m.note_change()
-            self._managed[key] = m
+            self._managed[id(m.param)] = m
+            self._later.note(m)
             if m.chunk.trainable:
-                self._frozen.pop(key, None)
                 bank.grads.add_member(m)
                 m.grad_ops = self.clipping
                 with torch.enable_grad():
                     self._hooks.append(GradHook(m, self._check_grad, self.clipping.keep))
-            else:
-                self._frozen[key] = m
-                if not m.param.requires_grad:
-                    self._never_trained.add(key)
 
     def attach(self, hooks: ModelHooks) -> None:
         """Hooks on the model that close() removes."""
@@ -130,7 +115,14 @@ class Engine:
 
     def follow(self, param_groups: Callable[[], Sequence[dict[str, Any]]]) -> None:
         """`param_groups` gives the optimizer's groups as they are at the time."""
-        self._param_groups = param_groups
+        self._later.follow(param_groups)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Whose parameters these are."""
+        model = self._model()
+        assert model is not None
+        return model
 
     def known(self, param: torch.Tensor) -> ManagedParam | None:
         """What is known of `param`, if it is this engine's."""
@@ -237,9 +229,12 @@ class Engine:
         """
         with ExitStack() as contexts:
             for bank in self.banks:
-                if bank.ranks is not None:
-                    contexts.enter_context(bank.ranks.buckets.no_sync())
-            yield
+                contexts.enter_context(bank.no_sync())
+            self._unsynced.append(contexts)
+            try:
+                yield
+            finally:
+                self._unsynced.remove(contexts)
 
     # Steps
 
@@ -257,7 +252,7 @@ class Engine:
         for _, all_members in listed:
             for m in all_members:
                 self._check_trainable(m)
-        self._check_left_out(m.param for _, members in listed for m in members)
+        self._later.check_left_out(m.param for _, members in listed for m in members)
         groups = [(group, self.with_grads(group["params"])) for group, _ in listed]
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and self.clipping.any_non_finite(members)
@@ -349,16 +344,6 @@ class Engine:
                 f"outside hetero.gathered()"
             )
 
-    def _check_left_out(self, given: Iterable[torch.Tensor]) -> None:
-        """Raises HeteroError for a gradient of what was frozen and is in no param group."""
-        ids = {id(p) for p in given}
-        for key, m in self._frozen.items():
-            if key in self._never_trained and m.param.grad is not None and key not in ids:
-                raise HeteroError(
-                    f"{m.name} was frozen at hetero.initialize() and has a gradient now, but no "
-                    f"param group has it; add it with optimizer.add_param_group()"
-                )
-
     # Parameters that come later
 
     def _before_forward(self) -> None:
@@ -371,40 +356,14 @@ class Engine:
 
         With several ranks all must have unfrozen the same. Raises as extend().
         """
-        waiting = [m for m in self._frozen.values() if m.param.requires_grad and self._is_free(m)]
-        if not waiting:
-            return
-        given = {id(p) for group in self._param_groups() for p in group["params"]}
-        found = [m.param for m in waiting if id(m.param) in given]
-        if found:
-            self.extend(found)
+        self._later.take_in_unfrozen()
 
     def admit(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Takes in parameters of a new param group, with several ranks on all of them.
 
         Raises as extend(); HeteroError for a parameter that is in use.
         """
-        wanted = [p for p in params if p.numel() and can_train(p)]
-        facts = {f"number {i}": f"{tuple(p.shape)}" for i, p in enumerate(wanted)}
-        self.world.require_equal(facts, "the param groups that are added")
-        later = []
-        for param in wanted:
-            known = self.known(param)
-            if known is None:
-                later.append(param)
-            elif not known.chunk.trainable and param.requires_grad:
-                if not self._is_free(known):
-                    raise HeteroError(
-                        f"{known.name} is in use; call add_param_group() outside hetero.gathered()"
-                    )
-                later.append(param)
-        if later:
-            self.extend(later)
-
-    def _is_free(self, managed: ManagedParam) -> bool:
-        """Whether nobody uses the parameter, which thus can get another home."""
-        in_place = self.params.is_in_place(managed) and not managed.changed_unnoticed
-        return managed.uses == 0 and in_place
+        self._later.admit(params)
 
     def extend(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Gives parameters of the model a place in new banks, made from what the budgets have left.
@@ -418,16 +377,10 @@ class Engine:
         StoreError and NativeIoError, with nothing changed.
         """
         self._check_open()
-        model = self._model()
-        assert model is not None
-        new = extension(self, model, params)
-        if not all(bank.held for bank in new):
-            for bank in self.banks:
-                bank.hold()
-        for bank in new:
+        for bank in extension(self, self.model, params):
             self._take_over(bank)
         for hooks in self._model_hooks:
-            hooks.cover(model)
+            hooks.cover(self.model)
 
     def _check_factors(self, members: Sequence[ManagedParam]) -> None:
         for m in members:
@@ -452,16 +405,7 @@ class Engine:
     @property
     def traffic(self) -> Traffic:
         """Bytes moved so far. Between DEVICE and HOST none: on the CPU they are the same memory."""
-        read = written = 0
-        for disk in (bank.disk for bank in self.banks):
-            if disk is not None:
-                now, before = disk.io.stats, disk.measuring
-                read += now["read_bytes"] - before["read_bytes"]
-                written += now["written_bytes"] - before["written_bytes"]
-        groups = [peers for bank in self.banks for peers in bank.world.groups()]
-        sent = sum(peers.sent_bytes for peers in groups)
-        received = sum(peers.received_bytes for peers in groups)
-        return Traffic(0, 0, read, written, sent, received)
+        return traffic_of(self.banks)
 
     @property
     def gather_wait_s(self) -> float:

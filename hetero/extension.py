@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from hetero.arrangement import groups_of, kept_in_fp32, kinds_of, plan_banks
-from hetero.bank import Bank, build_bank, manage
+from hetero.arrangement import BankPlan, groups_of, kept_in_fp32, kinds_of, plan_banks
+from hetero.bank import Bank, manage
+from hetero.bank_builder import build_bank
 from hetero.filling import fill
 from hetero.layout import Layout, ParamSpec
-from hetero.managed import ManagedParam
+from hetero.managed import ManagedParam, refuse_managed
 from hetero.placement import Budgets, SlotBytes
-from offload.errors import HeteroError
+from hetero.start import take_from_first
+from hetero.world import World
+from offload.errors import HeteroError, PeerError
 from offload.tiers import Tier
 
 if TYPE_CHECKING:
     from hetero.engine import Engine
+
+Made = TypeVar("Made")
 
 _BLOCK_NUMEL = 1 << 20  # of the fp32 copy of a parameter at a time
 
@@ -59,34 +64,103 @@ def extension(
         early = first + trained.index(max(trained))
     budgets = _budgets(engine, held=early is not None)
     plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first, early)
-    for _, param in specs:
-        if engine.known(param) is None and engine.world.everyone is not None:
-            values = param.data.contiguous()
-            engine.world.everyone.broadcast(values, 0, "the first rank's values")
-            param.data = values
+    _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
     spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
     banks = []
     with ExitStack() as resources:
         for plan in plans:
-            world = engine.world.another()
-            resources.callback(world.close)
-            bank = build_bank(
-                plan,
-                manage(plan, by_index),
-                first_number,
-                engine.config,
-                engine.ledger,
-                world,
-                spare_bytes,
-                engine.notes,
-            )
-            resources.callback(bank.close)
-            fill(bank, _FromModel(engine))
-            banks.append(bank)
+            banks.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
+        if early is not None:
+            # What is under way in a bank must not meet another bank's backward.
+            engine.clipping.settle(force=True)
+            for bank in engine.banks:
+                bank.hold()
         resources.pop_all()
     engine.first_number.update(first_number)
     return banks
+
+
+def _make(
+    engine: Engine,
+    plan: BankPlan,
+    params: Mapping[int, torch.nn.Parameter],
+    first_number: Mapping[int, int],
+    spare_bytes: int,
+    resources: ExitStack,
+) -> Bank:
+    """The bank with its values, on all ranks or on none."""
+    world = engine.world.another()
+    resources.callback(world.close)
+
+    def build() -> Bank:
+        bank = build_bank(
+            plan,
+            manage(plan, params),
+            first_number,
+            engine.config,
+            engine.ledger,
+            world,
+            spare_bytes,
+            engine.notes,
+        )
+        resources.callback(bank.close)
+        return bank
+
+    bank = _all_or_none(engine.world, "make room for", build)
+
+    def bring() -> None:
+        try:
+            fill(bank, _FromModel(engine))
+            bank.commit()
+        except Exception as error:
+            bank.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    _all_or_none(engine.world, "move", bring)
+    return bank
+
+
+def _all_or_none(world: World, what: str, do: Callable[[], Made]) -> Made:
+    """do(), on all ranks; if it fails on one, all raise: it the same, the others HeteroError."""
+    if world.everyone is None:
+        return do()
+    made: list[Made] = []
+    own: Exception | None = None
+    try:
+        made.append(do())
+    except Exception as error:
+        own = error
+    # What somebody met because another one failed comes last.
+    met = "" if own is None else f"{isinstance(own, PeerError):d}{type(own).__name__}: {own}"
+    found = world.everyone.all_gather_bytes(met.encode(), "parameters that come to the optimizer")
+    failed = [(theirs.decode(), peer) for peer, theirs in enumerate(found) if theirs]
+    if own is not None and not (isinstance(own, PeerError) and min(failed)[0][0] == "0"):
+        raise own
+    if failed:
+        text, peer = min(failed)
+        raise HeteroError(
+            f"{world.everyone.name(peer)} could not {what} the parameters that come to the "
+            f"optimizer, so none of the ranks did: {text[1:]}"
+        )
+    return made[0]
+
+
+def _begin_alike(
+    engine: Engine, model: torch.nn.Module, params: Iterable[torch.nn.Parameter]
+) -> None:
+    """New parameters, and the buffers beside them, become those of the first rank."""
+    everyone = engine.world.everyone
+    if everyone is None:
+        return
+    new = {id(p): p for p in params if engine.known(p) is None}
+    for param in new.values():
+        take_from_first(param.data, everyone)
+    for module in model.modules():
+        if any(id(p) in new for p in module._parameters.values()):
+            for buffer in module._buffers.values():
+                if buffer is not None and buffer.numel():
+                    take_from_first(buffer, everyone)
 
 
 def _specs(
@@ -109,15 +183,23 @@ def _specs(
                     f"the param group has a parameter of shape {tuple(param.shape)} that is not "
                     f"one of this model's; add its module to the model first"
                 )
-            if param.device.type != "cpu":
-                raise HeteroError(
-                    f"{names[id(param)]} is on {param.device}; make the module on the CPU"
-                )
+            _check_new(param, names[id(param)])
             trains = param.requires_grad
             spec = ParamSpec(next_index, names[id(param)], param.numel(), trains, group)
             next_index += 1
         found.append((spec, param))
     return sorted(found, key=lambda pair: pair[0].index)
+
+
+def _check_new(param: torch.nn.Parameter, name: str) -> None:
+    if param.device.type != "cpu":
+        raise HeteroError(f"{name} is on {param.device}; make the module on the CPU")
+    if getattr(param, "_hetero_stage", None) is not None:
+        raise HeteroError(
+            f"{name} was made in a ZeroInitContext, which is for models that are initialized; make "
+            f"a module that comes later outside of it"
+        )
+    refuse_managed(param, name)
 
 
 def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> None:
@@ -136,9 +218,14 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
     `held`: all banks that are there are going to be held.
     """
     ledger, banks = engine.ledger, engine.banks
+    for bank in banks:
+        bank.params.shrink()
     limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
     placements = [bank.when_held() if held else bank.placement for bank in banks]
     planned_host = sum(placement.host_bytes for placement in placements)
+    # Some slots may be in use beyond the plan.
+    used_host = in_use[Tier.HOST.value] + planned_host
+    used_host -= sum(bank.placement.host_bytes for bank in banks)
     planned_disk = sum(placement.disk_bytes for placement in placements)
     agree = engine.world.agree
     return Budgets(
@@ -146,7 +233,7 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
         disk=limits[Tier.DISK.value] or 0,
         gathered=limits[Tier.DEVICE.value],
         keep_records=engine.config.host_memory is not None,
-        taken_host=agree(max(planned_host, in_use[Tier.HOST.value]), max, "budgets"),
+        taken_host=agree(max(planned_host, used_host), max, "budgets"),
         taken_disk=agree(max(planned_disk, in_use[Tier.DISK.value]), max, "budgets"),
         taken_gathered=sum(
             bank.placement.gathered_slots * SlotBytes.of(bank.layout, bank.dtypes).gathered

@@ -44,6 +44,10 @@ class Grads:
         if cache is not None:
             cache.before_write = self._before_write
 
+    def commit(self) -> None:
+        """Charges all homes: nobody else may use what is meant for gradients."""
+        self._homes.commit_all()
+
     def add_member(self, managed: ManagedParam) -> None:
         """Makes a trainable parameter known."""
         self._members.setdefault(managed.chunk.id, []).append(managed)

@@ -50,6 +50,11 @@ class HostHomes:
         assert self._arena is not None
         self._arena.commit(self._first[chunk.id], chunk.slots)
 
+    def commit_all(self) -> None:
+        """Charges all slots that are not charged yet."""
+        if self._arena is not None:
+            self._arena.commit(0, self._arena.slots)
+
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's slots as one flat tensor; always the same tensor object."""
         flat = self._flat.get(chunk.id)

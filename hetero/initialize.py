@@ -12,12 +12,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetero.arrangement import Arrangement, arrange
-from hetero.bank import Bank, build_bank, manage
+from hetero.bank import Bank, manage
+from hetero.bank_builder import build_bank
 from hetero.config import Config
 from hetero.engine import Engine
 from hetero.filling import fill
 from hetero.layout import Layout, Shard
-from hetero.managed import ManagedParam, can_train
+from hetero.managed import ManagedParam, can_train, refuse_managed
 from hetero.module_state import StateDictHooks
 from hetero.optimizer import HybridOptimizer
 from hetero.scaler import LossScale
@@ -62,6 +63,8 @@ def initialize(
     if optimizer._engine is not None:
         raise ValueError("this optimizer was initialized already")
     optimized = _optimized(model, optimizer)
+    for name, param in model.named_parameters():
+        refuse_managed(param, name)
     stage = _context_stage(model, config, options)
     adopting = stage is None
     if stage is None:
@@ -169,6 +172,8 @@ def _build(
         resources.callback(bank.close)
         fill(bank, _FromStage(stage))
         banks[number] = bank
+    for bank in banks.values():
+        bank.commit()
     # Of the file that parameters waited in; most of it the engine's own file has said already.
     notes += [f"while the model was built: {n}" for n in stage.notes if n not in notes]
     resources.pop_all()

@@ -8,6 +8,7 @@ import torch
 
 from hetero.grad_placeholder import GradOps, GradPlaceholder
 from hetero.layout import Chunk, Layout, ParamSlice
+from offload.errors import HeteroError
 
 Range = slice  # in ManagedParam that is the name of a field
 
@@ -15,6 +16,14 @@ Range = slice  # in ManagedParam that is the name of a field
 def can_train(param: torch.Tensor) -> bool:
     """Whether a parameter can have a gradient: torch's optimizers pass over those that cannot."""
     return param.is_floating_point() or param.is_complex()
+
+
+def refuse_managed(param: torch.Tensor, name: str) -> None:
+    """Raises HeteroError for a parameter that an engine manages: it may be absent."""
+    if getattr(param, "_hetero_engine", None) is not None:
+        raise HeteroError(
+            f"{name} belongs to another engine; build another module and load its state_dict()"
+        )
 
 
 @dataclass(eq=False)

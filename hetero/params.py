@@ -218,6 +218,11 @@ class Params:
             )
         return self.flat(saved.chunk).as_strided(saved.size, saved.stride, saved.offset)
 
+    def shrink(self) -> None:
+        """Gives up slots that are used only when there is RAM to spare."""
+        if self._cache is not None:
+            self._cache.shrink()
+
     def leased_copies(self) -> int:
         """Gathered copies that some tensor views now."""
         return self._arena.live_views() if self._arena is not None else 0

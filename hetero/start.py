@@ -7,6 +7,7 @@ import zlib
 import torch
 
 from hetero.arrangement import Arrangement
+from hetero.peers import Peers
 from hetero.stage import Stage
 
 
@@ -40,10 +41,10 @@ def start_alike(model: torch.nn.Module, arrangement: Arrangement, stage: Stage) 
     differs = torch.stack(found).ne(found[0]).any(dim=0)
     for param, different in zip(params, differs.tolist(), strict=True):
         if different:
-            _broadcast(param.data, stage)
+            take_from_first(param.data, everyone)
     for buffer in model.buffers():
         if buffer.numel():
-            _broadcast(buffer, stage)
+            take_from_first(buffer, everyone)
 
 
 def _checksum(param: torch.nn.Parameter, stage: Stage) -> int:
@@ -53,9 +54,9 @@ def _checksum(param: torch.nn.Parameter, stage: Stage) -> int:
     return total
 
 
-def _broadcast(values: torch.Tensor, stage: Stage) -> None:
-    assert stage.world.everyone is not None
+def take_from_first(values: torch.Tensor, everyone: Peers) -> None:
+    """Values become those of the first rank. All ranks must call it."""
     flat = values.detach().contiguous()
-    stage.world.everyone.broadcast(flat, 0, "the first rank's values")
+    everyone.broadcast(flat, 0, "the first rank's values")
     if flat.data_ptr() != values.data_ptr():
         values.copy_(flat)

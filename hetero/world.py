@@ -118,6 +118,15 @@ class World:
                             f"{self.name} and {theirs.get(key)} on {self.everyone.name(peer)}; all "
                             f"ranks must build the same model with the same options"
                         )
+                number, (here, there) = next(
+                    (number, pair)
+                    for number, pair in enumerate(zip(facts, theirs, strict=True))
+                    if pair[0] != pair[1]
+                )
+                raise HeteroError(
+                    f"{what} differ between ranks: number {number} is {here} on {self.name} and "
+                    f"{there} on {self.everyone.name(peer)}; all ranks must have them in one order"
+                )
 
     def _count_local(self) -> int:
         if self.everyone is None:

@@ -61,7 +61,7 @@ class SlotCache:
 
         Slots from `limit` on are taken only when leases leave no room below.
         """
-        self._limit = arena.slots if limit is None else limit
+        self._limit = self._least = arena.slots if limit is None else limit
         self._arena = arena
         self._backing = backing
         self._runs = runs
@@ -202,12 +202,27 @@ class SlotCache:
         if slot is None:
             gc.collect()  # leases may hang in reference cycles, of an exception's frames say
             slot = self._best_window(run, chunk, demand=True)
+        limit = self._limit
         while slot is None and self._limit < self._arena.slots:
             self._limit += 1
             slot = self._best_window(run, chunk, demand=True)
         if slot is None:
             raise BudgetError(self._no_room(chunk, run))
-        return self._take(slot, run)
+        try:
+            return self._take(slot, run)
+        except BudgetError:
+            self._limit = limit  # others have the RAM by now
+            raise BudgetError(self._no_room(chunk, run)) from None
+
+    def shrink(self) -> None:
+        """Gives up slots past the limit, from the end on, up to one that is leased."""
+        leased = self._leased_slots()
+        while self._limit > self._least and not leased[self._limit - 1]:
+            self._limit -= 1
+            for other in self._overlapping(self._limit, 1):
+                self.write_back(other)
+                self._forget(other)
+            self._arena.decommit(self._limit, 1)
 
     def _take(self, slot: int, run: int) -> int:
         for other in self._overlapping(slot, run):

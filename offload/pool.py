@@ -30,6 +30,11 @@ class SlotPool:
                 return first
         return None
 
+    def reserve(self, more: int) -> None:
+        """`more` slots are for every day from now on. Raises BudgetError, with nothing changed."""
+        self.arena.commit(self._limit, more)
+        self._limit += more
+
     def give_back(self, first: int, run: int) -> None:
         """Undoes take()."""
         assert all(self._taken[first : first + run])
