@@ -10,6 +10,10 @@ TORCH_VERSION := 2.13.0
 BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 	$(wildcard native/*.h native/*.cpp native/*/*.h native/*/*.cpp)
 
+# Tests at a time. Those that share a build stay together (xdist_group).
+TEST_JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadgroup -x -q
+
 PYTHON_SOURCES := hetero offload bench tests setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
 
@@ -37,10 +41,10 @@ train: $(VENV)/train.stamp
 	$(BIN)/hetero train $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -x -q -m "not extra" $(ARGS)
+	$(PYTEST) -m "not extra" $(ARGS)
 
 test-all: lint $(VENV)/arm.stamp
-	$(BIN)/python -m pytest -x -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 bench: $(VENV)/train.stamp
 	$(BIN)/python -m bench.train $(or $(ARGS),--peers torch)

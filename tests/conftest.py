@@ -15,7 +15,8 @@ from hypothesis import settings
 from offload import _native
 from tests.ranks import RankPool
 
-torch.set_num_threads(2)
+# Two tests at a time leave a core each; bits do not depend on it.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 # For builds that run many times slower.
 settings.register_profile("sanitized", deadline=None, max_examples=20)
