@@ -10,9 +10,10 @@ TORCH_VERSION := 2.13.0
 BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 	$(wildcard native/*.h native/*.cpp native/*/*.h native/*/*.cpp)
 
-# Tests at a time. Those that share a build stay together (xdist_group).
+# Files of tests at a time, in order: the long ones are in the middle. Tests of one file may share
+# builds.
 TEST_JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadgroup -x -q
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q
 
 PYTHON_SOURCES := hetero offload bench tests setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')

@@ -36,7 +36,6 @@ def here() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.extra
-@pytest.mark.xdist_group("digest-host")
 def test_every_instruction_set_has_the_same_digests(here: dict[str, dict[str, str]]) -> None:
     assert list(here) == _native.isa_available()
     kinds = 3 * 3 * 3 * 2  # rules, dtypes, gradient dtypes, state dtypes
@@ -48,7 +47,6 @@ def test_every_instruction_set_has_the_same_digests(here: dict[str, dict[str, st
 
 
 @pytest.mark.extra
-@pytest.mark.xdist_group("digest-host")
 def test_arm_has_the_same_digests(here: dict[str, dict[str, str]]) -> None:
     if not any(map(shutil.which, CROSS_COMPILERS)):
         pytest.skip("no aarch64-linux-gnu-g++; on Debian and Ubuntu: g++-aarch64-linux-gnu")

@@ -103,12 +103,7 @@ def missing(sanitizer: Sanitizer) -> str:
     )
 
 
-# Tests of one build in one worker, or it would be built twice at once.
-ADDRESS = pytest.param("address", marks=pytest.mark.xdist_group("address"))
-THREAD = pytest.param("thread", marks=[pytest.mark.xdist_group("thread"), pytest.mark.extra])
-
-
-@pytest.fixture(scope="module", params=[ADDRESS, THREAD])
+@pytest.fixture(scope="module", params=["address", pytest.param("thread", marks=pytest.mark.extra)])
 def name(request: pytest.FixtureRequest) -> str:
     if reason := missing(SANITIZERS[request.param]):
         pytest.skip(reason)
