@@ -116,6 +116,7 @@ def arrange(
         disk_bytes,
         config.budget(Tier.DEVICE),
         keep_records=config.host_memory is not None,
+        taken_host=config.reserve_bytes,
     )
     by_index = dict(enumerate(params))
     return Arrangement(tuple(params), plan_banks(model, kinds, by_index, config, budgets, shard))

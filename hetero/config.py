@@ -35,6 +35,8 @@ class Config:
     host_memory       bytes of RAM for model state (int, or text such as "4GiB"). If it is given,
                       what is left of it keeps records between steps. Default: 80 % of what is
                       available now, of which nothing is used without need.
+    reserve_memory    bytes of host_memory that are left for parameters that get a record later:
+                      unfrozen ones, and those of new param groups, about 14 per element in bf16.
     device_memory     bytes of device memory. On the CPU the device's memory is RAM, so this then
                       limits the slots for gathered parameters, within host_memory.
     nvme_path         directory on NVMe; needed by "nvme", and by "auto" when RAM is not enough.
@@ -65,6 +67,7 @@ class Config:
 
     placement_policy: Policy = "auto"
     host_memory: int | str | None = None
+    reserve_memory: int | str | None = None
     device_memory: int | str | None = None
     nvme_path: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
     nvme_capacity: int | str | None = None
@@ -84,7 +87,7 @@ class Config:
     def __post_init__(self) -> None:
         _check_choice("placement_policy", self.placement_policy, get_args(Policy))
         _check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
-        for name in ("host_memory", "device_memory", "nvme_capacity"):
+        for name in ("host_memory", "reserve_memory", "device_memory", "nvme_capacity"):
             value = getattr(self, name)
             if value is not None:
                 try:
@@ -177,6 +180,11 @@ class Config:
             return 0
         default = total_free_bytes(self.nvme_paths) * 0.95 / local_ranks
         return self.budget(Tier.DISK) or int(default)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """reserve_memory in bytes; 0 without."""
+        return 0 if self.reserve_memory is None else parse_bytes(self.reserve_memory)
 
     @classmethod
     def make(

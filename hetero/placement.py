@@ -349,8 +349,9 @@ def _refusal(
     ]
     if budgets.taken_host or budgets.taken_disk:
         parts.append(
-            f"other parameters of this model take {format_bytes(budgets.taken_host)} of RAM and "
-            f"{format_bytes(budgets.taken_disk)} of disk;"
+            f"other parameters of this model, and reserve_memory, take "
+            f"{format_bytes(budgets.taken_host)} of RAM and {format_bytes(budgets.taken_disk)} of "
+            f"disk;"
         )
     if smallest.host_bytes > budgets.host:
         parts.append(
@@ -378,4 +379,9 @@ def _refusal(
         fixes = "raise host_memory, or use placement_policy='nvme' or 'auto' with nvme_path"
     elif not budgets.disk:
         fixes = "give nvme_path, or raise host_memory"
+    if not budgets.under_construction and smallest.host_bytes > budgets.host:
+        fixes = (
+            f"initialize with reserve_memory={smallest.host_bytes - budgets.taken_host} or more, "
+            f"of host_memory, which is then left for parameters that come later"
+        )
     return " ".join([*parts, fixes])

@@ -12,7 +12,6 @@ from torch import nn
 
 import hetero
 import hetero.filling
-from offload.tiers import Tier
 from tests import bank_ranks
 from tests.bank_training import Mixed, build, inputs, loss_of
 from tests.ranks import RankPool
@@ -23,11 +22,6 @@ def managed(model: nn.Module, **options: Any) -> tuple[nn.Module, hetero.HybridA
         model, hetero.HybridAdam(model.parameters(), lr=1e-2),
         **{"placement_policy": "cpu"} | options,
     )  # fmt: skip
-
-
-def more_host_memory(optimizer: hetero.HybridAdam) -> None:
-    """What is placed first takes all that there is: what comes later shall find something."""
-    optimizer.engine.ledger._budgets[Tier.HOST] += 256 << 10
 
 
 # Ranks
@@ -83,6 +77,33 @@ def test_spare_memory_is_given_once(ranks2: RankPool, later: bool) -> None:
         assert re.match(r"room, room \d" if later else r"no room \d", outcome)
 
 
+# Memory
+
+
+def test_memory_is_reserved_as_the_refusal_says(tmp_path: Path) -> None:
+    """What is placed first takes all that there is, but for what is reserved."""
+    options = {
+        "placement_policy": "nvme", "nvme_path": str(tmp_path), "chunk_numel": 4096,
+        "host_memory": "300KiB",
+    }  # fmt: skip
+    model, optimizer = managed(build("unfreeze"), **options)
+    model.first.requires_grad_(True)
+    with pytest.raises(hetero.BudgetError, match="reserve_memory=") as refused:
+        model(inputs(0, 0))
+    optimizer.engine.close()
+    (reserve,) = re.findall(r"reserve_memory=(\d+)", str(refused.value))
+    options["reserve_memory"] = int(reserve)
+    model, optimizer = managed(build("unfreeze"), **options)
+    model.first.requires_grad_(True)
+    loss_of(model, inputs(0, 0)).backward()
+    optimizer.step()
+    assert len(optimizer.engine.banks) == 2
+    assert optimizer.engine.ledger.peak_bytes["host"] <= 300 << 10
+    optimizer.engine.close()
+    with pytest.raises(hetero.BudgetError, match="reserve_memory, take 299"):
+        managed(build("unfreeze"), **options | {"reserve_memory": "299KiB"})
+
+
 # Failures
 
 
@@ -92,10 +113,9 @@ def test_a_failure_half_way_changes_nothing(
 ) -> None:
     options: dict[str, Any] = {"dtype": "fp32", "chunk_numel": 4096, "placement_policy": policy}
     if policy == "nvme":
-        options |= {"nvme_path": str(tmp_path), "host_memory": "160KiB"}
+        options |= {"nvme_path": str(tmp_path), "host_memory": "416KiB", "reserve_memory": "256KiB"}
     model, optimizer = managed(build("unfreeze"), **options)
     engine = optimizer.engine
-    more_host_memory(optimizer)
     masters, in_use = hetero.masters(model.parameters()), engine.ledger.in_use_bytes
     model.first.requires_grad_(True)
     real = hetero.filling._fill_chunk
@@ -188,9 +208,8 @@ def test_unfreezing_a_tied_weight_between_micro_batches(
         each.embedding.requires_grad_(False)
     options: dict[str, Any] = {"dtype": "fp32", "chunk_numel": 4096, "placement_policy": policy}
     if policy == "nvme":
-        options |= {"nvme_path": str(tmp_path), "host_memory": "128KiB"}
+        options |= {"nvme_path": str(tmp_path), "host_memory": "384KiB", "reserve_memory": "256KiB"}
     model, optimizer = managed(model, **options, keep_fp32=list(keep))
-    more_host_memory(optimizer)
     assert optimizer.engine.params.gathers == (policy == "nvme")
     expected = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
     x = torch.arange(16).view(2, 8)
@@ -212,8 +231,8 @@ def test_unfreezing_a_tied_weight_between_micro_batches(
 
 def small_on_disk(path: Path) -> dict[str, Any]:
     return {
-        "placement_policy": "nvme", "nvme_path": str(path), "host_memory": "160KiB",
-        "chunk_numel": 4096, "dtype": "fp32",
+        "placement_policy": "nvme", "nvme_path": str(path), "chunk_numel": 4096, "dtype": "fp32",
+        "host_memory": "416KiB", "reserve_memory": "256KiB",
     }  # fmt: skip
 
 
@@ -222,7 +241,6 @@ def test_a_graph_that_is_older_than_the_move(policy: str, tmp_path: Path) -> Non
     """It reads the old chunk, which has the same bytes."""
     options = small_on_disk(tmp_path) if policy == "nvme" else {"dtype": "fp32"}
     model, optimizer = managed(build("unfreeze"), **options)
-    more_host_memory(optimizer)
     x = inputs(0, 0).requires_grad_()
     old = loss_of(model, x)
     (wanted,) = torch.autograd.grad(old, x, retain_graph=True)
