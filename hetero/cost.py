@@ -4,8 +4,8 @@ A step is forward and backward of each micro-batch, then the update. Compute, th
 directions, disk and network work at once, each through its own things in order; a timeline of uses
 says when one waits for another. What the timeline knows:
 
-- A gathered chunk is fetched when its room is free (`belady.py`) and it is among the next
-  PREFETCH_CHUNKS; from the file, then from other ranks, then over the link, as far as it must.
+- A gathered chunk is fetched when a use begins, its room is free (`belady.py`) and it is among the
+  next PREFETCH_CHUNKS; from the file, from other ranks, then over the link, as far as it must.
 - A gradient leaves after its chunk's last use in a backward: over the link, to other ranks, to the
   file. The update begins when all are there.
 - The update goes through pieces, with a disk that reads and writes at once. Of T pieces whose
@@ -17,6 +17,7 @@ says when one waits for another. What the timeline knows:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -138,23 +139,31 @@ class CostModel:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._slot = SlotBytes.of(problem.layout, problem.dtypes)
+        self.slot = SlotBytes.of(problem.layout, problem.dtypes)
         chunks = problem.layout.chunks
-        self._slots = {chunk.id: chunk.slots for chunk in chunks}
-        self._numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
-        self._trained = {chunk.id for chunk in chunks if chunk.trainable}
-        self._frozen = frozenset(self._slots) - self._trained
-        self._segments = _segments(problem.trace)
-        self._used = [frozenset(segment.chunks) for segment in self._segments]
-        self._computing = _computing(self._segments, self._numel, problem.trace)
+        self.slots = {chunk.id: chunk.slots for chunk in chunks}
+        self.numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
+        self.trained = {chunk.id for chunk in chunks if chunk.trainable}
+        self.frozen = frozenset(self.slots) - self.trained
+        self.segments = _segments(problem.trace)
+        # How often each set of chunks is used in a segment, and in one of backward.
+        self._used: dict[frozenset[int], tuple[int, int]] = {}
+        for segment in self.segments:
+            used = frozenset(segment.chunks)
+            times, backward_times = self._used.get(used, (0, 0))
+            if segment.phase is Phase.BACKWARD:
+                backward_times += segment.weight
+            self._used[used] = times + segment.weight, backward_times
+        self._compute_s = problem.trace.forward_s + problem.trace.backward_s if self._used else 0.0
+        self.computing = _computing(self.segments, self.numel, problem.trace)
 
     def cost(self, made: Placement) -> StepCost:
         """What a step takes under `made`."""
-        walked = self._walk(made)
+        walked = _Timeline(self, made).walk()
         totals: dict[Phase, tuple[float, dict[str, float]]] = {}
         nbytes: dict[str, int] = dict.fromkeys(_Busy().nbytes, 0)
         began_s = 0.0
-        for segment, busy in zip(self._segments, walked, strict=True):
+        for segment, busy in zip(self.segments, walked, strict=True):
             seconds = busy.ended_s - began_s
             began_s = busy.ended_s
             compute_s, nvme_s = busy.seconds[COMPUTE], busy.seconds[NVME]
@@ -184,26 +193,25 @@ class CostModel:
 
     def lower_bound_s(self, made: Placement) -> float:
         """A time that cost(made) hardly ever is below, found without a timeline."""
-        problem, profile, slot = self.problem, self.problem.profile, self._slot
-        gathered = self._gathered(made)
+        problem, profile, slot = self.problem, self.problem.profile, self.slot
+        gathered = self.gathered(made)
         on_disk = {c for c in gathered if made.param[c] is Tier.DISK}
-        compute_s = h2d = read = drained = 0.0
-        for segment, used, computing in zip(
-            self._segments, self._used, self._computing, strict=True
-        ):
-            compute_s += segment.weight * sum(computing)
+        on_device = {c for c in self.slots if made.param[c] is Tier.DEVICE}
+        linked = gathered - on_device
+        h2d = read = drained = 0.0
+        for used, (times, backward_times) in self._used.items():
             # Uses of more than fits find at most what fits.
-            for chunks, is_read in ((gathered, False), (on_disk, True)):
-                slots = sum(self._slots[c] for c in used & chunks)
-                missed = segment.weight * max(0, slots - made.gathered_slots)
-                if is_read:
-                    read += missed * slot.param
+            for chunks, nbytes in ((linked, slot.gathered), (on_disk, slot.param)):
+                slots = sum([self.slots[c] for c in used & chunks])
+                missed = times * max(0, slots - made.gathered_slots) * nbytes
+                if chunks is linked:
+                    h2d += missed
                 else:
-                    h2d += missed * slot.gathered
-            if segment.phase is Phase.BACKWARD:
-                leaving = sum(self._numel[c] for c in used & self._trained if self._drains(made, c))
-                drained += segment.weight * leaving * problem.dtypes.param_bytes
-        moving = [compute_s, read / _disk_rates(profile, False)[0] if read else 0.0]
+                    read += missed
+            if backward_times and profile.separate:
+                leaving = sum([self.numel[c] for c in used & self.trained - on_device])
+                drained += backward_times * leaving * problem.dtypes.param_bytes
+        moving = [self._compute_s, read / _disk_rates(profile, False)[0] if read else 0.0]
         if profile.h2d_bytes_per_s and profile.d2h_bytes_per_s:
             moving += [h2d / profile.h2d_bytes_per_s, drained / profile.d2h_bytes_per_s]
         update_s = self._update(made)[0].seconds
@@ -211,117 +219,23 @@ class CostModel:
             return max(*moving, update_s)
         return max(moving) + update_s
 
-    def _gathered(self, made: Placement) -> set[int]:
+    def gathered(self, made: Placement) -> set[int]:
         """The chunks that compute finds in slots only."""
         shard = self.problem.layout.shard
         if shard.ranks > 1 and shard.params:
-            return set(self._slots)
+            return set(self.slots)
         here = Tier.DEVICE if self.problem.profile.separate else Tier.HOST
-        return {chunk for chunk in self._slots if made.param[chunk] is not here}
-
-    def _drains(self, made: Placement, chunk: int) -> bool:
-        """Whether the chunk's gradients go over the link."""
-        return self.problem.profile.separate and made.grad[chunk] is not Tier.DEVICE
-
-    def _walk(self, made: Placement) -> list[_Busy]:
-        """The timeline, segment by segment."""
-        problem, profile, slot = self.problem, self.problem.profile, self._slot
-        shard, dtypes = problem.layout.shard, problem.dtypes
-        gathered = self._gathered(made)
-        uses = [c for segment in self._segments for c in segment.chunks if c in gathered]
-        missing: dict[int, Fetch] = {}
-        if uses:
-            found = fetches(uses, self._slots, made.gathered_slots, self._frozen)
-            missing = {fetch.use: fetch for fetch in found}
-        net = problem.network_bytes_per_s if shard.ranks * shard.replicas > 1 else None
-        others = (shard.ranks - 1) / shard.ranks
-        now = nvme = h2d = d2h = network = 0.0
-        finished: list[float] = []  # of the uses of gathered chunks
-        walked: list[_Busy] = []
-        for number, segment in enumerate(self._segments):
-            busy = _Busy()
-            backward = segment.phase is Phase.BACKWARD
-            last = {chunk: place for place, chunk in enumerate(segment.chunks)}
-            # Reads and writes at once, where gradients go to the file.
-            reading, writing = _disk_rates(profile, backward and Tier.DISK in made.grad)
-            for place, chunk in enumerate(segment.chunks):
-                if chunk in gathered:
-                    fetch = missing.get(len(finished))
-                    if fetch is not None:
-                        room_s = finished[fetch.after] if fetch.after >= 0 else 0.0
-                        ahead = len(finished) - PREFETCH_CHUNKS - 1
-                        ahead_s = finished[ahead] if ahead >= 0 else 0.0
-                        if not problem.prefetch:
-                            ahead_s = now
-                        # On their way shards and copies for a device have slots of their own.
-                        staged = made.shard_slots > 0
-                        ready_s = ahead_s if staged else max(ahead_s, room_s)
-                        whole = self._slots[chunk] * slot.gathered
-                        if made.param[chunk] is Tier.DISK:
-                            nbytes = self._slots[chunk] * slot.param
-                            nvme = max(nvme, ready_s) + nbytes / reading
-                            ready_s = nvme
-                            busy.seconds[NVME] += nbytes / reading
-                            busy.nbytes["nvme_read"] += nbytes
-                        if shard.ranks > 1 and shard.params:
-                            nbytes = round(whole * others)
-                            busy.nbytes["sent"] += nbytes
-                            if net:
-                                network = max(network, ready_s, room_s) + nbytes / net
-                                ready_s = network
-                                busy.seconds[NETWORK] += nbytes / net
-                        if profile.separate and made.param[chunk] is not Tier.DEVICE:
-                            assert profile.h2d_bytes_per_s is not None
-                            h2d = max(h2d, ready_s, room_s) + whole / profile.h2d_bytes_per_s
-                            ready_s = h2d
-                            busy.seconds[H2D] += whole / profile.h2d_bytes_per_s
-                            busy.nbytes["h2d"] += whole
-                        now = max(now, ready_s)
-                now += self._computing[number][place]
-                busy.seconds[COMPUTE] += self._computing[number][place]
-                if chunk in gathered:
-                    finished.append(now)
-                if not backward or chunk not in self._trained or last[chunk] != place:
-                    continue
-                out_s = now
-                if self._drains(made, chunk):
-                    assert profile.d2h_bytes_per_s is not None
-                    nbytes = self._numel[chunk] * dtypes.param_bytes
-                    d2h = max(d2h, out_s) + nbytes / profile.d2h_bytes_per_s
-                    out_s = d2h
-                    busy.seconds[D2H] += nbytes / profile.d2h_bytes_per_s
-                    busy.nbytes["d2h"] += nbytes
-                if shard.ranks > 1 and shard.grads:
-                    nbytes = round(self._slots[chunk] * slot.bucket * others)
-                    busy.nbytes["sent"] += nbytes
-                    if net:
-                        network = max(network, out_s) + nbytes / net
-                        out_s = network
-                        busy.seconds[NETWORK] += nbytes / net
-                if made.grad[chunk] is Tier.DISK:
-                    nbytes = self._slots[chunk] * slot.grad
-                    busy.nbytes["nvme_written"] += nbytes
-                    seconds = nbytes / writing
-                    if not segment.first:  # it is added to what is there
-                        busy.nbytes["nvme_read"] += nbytes
-                        seconds += nbytes / reading
-                    nvme = max(nvme, out_s) + seconds
-                    busy.seconds[NVME] += seconds
-            if number == len(self._segments) - 1:
-                now = max(now, nvme, d2h, network)
-            busy.ended_s = now
-            walked.append(busy)
-        return walked
+        return {chunk for chunk in self.slots if made.param[chunk] is not here}
 
     def _update(self, made: Placement) -> tuple[PhaseCost, dict[str, int]]:
         """The update, and the bytes that it moves."""
-        problem, profile, slot = self.problem, self.problem.profile, self._slot
+        problem, profile, slot = self.problem, self.problem.profile, self.slot
         shard, kind = problem.layout.shard, problem.dtypes.kind
         dtype = problem.dtypes.compute
-        on_device = {c for c in self._trained if made.record[c] is Tier.DEVICE}
+        on_device = {c for c in self.trained if made.record[c] is Tier.DEVICE}
         ranks = shard.ranks
-        device_bytes = sum(self._numel[c] for c in on_device) * kind.bytes_moved / ranks
-        host_numel = sum(self._numel[c] for c in self._trained - on_device)
+        device_bytes = sum(self.numel[c] for c in on_device) * kind.bytes_moved / ranks
+        host_numel = sum(self.numel[c] for c in self.trained - on_device)
         host_s = host_numel * kind.bytes_moved / ranks
         if host_s:
             host_s /= profile.rate("update_bytes_per_s", dtype)
@@ -330,12 +244,12 @@ class CostModel:
             device_s = device_bytes / profile.rate("device_update_bytes_per_s", dtype)
 
         def slots(homes: Sequence[Tier | None]) -> int:
-            return sum(self._slots[c] for c in self._trained if homes[c] is Tier.DISK)
+            return sum(self.slots[c] for c in self.trained if homes[c] is Tier.DISK)
 
         records, params, grads = slots(made.record), slots(made.param), slots(made.grad)
         cached = sum(
-            self._slots[c]
-            for c in self._trained
+            self.slots[c]
+            for c in self.trained
             if made.record[c] is Tier.DISK or made.param[c] is Tier.DISK
         )
         missed = max(0, cached - made.buffers) / cached if cached else 0.0
@@ -364,9 +278,9 @@ class CostModel:
 
     def _averaged_at_end(self) -> tuple[int, float]:
         """Bytes and seconds of what ranks send around the update: stages 1 and 2, and replicas."""
-        problem, slot = self.problem, self._slot
+        problem, slot = self.problem, self.slot
         shard = problem.layout.shard
-        trained = sum(self._slots[c] for c in self._trained)
+        trained = sum(self.slots[c] for c in self.trained)
         nbytes = 0.0
         if shard.ranks > 1:
             others = (shard.ranks - 1) / shard.ranks
@@ -376,6 +290,114 @@ class CostModel:
             nbytes += 2 * trained * slot.bucket / shard.ranks * (1 - 1 / shard.replicas)
         rate = problem.network_bytes_per_s
         return round(nbytes), nbytes / rate if rate else 0.0
+
+
+class _Timeline:
+    """One step, use by use: when each resource is free, and what each segment has made it do."""
+
+    def __init__(self, model: CostModel, made: Placement) -> None:
+        self._model = model
+        self._made = made
+        self._problem = model.problem
+        self._profile = model.problem.profile
+        self._slot = model.slot
+        shard = model.problem.layout.shard
+        several = shard.ranks * shard.replicas > 1
+        self._net = model.problem.network_bytes_per_s if several else None
+        self._others = (shard.ranks - 1) / shard.ranks
+        self._now_s = 0.0  # of compute
+        self._free_s = dict.fromkeys((NVME, H2D, D2H, NETWORK), 0.0)
+        self._busy = _Busy()
+
+    def walk(self) -> list[_Busy]:
+        model, made = self._model, self._made
+        gathered = model.gathered(made)
+        uses = [c for segment in model.segments for c in segment.chunks if c in gathered]
+        coming: deque[Fetch] = deque()
+        if uses:
+            coming.extend(fetches(uses, model.slots, made.gathered_slots, model.frozen))
+        ready_s: dict[int, float] = {}
+        use = 0  # number of the next one of a gathered chunk
+        walked: list[_Busy] = []
+        for segment, computing in zip(model.segments, model.computing, strict=True):
+            self._busy = _Busy()
+            backward = segment.phase is Phase.BACKWARD
+            self._rates = _disk_rates(self._profile, backward and Tier.DISK in made.grad)
+            last = {chunk: place for place, chunk in enumerate(segment.chunks)}
+            for place, chunk in enumerate(segment.chunks):
+                if chunk in gathered:
+                    if coming and coming[0].use == use:
+                        coming.popleft()
+                        ready_s[use] = self._fetch(chunk)
+                    self._now_s = max(self._now_s, ready_s.pop(use, 0.0))
+                    # What comes next, as far as its room is free: nearest first.
+                    while coming and self._is_ahead(coming[0], use):
+                        fetch = coming.popleft()
+                        ready_s[fetch.use] = self._fetch(uses[fetch.use])
+                    use += 1
+                self._now_s += computing[place]
+                self._busy.seconds[COMPUTE] += computing[place]
+                if backward and chunk in model.trained and last[chunk] == place:
+                    self._gradient(chunk, segment.first)
+            if segment is model.segments[-1]:
+                self._now_s = max(self._now_s, *self._free_s.values())
+            self._busy.ended_s = self._now_s
+            walked.append(self._busy)
+        return walked
+
+    def _is_ahead(self, fetch: Fetch, use: int) -> bool:
+        near = fetch.use <= use + PREFETCH_CHUNKS
+        return self._problem.prefetch and near and fetch.after < use
+
+    def _fetch(self, chunk: int) -> float:
+        """Begins now; returns when the chunk is in its slot."""
+        profile, shard = self._profile, self._problem.layout.shard
+        home = self._made.param[chunk]
+        slots = self._model.slots[chunk]
+        whole = slots * self._slot.gathered
+        ready_s = self._now_s
+        if home is Tier.DISK:
+            nbytes = slots * self._slot.param
+            self._busy.nbytes["nvme_read"] += nbytes
+            ready_s = self._move(NVME, nbytes / self._rates[0], ready_s)
+        if shard.ranks > 1 and shard.params:
+            ready_s = self._send(whole * self._others, ready_s)
+        if home is not Tier.DEVICE and profile.h2d_bytes_per_s is not None:
+            self._busy.nbytes["h2d"] += whole
+            ready_s = self._move(H2D, whole / profile.h2d_bytes_per_s, ready_s)
+        return ready_s
+
+    def _gradient(self, chunk: int, first: bool) -> None:
+        """The chunk's gradient leaves; it is the `first` of the step, or added to those."""
+        profile, shard = self._profile, self._problem.layout.shard
+        slots = self._model.slots[chunk]
+        ready_s = self._now_s
+        home = self._made.grad[chunk]
+        if home is not Tier.DEVICE and profile.d2h_bytes_per_s is not None:
+            nbytes = self._model.numel[chunk] * self._problem.dtypes.param_bytes
+            self._busy.nbytes["d2h"] += nbytes
+            ready_s = self._move(D2H, nbytes / profile.d2h_bytes_per_s, ready_s)
+        if shard.ranks > 1 and shard.grads:
+            ready_s = self._send(slots * self._slot.bucket * self._others, ready_s)
+        if home is Tier.DISK:
+            nbytes = slots * self._slot.grad
+            reading, writing = self._rates
+            self._busy.nbytes["nvme_written"] += nbytes
+            seconds = nbytes / writing
+            if not first:
+                self._busy.nbytes["nvme_read"] += nbytes
+                seconds += nbytes / reading
+            self._move(NVME, seconds, ready_s)
+
+    def _send(self, nbytes: float, ready_s: float) -> float:
+        self._busy.nbytes["sent"] += round(nbytes)
+        return self._move(NETWORK, nbytes / self._net, ready_s) if self._net else ready_s
+
+    def _move(self, resource: str, seconds: float, ready_s: float) -> float:
+        """Keeps the resource busy from when it is free and all is `ready_s`; returns the end."""
+        self._free_s[resource] = max(self._free_s[resource], ready_s) + seconds
+        self._busy.seconds[resource] += seconds
+        return self._free_s[resource]
 
 
 def _disk_rates(profile: Profile, both: bool) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hetero.cost import RESOURCES
@@ -15,16 +15,20 @@ _MORE_BYTES = 1 << 30  # of each budget: what would it buy?
 _STEPS = 1000  # for the wear of NVMe
 
 
-def explain(plans: Sequence[Plan]) -> str:
+Smallest = Mapping[str, int | None]  # bytes of "host" and "device"
+
+
+def explain(plans: Sequence[Plan], least: Smallest | None = None) -> str:
     """The table of the plans of one model's banks, the main one first.
 
-    Bytes are of one rank. Takes some plans' time, to say what larger budgets would buy.
+    Bytes are of one rank. Takes some plans' time, to say what larger budgets would buy. `least` are
+    the smallest budgets that work; None: those of this layout.
     """
-    sections = [_memory(plans), _time(plans), _larger(plans), _notes(plans)]
+    sections = [_memory(plans), _time(plans), _larger(plans), _notes(plans, least)]
     return "\n\n".join(section for section in sections if section)
 
 
-def as_dict(plans: Sequence[Plan]) -> dict[str, object]:
+def as_dict(plans: Sequence[Plan], least: Smallest | None = None) -> dict[str, object]:
     """The same for programs: bytes and seconds."""
     seconds = sum(p.cost.seconds for p in plans)
     return {
@@ -43,7 +47,7 @@ def as_dict(plans: Sequence[Plan]) -> dict[str, object]:
         },
         "nvme_bytes_written_per_1000_steps": _STEPS * _written(plans),
         "one_more_gib_saves_s": _gains(plans),
-        "smallest_budgets": smallest(plans),
+        "smallest_budgets": dict(least or smallest(plans)),
     }
 
 
@@ -124,14 +128,15 @@ def _larger(plans: Sequence[Plan]) -> str:
     return _table(rows)
 
 
-def _notes(plans: Sequence[Plan]) -> str:
+def _notes(plans: Sequence[Plan], least: Smallest | None) -> str:
     notes = []
     written = _written(plans)
     if written:
         notes.append(f"NVMe, written per {_STEPS} steps: {format_bytes(_STEPS * written)}.")
-    least = smallest(plans)
     words = [
-        f"{format_bytes(n)} ({n} bytes) of {name}" for name, n in least.items() if n is not None
+        f"{format_bytes(n)} ({n} bytes) of {'RAM' if name == 'host' else 'DEVICE'}"
+        for name, n in (least or smallest(plans)).items()
+        if n is not None
     ]
     notes.append(f"Smallest budgets that work: {', '.join(words)}.")
     if any(p.problem.trace.expected for p in plans):

@@ -409,14 +409,15 @@ class Maker:
         if self._device is None:
             pools += gathered_slots * slot.gathered
         else:
-            device_bytes = self.layout.slot_count * slot.param - rest.slots[-1] * slot.param
-            trained = sum(c.slots for c in self._to_device[: split.device] if c.trainable)
+            everything = self._ranked_without(0)
+            device_bytes = (everything.slots[-1] - rest.slots[-1]) * slot.param
+            trained = everything.trained_slots[-1] - rest.trained_slots[-1]
             device_bytes += trained * (slot.grad + slot.record)
             if rest.trained:
-                drain_bytes = self._drained_bytes * (1 + more_gathered)
+                drain_bytes = self._drained_bytes * (2 if more_gathered else 1)
             device_bytes += drain_bytes + gathered_slots * slot.gathered
             # More slots on DEVICE only save fetches: they take nothing from anything else.
-            all_slots = self.layout.slot_count if elsewhere else rest.slots[-1]
+            all_slots = (everything if elsewhere else rest).slots[-1]
             spare = (self._device - device_bytes) // slot.gathered
             more = max(0, min(all_slots - gathered_slots, spare)) if gathers else 0
             gathered_slots += more

@@ -20,7 +20,6 @@ from offload.tiers import Tier
 _GRID = 5
 _GRID_WITH_DEVICE = 3
 _FEW_CHUNKS = 8
-_FINEST = 64  # counts are varied down to this part of the chunks
 
 
 @dataclass(frozen=True)
@@ -152,13 +151,19 @@ class _Search:
         count = _GRID_WITH_DEVICE if self._maker.separate else _GRID
         if chunks <= _FEW_CHUNKS:
             count = chunks + 1
-        for comfort in COMFORTS:
+        for comfort in (*COMFORTS, *self._roomy()):
             least, most = self._maker.device_counts(comfort)
             for device in _spread(least, most, count):
                 n = len(self._maker.ranked(device))
                 for param in _spread(0, n, count):
                     for grad in _spread(0, n, count):
                         yield from self._made(Split(device, param, grad, 0), comfort)
+
+    def _roomy(self) -> Sequence[Comfort]:
+        """Room to fetch one or two of the largest chunks ahead, if these have several slots."""
+        longest = max(c.slots for c in self._problem.layout.chunks)
+        buffers, more_gathered, more_grad = COMFORTS[0]
+        return [(buffers, n * longest, more_grad) for n in (1, 2) if n * longest > more_gathered]
 
     def _made(self, split: Split, comfort: Comfort) -> Iterable[Candidate]:
         """The placement of so many parameters and gradients, filled up with records."""
@@ -184,9 +189,9 @@ class _Search:
                 for candidate in self._made(split, comfort)
             )
             if self._best[0] == before:
-                if step <= max(1, chunks // _FINEST):
+                if step == 1:
                     return
-                step = max(1, step // 2)
+                step //= 2
 
 
 def _neighbours(at: Split, step: int) -> Iterable[Split]:

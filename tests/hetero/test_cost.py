@@ -172,8 +172,10 @@ def test_from_disk_to_device_a_chunk_takes_both_ways():
     )
     placed = made(param=DISK, slots=1, shard_slots=2)
     forward, _, _ = seconds(placed, problem(profile))
-    # Files are read ahead into RAM although DEVICE has no room: only the link is waited for.
-    assert forward == pytest.approx(2 + 4 * 1 + 8)
+    assert forward == pytest.approx(4 * (2 + 1) + 8)
+    # With room for one more the link and the disk work while others compute.
+    forward, _, _ = seconds(replace(placed, gathered_slots=2), problem(profile))
+    assert forward == pytest.approx(2 + 1 + 4 * 2 + 3 * 1)
 
 
 def test_early_updates_overlap_backward():
