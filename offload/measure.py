@@ -56,6 +56,7 @@ def measure_profile(
     nvme_paths: Sequence[str] = (),
     name: str = "this machine",
     tell: Callable[[str], None] = lambda text: None,
+    *,
     numel: int = NUMEL,
     area_bytes: int = AREA_BYTES,
     window_s: float = WINDOW_S,

@@ -90,6 +90,7 @@ def total_bytes(layout: Layout) -> int:
     return layout.slot_count * slot.param + trained * (slot.grad + slot.record)
 
 
+SHARDS = (WHOLE, WHOLE, Shard(0, 2), Shard(0, 2, params=False), Shard(0, 2, replicas=2))
 rates = st.floats(0.1, 100)
 profiles = st.builds(
     lambda **r: make_profile(
@@ -125,7 +126,8 @@ def problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
     numels = st.integers(1, SLOT) | st.integers(SLOT + 1, 3 * SLOT)
     sizes = draw(st.lists(numels, min_size=1, max_size=most_chunks))
     frozen = draw(st.sets(st.integers(0, most_chunks), max_size=2))
-    layout = layout_of(*sizes, frozen=tuple(frozen))
+    shard = draw(st.sampled_from(SHARDS))
+    layout = layout_of(*sizes, frozen=tuple(frozen), shard=shard)
     profile = draw(profiles)
     within = st.floats(0, 1.5).map(lambda share: int(total_bytes(layout) * share))
     budgets = Budgets(
@@ -144,4 +146,6 @@ def problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
         micro_batches=draw(st.sampled_from([1, 1, 2, 3, 7])),
         prefetch=draw(st.booleans()),
         early_updates=draw(st.booleans()),
+        held=shard.ranks > 1 and draw(st.booleans()),
+        network_bytes_per_s=draw(st.none() | rates),
     )

@@ -18,10 +18,8 @@ def find_profile(name: str) -> Profile:
         return Profile.load(name)
     known = shipped_profiles()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f"did you mean {near[0]!r}?" if near else f"those that come with hetero: {list(known)}"
-        )
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"with hetero come: {', '.join(known)}"
         raise ValueError(f"no file and no profile is called {name!r}; {hint}")
     return Profile.load(known[name])
 

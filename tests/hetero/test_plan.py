@@ -92,7 +92,9 @@ def test_a_plan_fits_and_names_every_chunk_once(problem):
         assert p.device_bytes <= budgets.device
         pools = p.gathered_slots * slot.gathered + p.drain_bytes
         assert p.device_bytes == homed[Tier.DEVICE] + pools
-        gathers = any(tier is not Tier.DEVICE for tier in p.param)
+        shard = problem.layout.shard
+        elsewhere = shard.ranks > 1 and shard.params
+        gathers = elsewhere or any(tier is not Tier.DEVICE for tier in p.param)
         assert (p.gathered_slots >= problem.min_gathered_slots) is gathers
         assert (p.shard_slots > 0) is (Tier.DISK in p.param)
     else:
