@@ -45,6 +45,7 @@ class Problem:
     share of its machine, and `network_bytes_per_s` what it sends to other ranks (None: not known,
     and not counted). `min_gathered_slots` and `held` are as place() takes them. `early_updates`:
     a chunk is updated as soon as its gradient is complete, which clipping and loss scaling forbid.
+    `clipping`: the norm of all gradients is taken before the update.
     """
 
     trace: Trace
@@ -57,6 +58,7 @@ class Problem:
     held: bool = False
     prefetch: bool = True
     early_updates: bool = False
+    clipping: bool = False
     network_bytes_per_s: float | None = None
 
 
@@ -237,8 +239,14 @@ class CostModel:
         device_bytes = sum(self.numel[c] for c in on_device) * kind.bytes_moved / ranks
         host_numel = sum(self.numel[c] for c in self.trained - on_device)
         host_s = host_numel * kind.bytes_moved / ranks
+        norm_s = 0.0
         if host_s:
             host_s /= profile.rate("update_bytes_per_s", dtype)
+            if problem.clipping:
+                # Sums of what goes to DISK are taken on its way.
+                kept = sum(self.numel[c] for c in self.trained if made.grad[c] is Tier.HOST)
+                norm_s = kept * problem.dtypes.grad_bytes / profile.dram_bytes_per_s
+                norm_s /= ranks if shard.grads else 1
         device_s = 0.0
         if device_bytes:
             device_s = device_bytes / profile.rate("device_update_bytes_per_s", dtype)
@@ -269,8 +277,13 @@ class CostModel:
         together = max(0.0, host_s + nvme_s - seconds)
         seconds += profile.update_interference * min(together, host_s, nvme_s)
         sent, network_s = self._averaged_at_end()
-        busy = {CPU_UPDATE: host_s, NVME: nvme_s, DEVICE_UPDATE: device_s, NETWORK: network_s}
-        total = network_s + max(seconds, device_s)
+        busy = {
+            CPU_UPDATE: host_s + norm_s,
+            NVME: nvme_s,
+            DEVICE_UPDATE: device_s,
+            NETWORK: network_s,
+        }
+        total = network_s + norm_s + max(seconds, device_s)
         return (
             PhaseCost("update", total, busy),
             {"nvme_read": read, "nvme_written": written, "sent": sent},
