@@ -15,8 +15,8 @@ from itertools import accumulate, product
 
 from hetero.dtypes import Dtypes
 from hetero.layout import Chunk, Layout
+from hetero.refusal import closest, words
 from offload.errors import BudgetError
-from offload.sizes import format_bytes
 from offload.tiers import Tier
 
 CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
@@ -195,7 +195,9 @@ class Candidate:
 class _Ranked:
     """The chunks that are not on DEVICE, in the order in which they go to RAM, and sums of slots.
 
-    Chunks of few slots go first: they fill what is left of the budget best.
+    Chunks of few slots go first: they fill what is left of the budget best. Of those with as many,
+    however many are in RAM are spread over the model: so the disk, which fetches only some chunks
+    ahead of compute, is busy all the time and not just in one part of forward.
     """
 
     chunks: tuple[Chunk, ...]
@@ -207,7 +209,7 @@ class _Ranked:
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk]) -> _Ranked:
-        ranked = tuple(sorted(chunks, key=lambda c: (c.slots, c.id)))
+        ranked = tuple(sorted(chunks, key=lambda c: (c.slots, _spread(c.id))))
         trained = [rank + 1 for rank, chunk in enumerate(ranked) if chunk.trainable]
         return cls(
             ranked,
@@ -217,6 +219,11 @@ class _Ranked:
             max((c.slots for c in ranked), default=0),
             max((c.slots for c in ranked if c.trainable), default=0),
         )
+
+
+def _spread(number: int) -> int:
+    """A key by which any first ones of 0, 1, 2, ... are evenly spread: the bits in reverse."""
+    return int(f"{number:032b}"[::-1], 2)
 
 
 class Maker:
@@ -241,7 +248,7 @@ class Maker:
         self._device = None if budgets.device is None else budgets.device - budgets.taken_device
         self._min_gathered = min_gathered
         # Frozen chunks first: on DEVICE they take a fraction of the room, and save as many fetches.
-        self._to_device = sorted(layout.chunks, key=lambda c: (c.trainable, c.slots, c.id))
+        self._to_device = sorted(layout.chunks, key=lambda c: (c.trainable, c.slots, _spread(c.id)))
         self._ranked_without = lru_cache(maxsize=64)(self._rank)
         trained = [c for c in layout.chunks if c.trainable]
         self._longest_trained = max((c.slots for c in trained), default=0)
@@ -501,8 +508,8 @@ class Maker:
     def refusal(self) -> PlacementError:
         """Why no candidate fits, with the smallest budgets that work."""
         tried = [self._with_construction(self.placement(c))[1] for c in self.candidates()]
-        smallest = _closest(tried, self.budgets)
-        message = _refusal(smallest, self.budgets, self.slot, self.policy, self.layout)
+        smallest = closest(tried, self.budgets)
+        message = words(smallest, self.budgets, self.slot, self.policy, self.layout)
         return PlacementError(message, smallest.host_bytes, smallest.device_bytes)
 
     def _with_construction(self, made: Placement) -> tuple[Placement, Placement]:
@@ -522,20 +529,6 @@ class Maker:
 
     def _rank(self, device: int) -> _Ranked:
         return _Ranked.of(self._to_device[device:])
-
-
-def _closest(tried: Sequence[Placement], budgets: Budgets) -> Placement:
-    """The one that misses least, so that the numbers in the refusal are true to the byte."""
-    if not budgets.disk:
-        tried = [p for p in tried if not p.disk_bytes] or tried
-    if budgets.device is not None:
-        on_device = [p for p in tried if p.device_bytes <= (budgets.device or 0)]
-        least = min(p.device_bytes for p in tried)
-        tried = on_device or [p for p in tried if p.device_bytes == least]
-    in_host = [p for p in tried if p.host_bytes <= budgets.host]
-    if in_host:
-        return min(in_host, key=lambda p: (max(p.disk_bytes, budgets.disk), p.host_bytes))
-    return min(tried, key=lambda p: p.host_bytes)
 
 
 def _building_bytes(layout: Layout, slot: SlotBytes, made: Placement, disk: bool) -> int:
@@ -565,50 +558,3 @@ def _building_bytes(layout: Layout, slot: SlotBytes, made: Placement, disk: bool
         most = max(most, bytes_now + waiting + fetched)
         waiting -= 0 if disk else sum(sizes) // shard.ranks
     return max(most, 0 if alone else largest)
-
-
-def _refusal(
-    smallest: Placement, budgets: Budgets, slot: SlotBytes, policy: str, layout: Layout
-) -> str:
-    parts = [
-        f"policy {policy!r} cannot hold {layout.numel:,} parameters in "
-        f"{len(layout.chunks)} chunks of {layout.slot_numel:,} elements:"
-    ]
-    if budgets.taken_host or budgets.taken_disk:
-        parts.append(
-            f"other parameters of this model take {format_bytes(budgets.taken_host)} of RAM and "
-            f"{format_bytes(budgets.taken_disk)} of disk;"
-        )
-    if smallest.host_bytes > budgets.host:
-        parts.append(
-            f"host_memory is {format_bytes(budgets.host)} ({budgets.host} bytes), and the smallest "
-            f"that works is {format_bytes(smallest.host_bytes)} ({smallest.host_bytes} bytes);"
-        )
-    if smallest.disk_bytes > budgets.disk:
-        what = (
-            "nvme_capacity or the free space there"
-            if budgets.disk
-            else "nvme_path is not given, so disk space"
-        )
-        parts.append(
-            f"{what} is {format_bytes(budgets.disk)}, and with that much RAM "
-            f"{format_bytes(smallest.disk_bytes)} ({smallest.disk_bytes} bytes) go to disk;"
-        )
-    if budgets.device is not None and smallest.device_bytes > budgets.device:
-        parts.append(
-            f"device_memory is {format_bytes(budgets.device)} ({budgets.device} bytes), and the "
-            f"smallest that works is {format_bytes(smallest.device_bytes)} "
-            f"({smallest.device_bytes} bytes);"
-        )
-    gathered = budgets.taken_gathered + smallest.gathered_slots * slot.gathered
-    if budgets.gathered is not None and gathered > budgets.gathered:
-        parts.append(
-            f"device_memory is {format_bytes(budgets.gathered)}, and gathered parameters need "
-            f"{format_bytes(gathered)} ({gathered} bytes);"
-        )
-    fixes = "raise host_memory, or set a smaller chunk_numel"
-    if policy == "cpu":
-        fixes = "raise host_memory, or use placement_policy='nvme' or 'auto' with nvme_path"
-    elif not budgets.disk:
-        fixes = "give nvme_path, or raise host_memory"
-    return " ".join([*parts, fixes])

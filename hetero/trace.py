@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetero.layout import Layout
 from offload.order import UseOrder
@@ -58,9 +58,14 @@ class Trace:
     memory: tuple[Moment, ...] = ()
     expected: bool = False
 
-    def of_bank(self, bank: int) -> tuple[Use, ...]:
-        """The uses of one bank's chunks."""
-        return tuple(use for use in self.uses if use.bank == bank)
+    def of_bank(self, bank: int, part: float = 1.0) -> Trace:
+        """One bank's uses, and its `part` of the computing."""
+        return replace(
+            self,
+            uses=tuple(use for use in self.uses if use.bank == bank),
+            forward_s=self.forward_s * part,
+            backward_s=self.backward_s * part,
+        )
 
     def peak(self) -> Moment:
         """The largest bytes at any moment, of each tier by itself."""
@@ -197,11 +202,4 @@ def completed(trace: Trace, layouts: Sequence[Layout]) -> Trace:
                 made.append(rest.pop(0))
             made.append(use)
         made += rest
-    return Trace(
-        tuple(made),
-        trace.micro_batches,
-        trace.forward_s,
-        trace.backward_s,
-        trace.memory,
-        trace.expected,
-    )
+    return replace(trace, uses=tuple(made))

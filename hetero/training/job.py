@@ -122,6 +122,8 @@ def predicted_step(
     work = Work(options.batch_size * options.seq_len, options.accumulate)
     try:
         profile = Profile.load(path)
+        if options.threads not in (None, profile.threads):
+            raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
         made = predict(banks, profile, work, clipping=options.clip > 0, prefetch=options.prefetch)
     except ValueError as error:  # of another version, or without what this run uses
         notes.append(f"no step time is predicted: {error}")

@@ -185,6 +185,21 @@ def test_more_memory_is_never_predicted_to_be_much_slower(problem, share):
     assert now.cost.seconds <= less.cost.seconds * 1.25 + 1e-9
 
 
+LARGE = layout_of(*[SLOT] * 200)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("share", [0.12, 0.3, 0.6])
+@pytest.mark.parametrize("tokens", [1e-3, 3.0, 100.0])
+def test_of_many_chunks_each_phase_is_as_long_as_its_busiest_resource(separate, share, tokens):
+    host = int(total_bytes(LARGE) * share)
+    budgets = Budgets(host, AMPLE, device=host // 3 if separate else None)
+    profile = separate_profile() if separate else make_profile()
+    made = plan(make_problem(LARGE, budgets, profile, tokens=tokens))
+    for phase in made.cost.phases:
+        assert phase.seconds <= max(phase.busy_s.values()) * 1.06, phase
+
+
 def test_compute_that_hides_the_disk_lets_parameters_go_there_first():
     layout = layout_of(*[SLOT] * 8)
     slot = SlotBytes.of(layout, BF16)

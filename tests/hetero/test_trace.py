@@ -34,7 +34,9 @@ def test_forward_goes_in_the_order_of_registration_and_backward_returns():
     assert chunks(trace, F) == forward * 2
     assert chunks(trace, B) == forward[::-1] * 2
     assert [u.phase for u in trace.uses] == ([F] * 5 + [B] * 5) * 2
-    assert [u.chunk for u in trace.of_bank(1)] == [0, 1, 1, 0] * 2
+    of_other = trace.of_bank(1, 0.25)
+    assert [u.chunk for u in of_other.uses] == [0, 1, 1, 0] * 2
+    assert of_other.forward_s == trace.forward_s / 4
     assert trace.expected
 
 
