@@ -6,7 +6,7 @@ Also for a model on the meta device, so that a budget can be refused before anyt
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -37,6 +37,9 @@ from hetero.placement import (
 )
 from offload.sizes import round_up
 from offload.tiers import Tier
+
+# What decides on a bank's placement: place() or something that takes and raises the same.
+Choose = Callable[[Layout, Dtypes, str, Budgets, int, bool], Placement]
 
 # A slot's four payloads are at most this share of host_memory: a few slots are always in flight.
 _SLOT_SHARE_OF_HOST = 16
@@ -87,12 +90,15 @@ def arrange(
     disk_bytes: int,
     optimized: set[int] | None = None,
     shard: Shard = WHOLE,
+    device_bytes: int | None = None,
+    choose: Choose = place,
 ) -> Arrangement:
     """Lays out and places the model's floating-point parameters that have elements.
 
     `dtypes` are optimizer.dtypes(config). `optimized` are the ids of the optimizer's parameters
     (None: all that require gradients). `shard` is what this rank has of it all; the result differs
-    between ranks in that alone.
+    between ranks in that alone. `device_bytes` are those of a DEVICE that is not RAM, which
+    device_memory otherwise is about. `choose` decides on each bank's placement.
     Raises BudgetError with the smallest budget that works, ValueError for a model without any and
     for a pattern of keep_fp32 that fits no name.
     """
@@ -114,12 +120,14 @@ def arrange(
     budgets = Budgets(
         host_bytes,
         disk_bytes,
-        config.budget(Tier.DEVICE),
+        config.budget(Tier.DEVICE) if device_bytes is None else None,
+        device_bytes,
         keep_records=config.host_memory is not None,
         taken_host=config.reserve_bytes,
     )
     by_index = dict(enumerate(params))
-    return Arrangement(tuple(params), plan_banks(model, kinds, by_index, config, budgets, shard))
+    banks = plan_banks(model, kinds, by_index, config, budgets, shard, choose=choose)
+    return Arrangement(tuple(params), banks)
 
 
 # Which dtype a parameter has
@@ -185,6 +193,7 @@ def plan_banks(
     shard: Shard,
     first: int = 0,
     early: int | None = 0,
+    choose: Choose = place,
 ) -> tuple[BankPlan, ...]:
     """Banks for `kinds`, numbered from `first` on; `params` by their specs' indices.
 
@@ -215,6 +224,7 @@ def plan_banks(
                     shard,
                     number=first + offset,
                     held=first + offset != early,
+                    choose=choose,
                 )
                 waiting = 0
                 if not budgets.disk and budgets.under_construction:
@@ -230,6 +240,7 @@ def plan_banks(
                     taken_host=taken.taken_host + placement.host_bytes,
                     taken_disk=taken.taken_disk + placement.disk_bytes,
                     taken_gathered=taken.taken_gathered + placement.gathered_slots * slot.gathered,
+                    taken_device=taken.taken_device + placement.device_bytes,
                 )
         except PlacementError:
             if thrifty or len(kinds) == 1:
@@ -250,6 +261,7 @@ class _BankMaker:
     shard: Shard
     number: int
     held: bool
+    choose: Choose
 
     def fastest(self, budgets: Budgets) -> BankPlan:
         """The fastest that fits."""
@@ -259,14 +271,17 @@ class _BankMaker:
                 return self._place(layout, budgets)
             except PlacementError as refusal:
                 refusals.append(refusal)
-        raise min(refusals, key=lambda refusal: refusal.smallest_host_bytes)
+        device = budgets.device or 0
+        raise min(
+            refusals, key=lambda r: (max(r.smallest_device_bytes, device), r.smallest_host_bytes)
+        )
 
     def smallest(self, budgets: Budgets) -> BankPlan:
         """The one that takes the least RAM, whether or not there is as much."""
         found: tuple[int, Layout] | None = None
         for layout in self._layouts(budgets.host):
             try:
-                self._place(layout, replace(budgets, host=0))
+                return self._place(layout, replace(budgets, host=0))
             except PlacementError as refusal:
                 if found is None or refusal.smallest_host_bytes < found[0]:
                     found = refusal.smallest_host_bytes, layout
@@ -278,7 +293,7 @@ class _BankMaker:
         chunk_of = {id(self.params[s.param.index]): c for c in layout.chunks for s in c.slices}
         held_together = concurrent_slots(_held_together(self.model, chunk_of))
         policy = self.config.placement_policy
-        placement = place(layout, self.dtypes, policy, budgets, held_together, self.held)
+        placement = self.choose(layout, self.dtypes, policy, budgets, held_together, self.held)
         return BankPlan(self.dtypes, layout, placement, self.held)
 
     def _layouts(self, host_bytes: int) -> Iterator[Layout]:

@@ -1,26 +1,79 @@
-"""The order in which chunks are used, learned from the last step, to know the next uses.
+"""The order in which chunks are used, learned from steps that were made, to know the next uses.
 
-This is the seam for a traced planner: whatever knows the future of a step better replaces it.
+Several sequences are known side by side (training, evaluation, another length), each by itself; the
+one that the step at hand has followed best so far tells what comes next.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 _MOST_USES = 1 << 14  # of one step; more are taken for several, as of inference that has no steps
+_ENOUGH_TIMES = 4
+_MOST_SEQUENCES = 4  # known at once; following one costs about a microsecond a use
+
+
+class _Sequence:
+    """The uses of one step, and how far the step at hand has followed them."""
+
+    def __init__(self, uses: Sequence[int]) -> None:
+        self.uses = tuple(uses)
+        self.times_seen = 1
+        self.followed = 0  # uses that came as expected, less those that did not
+        self._position = 0  # the next use expected
+        self._at: dict[int, list[int]] = {}  # chunk -> positions, ascending
+        for position, chunk in enumerate(self.uses):
+            self._at.setdefault(chunk, []).append(position)
+
+    def rewind(self) -> None:
+        self._position = self.followed = 0
+
+    def note(self, chunk: int) -> None:
+        distance = self.distance(chunk)
+        self.followed += 1 if distance == 0 else -1
+        if distance is not None:
+            self._position = (self._position + distance + 1) % len(self.uses)
+
+    def distance(self, chunk: int) -> int | None:
+        positions = self._at.get(chunk)
+        if not positions:
+            return None
+        index = bisect_left(positions, self._position)
+        if index < len(positions):
+            return positions[index] - self._position
+        return positions[0] + len(self.uses) - self._position
+
+    def upcoming(self, count: int) -> list[int]:
+        found: list[int] = []
+        for step in range(len(self.uses)):
+            chunk = self.uses[(self._position + step) % len(self.uses)]
+            if chunk not in found:
+                found.append(chunk)
+                if len(found) in (count, len(self._at)):
+                    break
+        return found
 
 
 class UseOrder:
-    """Remembers one step's sequence of uses and follows it through the next.
+    """Remembers sequences of uses, one per step, and follows them through the next.
 
     A step that deviates costs a worse guess, never an error.
     """
 
     def __init__(self) -> None:
-        self._known: list[int] = []
-        self._uses: dict[int, list[int]] = {}  # chunk -> positions in _known, ascending
-        self._position = 0  # in _known: the next use expected
+        self._known: list[_Sequence] = []  # the last seen first
+        self._best: _Sequence | None = None
         self._recording: list[int] = []
+
+    @property
+    def recorded(self) -> int:
+        """How many uses were noted since the last step's end."""
+        return len(self._recording)
+
+    def recording(self) -> list[int]:
+        """The chunks used since the last step's end, in order."""
+        return list(self._recording)
 
     def note(self, chunk: int) -> None:
         """`chunk` is used now. Repeated uses in a row count once."""
@@ -29,44 +82,46 @@ class UseOrder:
         if len(self._recording) == _MOST_USES:
             self.end_step()
         self._recording.append(chunk)
-        distance = self._distance(chunk)
-        if distance is not None:
-            self._position = (self._position + distance + 1) % len(self._known)
+        for sequence in self._known:
+            sequence.note(chunk)
+        if len(self._known) > 1:
+            self._choose()
 
     def end_step(self) -> None:
-        """A step is over: what was recorded is what the next one is expected to do.
+        """A step is over: the next one is expected to do the same, or what an earlier one did.
 
         Idempotent; a step without any use is none.
         """
         if not self._recording:
             return
-        self._known, self._recording = self._recording, []
-        self._position = 0
-        self._uses = {}
-        for position, chunk in enumerate(self._known):
-            self._uses.setdefault(chunk, []).append(position)
+        uses, self._recording = tuple(self._recording), []
+        self._learn(uses)
+        for sequence in self._known:
+            sequence.rewind()
+        self._choose()
 
-    def _distance(self, chunk: int) -> int | None:
-        positions = self._uses.get(chunk)
-        if not positions:
-            return None
-        index = bisect_left(positions, self._position)
-        if index < len(positions):
-            return positions[index] - self._position
-        return positions[0] + len(self._known) - self._position
+    def _learn(self, uses: tuple[int, ...]) -> None:
+        seen = next((s for s in self._known if s.uses == uses), None)
+        if seen is None:
+            self._known.insert(0, _Sequence(uses))
+            del self._known[_MOST_SEQUENCES:]
+        else:
+            # Counted to a few: what was done a thousand times may be over for good.
+            seen.times_seen = min(seen.times_seen + 1, _ENOUGH_TIMES)
+            self._known.remove(seen)
+            self._known.insert(0, seen)
+
+    def _choose(self) -> None:
+        """The one followed best; of equals the one seen most often, then the last seen."""
+        self._best = max(self._known, key=lambda s: (s.followed, s.times_seen), default=None)
 
     def next_use(self, chunk: int) -> int:
         """How many uses from now `chunk` is needed; a large number if it is not known to be."""
-        distance = self._distance(chunk)
-        return len(self._known) + 1 if distance is None else distance
+        if self._best is None:
+            return 1
+        distance = self._best.distance(chunk)
+        return len(self._best.uses) + 1 if distance is None else distance
 
     def upcoming(self, count: int) -> list[int]:
         """The next `count` different chunks expected, nearest first."""
-        found: list[int] = []
-        for step in range(len(self._known)):
-            chunk = self._known[(self._position + step) % len(self._known)]
-            if chunk not in found:
-                found.append(chunk)
-                if len(found) in (count, len(self._uses)):
-                    break
-        return found
+        return [] if self._best is None else self._best.upcoming(count)

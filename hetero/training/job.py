@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import hetero
 from hetero.arrangement import arrange
 from hetero.layout import Shard
+from hetero.prediction import Placed, predict
+from hetero.trace import Work
 from hetero.training.data import Corpus, load_corpus
 from hetero.training.models import build_model, count_parameters, model_config, model_label
 from hetero.training.options import TrainOptions
@@ -20,6 +22,7 @@ from hetero.training.ranks import ALONE, Ranks
 from hetero.training.result import USUAL_STATE_BYTES_PER_PARAM, Setting
 from hetero.training.run_folder import RunFolder
 from hetero.training.schedule import make_scheduler
+from offload.profile import Profile, default_path
 
 # Adam's betas for language models: the second moment forgets faster than torch's 0.999, which
 # suits runs of few steps.
@@ -69,6 +72,8 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
         model = build_model(architecture)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
     engine = optimizer.engine
+    notes = list(engine.notes)
+    predicted = predicted_step(options, engine.banks, ranks.count, notes)
     try:
         yield Job(
             options=options,
@@ -88,18 +93,42 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
                 engine=engine.io_engine,
                 isa=engine.isa,
                 budget_bytes=dict(engine.ledger.budget_bytes),
-                notes=tuple(engine.notes),
+                notes=tuple(notes),
                 steps=options.steps,
                 tokens_per_step=options.tokens_per_step * ranks.count,
                 data=f"{corpus.source} ({hetero.format_bytes(len(corpus))})",
                 nvme_path=", ".join(config.nvme_paths) or None,
                 run_dir=str(folder.path),
                 ranks=ranks.count,
+                predicted=predicted,
             ),
             ranks=ranks,
         )
     finally:
         engine.close()
+
+
+def predicted_step(
+    options: TrainOptions, banks: Sequence[Placed], ranks: int, notes: list[str]
+) -> dict[str, Any] | None:
+    """What the saved profile of this machine says about a step; None without one.
+
+    Of one rank only: what others do at the same time is not predicted. Appends to `notes` why a
+    profile that there is says nothing.
+    """
+    path = default_path()
+    if ranks > 1 or not path.exists():
+        return None
+    work = Work(options.batch_size * options.seq_len, options.accumulate)
+    try:
+        profile = Profile.load(path)
+        if options.threads not in (None, profile.threads):
+            raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
+        made = predict(banks, profile, work, clipping=options.clip > 0, prefetch=options.prefetch)
+    except ValueError as error:  # of another version, or without what this run uses
+        notes.append(f"no step time is predicted: {error}")
+        return None
+    return made.as_dict()
 
 
 def memory_config(

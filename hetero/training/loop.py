@@ -59,13 +59,14 @@ def train(
 def _run_steps(job: Job, folder: RunFolder, observer: Observer, result: TrainResult) -> None:
     start_s = time.perf_counter()
     for step in range(1, job.options.steps + 1):
-        metrics = _one_step(job, step, start_s)
+        metrics = one_step(job, step, start_s)
         result.steps.append(metrics)
         folder.append_metrics(metrics.as_dict())
         observer.step(metrics)
 
 
-def _one_step(job: Job, step: int, start_s: float) -> StepMetrics:
+def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
+    """Makes step number `step` (from 1) of a run that began at `start_s`, and measures it."""
     options = job.options
     clock = Stopwatch(job.device)
     before, gather_wait_s = _traffic_bytes(job), _gather_wait_s(job)

@@ -26,6 +26,58 @@ GPT2_SHAPES: dict[str, dict[str, int]] = {
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
 }
 
+# Shapes of other well-known models as published: the model_type, and what its configuration takes.
+OTHER_SHAPES: dict[str, tuple[str, dict[str, int]]] = {
+    **{
+        f"opt-{name}": (
+            "opt",
+            {
+                "num_hidden_layers": layers,
+                "hidden_size": width,
+                "word_embed_proj_dim": width,
+                "ffn_dim": 4 * width,
+                "num_attention_heads": heads,
+                "max_position_embeddings": 2048,
+                "vocab_size": 50272,
+            },
+        )
+        for name, layers, width, heads in (
+            ("1.3b", 24, 2048, 32),
+            ("6.7b", 32, 4096, 32),
+            ("13b", 40, 5120, 40),
+            ("30b", 48, 7168, 56),
+            ("66b", 64, 9216, 72),
+        )
+    },
+    **{
+        f"llama-{name}": (
+            "llama",
+            {
+                "num_hidden_layers": layers,
+                "hidden_size": width,
+                "intermediate_size": inner,
+                "num_attention_heads": heads,
+                "num_key_value_heads": groups,
+                "max_position_embeddings": 4096,
+                "vocab_size": 32000,
+            },
+        )
+        for name, layers, width, inner, heads, groups in (
+            ("7b", 32, 4096, 11008, 32, 32),
+            ("13b", 40, 5120, 13824, 40, 40),
+            ("70b", 80, 8192, 28672, 64, 8),
+        )
+    },
+}
+MODEL_NAMES = (*GPT2_SHAPES, *OTHER_SHAPES)
+GPT2_VOCAB_SIZE = 50257
+
+
+def published_vocab_size(name: str) -> int:
+    """Of a model by name; raises ValueError for an unknown one."""
+    _check_name(name)
+    return OTHER_SHAPES[name][1]["vocab_size"] if name in OTHER_SHAPES else GPT2_VOCAB_SIZE
+
 
 def model_config(options: TrainOptions) -> PretrainedConfig:
     """The configuration of the model that the options name.
@@ -68,14 +120,14 @@ def count_parameters(config: PretrainedConfig) -> int:
 
 
 def _config_from_name(name: str, vocab_size: int) -> PretrainedConfig:
-    from transformers import GPT2Config
+    from transformers import AutoConfig, GPT2Config
 
-    if name not in GPT2_SHAPES:
-        near = difflib.get_close_matches(name, GPT2_SHAPES, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(GPT2_SHAPES)}"
-        raise ValueError(f"unknown model {name!r}; {hint}")
+    _check_name(name)
     if vocab_size < BYTE_VALUES:
         raise ValueError(f"--vocab-size must be at least {BYTE_VALUES}, got {vocab_size}")
+    if name in OTHER_SHAPES:
+        model_type, shape = OTHER_SHAPES[name]
+        return AutoConfig.for_model(model_type, **shape | {"vocab_size": vocab_size})
     values: dict[str, Any] = {
         **GPT2_SHAPES[name],
         "vocab_size": vocab_size,
@@ -87,6 +139,13 @@ def _config_from_name(name: str, vocab_size: int) -> PretrainedConfig:
         "eos_token_id": 0,
     }
     return GPT2Config(**values)
+
+
+def _check_name(name: str) -> None:
+    if name not in MODEL_NAMES:
+        near = difflib.get_close_matches(name, MODEL_NAMES, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(MODEL_NAMES)}"
+        raise ValueError(f"unknown model {name!r}; {hint}")
 
 
 def _config_from_file(path: Path) -> PretrainedConfig:

@@ -47,6 +47,7 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         ("peak RSS of the process", hetero.format_bytes(result.peak_rss_bytes)),
         ("steps", made + ("" if result.status == "finished" else f", {result.status}")),
         ("step time, median", f"{step_s:.3f} s: {split}"),
+        *_predicted(result),
         ("speed", f"{result.tokens_per_s:.0f} tokens/s"),
     ]
     if setting.ranks > 1:
@@ -74,6 +75,22 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         ("run folder", setting.run_dir),
     ]
     return table
+
+
+def _predicted(result: TrainResult) -> list[tuple[str, str]]:
+    """What the profile of the machine says that a step takes, and how far that is off."""
+    predicted, ratio = result.setting.predicted, result.measured_over_predicted
+    if predicted is None or ratio is None:
+        return []
+    parts = ("forward", "backward", "optimizer")
+    split = ", ".join(f"{name} {predicted[f'{name}_s']:.3f}" for name in parts)
+    return [
+        (
+            "predicted",
+            f"{predicted['step_s']:.3f} s: {split}; bound by {predicted['bound']}; measured is"
+            f" {ratio:.2f} times as much",
+        )
+    ]
 
 
 def print_report(result: TrainResult) -> None:

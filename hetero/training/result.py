@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ class Setting:
     nvme_path: str | None  # several with commas between
     run_dir: str
     ranks: int = 1
+    predicted: dict[str, Any] | None = None  # Prediction.as_dict(); None without a profile
 
     @property
     def state_bytes(self) -> int:
@@ -74,6 +76,14 @@ class TrainResult:
         return {
             link: round(sum(step.traffic_bytes[link] for step in steady) / count) for link in LINKS
         }
+
+    @property
+    def measured_over_predicted(self) -> float | None:
+        """The median steady step over what was predicted."""
+        if self.setting.predicted is None or not self.steps:
+            return None
+        step_s = statistics.median(step.step_s for step in self.steady_steps)
+        return float(step_s / self.setting.predicted["step_s"])
 
     @property
     def gather_wait_s_per_step(self) -> float:
@@ -121,6 +131,8 @@ class TrainResult:
             "received_bytes_per_step": self.bytes_per_step["received"],
             "gather_wait_s_per_step": self.gather_wait_s_per_step,
             "total_bytes": self.total_bytes,
+            "predicted": setting.predicted,
+            "measured_over_predicted": self.measured_over_predicted,
             "notes": list(setting.notes),
             "data": setting.data,
             "nvme_path": setting.nvme_path,

@@ -8,37 +8,61 @@ from hypothesis import strategies as st
 from offload.order import UseOrder
 
 chunks = st.integers(0, 5)
-steps = st.lists(st.lists(chunks, max_size=14), max_size=4)
+some_steps = st.lists(st.lists(chunks, max_size=14), max_size=5)
+# Few different steps, in any turn: sequences come back.
+steps = some_steps | some_steps.flatmap(
+    lambda made: st.lists(st.sampled_from(made), max_size=9) if made else st.just([])
+)
+
+
+class NaiveSequence:
+    def __init__(self, uses):
+        self.uses, self.position, self.followed, self.seen = uses, 0, 0, 1
+
+    def distance(self, chunk):
+        around = self.uses[self.position :] + self.uses[: self.position]
+        return around.index(chunk) if chunk in around else None
+
+    def note(self, chunk):
+        distance = self.distance(chunk)
+        self.followed += 1 if distance == 0 else -1
+        if distance is not None:
+            self.position = (self.position + distance + 1) % len(self.uses)
 
 
 class NaiveOrder:
     """The same promises, by search."""
 
     def __init__(self):
-        self.known, self.position, self.recording = [], 0, []
+        self.known, self.recording = [], []
 
-    def distance(self, chunk):
-        around = self.known[self.position :] + self.known[: self.position]
-        return around.index(chunk) if chunk in around else None
+    @property
+    def best(self):
+        followed_best = sorted(self.known, key=lambda s: (-s.followed, -s.seen))
+        return followed_best[0] if followed_best else NaiveSequence([])
 
     def note(self, chunk):
-        if self.recording[-1:] == [chunk]:
-            return
-        self.recording.append(chunk)
-        distance = self.distance(chunk)
-        if distance is not None:
-            self.position = (self.position + distance + 1) % len(self.known)
+        if self.recording[-1:] != [chunk]:
+            self.recording.append(chunk)
+            for sequence in self.known:
+                sequence.note(chunk)
 
     def end_step(self):
-        if self.recording:
-            self.known, self.position, self.recording = self.recording, 0, []
+        uses, self.recording = self.recording, []
+        same = [s for s in self.known if s.uses == uses]
+        if uses:
+            now = NaiveSequence(uses)
+            now.seen = min(4, same[0].seen + 1) if same else 1
+            self.known = [now, *(s for s in self.known if s not in same)][:4]
+        for sequence in self.known:
+            sequence.position = sequence.followed = 0
 
     def next_use(self, chunk):
-        distance = self.distance(chunk)
-        return len(self.known) + 1 if distance is None else distance
+        distance = self.best.distance(chunk)
+        return len(self.best.uses) + 1 if distance is None else distance
 
     def upcoming(self, count):
-        around = self.known[self.position :] + self.known[: self.position]
+        around = self.best.uses[self.best.position :] + self.best.uses[: self.best.position]
         return list(dict.fromkeys(around))[:count]
 
 
@@ -128,3 +152,49 @@ def test_inference_without_an_end_of_step_takes_no_more_and_more_memory():
 def test_chunks_of_no_known_use_come_after_all_others():
     order = learned(0, 1, 0, 2)
     assert all(order.next_use(99) > order.next_use(c) for c in (0, 1, 2))
+
+
+def use(order: UseOrder, *uses: int) -> list[int]:
+    """Makes the uses; returns what was expected before each."""
+    expected = []
+    for chunk in uses:
+        expected += order.upcoming(1)
+        order.note(chunk)
+    return expected
+
+
+TRAIN = (0, 1, 2, 3, 2, 1, 0)
+EVALUATE = (0, 1, 2, 3, 0, 1, 2, 3)
+
+
+def test_training_is_expected_again_after_an_evaluation():
+    order = learned(*TRAIN)
+    for step in (EVALUATE, TRAIN):
+        use(order, *step)
+        order.end_step()
+    # Training was seen twice, so it is what is expected, until evaluation deviates.
+    assert use(order, *TRAIN) == list(TRAIN)
+    order.end_step()
+    expected = use(order, *EVALUATE)
+    assert expected[:4] == [0, 1, 2, 3]
+    assert expected[5:] == [1, 2, 3]
+
+
+def test_what_was_done_often_gives_way_to_what_is_done_now():
+    order = UseOrder()
+    for _ in range(50):
+        use(order, *TRAIN)
+        order.end_step()
+    for _ in range(5):
+        use(order, 4, 3, 4)
+        order.end_step()
+    assert order.upcoming(1) == [4]
+
+
+def test_few_sequences_are_kept():
+    order = learned(9, 8)
+    for step in range(4):
+        use(order, 0, 10 + step)
+        order.end_step()
+    order.note(9)
+    assert order.next_use(8) > order.next_use(0)

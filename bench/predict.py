@@ -1,0 +1,305 @@
+"""How long steps take, beside how long they were predicted to take, in many configurations.
+
+usage: python -m bench.predict [--model gpt2-medium] [--seq-len 256] [--nvme-path DIR] [--json]
+
+Measures the machine's profile, then traces one step of the model with all of it in RAM: its
+forward and backward are the seconds of computing. From these two alone steps are predicted for
+every configuration: policies, shares of the model state in RAM, one and several micro-batches. Then
+each is trained for some steps, and the median without the first two is what was measured. The
+traced configuration is measured again at the end: what it drifted, no prediction could know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import describe_machine
+from bench.program import add_json_argument, command_line, print_header, run_program
+from hetero.prediction import Computing, Prediction, predict
+from hetero.profiles import find_profile
+from hetero.trace import Work
+from hetero.training.job import open_job
+from hetero.training.loop import one_step
+from hetero.training.models import (
+    MODEL_NAMES,
+    count_parameters,
+    model_config,
+    published_vocab_size,
+)
+from hetero.training.options import TrainOptions
+from hetero.training.run_folder import RunFolder
+from offload.errors import HeteroError
+from offload.measure import measure_profile
+from offload.profile import Profile
+from offload.sizes import format_bytes
+
+SKIPPED_STEPS = 2
+STATE_BYTES = {"bf16": 14, "fp16": 16, "fp32": 16}  # of parameter, gradient and record, with AdamW
+GOAL = 0.15
+
+# Policy, host memory as a share of the model state (None: no limit), micro-batches per step.
+CONFIGURATIONS: tuple[tuple[str, float | None, int], ...] = (
+    ("cpu", None, 1),
+    ("cpu", None, 4),
+    ("auto", 0.8, 1),
+    ("auto", 0.6, 1),
+    ("auto", 0.4, 1),
+    ("auto", 0.4, 4),
+    ("auto", 0.25, 1),
+    ("nvme", 0.6, 1),
+    ("nvme", 0.45, 1),
+    ("nvme", 0.45, 4),
+    ("nvme", 0.3, 1),
+    ("nvme", 0.25, 1),
+    ("nvme", 0.25, 4),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of the steps of one configuration, in seconds and bytes."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    nvme_read_bytes: float
+    nvme_written_bytes: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+
+    def measure() -> dict[str, Any]:
+        result = run(arguments)
+        return {
+            "machine": describe_machine(),
+            "command": command_line("bench.predict", argv),
+            **result,
+        }
+
+    return run_program("bench.predict", measure, show, arguments.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="gpt2-medium", choices=MODEL_NAMES, metavar="NAME")
+    parser.add_argument("--config", metavar="FILE", help="of a model, instead of a name")
+    parser.add_argument("--vocab-size", type=int, default=None, metavar="N")
+    parser.add_argument("--dtype", default="bf16", choices=tuple(STATE_BYTES))
+    for name, default, what in (
+        ("--seq-len", 256, "tokens per sequence"),
+        ("--batch-size", 1, "sequences per micro-batch"),
+        ("--steps", 6, f"steps of a configuration, the first {SKIPPED_STEPS} not counted"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
+        )
+    parser.add_argument("--data", metavar="PATH", help="text to train on, as of `hetero train`")
+    parser.add_argument(
+        "--nvme-path", action="append", metavar="DIR", help="folder on NVMe (default: a temporary)"
+    )
+    parser.add_argument("--profile", metavar="FILE", help="of this machine (default: measured now)")
+    add_json_argument(parser)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of all configurations. Raises ValueError for options that cannot work."""
+    if arguments.steps <= SKIPPED_STEPS:
+        raise ValueError(f"--steps must be more than {SKIPPED_STEPS}, got {arguments.steps}")
+    with tempfile.TemporaryDirectory(prefix="hetero-predict-") as folder:
+        paths = tuple(arguments.nvme_path or [folder])
+        vocab_size = arguments.vocab_size
+        if arguments.config is None and vocab_size is None:
+            vocab_size = published_vocab_size(arguments.model)
+        options = TrainOptions(
+            model=arguments.model,
+            config=arguments.config,
+            vocab_size=vocab_size,
+            data=arguments.data,
+            dtype=arguments.dtype,
+            steps=arguments.steps,
+            seq_len=arguments.seq_len,
+            batch_size=arguments.batch_size,
+            schedule="constant",
+            warmup=0,
+            run_dir=folder,
+        )
+        state_bytes = STATE_BYTES[arguments.dtype] * count_parameters(model_config(options))
+        if arguments.profile is None:
+            profile = measure_profile(paths, tell=_tell)
+        else:
+            profile = find_profile(arguments.profile)
+        traced = replace(options, policy="cpu")
+        _tell("tracing: all in RAM")
+        first = train(traced, folder)
+        computing = Computing(first.forward_s, first.backward_s)
+        rows = [
+            _row(made, state_bytes, profile, computing, folder)
+            for made in configurations(options, paths, state_bytes)
+        ]
+        _tell("tracing once more")
+        last = train(traced, folder)
+    errors = [abs(row["error"]) for row in rows if row["status"] == "measured"]
+    return {
+        "params": state_bytes // STATE_BYTES[arguments.dtype],
+        "state_bytes": state_bytes,
+        "profile": profile.as_dict(),
+        "traced": {"forward_s": computing.forward_s, "backward_s": computing.backward_s},
+        "drift": last.step_s / first.step_s - 1,
+        "configurations": rows,
+        "goal": GOAL,
+        "within_goal": sum(error <= GOAL for error in errors),
+        "median_error": statistics.median(errors) if errors else None,
+        "worst_error": max(errors, default=None),
+    }
+
+
+def configurations(
+    options: TrainOptions, paths: tuple[str, ...], state_bytes: int
+) -> Iterator[TrainOptions]:
+    """CONFIGURATIONS as options."""
+    for policy, share, accumulate in CONFIGURATIONS:
+        yield replace(
+            options,
+            policy=policy,
+            host_memory=None if share is None else str(int(share * state_bytes)),
+            nvme_path=() if policy == "cpu" else paths,
+            accumulate=accumulate,
+        )
+
+
+def _row(
+    options: TrainOptions, state_bytes: int, profile: Profile, computing: Computing, folder: str
+) -> dict[str, Any]:
+    host = int(options.host_memory or 0)
+    name = options.policy + (f", {host / state_bytes:.0%} in RAM" if host else ", all in RAM")
+    name += f", {options.accumulate} micro-batches" if options.accumulate > 1 else ""
+    _tell(name)
+    row: dict[str, Any] = {
+        "name": name,
+        "policy": options.policy,
+        "host_memory": host or None,
+        "accumulate": options.accumulate,
+    }
+    try:
+        predictions: list[Prediction] = []
+        measured = train(options, folder, profile, computing, predictions)
+    except HeteroError as error:
+        return {**row, "status": "refused", "reason": str(error)}
+    (made,) = predictions
+    return {
+        **row,
+        "status": "measured",
+        "measured": vars(measured),
+        "predicted": made.as_dict(),
+        "error": made.step_s / measured.step_s - 1,
+    }
+
+
+def train(
+    options: TrainOptions,
+    folder: str,
+    profile: Profile | None = None,
+    computing: Computing | None = None,
+    predictions: list[Prediction] | None = None,
+) -> Measured:
+    """Makes the steps; before them, with a profile, appends what is predicted to `predictions`."""
+    gc.collect()
+    with RunFolder(folder) as run_folder, open_job(options, run_folder) as job:
+        if profile is not None and predictions is not None:
+            batches = options.accumulate
+            whole = None
+            if computing is not None:  # of one micro-batch
+                whole = Computing(computing.forward_s * batches, computing.backward_s * batches)
+            work = Work(options.batch_size * options.seq_len, batches)
+            made = predict(job.engine.banks, profile, work, whole, options.clip > 0)
+            predictions.append(made)
+        begin_s = time.perf_counter()
+        steps = [one_step(job, step, begin_s) for step in range(1, options.steps + 1)]
+    steady = steps[SKIPPED_STEPS:]
+
+    def median(name: str) -> float:
+        return float(statistics.median(getattr(step, name) for step in steady))
+
+    def moved(link: str) -> float:
+        return statistics.mean(step.traffic_bytes[link] for step in steady)
+
+    return Measured(
+        step_s=median("step_s"),
+        forward_s=median("forward_s"),
+        backward_s=median("backward_s"),
+        optimizer_s=median("optimizer_s"),
+        nvme_read_bytes=moved("disk_read"),
+        nvme_written_bytes=moved("disk_write"),
+    )
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints the table."""
+    print_header(result, console)
+    table = Table(title="seconds measured / predicted, GB per step", title_justify="left")
+    table.add_column("configuration", no_wrap=True)
+    for heading in (
+        "step",
+        "error",
+        "forward",
+        "backward",
+        "optimizer",
+        "read",
+        "written",
+        "bound",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result["configurations"]:
+        if row["status"] != "measured":
+            table.add_row(row["name"], row["status"])
+            continue
+        measured, predicted = row["measured"], row["predicted"]
+        table.add_row(
+            row["name"],
+            f"{measured['step_s']:.3f} / {predicted['step_s']:.3f}",
+            f"{row['error']:+.0%}",
+            *(
+                f"{measured[f'{part}_s']:.2f} / {predicted[f'{part}_s']:.2f}"
+                for part in ("forward", "backward", "optimizer")
+            ),
+            *(
+                f"{measured[f'nvme_{verb}_bytes'] / 1e9:.2f} / "
+                f"{predicted[f'nvme_{verb}_bytes'] / 1e9:.2f}"
+                for verb in ("read", "written")
+            ),
+            predicted["bound"],
+        )
+    console.print(table)
+    count = sum(row["status"] == "measured" for row in result["configurations"])
+    console.print(
+        f"{result['params']:,} parameters, {format_bytes(result['state_bytes'])} of state. Within"
+        f" {result['goal']:.0%}: {result['within_goal']} of {count}. The traced configuration"
+        f" drifted by {result['drift']:+.0%}.",
+        highlight=False,
+    )
+
+
+def _tell(text: str) -> None:
+    print(f"bench.predict: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""How a command ends: its exit code, and one line for what went wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+EXIT_OK = 0
+EXIT_FAILED = 1  # the run failed after it had begun
+EXIT_USAGE = 2  # what was asked for cannot work
+EXIT_INTERRUPTED = 130  # as the shell reports a program ended by Ctrl-C
+
+# What the extra `train` brings.
+TRAIN_EXTRAS = ("matplotlib", "rich", "transformers")
+
+
+def print_error(command: str, error: Exception) -> None:
+    """One line, so that a log shows it whole; its origin too if HETERO_DEBUG is set."""
+    if os.environ.get("HETERO_DEBUG"):
+        traceback.print_exception(error)
+    print(f"hetero {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def missing_extra(error: ModuleNotFoundError) -> Exception:
+    """What to raise for a module that could not be imported: a fix, if the extra `train` has it."""
+    missing = (error.name or "").partition(".")[0]
+    if missing not in TRAIN_EXTRAS:
+        return error
+    return ValueError(f"{missing} is missing; install it: pip install 'hetero[train]'")

@@ -1,0 +1,116 @@
+"""What a step of placements that exist is expected to take, beside what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from hetero.cost import CostModel, Problem, StepCost
+from hetero.dtypes import Dtypes
+from hetero.layout import Layout
+from hetero.placement import Budgets, Placement
+from hetero.trace import Phase, Work, expected_trace
+from offload.profile import Profile
+
+_NO_BUDGETS = Budgets(0, 0)  # what is placed is placed
+
+
+class Placed(Protocol):
+    """A bank, or the plan of one."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def dtypes(self) -> Dtypes: ...
+    @property
+    def placement(self) -> Placement: ...
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Seconds of a step that compute takes alone, as they were measured without any transfer."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one rank's step, by phase; `measured_computing`: computing was measured, not estimated."""
+
+    costs: tuple[StepCost, ...]  # per bank
+    measured_computing: bool
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return sum(cost.seconds for cost in self.costs)
+
+    def phase_s(self, name: str) -> float:
+        """Seconds of "forward", "backward" or "update"."""
+        return sum(p.seconds for cost in self.costs for p in cost.phases if p.name == name)
+
+    @property
+    def bound(self) -> str:
+        """The resource that is busiest."""
+        busy: dict[str, float] = {}
+        for cost in self.costs:
+            for name, seconds in cost.busy_s.items():
+                busy[name] = busy.get(name, 0.0) + seconds
+        return max(busy, key=busy.__getitem__)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "step_s": self.step_s,
+            "forward_s": self.phase_s(Phase.FORWARD.value),
+            "backward_s": self.phase_s(Phase.BACKWARD.value),
+            "optimizer_s": self.phase_s("update"),
+            "bound": self.bound,
+            "measured_computing": self.measured_computing,
+            "nvme_read_bytes": sum(cost.traffic.nvme_read for cost in self.costs),
+            "nvme_written_bytes": sum(cost.traffic.nvme_written for cost in self.costs),
+        }
+
+
+def predict(
+    banks: Sequence[Placed],
+    profile: Profile,
+    work: Work,
+    computing: Computing | None = None,
+    clipping: bool = False,
+    prefetch: bool = True,
+) -> Prediction:
+    """What a step of `banks` takes on one rank whose share of its machine is `profile`.
+
+    Without `computing` it is estimated, from the profile's rate of products of matrices. Raises
+    ValueError for a profile that says nothing about what is used.
+    """
+    if profile.nvme_read_bytes_per_s is None and any(b.placement.disk_bytes for b in banks):
+        raise ValueError(f"the profile {profile.name!r} says nothing about NVMe; measure it again")
+    numel = sum(bank.layout.numel for bank in banks)
+    costs = []
+    for bank in banks:
+        flop_per_s = profile.rate("matmul_flop_per_s", bank.dtypes.compute)
+        trace = expected_trace([bank.layout], work, flop_per_s)
+        if computing is not None:
+            part = bank.layout.numel / numel
+            trace = replace(
+                trace,
+                forward_s=computing.forward_s * part,
+                backward_s=computing.backward_s * part,
+                expected=False,
+            )
+        problem = Problem(
+            trace=trace,
+            layout=bank.layout,
+            dtypes=bank.dtypes,
+            budgets=_NO_BUDGETS,
+            profile=profile,
+            policy="auto",
+            clipping=clipping,
+            prefetch=prefetch,
+        )
+        costs.append(CostModel(problem).cost(bank.placement))
+    return Prediction(tuple(costs), computing is not None)

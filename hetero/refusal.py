@@ -1,0 +1,80 @@
+"""Why no placement fits, in words with the smallest budgets that work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from offload.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from hetero.layout import Layout
+    from hetero.placement import Budgets, Placement, SlotBytes
+
+
+def closest(tried: Sequence[Placement], budgets: Budgets) -> Placement:
+    """The one that misses least, so that the numbers in the refusal are true to the byte."""
+    if not budgets.disk:
+        tried = [p for p in tried if not p.disk_bytes] or tried
+    if budgets.device is not None:
+        on_device = [p for p in tried if p.device_bytes <= (budgets.device or 0)]
+        least = min(p.device_bytes for p in tried)
+        tried = on_device or [p for p in tried if p.device_bytes == least]
+    in_host = [p for p in tried if p.host_bytes <= budgets.host]
+    if in_host:
+        return min(in_host, key=lambda p: (max(p.disk_bytes, budgets.disk), p.host_bytes))
+    return min(tried, key=lambda p: p.host_bytes)
+
+
+def words(
+    smallest: Placement, budgets: Budgets, slot: SlotBytes, policy: str, layout: Layout
+) -> str:
+    """What of `budgets` is too small for `smallest`, and what to do about it."""
+    parts = [
+        f"policy {policy!r} cannot hold {layout.numel:,} parameters in "
+        f"{len(layout.chunks)} chunks of {layout.slot_numel:,} elements:"
+    ]
+    if budgets.taken_host or budgets.taken_disk:
+        parts.append(
+            f"other parameters of this model, and reserve_memory, take "
+            f"{format_bytes(budgets.taken_host)} of RAM and {format_bytes(budgets.taken_disk)} of "
+            f"disk;"
+        )
+    if smallest.host_bytes > budgets.host:
+        parts.append(
+            f"host_memory is {format_bytes(budgets.host)} ({budgets.host} bytes), and the smallest "
+            f"that works is {format_bytes(smallest.host_bytes)} ({smallest.host_bytes} bytes);"
+        )
+    if smallest.disk_bytes > budgets.disk:
+        what = (
+            "nvme_capacity or the free space there"
+            if budgets.disk
+            else "nvme_path is not given, so disk space"
+        )
+        parts.append(
+            f"{what} is {format_bytes(budgets.disk)}, and with that much RAM "
+            f"{format_bytes(smallest.disk_bytes)} ({smallest.disk_bytes} bytes) go to disk;"
+        )
+    if budgets.device is not None and smallest.device_bytes > budgets.device:
+        parts.append(
+            f"device_memory is {format_bytes(budgets.device)} ({budgets.device} bytes), and the "
+            f"smallest that works is {format_bytes(smallest.device_bytes)} "
+            f"({smallest.device_bytes} bytes);"
+        )
+    gathered = budgets.taken_gathered + smallest.gathered_slots * slot.gathered
+    if budgets.gathered is not None and gathered > budgets.gathered:
+        parts.append(
+            f"device_memory is {format_bytes(budgets.gathered)}, and gathered parameters need "
+            f"{format_bytes(gathered)} ({gathered} bytes);"
+        )
+    fixes = "raise host_memory, or set a smaller chunk_numel"
+    if policy == "cpu":
+        fixes = "raise host_memory, or use placement_policy='nvme' or 'auto' with nvme_path"
+    elif not budgets.disk:
+        fixes = "give nvme_path, or raise host_memory"
+    if not budgets.under_construction and smallest.host_bytes > budgets.host:
+        fixes = (
+            f"initialize with reserve_memory={smallest.host_bytes - budgets.taken_host} or more, "
+            f"of host_memory, which is then left for parameters that come later"
+        )
+    return " ".join([*parts, fixes])

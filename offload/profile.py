@@ -1,0 +1,192 @@
+"""What a machine moves and computes per second: the facts that a plan is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+_TEXTS = ("name", "date", "source")
+_COUNTS = ("devices", "threads")
+_TABLES = ("update_bytes_per_s", "device_update_bytes_per_s", "matmul_flop_per_s")
+_SHARES = ("update_interference", "compute_interference")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One machine. Rates are bytes or floating-point operations per second; None: there is none.
+
+    devices           of compute; the CPU is one. What follows is of all of them together, unless
+                      said otherwise.
+    threads           that updates on the CPU use.
+    dram              RAM, reads and writes together, as the update kernels mix them.
+    nvme_...          the disks, O_DIRECT, in large transfers: reads alone, writes alone, and half
+                      of each at once (both counted). None where no directory was given.
+    h2d, d2h          the link between RAM and one device; None where DEVICE is RAM.
+    rank, node        what one device sends to others of its machine, and to other machines while
+                      all devices do.
+    update            of the fused optimizer update on the CPU, by the parameters' dtype: bytes as
+                      UpdateKind.bytes_moved counts them. device_update: on one device.
+    matmul            FLOP/s of one device (2 per multiply-add) by dtype, at a transformer's shapes,
+                      forward and backward.
+    ..._interference  0 to 1: of two things that go on at once, what share of the shorter one's time
+                      the longer one loses: an update and transfers of the disk; compute and these.
+    ..._bytes         sizes: of RAM, of one device's memory, and free space on disk.
+    """
+
+    name: str
+    date: str
+    source: str
+    devices: int
+    threads: int
+    dram_bytes_per_s: float
+    nvme_read_bytes_per_s: float | None
+    nvme_write_bytes_per_s: float | None
+    nvme_mixed_bytes_per_s: float | None
+    h2d_bytes_per_s: float | None
+    d2h_bytes_per_s: float | None
+    rank_bytes_per_s: float | None
+    node_bytes_per_s: float | None
+    update_bytes_per_s: Mapping[str, float]
+    device_update_bytes_per_s: Mapping[str, float] | None
+    matmul_flop_per_s: Mapping[str, float]
+    update_interference: float
+    compute_interference: float
+    host_bytes: int
+    device_bytes: int | None
+    nvme_bytes: int | None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check(field.name, getattr(self, field.name), "None" in str(field.type))
+        for names in (
+            ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "nvme_mixed_bytes_per_s"),
+            ("h2d_bytes_per_s", "d2h_bytes_per_s", "device_bytes", "device_update_bytes_per_s"),
+        ):
+            given = [name for name in names if getattr(self, name) is not None]
+            if 0 < len(given) < len(names):
+                missing = next(name for name in names if name not in given)
+                raise ValueError(f"{given[0]} is given but {missing} is not; give all or none")
+
+    @property
+    def separate(self) -> bool:
+        """Whether DEVICE is other memory than RAM."""
+        return self.h2d_bytes_per_s is not None
+
+    def rate(self, table: str, dtype: str) -> float:
+        """An entry of a table of rates. Raises ValueError if there is none for `dtype`."""
+        rates = getattr(self, table) or {}
+        if dtype not in rates:
+            raise ValueError(
+                f"the profile {self.name!r} has no {table} for {dtype}, only for "
+                f"{', '.join(rates) or 'nothing'}; measure again (hetero profile) or choose another"
+            )
+        return float(rates[dtype])
+
+    def share(self, ranks: int) -> Profile:
+        """What one of `ranks` on this machine has when all are busy.
+
+        RAM, disks and the CPU are shared; a device is shared only by more ranks than there are.
+        """
+        per_device = math.ceil(ranks / self.devices)
+
+        def part(value: float | None, of: int) -> float | None:
+            return None if value is None else value / of
+
+        def parts(table: Mapping[str, float] | None, of: int) -> dict[str, float] | None:
+            return None if table is None else {name: rate / of for name, rate in table.items()}
+
+        made: dict[str, Any] = {}
+        for name in ("dram", "nvme_read", "nvme_write", "nvme_mixed"):
+            made[f"{name}_bytes_per_s"] = part(getattr(self, f"{name}_bytes_per_s"), ranks)
+        for name in ("h2d", "d2h", "rank", "node"):
+            made[f"{name}_bytes_per_s"] = part(getattr(self, f"{name}_bytes_per_s"), per_device)
+        made["update_bytes_per_s"] = parts(self.update_bytes_per_s, ranks)
+        made["device_update_bytes_per_s"] = parts(self.device_update_bytes_per_s, per_device)
+        made["matmul_flop_per_s"] = parts(self.matmul_flop_per_s, per_device)
+        made["host_bytes"] = self.host_bytes // ranks
+        for name, of in (("device_bytes", per_device), ("nvme_bytes", ranks)):
+            value = getattr(self, name)
+            made[name] = None if value is None else value // of
+        return dataclasses.replace(self, devices=1, threads=max(1, self.threads // ranks), **made)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that a file holds."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile as JSON, whole or not at all. Raises OSError."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """The profile that a file holds. Raises ValueError, naming the file and what is wrong."""
+        try:
+            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read the profile {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"the profile {path} is not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"the profile {path} must be a JSON object")
+        form = content.pop("format", None)
+        if form != FORMAT or isinstance(form, bool):
+            raise ValueError(f"the profile {path} has format {form!r}; this version reads {FORMAT}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        for what, names in (("unknown", content.keys() - known), ("no", known - content.keys())):
+            if names:
+                raise ValueError(f"the profile {path} has {what} field {sorted(names)[0]!r}")
+        try:
+            return cls(**content)
+        except ValueError as error:
+            raise ValueError(f"the profile {path}: {error}") from None
+
+    def _check(self, name: str, value: object, may_be_none: bool) -> None:
+        if value is None and may_be_none:
+            return
+        if name in _TEXTS:
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be text, not {value!r}")
+        elif name in _TABLES:
+            if not isinstance(value, Mapping) or not value:
+                raise ValueError(f"{name} must be an object of rates by dtype, not {value!r}")
+            for key, rate in value.items():
+                if not _is_positive(rate):
+                    raise ValueError(f"{name}[{key!r}] must be a positive number, not {rate!r}")
+        elif name in _SHARES:
+            if not _is_number(value) or not 0 <= value <= 1:  # type: ignore[operator]
+                raise ValueError(f"{name} must be a number from 0 to 1, not {value!r}")
+        elif name in _COUNTS or name.endswith("_bytes"):
+            if not _is_positive(value) or not isinstance(value, int):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        elif not _is_positive(value):
+            raise ValueError(f"{name} must be a positive number, not {value!r}")
+
+
+def default_path() -> Path:
+    """Where `hetero profile` leaves the profile of this machine, and `hetero plan` looks for it."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification says that relative paths are to be ignored.
+    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    return base / "hetero" / "profile.json"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and 0 < value < math.inf  # type: ignore[operator]

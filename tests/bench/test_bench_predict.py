@@ -1,0 +1,86 @@
+"""bench.predict: every configuration is predicted and measured; bytes are predicted exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import predict as bench_predict
+from bench.predict import main
+from tests.planning import make_profile
+
+MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 4,
+    "n_embd": 64,
+    "n_head": 2,
+    "vocab_size": 256,
+    "n_positions": 32,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+RATES = {"bf16": 1e9, "fp16": 1e9, "fp32": 1e9}
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(
+        bench_predict,
+        "CONFIGURATIONS",
+        (("cpu", None, 2), ("auto", 0.5, 1), ("nvme", 0.4, 1), ("nvme", 0.4, 3), ("auto", 0.01, 1)),
+    )
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
+    make_profile(
+        nvme_read_bytes_per_s=2e9,
+        nvme_write_bytes_per_s=1e9,
+        nvme_mixed_bytes_per_s=1.5e9,
+        dram_bytes_per_s=5e9,
+        update_bytes_per_s=RATES,
+        matmul_flop_per_s=RATES,
+    ).save(tmp_path / "profile.json")
+    return [
+        *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
+        *("--seq-len", "16", "--steps", "4", "--nvme-path", str(tmp_path)),
+        *("--profile", str(tmp_path / "profile.json")),
+    ]
+
+
+def test_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*options, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    result: dict[str, Any] = json.loads(out)
+    rows = {row["name"]: row for row in result["configurations"]}
+    assert [row["status"] for row in rows.values()] == ["measured"] * 4 + ["refused"]
+    assert "smallest that works" in rows["auto, 1% in RAM"]["reason"]
+    for row in rows.values():
+        if row["status"] == "measured":
+            measured, predicted = row["measured"], row["predicted"]
+            assert row["error"] == pytest.approx(predicted["step_s"] / measured["step_s"] - 1)
+            # Seconds are the machine's; bytes are ours.
+            assert predicted["nvme_read_bytes"] == measured["nvme_read_bytes"]
+            assert predicted["nvme_written_bytes"] == measured["nvme_written_bytes"]
+    assert rows["auto, 50% in RAM"]["measured"]["nvme_read_bytes"] > 0
+    cpu = rows["cpu, all in RAM, 2 micro-batches"]["predicted"]
+    assert cpu["forward_s"] == pytest.approx(2 * result["traced"]["forward_s"])
+    errors = [abs(row["error"]) for row in rows.values() if row["status"] == "measured"]
+    assert result["within_goal"] == sum(error <= result["goal"] for error in errors)
+    assert result["worst_error"] == max(errors)
+
+
+def test_table(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options) == 0
+    out = capsys.readouterr().out
+    assert "nvme, 40% in RAM" in out
+    assert "refused" in out
+    assert "Within 15%:" in out
+
+
+def test_too_few_steps_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*options, "--steps", "2"]) == 2
+    assert "--steps must be more than 2" in capsys.readouterr().err
