@@ -123,7 +123,7 @@ def arrange(
         config.budget(Tier.DEVICE) if device_bytes is None else None,
         device_bytes,
         keep_records=config.host_memory is not None,
-        taken_host=config.reserve_bytes,
+        reserved_host=config.reserve_bytes,
     )
     by_index = dict(enumerate(params))
     banks = plan_banks(model, kinds, by_index, config, budgets, shard, choose=choose)

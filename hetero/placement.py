@@ -46,9 +46,9 @@ class Budgets:
 
     `device`: bytes of a DEVICE that has memory of its own; None: DEVICE and HOST are the same.
     `keep_records`: RAM that is left may keep records of DISK-homed chunks between steps. Other
-    banks have `taken_...` of the budgets; while this bank's chunks are made, `waiting` bytes of
-    parameters of banks to come are in RAM. Not `under_construction`: first values come from
-    elsewhere.
+    banks have `taken_...` of the budgets, and `reserved_host` is for what comes later; while this
+    bank's chunks are made, `waiting` bytes of parameters of banks to come are in RAM. Not
+    `under_construction`: first values come from elsewhere.
     """
 
     host: int
@@ -57,6 +57,7 @@ class Budgets:
     device: int | None = None
     keep_records: bool = True
     taken_host: int = 0
+    reserved_host: int = 0
     taken_disk: int = 0
     taken_gathered: int = 0
     taken_device: int = 0
@@ -244,7 +245,7 @@ class Maker:
         self.slot = SlotBytes.of(layout, dtypes)
         self.policy = policy
         self.budgets = budgets
-        self._host = budgets.host - budgets.taken_host
+        self._host = budgets.host - budgets.taken_host - budgets.reserved_host
         self._device = None if budgets.device is None else budgets.device - budgets.taken_device
         self._min_gathered = min_gathered
         # Frozen chunks first: on DEVICE they take a fraction of the room, and save as many fetches.
@@ -521,7 +522,9 @@ class Maker:
         made = replace(made, host_bytes=max(made.host_bytes, building))
         total = replace(
             made,
-            host_bytes=budgets.taken_host + max(made.host_bytes, building + budgets.waiting),
+            host_bytes=budgets.taken_host
+            + budgets.reserved_host
+            + max(made.host_bytes, building + budgets.waiting),
             disk_bytes=budgets.taken_disk + made.disk_bytes,
             device_bytes=budgets.taken_device + made.device_bytes,
         )

@@ -36,10 +36,11 @@ def words(
     ]
     if budgets.taken_host or budgets.taken_disk:
         parts.append(
-            f"other parameters of this model, and reserve_memory, take "
-            f"{format_bytes(budgets.taken_host)} of RAM and {format_bytes(budgets.taken_disk)} of "
-            f"disk;"
+            f"other parameters of this model take {format_bytes(budgets.taken_host)} of RAM and "
+            f"{format_bytes(budgets.taken_disk)} of disk;"
         )
+    if budgets.reserved_host:
+        parts.append(f"reserve_memory is {format_bytes(budgets.reserved_host)} of RAM;")
     if smallest.host_bytes > budgets.host:
         parts.append(
             f"host_memory is {format_bytes(budgets.host)} ({budgets.host} bytes), and the smallest "

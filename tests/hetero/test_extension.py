@@ -100,7 +100,7 @@ def test_memory_is_reserved_as_the_refusal_says(tmp_path: Path) -> None:
     assert len(optimizer.engine.banks) == 2
     assert optimizer.engine.ledger.peak_bytes["host"] <= 300 << 10
     optimizer.engine.close()
-    with pytest.raises(hetero.BudgetError, match="reserve_memory, take 299"):
+    with pytest.raises(hetero.BudgetError, match="reserve_memory is 299"):
         managed(build("unfreeze"), **options | {"reserve_memory": "299KiB"})
 
 
