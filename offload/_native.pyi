@@ -158,6 +158,50 @@ class IoEngine:
     def close(self) -> None:
         """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
 
+class NativeLinkError(OSError):
+    """A failed copy over the link. `errno` and `strerror` are OSError's; the rest says where.
+
+    ECANCELED: cancel() or close() cut it off.
+    """
+
+    direction: str  # "h2d" | "d2h"
+    wanted_bytes: int
+    got_bytes: int  # the first ones
+
+class LinkOp:
+    """One copy. Keep it, and both sides' memory, until waited for."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None:
+        """Blocks until complete; raises NativeLinkError if it failed (each time it is called)."""
+    def cancel(self) -> None:
+        """Drops what is not copied yet; wait() then raises NativeLinkError with errno ECANCELED.
+        Nothing if the copy is done. From any thread."""
+
+class Link:
+    """An emulated link between HOST and DEVICE: background copies at a settable bandwidth.
+
+    Each direction has a thread and a first-in-first-out queue. A copy of n bytes is done not before
+    n / bandwidth after it was submitted and the one before it was due; its bytes arrive piece by
+    piece over that time.
+    """
+
+    def __init__(self, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> None:
+        """Raises ValueError unless both are finite and at least 1000."""
+    def copy(self, direction: Literal["h2d", "d2h"], to: int, source: int, nbytes: int) -> LinkOp:
+        """Starts copying from address `source` to address `to`. RuntimeError after close()."""
+    @property
+    def stats(self) -> dict[str, float]:
+        """h2d_bytes, h2d_copies (complete), h2d_errors (copies not complete), h2d_busy_s, and the
+        same for d2h, since the link was made"""
+    def inject(
+        self, direction: Literal["h2d", "d2h"], nth: int, error: int = 5, count: int = 1
+    ) -> None:
+        """For tests: the nth (from 0) copy to begin from now, and the `count` - 1 after it, fail
+        with `error` (default: EIO) and copy nothing."""
+    def close(self) -> None:
+        """Cancels all copies, joins the threads; idempotent."""
+
 class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.
 

@@ -1,0 +1,96 @@
+// An emulated link between host and device memory: background copies at a settable bandwidth.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+
+namespace hetero {
+
+enum class LinkDirection { h2d, d2h };
+
+// A copy that did not come to its end: ECANCELED if cancel() or close() cut it off, EIO and others
+// if they were injected.
+struct LinkError : std::runtime_error {
+  LinkError(LinkDirection direction, std::size_t wanted_bytes, std::size_t got_bytes, int error);
+  LinkDirection direction;
+  std::size_t wanted_bytes;
+  std::size_t got_bytes;  // the first ones
+  int error;              // errno
+};
+
+// The handle of one copy. Shared by the submitter and the link.
+class LinkOp {
+ public:
+  bool done() const { return settled_.load(std::memory_order_acquire) != 0; }
+  void wait();  // blocks; throws LinkError if the copy failed
+
+ private:
+  friend class Link;
+
+  LinkDirection direction_{};
+  std::byte* to_ = nullptr;
+  const std::byte* from_ = nullptr;
+  std::size_t nbytes_ = 0;
+  std::chrono::steady_clock::time_point submitted_;
+  pid_t owner_ = 0;
+  // The link's, under its direction's mutex; the waiter reads them once the copy is settled.
+  std::size_t moved_ = 0;
+  int error_ = 0;
+  bool cancelled_ = false;
+  std::atomic<int> settled_{0};
+};
+
+// Counters since the link was made.
+struct LinkStats {
+  struct Way {
+    std::uint64_t bytes = 0;   // copied
+    std::uint64_t copies = 0;  // that came to their end
+    std::uint64_t errors = 0;  // copies that did not
+    double busy_s = 0;         // that copies took, waiting for the end of their time included
+  };
+  Way h2d, d2h;
+};
+
+// Two directions, each with a thread and a first-in-first-out queue of its own. A copy is done not
+// before nbytes / bandwidth after it was submitted and the one before it was due, so copies add up
+// and idle time is not saved up. Its bytes arrive piece by piece over that time.
+//
+// All members may be called from any thread. After fork() a link belongs to the parent alone: in
+// the child every use throws and close() does nothing.
+class Link {
+ public:
+  // Bytes per second; throws std::invalid_argument unless both are finite and at least 1000.
+  Link(double h2d_bytes_per_s, double d2h_bytes_per_s);
+  ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  // Both sides must stay until the copy is done. Throws std::runtime_error after close().
+  std::shared_ptr<LinkOp> copy(LinkDirection direction, void* to, const void* from,
+                               std::size_t nbytes);
+  // Drops what is not copied yet; wait() then throws ECANCELED. Nothing if all is. `op` is this
+  // link's.
+  void cancel(LinkOp& op);
+  LinkStats stats() const;
+  // For tests: the nth copy of `direction` to begin from now (from 0), and the `count` - 1 after
+  // it, fail with `error` and copy nothing. Throws std::invalid_argument for what is no fault.
+  void inject(LinkDirection direction, std::uint64_t nth, int error, std::uint64_t count);
+  // Cancels all copies and joins the threads; idempotent.
+  void close();
+
+ private:
+  class Lane;
+
+  Lane& lane(LinkDirection direction) const;  // throws in a forked child
+
+  pid_t owner_;
+  std::unique_ptr<Lane> h2d_, d2h_;
+};
+
+}  // namespace hetero
