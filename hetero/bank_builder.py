@@ -35,6 +35,7 @@ from offload.cache import SlotCache
 from offload.ledger import Ledger
 from offload.order import UseOrder
 from offload.pool import SlotPool
+from offload.staging import SharedCache
 from offload.store import ScratchFile, Transfers, make_io_engine
 from offload.tiers import Account, Tier
 
@@ -148,12 +149,12 @@ class _BankBuilder:
         )
         order, versions = UseOrder(), Versions(len(self._layout.chunks))
         shard_cache = self._make_shard_cache(pools, transfers, file_map, order, stepper)
-        shards = ParamShards(
-            homes.param,
-            shard_cache,
-            self._dtypes.torch_compute,
-            0.0 if self._alone else self._config.rank_timeout_s,
-        )
+        shared_shards: SharedCache | None = None
+        if shard_cache is not None:
+            # Shards on their way to ranks may take all the room for a while.
+            patience_s = 0.0 if self._alone else self._config.rank_timeout_s
+            shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
+        shards = ParamShards(homes.param, shared_shards)
         server = self._make_server(versions, shards, records)
         gathering, cache = self._gathered_copies(pools, shards, shard_cache, server, order)
         params = Params(

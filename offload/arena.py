@@ -1,4 +1,4 @@
-"""Host memory cut into equal slots."""
+"""Memory cut into equal slots."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from offload.tiers import Account, Tier
 class HostArena:
     """`slots` slots of `slot_bytes` in one mapping. A slot is charged to the ledger when committed.
 
-    Pages are populated on first touch, so what is not committed costs no memory.
+    Pages are populated on first touch, so what is not committed costs no memory. It is memory of
+    the host; as that of an emulated device it is charged to another `tier`.
     """
 
-    def __init__(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> None:
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        ledger: Ledger,
+        account: Account,
+        tier: Tier = Tier.HOST,
+    ) -> None:
         self.slots = slots
+        self.tier = tier
         self.slot_bytes = slot_bytes
         self._memory: Arena | None = Arena(slots * slot_bytes)
         self.leases = Leases(slots)
@@ -34,7 +43,7 @@ class HostArena:
         """Charges slots [slot, slot + run) that are not charged yet."""
         fresh = [s for s in range(slot, slot + run) if not self._committed[s]]
         if fresh:
-            self._ledger.charge(Tier.HOST, self._account, len(fresh) * self.slot_bytes)
+            self._ledger.charge(self.tier, self._account, len(fresh) * self.slot_bytes)
             for s in fresh:
                 self._committed[s] = True
 
@@ -42,7 +51,7 @@ class HostArena:
         """Gives back charge and pages of slots [slot, slot + run); their content is lost."""
         charged = [s for s in range(slot, slot + run) if self._committed[s]]
         self.memory.discard(slot * self.slot_bytes, run * self.slot_bytes)
-        self._ledger.release(Tier.HOST, self._account, len(charged) * self.slot_bytes)
+        self._ledger.release(self.tier, self._account, len(charged) * self.slot_bytes)
         for s in charged:
             self._committed[s] = False
 
@@ -68,6 +77,6 @@ class HostArena:
 
     def close(self) -> None:
         """Gives the charge back. The memory goes when the last tensor over it does; idempotent."""
-        self._ledger.release(Tier.HOST, self._account, sum(self._committed) * self.slot_bytes)
+        self._ledger.release(self.tier, self._account, sum(self._committed) * self.slot_bytes)
         self._committed = [False] * self.slots
         self._memory = None

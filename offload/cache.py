@@ -97,6 +97,19 @@ class SlotCache:
             self._best_window(self._runs[chunk], chunk, demand=True) is not None
         )
 
+    def no_room(self, chunk: int) -> BudgetError:
+        """What is to be said if leases leave no room for the chunk."""
+        run = self._runs[chunk]
+        leased = sum(self._leased_slots())
+        slot_bytes = self._arena.slot_bytes
+        budget = f"{self._arena.tier.value}_memory"
+        return BudgetError(
+            f"no room for {self._name_of(chunk)}: it needs {run} consecutive slots of "
+            f"{format_bytes(slot_bytes)}, and {leased} of {self._arena.slots} are held by tensors "
+            f"still in use; raise {budget} by {format_bytes(run * slot_bytes)} or hold fewer "
+            f"parameters at once (gathered(), activation checkpointing regions)"
+        )
+
     def get(self, chunk: int) -> None:
         """Makes the chunk's bytes present, reading and making room as needed.
 
@@ -105,6 +118,23 @@ class SlotCache:
         if chunk not in self._entries:
             self._start_read(chunk, self._room_for(chunk))
         self._settle(chunk)
+
+    def start(self, chunk: int) -> Operation | None:
+        """Starts reading the chunk, as get() does; None if its bytes are present.
+
+        Who waits for the operation calls note_done(). Until then the bytes are not to be used.
+        """
+        if chunk not in self._entries:
+            self._start_read(chunk, self._room_for(chunk))
+        entry = self._entries[chunk]
+        return entry.op if entry.state is SlotState.READING else None
+
+    def note_done(self, chunk: int, op: Operation) -> None:
+        """`op`, which start() gave, was waited for; a chunk that could not be read is not held."""
+        entry = self._entries.get(chunk)
+        if entry is not None and entry.op is op:
+            with contextlib.suppress(Exception):  # who waited has it
+                self._settle(chunk)
 
     def create(self, chunk: int) -> None:
         """Gives the chunk slots with undefined bytes, which the caller will fill (see dirty())."""
@@ -158,10 +188,13 @@ class SlotCache:
             self._settle(chunk)
 
     def close(self) -> None:
-        """Waits for transfers under way; failures do not matter any more."""
+        """Waits for transfers under way; failures do not matter any more, nor do reads."""
+        for entry in self._entries.values():
+            if entry.op is not None and entry.state is SlotState.READING:
+                entry.op.cancel()
         for entry in self._entries.values():
             if entry.op is not None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):
                     entry.op.wait()
         self._entries.clear()
 
@@ -176,7 +209,7 @@ class SlotCache:
             return
         try:
             entry.op.wait()
-        except OSError:
+        except Exception:
             if entry.state is SlotState.READING:
                 del self._entries[chunk]
             else:  # the bytes are still only here
@@ -189,7 +222,7 @@ class SlotCache:
         if entry.state is SlotState.READING:
             assert entry.op is not None
             entry.op.cancel()  # nobody wants the bytes
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 entry.op.wait()
         else:
             self._settle(chunk)
@@ -207,12 +240,12 @@ class SlotCache:
             self._limit += 1
             slot = self._best_window(run, chunk, demand=True)
         if slot is None:
-            raise BudgetError(self._no_room(chunk, run))
+            raise self.no_room(chunk)
         try:
             return self._take(slot, run)
         except BudgetError:
             self._limit = limit  # others have the RAM by now
-            raise BudgetError(self._no_room(chunk, run)) from None
+            raise self.no_room(chunk) from None
 
     def shrink(self) -> None:
         """Gives up slots past the limit, from the end on, up to one that is leased."""
@@ -268,13 +301,3 @@ class SlotCache:
             for other, entry in self._entries.items()
             if entry.slot < slot + run and slot < entry.slot + self._runs[other]
         ]
-
-    def _no_room(self, chunk: int, run: int) -> str:
-        leased = sum(self._leased_slots())
-        slot_bytes = self._arena.slot_bytes
-        return (
-            f"no room for {self._name_of(chunk)}: it needs {run} consecutive slots of "
-            f"{format_bytes(slot_bytes)}, and {leased} of {self._arena.slots} are held by tensors "
-            f"still in use; raise host_memory by {format_bytes(run * slot_bytes)} or hold fewer "
-            f"parameters at once (gathered(), activation checkpointing regions)"
-        )
