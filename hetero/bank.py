@@ -122,7 +122,8 @@ class Bank:
             self.ranks.versions.end(why)
 
     def leave(self) -> None:
-        """Answers other ranks until none asks any more."""
+        """Answers other ranks until none asks any more; asks them nothing more."""
+        self.params.stop()
         if self.ranks is not None and self.ranks.server is not None:
             self.ranks.server.close()
 

@@ -6,7 +6,7 @@ What gathered copies come from (this rank's homes, the file, other ranks) is dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,7 +19,8 @@ from hetero.config import Config
 from hetero.extents import FileMap, map_file
 from hetero.gathering import Gathering
 from hetero.grads import Grads
-from hetero.homes import HostHomes
+from hetero.homes import Homes
+from hetero.host_source import HostSource
 from hetero.managed import ManagedParam
 from hetero.param_shards import ParamShards
 from hetero.params import Params
@@ -30,8 +31,11 @@ from hetero.steps import Stepper
 from hetero.world import World
 from offload._native import StepPipeline, UpdateKind
 from offload.arena import HostArena
+from offload.backend import Backend
 from offload.backing import Backing, Extent, FileBacking
 from offload.cache import SlotCache
+from offload.drain import BUFFER_BYTES, BUFFERS, Drain
+from offload.fetching import Fetching
 from offload.ledger import Ledger
 from offload.order import UseOrder
 from offload.pool import SlotPool
@@ -45,6 +49,7 @@ def build_bank(
     members: Sequence[ManagedParam],
     first_number: Mapping[int, int],
     config: Config,
+    backend: Backend,
     ledger: Ledger,
     world: World,
     spare_bytes: int,
@@ -58,28 +63,46 @@ def build_bank(
     """
     with ExitStack() as resources:
         builder = _BankBuilder(
-            plan, members, first_number, config, ledger, world, spare_bytes, notes, resources
+            plan,
+            members,
+            first_number,
+            config,
+            backend,
+            ledger,
+            world,
+            spare_bytes,
+            notes,
+            resources,
         )
         return builder.build()
 
 
 @dataclass(frozen=True)
 class _Homes:
-    """HOST homes of this rank's payloads."""
+    """Homes of this rank's payloads in memory."""
 
-    param: HostHomes
-    grad: HostHomes
-    record: HostHomes
+    param: Homes
+    grad: Homes
+    record: Homes
 
 
 @dataclass(frozen=True)
 class _Pools:
     """Slots for what is elsewhere at home; None where nothing is."""
 
-    gathered: HostArena | None
+    gathered: HostArena | None  # where compute happens
+    staged: HostArena | None
     shards: HostArena | None
     grads: HostArena | None
     buffers: HostArena | None
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Gathered copies; `drops` forget copies of a chunk, nearest to compute first."""
+
+    cache: SlotCache | None
+    drops: tuple[Callable[[int], object], ...] = ()
 
 
 class _BankBuilder:
@@ -91,6 +114,7 @@ class _BankBuilder:
         members: Sequence[ManagedParam],
         first_number: Mapping[int, int],
         config: Config,
+        backend: Backend,
         ledger: Ledger,
         world: World,
         spare_bytes: int,
@@ -103,13 +127,14 @@ class _BankBuilder:
         self._members = members
         self._first_number = first_number
         self._config = config
+        self._backend = backend
         self._ledger = ledger
         self._world = world
         self._spare_bytes = spare_bytes
         self._notes = notes
         self._resources = resources
-        # One rank's shards are whole chunks: what is read is what is gathered.
-        self._alone = world.shard is None
+        # One rank's shards are whole chunks: they are read to where compute finds them, if in RAM.
+        self._read_in_place = world.shard is None and not backend.separate
 
     def build(self) -> Bank:
         """All parts, in the order in which they need each other."""
@@ -130,12 +155,14 @@ class _BankBuilder:
             transfers,
             pipeline,
         )
+        drain = self._make_drain()
         grads = Grads(
             self._layout,
             self._dtypes,
             homes.grad,
             self._file_cache(pools.grads, transfers, file_map.grad, UseOrder()),
             file_map.grad,
+            drain if self._world.everyone is None else None,
         )
         stepper = Stepper(
             self._layout,
@@ -152,26 +179,30 @@ class _BankBuilder:
         shared_shards: SharedCache | None = None
         if shard_cache is not None:
             # Shards on their way to ranks may take all the room for a while.
-            patience_s = 0.0 if self._alone else self._config.rank_timeout_s
+            patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
             shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
         shards = ParamShards(homes.param, shared_shards)
         server = self._make_server(versions, shards, records)
-        gathering, cache = self._gathered_copies(pools, shards, shard_cache, server, order)
+        gathering = self._make_gathering(pools, shards, server)
+        copies = self._gathered_copies(
+            pools, homes.param, shard_cache, shared_shards, gathering, order
+        )
         params = Params(
             self._layout,
             homes.param,
             shards,
             pools.gathered,
-            cache,
+            copies.cache,
             order,
             self._dtypes.torch_compute,
             self._config.prefetch,
             versions,
             gathering,
+            copies.drops,
         )
         ranks: RankParts | None = None
         if self._world.everyone is not None:
-            buckets = self._make_buckets(homes.grad, grads)
+            buckets = self._make_buckets(homes.grad, grads, drain)
             ranks = RankParts(buckets, server, gathering, versions)
         return Bank(
             members=self._members,
@@ -209,8 +240,8 @@ class _BankBuilder:
 
     def _register(self, disk: DiskParts, pools: _Pools) -> None:
         """What the file is read into and written from."""
-        # Of gathered copies only those that come from the file: with several ranks, shards do.
-        for arena in (pools.shards or pools.gathered, pools.grads, pools.buffers):
+        params = pools.gathered if self._read_in_place else pools.shards
+        for arena in (params, pools.grads, pools.buffers):
             if arena is not None and not disk.io.register(arena.memory):
                 self._notes.extend(n for n in disk.io.notes if n not in self._notes)
 
@@ -249,9 +280,16 @@ class _BankBuilder:
             dtype: torch.dtype,
             account: Account,
             sharded: bool,
-        ) -> HostHomes:
-            found = HostHomes(
-                self._layout, tiers, nbytes, dtype, self._ledger, account, not sharded
+        ) -> Homes:
+            found = Homes(
+                self._layout,
+                tiers,
+                nbytes,
+                dtype,
+                self._ledger,
+                account,
+                self._backend,
+                not sharded,
             )
             self._resources.callback(found.close)
             return found
@@ -264,27 +302,46 @@ class _BankBuilder:
 
     def _make_pools(self) -> _Pools:
         made, slot = self._placement, self._slot
-        # What the plan leaves of the budget lets all parameters be gathered at once, if wanted.
-        spare_slots = 0
-        if made.gathered_slots and self._layout.shard.ranks > 1:
-            spare_slots = min(self._layout.slot_count, self._spare_bytes // slot.gathered)
         buffer_bytes = StepPipeline.buffer_bytes(*self._buffer_shape)
         return _Pools(
-            self._pool(made.gathered_slots, slot.gathered, Account.GATHERED, spare_slots),
+            self._gathered_slots(),
+            self._pool(made.staged_slots, slot.gathered, Account.GATHERED),
             self._pool(made.shard_slots, slot.param, Account.SHARD),
             self._pool(made.grad_slots, slot.grad, Account.GRAD_SLOT),
             self._pool(made.buffers, buffer_bytes, Account.BUFFER),
         )
 
-    def _pool(
-        self, slots: int, nbytes: int, account: Account, spare_slots: int = 0
-    ) -> HostArena | None:
+    def _gathered_slots(self) -> HostArena | None:
+        """Slots where compute happens."""
+        slots, nbytes = self._placement.gathered_slots, self._slot.gathered
         if not slots:
             return None
-        made = HostArena(slots + spare_slots, nbytes, self._ledger, account)
+        # What the plan leaves of RAM lets all parameters be gathered at once, if wanted.
+        spare_slots = 0
+        if self._layout.shard.ranks > 1 and not self._backend.separate:
+            spare_slots = min(self._layout.slot_count, self._spare_bytes // nbytes)
+        made = self._backend.arena(slots + spare_slots, nbytes, self._ledger, Account.GATHERED)
         self._resources.callback(made.close)
         made.commit(0, slots)
         return made
+
+    def _pool(self, slots: int, nbytes: int, account: Account) -> HostArena | None:
+        if not slots:
+            return None
+        made = HostArena(slots, nbytes, self._ledger, account)
+        self._resources.callback(made.close)
+        made.commit(0, slots)
+        return made
+
+    def _make_drain(self) -> Drain | None:
+        """The way of gradients from DEVICE to RAM."""
+        if not self._placement.drain_bytes:
+            return None
+        # Its buffers are of the few MiB that no budget counts.
+        buffers = HostArena(BUFFERS, BUFFER_BYTES, self._ledger, Account.BUFFER)
+        drain = Drain(self._backend, self._ledger, self._placement.drain_bytes, buffers)
+        self._resources.callback(drain.close)
+        return drain
 
     # Copies of parameters
 
@@ -297,7 +354,7 @@ class _BankBuilder:
         stepper: Stepper,
     ) -> SlotCache | None:
         """Copies of this rank's shards that are on DISK."""
-        arena = pools.gathered if self._alone else pools.shards
+        arena = pools.gathered if self._read_in_place else pools.shards
         cache = self._file_cache(arena, transfers, file_map.param, order)
         if cache is not None:
             chunks = self._layout.chunks
@@ -315,24 +372,56 @@ class _BankBuilder:
         self._resources.callback(server.close)
         return server
 
+    def _make_gathering(
+        self, pools: _Pools, shards: ParamShards, server: ShardServer | None
+    ) -> Gathering | None:
+        """Whole chunks from all ranks' shards, in RAM."""
+        if server is None:
+            return None
+        arena = pools.staged if self._backend.separate else pools.gathered
+        return Gathering(self._layout, server, shards, arena, self._dtypes.torch_compute)
+
     def _gathered_copies(
         self,
         pools: _Pools,
-        shards: ParamShards,
+        homes: Homes,
         shard_cache: SlotCache | None,
-        server: ShardServer | None,
+        shared_shards: SharedCache | None,
+        gathering: Gathering | None,
         order: UseOrder,
-    ) -> tuple[Gathering | None, SlotCache | None]:
-        """What backs the copies that compute uses: the file, for one rank, or all ranks' shards."""
-        if server is None:
-            return None, shard_cache
-        gathering = Gathering(
-            self._layout, server, shards, pools.gathered, self._dtypes.torch_compute
-        )
+    ) -> _Copies:
+        """The copies that compute uses, and what backs them.
+
+        If compute happens in RAM, the file, for one rank, or all ranks' shards; else what is in
+        RAM, where the file or the ranks bring it.
+        """
+        made, dtype = self._placement, self._dtypes.torch_compute
+        if not self._backend.separate:
+            if gathering is None:
+                return _Copies(shard_cache)
+            if pools.gathered is None:
+                return _Copies(None)
+            cache = self._cache(pools.gathered, gathering, order, made.gathered_slots)
+            return _Copies(cache, (cache.drop,))
         if pools.gathered is None:
-            return gathering, None
-        limit = self._placement.gathered_slots
-        return gathering, self._cache(pools.gathered, gathering, order, limit)
+            return _Copies(None)
+        in_ram = shared_shards
+        drops: tuple[Callable[[int], object], ...] = ()
+        if gathering is not None:
+            in_ram = None
+            if pools.staged is not None:
+                in_ram = SharedCache(self._cache(pools.staged, gathering, order), dtype)
+                drops = (in_ram.drop,)
+        fetching = Fetching(
+            pools.gathered,
+            self._backend,
+            HostSource(self._layout, homes, in_ram),
+            {c.id: c.slots for c in self._layout.chunks},
+            {c.id: c.used_numel * self._dtypes.param_bytes for c in self._layout.chunks},
+        )
+        self._resources.callback(fetching.close)
+        cache = self._cache(pools.gathered, fetching, order)
+        return _Copies(cache, (cache.drop, *drops))
 
     def _file_cache(
         self,
@@ -358,7 +447,7 @@ class _BankBuilder:
 
     # Gradients of several ranks
 
-    def _make_buckets(self, homes: HostHomes, grads: Grads) -> Buckets:
+    def _make_buckets(self, homes: Homes, grads: Grads, drain: Drain | None) -> Buckets:
         layout, placement, world = self._layout, self._placement, self._world
         bucket_bytes = self._slot.bucket
         between_replicas = None
@@ -381,6 +470,7 @@ class _BankBuilder:
             self._bucket_pool(placement.receive_slots, placement.receive_slots),
             between_replicas,
             grads,
+            drain,
         )
         if self._plan.held:
             self._resources.enter_context(buckets.no_sync())

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero.grads import Grads
-from hetero.homes import HostHomes
+from hetero.homes import Homes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.mean import mean_into
 from hetero.peers import Exchange, Lane, Peers
 from hetero.world import World
 from offload.arena import HostArena
+from offload.drain import Drain
 from offload.errors import BudgetError, HeteroError
 from offload.pool import SlotPool
 
@@ -85,15 +86,17 @@ class Buckets:
         members: Sequence[ManagedParam],
         world: World,
         dtype: torch.dtype,
-        homes: HostHomes | None,
+        homes: Homes | None,
         pool: SlotPool | None,
         receiving: SlotPool,
         between_replicas: HostArena | None,
         grads: Grads,
+        drain: Drain | None = None,
     ) -> None:
         """`members` are the trainable parameters, in the model's order; `homes` has whole GRAD
         homes (stage 1), or `pool` slots for buckets, whose means go to `grads`. `receiving` is for
         other ranks' gradients, `between_replicas` for a shard of those of other replicas.
+        `drain` brings gradients from a DEVICE that is not RAM.
         """
         assert world.everyone is not None
         self._layout = layout
@@ -105,6 +108,7 @@ class Buckets:
         self._receiving = receiving
         self._between_replicas = between_replicas
         self._grads = grads
+        self._drain = drain
         self.members = list(members)
         # Called before a gradient is added to what is kept (True) or takes its place (False), of
         # which this rank has no part itself; and when means have changed.
@@ -166,7 +170,10 @@ class Buckets:
             self._kept.discard(managed)
         bucket = self._open(managed.chunk)
         into = managed.part_of(bucket.flat)
-        if managed in bucket.filled and accumulate:
+        accumulate = accumulate and managed in bucket.filled
+        if self._drain is not None:
+            self._drain.take(managed, managed.name, grad, into, accumulate)
+        elif accumulate:
             into.add_(grad)
         else:
             into.copy_(grad)
@@ -271,7 +278,11 @@ class Buckets:
         self._send(chunk)
 
     def _is_complete(self, chunk: Chunk) -> bool:
-        return all(m in self._since_held and m.has_grad for m in self._of_chunk[chunk.id])
+        members = self._of_chunk[chunk.id]
+        if not all(m in self._since_held and m.has_grad for m in members):
+            return False
+        # One that is still on its way from the device goes with a later one, or in the end.
+        return self._drain is None or not any(map(self._drain.busy, members))
 
     def _end_round(self, done: bool) -> bool:
         """Sends what is left, and learns which parameters got a gradient anywhere.
@@ -370,6 +381,7 @@ class Buckets:
             slot = self._receiving.take(chunk.slots)
         received = self._receiving.arena.view(slot, chunk.slots, self._dtype)
         if bucket is not None:
+            self._wait_drained(chunk, bucket)
             bucket.state = BucketState.SENDING
             for m in self._of_chunk[chunk.id]:
                 if m in bucket.filled and m.has_grad:
@@ -379,6 +391,13 @@ class Buckets:
         parts = self._parts(self._world.shard, None if bucket is None else bucket.flat, received)
         exchange = self._scatter(self._world.shard, parts, received, chunk.name)
         self._sending.append(_Sending(chunk, bucket, parts, received, slot, exchange))
+
+    def _wait_drained(self, chunk: Chunk, bucket: _Bucket) -> None:
+        """Until nothing of the chunk is on its way from the device. Raises HeteroError."""
+        if self._drain is not None:
+            for m in self._of_chunk[chunk.id]:
+                if m in bucket.filled and m.has_grad:
+                    self._drain.wait(m, m.name)
 
     def _parts(
         self, peers: Peers | None, flat: torch.Tensor | None, received: torch.Tensor

@@ -16,12 +16,15 @@ import torch
 
 from hetero.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.layout import pack
+from offload.backend import Backend, CpuBackend, EmulatedBackend
 from offload.directories import check_directories, total_free_bytes
 from offload.sizes import parse_bytes
 from offload.tiers import Tier
 
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
+BackendName = Literal["cpu", "emulated"]
 StrategyName = Literal["chunk", "tensor", "bucket"]
+DEFAULT_LINK_GBPS = 16.0  # of PCIe 4.0 x8, or of a shared x16 slot
 _ALIASES = {"tensor_placement_policy": "placement_policy"}
 
 
@@ -37,8 +40,14 @@ class Config:
                       available now, of which nothing is used without need.
     reserve_memory    bytes of host_memory that are left for parameters that get a record later:
                       unfrozen ones, and those of new param groups, about 14 per element in bf16.
-    device_memory     bytes of device memory. On the CPU the device's memory is RAM, so this then
-                      limits the slots for gathered parameters, within host_memory.
+    backend           where compute happens. "cpu" (default): in RAM. "emulated": on the CPU as if
+                      it had memory of its own, which copies reach in the background: what a
+                      device brings can be tried without one.
+    link_gbps         bandwidth of these copies in GB/s, each way; of "emulated" alone. Default: 16.
+    device_memory     bytes of device memory: for parameters while they are used, gradients on their
+                      way to RAM, and what "auto" and "cuda" keep there. Needed by "emulated". With
+                      "cpu" the device's memory is RAM, so this then limits the slots for gathered
+                      parameters, within host_memory.
     nvme_path         directory on NVMe; needed by "nvme", and by "auto" when RAM is not enough.
                       Several, best on different disks: the bytes are striped over all of them.
     nvme_capacity     bytes of it, of all together. Default: 95 % of what is free now.
@@ -66,6 +75,8 @@ class Config:
     """
 
     placement_policy: Policy = "auto"
+    backend: BackendName = "cpu"
+    link_gbps: float | None = None
     host_memory: int | str | None = None
     reserve_memory: int | str | None = None
     device_memory: int | str | None = None
@@ -135,8 +146,7 @@ class Config:
             )
         if not isinstance(self.prefetch, bool):
             raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")
-        if self.placement_policy == "cuda":
-            raise ValueError(_no_cuda())
+        self._check_backend()
         if self.nvme_path is not None:
             found = check_directories(_paths(self.nvme_path))
             object.__setattr__(self, "nvme_path", found[0] if len(found) == 1 else found)
@@ -146,6 +156,39 @@ class Config:
             )
         elif self.nvme_capacity is not None:
             raise ValueError("nvme_capacity is of no use without nvme_path; give it too")
+
+    def _check_backend(self) -> None:
+        _check_choice("backend", self.backend, get_args(BackendName))
+        if self.backend == "emulated":
+            if self.device_memory is None:
+                raise ValueError(
+                    "backend='emulated' needs device_memory, the bytes that the emulated device has"
+                )
+            gbps = DEFAULT_LINK_GBPS if self.link_gbps is None else self.link_gbps
+            if not _is_number(gbps) or not 1e-6 <= gbps < math.inf:
+                raise ValueError(
+                    f"link_gbps must be a number of GB/s of at least 1e-6, such as 16, not {gbps!r}"
+                )
+            object.__setattr__(self, "link_gbps", float(gbps))
+        elif self.link_gbps is not None:
+            raise ValueError(
+                f"link_gbps is of no use with backend={self.backend!r}, which has no link; leave "
+                f"it out, or give backend='emulated'"
+            )
+        elif self.placement_policy == "cuda":
+            raise ValueError(_no_cuda())
+
+    @property
+    def device_bytes(self) -> int | None:
+        """device_memory, if DEVICE has memory of its own; else None."""
+        return None if self.backend == "cpu" else self.budget(Tier.DEVICE)
+
+    def make_backend(self) -> Backend:
+        """What computes."""
+        if self.backend == "cpu":
+            return CpuBackend()
+        assert self.link_gbps is not None
+        return EmulatedBackend(self.link_gbps * 1e9)
 
     @property
     def dtypes(self) -> Dtypes:

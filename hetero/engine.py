@@ -27,6 +27,7 @@ from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
 from hetero.traffic import Traffic, traffic_of
 from hetero.world import World
 from offload import _native
+from offload.backend import Backend
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
 
@@ -58,6 +59,7 @@ class Engine:
         *,
         model: torch.nn.Module,
         banks: list[Bank],
+        backend: Backend,
         config: Config,
         first_number: Mapping[int, int],
         ledger: Ledger,
@@ -66,6 +68,7 @@ class Engine:
     ) -> None:
         """`first_number` is, by a parameter's index, the number of its first element."""
         self.banks: list[Bank] = []
+        self.backend = backend
         self.config = config
         self.first_number = dict(first_number)
         self.ledger = ledger
@@ -404,8 +407,8 @@ class Engine:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes moved so far. Between DEVICE and HOST none: on the CPU they are the same memory."""
-        return traffic_of(self.banks)
+        """Bytes moved so far. Between DEVICE and HOST none if they are the same memory."""
+        return traffic_of(self.banks, self.backend)
 
     @property
     def gather_wait_s(self) -> float:
@@ -417,7 +420,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """Where the model computes and its inputs belong."""
-        return torch.device("cpu")
+        return self.backend.device
 
     @property
     def io_engine(self) -> str | None:
@@ -481,3 +484,4 @@ class Engine:
         for bank in reversed(self.banks):
             bank.close()
             bank.world.close()
+        self.backend.close()

@@ -99,6 +99,7 @@ def _make(
             manage(plan, params),
             first_number,
             engine.config,
+            engine.backend,
             engine.ledger,
             world,
             spare_bytes,
@@ -227,14 +228,17 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
     used_host = in_use[Tier.HOST.value] + planned_host
     used_host -= sum(bank.placement.host_bytes for bank in banks)
     planned_disk = sum(placement.disk_bytes for placement in placements)
+    planned_device = sum(placement.device_bytes for placement in placements)
     agree = engine.world.agree
     return Budgets(
         host=limits[Tier.HOST.value] or 0,
         disk=limits[Tier.DISK.value] or 0,
-        gathered=limits[Tier.DEVICE.value],
+        gathered=None if engine.backend.separate else limits[Tier.DEVICE.value],
+        device=limits[Tier.DEVICE.value] if engine.backend.separate else None,
         keep_records=engine.config.host_memory is not None,
         taken_host=agree(max(planned_host, used_host), max, "budgets"),
         taken_disk=agree(max(planned_disk, in_use[Tier.DISK.value]), max, "budgets"),
+        taken_device=agree(max(planned_device, in_use[Tier.DEVICE.value]), max, "budgets"),
         taken_gathered=sum(
             bank.placement.gathered_slots * SlotBytes.of(bank.layout, bank.dtypes).gathered
             for bank in banks

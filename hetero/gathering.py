@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -33,11 +34,16 @@ class Gather:
         self._replies = replies
         self._mine = mine
         self._waited = waited
+        self._lock = threading.Lock()  # who stages chunks for a device waits in another thread
 
     def wait(self) -> None:
         """Until the chunk is whole. Raises PeerError or what reading the own shard raises."""
-        if self._whole is None:
-            return
+        with self._lock:
+            if self._whole is not None:
+                self._wait()
+
+    def _wait(self) -> None:
+        assert self._whole is not None
         started = time.perf_counter()
         try:
             self._copy_own(self._whole[self._mine])

@@ -7,12 +7,13 @@ from collections.abc import Callable, Container, Iterable
 import torch
 
 from hetero.dtypes import Dtypes
-from hetero.homes import HostHomes
+from hetero.homes import Homes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from offload._native import Location, sum_of_squares
 from offload.backing import Extent
 from offload.cache import SlotCache
+from offload.drain import Drain
 
 
 class Grads:
@@ -22,16 +23,21 @@ class Grads:
     dtype. With several ranks Buckets stands between autograd and this. DISK-homed gradients pass
     through slots; their sums of squares are taken before they leave. Sums are remembered until the
     gradient changes.
+
+    From a DEVICE of its own gradients come through a Drain, but those that stay there. Whoever
+    needs what is kept waits for what is on its way to it.
     """
 
     def __init__(
         self,
         layout: Layout,
         dtypes: Dtypes,
-        homes: HostHomes,
+        homes: Homes,
         cache: SlotCache | None,
         extents: dict[int, Extent],
+        drain: Drain | None = None,
     ) -> None:
+        """`drain` is there if gradients come from a DEVICE that is not RAM, one rank's."""
         self._layout = layout
         self._piece_bytes = layout.piece_numel * dtypes.grad_bytes
         self._dtypes = dtypes
@@ -39,7 +45,10 @@ class Grads:
         self._cache = cache
         self._extents = extents
         self._members: dict[int, list[ManagedParam]] = {}
+        self._drain = drain
         self._arrived: dict[int, set[int]] = {}  # of DISK-homed chunks, in this round
+        # Ids of those that have all of them, or will when the drain is done: to be written.
+        self._complete: dict[int, None] = {}
         self._sums: dict[ManagedParam, float] = {}
         if cache is not None:
             cache.before_write = self._before_write
@@ -61,13 +70,16 @@ class Grads:
             kept = managed.part_of(self._homes.flat(chunk))
         else:
             kept = managed.part_of(self._flat_in_slot(chunk, accumulate))
-        if accumulate:
+        if self._drain is not None and not self._homes.has_in_place(chunk):
+            self._drain.take(managed, managed.name, grad, kept, accumulate)
+        elif accumulate:
             kept.add_(grad)
         else:
             kept.copy_(grad)
         managed.param.grad = managed.absent_grad
         if chunk not in self._homes:
-            self._write_when_complete(managed)
+            self._note_arrived(managed)
+            self._write_complete()
 
     def changed(self, members: Iterable[ManagedParam]) -> None:
         """Their gradients were changed, at home."""
@@ -94,6 +106,12 @@ class Grads:
 
     def _flat_in_slot(self, chunk: Chunk, accumulate: bool) -> torch.Tensor:
         assert self._cache is not None
+        self._complete.pop(chunk.id, None)
+        while self._drain is not None and not self._cache.has_room(chunk.id):
+            # What is on its way holds its slot.
+            if not self._drain.wait_one():
+                break
+            self._write_complete()
         if accumulate or any(m.has_grad for m in self._members[chunk.id]):
             self._cache.get(chunk.id)
         else:
@@ -101,14 +119,27 @@ class Grads:
         self._cache.dirty(chunk.id)
         return self._cache.tensor(chunk.id, self._dtypes.torch_grad)
 
-    def _write_when_complete(self, managed: ManagedParam) -> None:
-        assert self._cache is not None
+    def _note_arrived(self, managed: ManagedParam) -> None:
         chunk = managed.chunk
         arrived = self._arrived.setdefault(chunk.id, set())
         arrived.add(managed.slice.param.index)
         if len(arrived) == len(self._members[chunk.id]):
             arrived.clear()
-            self._cache.write_back(chunk.id)
+            self._complete[chunk.id] = None
+
+    def _write_complete(self) -> None:
+        """Starts writing the complete chunks of which nothing is on its way any more."""
+        assert self._cache is not None
+        for chunk_id in list(self._complete):
+            if self._drain is None or not any(map(self._drain.busy, self._members[chunk_id])):
+                del self._complete[chunk_id]
+                if self._cache.holds(chunk_id):
+                    self._cache.write_back(chunk_id)
+
+    def _wait(self, managed: ManagedParam) -> None:
+        """Until its gradient is where it is kept. Raises HeteroError if it was lost."""
+        if self._drain is not None:
+            self._drain.wait(managed, managed.name)
 
     def _before_write(self, chunk_id: int) -> None:
         """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
@@ -120,6 +151,7 @@ class Grads:
 
     def sum_of_squares(self, managed: ManagedParam) -> float:
         """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
+        self._wait(managed)
         if managed not in self._sums:
             chunk = managed.chunk
             if chunk in self._homes:
@@ -164,6 +196,7 @@ class Grads:
         return min(max(bound, -largest), largest)
 
     def _kept(self, managed: ManagedParam) -> torch.Tensor:
+        self._wait(managed)
         chunk = managed.chunk
         part, _ = managed.in_shard(self._layout)
         if chunk in self._homes:
@@ -174,6 +207,9 @@ class Grads:
 
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece; it stays there until used()."""
+        for managed in self._members[chunk.id]:
+            if managed.has_grad:
+                self._wait(managed)
         if chunk in self._homes:
             return Location(self._homes.address(chunk, piece))
         assert self._cache is not None
@@ -187,4 +223,5 @@ class Grads:
         """The optimizer has used the chunk's gradient. It stays until `.grad` is cleared."""
         if self._cache is not None and chunk not in self._homes:
             self._arrived.pop(chunk.id, None)
+            self._complete.pop(chunk.id, None)
             self._cache.unpin(chunk.id)

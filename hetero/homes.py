@@ -1,4 +1,4 @@
-"""HOST homes of one payload: every chunk that lives in RAM has its room from the start."""
+"""Homes of one payload in memory: chunks in RAM or on DEVICE have room there from the start."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 
 from hetero.layout import Chunk, Layout
 from offload.arena import HostArena
+from offload.backend import Backend
 from offload.ledger import Ledger
 from offload.tiers import Account, Tier
 
 
-class HostHomes:
-    """Slots for the chunks that `tiers` puts on HOST, charged to `account` when first used.
+class Homes:
+    """Slots for the chunks that `tiers` puts on HOST or DEVICE, charged when first used.
 
     `whole`: each slot holds all of a chunk's slot, of which this rank's shard is a part; else it
     holds one piece of the shard alone. For a single rank both are the same.
@@ -27,41 +28,56 @@ class HostHomes:
         dtype: torch.dtype,
         ledger: Ledger,
         account: Account,
+        backend: Backend,
         whole: bool = False,
     ) -> None:
+        """`backend` gives DEVICE's memory; what is charged goes to `account`."""
         self.whole = whole or layout.shard.ranks == 1
         self._shard = layout.shard
         self._piece_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
+        self._tier: dict[int, Tier] = {}
         self._first: dict[int, int] = {}
-        slots = 0
+        slots = {Tier.HOST: 0, Tier.DEVICE: 0}
         for chunk in layout.chunks:
-            if tiers[chunk.id] is Tier.HOST:
-                self._first[chunk.id] = slots
-                slots += chunk.slots
+            tier = tiers[chunk.id]
+            if tier is Tier.HOST or tier is Tier.DEVICE:
+                self._tier[chunk.id] = tier
+                self._first[chunk.id] = slots[tier]
+                slots[tier] += chunk.slots
         self._dtype = dtype
-        self._arena = HostArena(slots, slot_bytes, ledger, account) if slots else None
+        self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
+        self._arenas: dict[Tier, HostArena] = {}
+        if slots[Tier.HOST]:
+            self._arenas[Tier.HOST] = HostArena(slots[Tier.HOST], slot_bytes, ledger, account)
+        if slots[Tier.DEVICE]:
+            self._arenas[Tier.DEVICE] = backend.arena(
+                slots[Tier.DEVICE], slot_bytes, ledger, account
+            )
         self._flat: dict[int, torch.Tensor] = {}
 
     def __contains__(self, chunk: Chunk) -> bool:
-        return chunk.id in self._first
+        return chunk.id in self._tier
+
+    def has_in_place(self, chunk: Chunk) -> bool:
+        """Whether the chunk's home is where compute happens."""
+        return self._tier.get(chunk.id) is self._compute_tier
 
     def commit(self, chunk: Chunk) -> None:
         """Charges the chunk's slots, if they are not yet."""
-        assert self._arena is not None
-        self._arena.commit(self._first[chunk.id], chunk.slots)
+        self._arenas[self._tier[chunk.id]].commit(self._first[chunk.id], chunk.slots)
 
     def commit_all(self) -> None:
         """Charges all slots that are not charged yet."""
-        if self._arena is not None:
-            self._arena.commit(0, self._arena.slots)
+        for arena in self._arenas.values():
+            arena.commit(0, arena.slots)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's slots as one flat tensor; always the same tensor object."""
         flat = self._flat.get(chunk.id)
         if flat is None:
-            assert self._arena is not None
             self.commit(chunk)
-            flat = self._arena.view(self._first[chunk.id], chunk.slots, self._dtype)
+            arena = self._arenas[self._tier[chunk.id]]
+            flat = arena.view(self._first[chunk.id], chunk.slots, self._dtype)
             self._flat[chunk.id] = flat
         return flat
 
@@ -72,8 +88,7 @@ class HostHomes:
 
     def address(self, chunk: Chunk, piece: int) -> int:
         """Address of piece number `piece` of this rank's shard."""
-        assert self._arena is not None
-        address = self._arena.address(self._first[chunk.id])
+        address = self._arenas[self._tier[chunk.id]].address(self._first[chunk.id])
         if self.whole:
             address += self._shard.rank * chunk.slots * self._piece_bytes
         return address + piece * self._piece_bytes
@@ -81,7 +96,7 @@ class HostHomes:
     def close(self) -> None:
         """Gives the memory back once no tensor views it."""
         self._flat.clear()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-            self._first.clear()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+        self._tier.clear()

@@ -85,7 +85,14 @@ def initialize(
                 replicas=stage.world.size // stage.world.ranks,
             )
             arrangement = arrange(
-                model, stage.config, dtypes, stage.host_bytes, stage.disk_bytes, optimized, shard
+                model,
+                stage.config,
+                dtypes,
+                stage.host_bytes,
+                stage.disk_bytes,
+                optimized,
+                shard,
+                stage.device_bytes,
             )
             start_alike(model, arrangement, stage)
             stage.scatter()
@@ -151,6 +158,8 @@ def _build(
     spare_bytes = stage.host_bytes - sum(plan.placement.host_bytes for plan in arrangement.banks)
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
+    backend = config.make_backend()
+    resources.callback(backend.close)
     banks: dict[int, Bank] = {}
     # Placed last first, and made in the same order, for which the plans have reckoned.
     for number, plan in reversed(list(enumerate(arrangement.banks))):
@@ -164,6 +173,7 @@ def _build(
             manage(plan, params),
             first_number,
             config,
+            backend,
             stage.ledger,
             world,
             spare_bytes,
@@ -180,6 +190,7 @@ def _build(
     return Engine(
         model=model,
         banks=[banks[number] for number in sorted(banks)],
+        backend=backend,
         config=config,
         first_number=first_number,
         ledger=stage.ledger,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hetero.homes import HostHomes
+from hetero.homes import Homes
 from hetero.layout import Chunk
 from offload.staging import SharedCache
 
@@ -18,7 +18,7 @@ class ParamShards:
     With one rank a shard is the whole chunk, and `slots` may be those of gathered copies.
     """
 
-    def __init__(self, homes: HostHomes, slots: SharedCache | None) -> None:
+    def __init__(self, homes: Homes, slots: SharedCache | None) -> None:
         self._homes = homes
         self._slots = slots
 

@@ -1,15 +1,15 @@
-"""PARAM payloads: resident in RAM, or gathered, from the file or all ranks, while needed."""
+"""PARAM payloads: resident where compute happens, or gathered there while needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from hetero.gathering import Gather, Gathering
-from hetero.homes import HostHomes
+from hetero.homes import Homes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.param_shards import ParamShards
@@ -36,7 +36,8 @@ class SavedView:
 class Params:
     """Brings one bank's parameters in and lets them go.
 
-    A resident parameter is a view of its home for good. Of the others, `acquire` points the
+    A resident parameter is a view of its home for good: one in RAM if compute happens there, one on
+    DEVICE if not. Of the others, `acquire` points the
     parameter to a gathered copy and `release` makes it absent again; copies stay leased while any
     tensor over them lives, whoever holds it.
     """
@@ -44,7 +45,7 @@ class Params:
     def __init__(
         self,
         layout: Layout,
-        homes: HostHomes,
+        homes: Homes,
         shards: ParamShards,
         arena: HostArena | None,
         cache: SlotCache | None,
@@ -53,10 +54,12 @@ class Params:
         prefetch: bool,
         versions: Versions,
         gathering: Gathering | None,
+        drops: Sequence[Callable[[int], object]],
     ) -> None:
         """`shards` are this rank's parts; `cache` has the gathered copies, in `arena`.
 
-        `gathering` is there for several ranks.
+        `gathering` is there for several ranks. `drops` forget copies of a chunk that `shards` knows
+        nothing of, in this order.
         """
         self._layout = layout
         self._homes = homes
@@ -68,6 +71,7 @@ class Params:
         self._prefetch = prefetch
         self._version = versions
         self._gathering = gathering
+        self._drops = drops
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
         self._holders: dict[int, int] = {}
@@ -78,8 +82,8 @@ class Params:
         return self._arena is not None
 
     def is_resident(self, chunk: Chunk) -> bool:
-        """Whether the whole chunk's home is in RAM, where compute uses it in place."""
-        return self._homes.whole and chunk in self._homes
+        """Whether the whole chunk's home is where compute happens, which uses it in place."""
+        return self._homes.whole and self._homes.has_in_place(chunk)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's parameters now, flat; unless resident a lease on a gathered copy."""
@@ -161,17 +165,19 @@ class Params:
         All ranks must do so.
         """
         self._version.change(chunk)
+        self._drop_copies(chunk)
         self._shards.filled(chunk)
-        if self._gathering is not None and self._cache is not None:
-            self._cache.drop(chunk.id)
         self.changed([chunk])
 
     def invalidate(self, chunk: Chunk) -> None:
         """The optimizer is about to write new values to the shard's home."""
         self._version.change(chunk)
+        self._drop_copies(chunk)
         self._shards.invalidate(chunk)
-        if self._gathering is not None and self._cache is not None:
-            self._cache.drop(chunk.id)
+
+    def _drop_copies(self, chunk: Chunk) -> None:
+        for drop in self._drops:
+            drop(chunk.id)
 
     def changed(self, chunks: Iterable[Chunk]) -> None:
         """The shards have their new values: other ranks may have them, and theirs come in."""
@@ -226,6 +232,11 @@ class Params:
     def leased_copies(self) -> int:
         """Gathered copies that some tensor views now."""
         return self._arena.live_views() if self._arena is not None else 0
+
+    def stop(self) -> None:
+        """Ends what is under way: nothing will be gathered any more."""
+        if self._cache is not None:
+            self._cache.close()
 
     def forget(self) -> None:
         """Lets go of all gathered copies; the engine is closing."""

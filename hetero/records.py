@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.dtypes import Dtypes
-from hetero.homes import HostHomes
+from hetero.homes import Homes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from offload._native import Location, StepPipeline, join_master, split_master
@@ -84,7 +84,7 @@ class Records:
         self,
         piece_numel: int,
         dtypes: Dtypes,
-        homes: HostHomes,
+        homes: Homes,
         extents: dict[int, Extent],
         buffers: HostArena | None,
         transfers: Transfers | None,

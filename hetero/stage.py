@@ -40,6 +40,11 @@ class Stage:
         # The same on all ranks, or their plans would differ.
         self.host_bytes = world.agree(config.host_bytes(world.local_ranks), min, "budgets")
         self.disk_bytes = world.agree(config.disk_bytes(world.local_ranks), min, "budgets")
+        # Of a DEVICE that is not RAM.
+        device_bytes = config.device_bytes
+        self.device_bytes = (
+            None if device_bytes is None else world.agree(device_bytes, min, "budgets")
+        )
         self.ledger = Ledger(
             {
                 Tier.DEVICE: config.budget(Tier.DEVICE),

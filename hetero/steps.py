@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hetero.grads import Grads
-from hetero.homes import HostHomes
+from hetero.homes import Homes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.records import Records, parts_of
@@ -47,7 +47,7 @@ class Stepper:
         self,
         layout: Layout,
         param_bytes: int,
-        param_homes: HostHomes,
+        param_homes: Homes,
         param_extents: dict[int, Extent],
         grads: Grads,
         records: Records,

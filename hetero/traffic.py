@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.bank import Bank
+from offload.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Traffic:
     received: int = 0
 
 
-def traffic_of(banks: Sequence[Bank]) -> Traffic:
-    """Of all banks."""
+def traffic_of(banks: Sequence[Bank], backend: Backend) -> Traffic:
+    """Of all banks, which compute on `backend`."""
     read = written = 0
     for disk in (bank.disk for bank in banks):
         if disk is not None:
@@ -31,4 +32,4 @@ def traffic_of(banks: Sequence[Bank]) -> Traffic:
     groups = [peers for bank in banks for peers in bank.world.groups()]
     sent = sum(peers.sent_bytes for peers in groups)
     received = sum(peers.received_bytes for peers in groups)
-    return Traffic(0, 0, read, written, sent, received)
+    return Traffic(backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received)

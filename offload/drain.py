@@ -210,6 +210,7 @@ class Drain:
                     piece.into.copy_(piece.buffer)
         except BaseException as error:
             item.error = item.error or error
+        piece.op = piece.into = piece.buffer = None  # who waits may count on the place being free
         if piece.last:
             with self._changed:
                 self._end(item)
@@ -218,6 +219,7 @@ class Drain:
         """Needs the lock."""
         nbytes = item.grad.nbytes
         del item.grad, item.kept
+        item.op = None
         self._ledger.release(Tier.DEVICE, Account.GRAD_SLOT, nbytes)
         self._in_flight_bytes -= nbytes
         self._pending[item.owner] -= 1

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from hetero.buckets import Buckets
 from hetero.dtypes import Dtypes
 from hetero.grads import Grads
-from hetero.homes import HostHomes
+from hetero.homes import Homes
 from hetero.layout import Layout, ParamSpec, Shard, pack
 from hetero.managed import ManagedParam
 from hetero.peers import Failures, Peers
 from offload.arena import HostArena
+from offload.backend import CpuBackend
 from offload.ledger import Ledger
 from offload.pool import SlotPool
 from offload.tiers import Account, Tier
@@ -111,7 +112,7 @@ class Rank:
     layout: Layout
     members: list[ManagedParam]
     buckets: Buckets
-    homes: HostHomes
+    homes: Homes
     pool: SlotPool | None
 
     def arrive(self, index: int, value: float) -> None:
@@ -152,9 +153,9 @@ def make_rank(
     ledger = Ledger(dict.fromkeys(Tier))
     slot_bytes = layout.slot_numel * 4
     grad_bytes = slot_bytes // (shards if stage >= 2 else 1)
-    homes = HostHomes(
+    homes = Homes(
         layout, [Tier.HOST] * len(layout.chunks), grad_bytes, torch.float32, ledger,
-        Account.GRAD, stage < 2,
+        Account.GRAD, CpuBackend(), stage < 2,
     )  # fmt: skip
     grads = Grads(layout, FP32, homes, None, {})
     members = [
