@@ -371,7 +371,7 @@ def test_unfreezing_takes_from_the_device_too(tmp_path: Path) -> None:
     results = []
     for options in (
         {"placement_policy": "cpu", "chunk_numel": 4096},
-        emulated(tmp_path, {"placement_policy": "cpu"}),
+        emulated(tmp_path, {"placement_policy": "cpu", "device_memory": "1MiB"}),
     ):
         torch.manual_seed(0)
         model = tiny_gpt2()
