@@ -6,11 +6,12 @@ import gc
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import hetero
-from hetero.placement import Placement
+from hetero.placement import Placement, PlacementError
 from tests.plain_adam import OPTIONS, PlainAdam
 from tests.smallest import smallest_host_memory
 from tests.zoo.case import Case, Where
@@ -98,6 +99,16 @@ def least_host_memory(case: Case, dtype: str, nvme_path: str, **options: Any) ->
     # cycles, and then those of what its graphs referred to.
     gc.collect()
     return smallest + case.more_slots * SLOT_NUMEL * TORCH_DTYPES[dtype].itemsize
+
+
+def least_device_memory(case: Case, dtype: str, settings: dict[str, Any]) -> int:
+    """Bytes of an emulated device with which the case works, as the refusal of fewer has them."""
+    with pytest.raises(PlacementError) as caught:
+        initialized(case, dtype, {**settings, "device_memory": 1})
+    found = caught.value.smallest_device_bytes
+    caught.value.__traceback__ = None
+    gc.collect()  # as in least_host_memory()
+    return found + case.more_slots * SLOT_NUMEL * TORCH_DTYPES[dtype].itemsize
 
 
 def run_hetero(case: Case, dtype: str, accumulate: int, settings: dict[str, Any]) -> Run:

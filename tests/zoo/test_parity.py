@@ -23,6 +23,7 @@ from tests.zoo.runs import (
     STEPS,
     Run,
     initialized,
+    least_device_memory,
     least_host_memory,
     run_hetero,
     run_plain,
@@ -102,6 +103,31 @@ def test_same_bits_as_plain_torch(
         "auto": lambda p: Tier.DISK in (*p.param, *p.record),
     }
     assert placed[policy](run.placement)
+
+
+@pytest.mark.parametrize(
+    ("case", "number"), [(case, n) for n, case in enumerate(CASES.values())], ids=CASES.keys()
+)
+def test_same_bits_on_the_smallest_device(
+    case: Case, number: int, tmp_path: Path, nothing_left: None
+) -> None:
+    """With the least memory of an emulated device; by turns as in matrix()."""
+    policy, dtype = (("cpu", "nvme")[number % 2], ("bf16", "fp32")[number // 2 % 2])
+    accumulate = (1, 3)[number % 3 > 0]
+    plain = expected(case.name, dtype, accumulate)
+    settings = {**settings_of(case, policy, dtype, str(tmp_path)), "backend": "emulated"}
+    if policy == "nvme":
+        settings["host_memory"] *= 2  # also for what is on its way to the device
+    settings["device_memory"] = least_device_memory(case, dtype, settings)
+    run = run_hetero(case, dtype, accumulate, settings)
+    assert run.losses == plain.losses
+    assert run.norms == pytest.approx(plain.norms, rel=2e-7)
+    for name, master in run.masters.items():
+        assert torch.equal(master, plain.masters[name]), name
+    for name, buffer in run.buffers.items():
+        assert torch.equal(buffer, plain.buffers[name]), name
+    assert run.placement is not None
+    assert Tier.DEVICE not in run.placement.param
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
