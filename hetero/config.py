@@ -34,7 +34,7 @@ class Config:
 
     placement_policy  "cpu": all state in RAM. "nvme": records stream from NVMe every step, and
                       gradients and parameters too as far as host_memory does not hold them. "auto":
-                      the fastest tiers that the budgets allow, per chunk. "cuda": all on the GPU.
+                      the fastest tiers that the budgets allow, per chunk. "cuda": all on DEVICE.
     host_memory       bytes of RAM for model state (int, or text such as "4GiB"). If it is given,
                       what is left of it keeps records between steps. Default: 80 % of what is
                       available now, of which nothing is used without need.
