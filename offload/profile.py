@@ -89,6 +89,16 @@ class Profile:
             )
         return float(rates[dtype])
 
+    def with_link(self, bytes_per_s: float, device_bytes: int) -> Profile:
+        """This machine as one whose DEVICE is emulated: other memory, but the same processor."""
+        return dataclasses.replace(
+            self,
+            h2d_bytes_per_s=bytes_per_s,
+            d2h_bytes_per_s=bytes_per_s,
+            device_bytes=device_bytes,
+            device_update_bytes_per_s=self.update_bytes_per_s,
+        )
+
     def share(self, ranks: int) -> Profile:
         """What one of `ranks` on this machine has when all are busy.
 

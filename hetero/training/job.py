@@ -66,14 +66,22 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
         dtypes = make_optimizer(options, shape).dtypes(config)
         stage = config.zero_stage
         shard = Shard(ranks.rank, ranks.count, grads=stage >= 2, params=stage >= 3)
-        arrange(shape, config, dtypes, config.host_bytes(), config.disk_bytes(), shard=shard)
+        arrange(
+            shape,
+            config,
+            dtypes,
+            config.host_bytes(),
+            config.disk_bytes(),
+            shard=shard,
+            device_bytes=config.device_bytes,
+        )
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config):
         model = build_model(architecture)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
     engine = optimizer.engine
     notes = list(engine.notes)
-    predicted = predicted_step(options, engine.banks, ranks.count, notes)
+    predicted = predicted_step(options, config, engine.banks, ranks.count, notes)
     try:
         yield Job(
             options=options,
@@ -109,7 +117,11 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
 
 
 def predicted_step(
-    options: TrainOptions, banks: Sequence[Placed], ranks: int, notes: list[str]
+    options: TrainOptions,
+    config: hetero.Config,
+    banks: Sequence[Placed],
+    ranks: int,
+    notes: list[str],
 ) -> dict[str, Any] | None:
     """What the saved profile of this machine says about a step; None without one.
 
@@ -124,6 +136,8 @@ def predicted_step(
         profile = Profile.load(path)
         if options.threads not in (None, profile.threads):
             raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
+        if config.link_gbps is not None and config.device_bytes is not None:
+            profile = profile.with_link(config.link_gbps * 1e9, config.device_bytes)
         made = predict(banks, profile, work, clipping=options.clip > 0, prefetch=options.prefetch)
     except ValueError as error:  # of another version, or without what this run uses
         notes.append(f"no step time is predicted: {error}")
@@ -144,6 +158,8 @@ def memory_config(
         nvme_path = (str(folder.path),)
     return hetero.Config.make(
         placement_policy=options.policy,
+        backend=options.backend,
+        link_gbps=options.link_gbps,
         host_memory=host_memory,
         device_memory=options.device_memory,
         nvme_path=nvme_path or None,

@@ -69,6 +69,19 @@ class TrainOptions:
     policy: str = _option(
         "nvme", "where the model state lives: cuda, cpu, nvme or auto", group="memory"
     )
+    backend: str = _option(
+        "cpu",
+        "where compute happens: cpu, or emulated: the CPU as if it had memory of its own",
+        metavar="NAME",
+        group="memory",
+    )
+    link_gbps: float | None = _option(
+        None,
+        "GB/s each way between RAM and the emulated device (default: 16)",
+        type=float,
+        metavar="X",
+        group="memory",
+    )
     host_memory: str | None = _option(
         None,
         "RAM for model state, of each rank, like 600MiB (default: under nvme a third of 16 bytes"
@@ -77,7 +90,10 @@ class TrainOptions:
         group="memory",
     )
     device_memory: str | None = _option(
-        None, "GPU memory for model state (default: no limit)", metavar="BYTES", group="memory"
+        None,
+        "memory of the device for model state (default: no limit; needed by --backend emulated)",
+        metavar="BYTES",
+        group="memory",
     )
     nvme_path: tuple[str, ...] = _option(
         (),

@@ -61,6 +61,9 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
                 f" at most {hetero.format_bytes(max(result.peak_rss_by_rank_bytes))} each",
             ),
         ]
+    if per_step["h2d"] or per_step["d2h"]:
+        h2d, d2h = (hetero.format_bytes(per_step[link]) for link in ("h2d", "d2h"))
+        table.append(("to the device, back", f"{h2d}, {d2h} per step"))
     if setting.engine is not None:
         for verb, link in (("read", "disk_read"), ("written", "disk_write")):
             table.append(

@@ -107,6 +107,9 @@ def test_table_on_stdout_and_a_new_run_folder(
     assert len(list((tmp_path / "work" / "runs").iterdir())) == 1
 
 
+EMULATED = ("--backend", "emulated", "--device-memory", "64MiB", "--link-gbps", "8")
+
+
 def test_placement_and_disk_engine_do_not_change_the_numbers(
     train: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,10 +121,15 @@ def test_placement_and_disk_engine_do_not_change_the_numbers(
             ("--policy", "nvme", "--io-engine", "threads", "--no-prefetch"),
             ("--policy", "nvme", "--nvme-path", "../in", "--nvme-path", "."),
             ("--policy", "auto"),
+            ("--policy", "cpu", *EMULATED),
+            ("--policy", "nvme", *EMULATED),
+            ("--policy", "cuda", *EMULATED),
         )
     ):
         assert train("--json", "--run-dir", f"run{number}", *arguments) == 0
         summary = json.loads(capsys.readouterr().out)
+        moved = summary["bytes_per_step"]["h2d"] > 0 and summary["bytes_per_step"]["d2h"] > 0
+        assert moved == ("--backend" in arguments and "cuda" not in arguments)
         losses.append(summary["losses"])
         norms.append(summary["grad_norms"])
     assert all(other == losses[0] for other in losses)
@@ -137,6 +145,8 @@ def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--policy", "nvmee"], "nvme"),
+        (["--backend", "emulated"], "needs device_memory"),
+        (["--link-gbps", "8"], "link_gbps is of no use"),
         (["--host-memory", "4KiB"], "host_memory is 4.0 KiB"),
         (["--host-memory", "many"], "cannot read 'many' as a size"),
         (["--nvme-path", "../in/none"], "none"),
