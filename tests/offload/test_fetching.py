@@ -212,10 +212,20 @@ def test_a_demand_fetch_is_next(rig):
     """The others are queued for the single slot in RAM, which chunk 0 holds."""
     r = rig(5, 1, [1] * 5)
     r.learn(0, 1, 2, 3, 4)
+    staged = []
+    start = r.shared.start
+
+    def watched(chunk: int) -> Staged | None:
+        found = start(chunk)
+        if found is not None:
+            staged.append(chunk)
+        return found
+
+    r.shared.start = watched
     r.stall_file(100)
     r.cache.prefetch(4)
     assert torch.equal(r.use(4), r.want(4))
-    assert r.backend.h2d_bytes <= 2 * SLOT
+    assert staged[:2] == [0, 4]
     for chunk in (1, 2, 3, 0):
         assert torch.equal(r.use(chunk), r.want(chunk))
 
