@@ -306,6 +306,35 @@ def test_a_model_may_be_collected_in_a_thread_of_its_engine(tmp_path: Path) -> N
         gc.enable()
 
 
+def test_adding_to_a_clipped_gradient_waits_for_the_slot_of_another(tmp_path: Path) -> None:
+    """There is one slot for gradients, which the one before holds while it is on its way."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+    found = []
+    for options in (
+        {"placement_policy": "cpu"},
+        emulated(
+            tmp_path,
+            {
+                "placement_policy": "nvme",
+                "device_memory": "250KiB",
+                "host_memory": "200KiB",
+                "link_gbps": 0.001,
+            },
+        ),
+    ):
+        model, optimizer = build(make, **options, dtype="fp32")
+        for clip in (0.1, 0.05, 0.02):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+            model(x).square().mean().backward()
+            hetero.clip_grad_norm_(model.parameters(), clip)
+        found.append(hetero.grads(model.parameters()))
+        optimizer.engine.close()
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("end", ["close", "outlive"])
 def test_a_forked_child_can_end(tmp_path: Path, end: str) -> None:
     model, optimizer = build(
