@@ -375,13 +375,14 @@ class Buckets:
         """Starts averaging the chunk; what this rank has no gradient of counts as zero."""
         self._finish(chunk)
         bucket = self._open(chunk) if self._pool is None else self._buckets.get(chunk.id)
+        if bucket is not None:
+            self._wait_drained(chunk, bucket)
         slot = self._receiving.take(chunk.slots)
         while slot is None:
             self._finish_oldest()
             slot = self._receiving.take(chunk.slots)
         received = self._receiving.arena.view(slot, chunk.slots, self._dtype)
         if bucket is not None:
-            self._wait_drained(chunk, bucket)
             bucket.state = BucketState.SENDING
             for m in self._of_chunk[chunk.id]:
                 if m in bucket.filled and m.has_grad:
@@ -398,6 +399,8 @@ class Buckets:
             for m in self._of_chunk[chunk.id]:
                 if m in bucket.filled and m.has_grad:
                     self._drain.wait(m, m.name)
+                else:  # also one that was cleared: it must not arrive in what is sent
+                    self._drain.settle(m)
 
     def _parts(
         self, peers: Peers | None, flat: torch.Tensor | None, received: torch.Tensor

@@ -69,7 +69,10 @@ class Clipping:
         for m in members:
             if m.param.grad is not None and not m.has_grad:
                 self._check_assigned(m, m.param.grad)
-                self._take(m, m.param.grad, False, 1.0)
+                grad = m.param.grad
+                if self._banks[m.chunk.bank].placement.drain_bytes:
+                    grad = grad.clone()  # it leaves the device later; the user may change it sooner
+                self._take(m, grad, False, 1.0)
 
     def _take(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
         # Before the gradient, so that an exception in between leaves both as they belong.

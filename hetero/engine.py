@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +32,7 @@ from offload import _native
 from offload.backend import Backend
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
+from offload.waiter import PREFIX, in_background
 
 
 class Removable(Protocol):
@@ -84,6 +87,7 @@ class Engine:
         self._unsynced: list[ExitStack] = []  # what the no_sync() blocks that are open have entered
         self._scaled_backward = False
         self._closed = False
+        self._process = os.getpid()
         for bank in banks:
             self._take_over(bank)
         self._module_hooks = ModuleHooks(
@@ -91,7 +95,7 @@ class Engine:
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         # The engine lives as long as the model; without close() it ends with it, or at exit.
-        self._finalizer = weakref.finalize(model, self._free)
+        self._finalizer = weakref.finalize(model, self._outlive)
 
     def _take_over(self, bank: Bank) -> None:
         """Parameters of the bank point to their new homes from here on."""
@@ -466,8 +470,16 @@ class Engine:
             m.param.grad = None
         self._free()
 
+    def _outlive(self) -> None:
+        """The model is gone, or the program ends."""
+        # The garbage collector runs in any thread, also in one for whose end _free() waits.
+        if in_background():
+            threading.Thread(target=self._free, name=f"{PREFIX}closing").start()
+        else:
+            self._free()
+
     def _leave_ranks(self) -> None:
-        if self.world.shard is None:
+        if self.world.shard is None or os.getpid() != self._process:
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:  # others see this process end sooner if it does not linger
@@ -476,6 +488,8 @@ class Engine:
             bank.leave()
 
     def _free(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child: threads, locks and connections are its parent's
         if not self._closed:
             self._leave_ranks()
         self._closed = True

@@ -107,17 +107,21 @@ class Grads:
     def _flat_in_slot(self, chunk: Chunk, accumulate: bool) -> torch.Tensor:
         assert self._cache is not None
         self._complete.pop(chunk.id, None)
-        while self._drain is not None and not self._cache.has_room(chunk.id):
-            # What is on its way holds its slot.
-            if not self._drain.wait_one():
-                break
-            self._write_complete()
+        self._make_room(chunk)
         if accumulate or any(m.has_grad for m in self._members[chunk.id]):
             self._cache.get(chunk.id)
         else:
             self._cache.create(chunk.id)
         self._cache.dirty(chunk.id)
         return self._cache.tensor(chunk.id, self._dtypes.torch_grad)
+
+    def _make_room(self, chunk: Chunk) -> None:
+        """Waits for slots of other chunks, which gradients hold that are on their way there."""
+        assert self._cache is not None
+        while self._drain is not None and not self._cache.has_room(chunk.id):
+            if not self._drain.wait_one():
+                break
+            self._write_complete()
 
     def _note_arrived(self, managed: ManagedParam) -> None:
         chunk = managed.chunk
@@ -202,6 +206,7 @@ class Grads:
         if chunk in self._homes:
             return self._homes.shard(chunk)[part]
         assert self._cache is not None
+        self._make_room(chunk)
         self._cache.get(chunk.id)
         return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
 

@@ -155,7 +155,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         for param, state in states.items():
             self._check_state(param, state)
         for index, group in enumerate(state_dict["param_groups"]):
-            if missing := sorted(set(self.defaults) - set(group)):
+            # (torch's own load_state_dict() adds "differentiable" to the defaults.)
+            if missing := sorted(set(self.defaults) - {"differentiable"} - set(group)):
                 raise ValueError(
                     f"param group {index} of the state is not {type(self).__name__}'s: it lacks "
                     f"{', '.join(missing)}"

@@ -39,6 +39,7 @@ class _Entry:
     state: SlotState
     op: Operation | None = None
     pinned: bool = False
+    unwanted: bool = False  # dropped, but Ctrl-C came while its read was waited for
 
 
 class SlotCache:
@@ -115,8 +116,7 @@ class SlotCache:
 
         Raises BudgetError if leases leave no room, NativeIoError if a transfer fails.
         """
-        if chunk not in self._entries:
-            self._start_read(chunk, self._room_for(chunk))
+        self._bring(chunk)
         self._settle(chunk)
 
     def start(self, chunk: int) -> Operation | None:
@@ -124,8 +124,7 @@ class SlotCache:
 
         Who waits for the operation calls note_done(). Until then the bytes are not to be used.
         """
-        if chunk not in self._entries:
-            self._start_read(chunk, self._room_for(chunk))
+        self._bring(chunk)
         entry = self._entries[chunk]
         return entry.op if entry.state is SlotState.READING else None
 
@@ -184,8 +183,11 @@ class SlotCache:
 
     def settle(self) -> None:
         """Waits for all transfers under way. Raises what one met."""
-        for chunk in list(self._entries):
-            self._settle(chunk)
+        for chunk, entry in list(self._entries.items()):
+            if entry.unwanted:
+                self._forget(chunk)
+            else:
+                self._settle(chunk)
 
     def close(self) -> None:
         """Waits for transfers under way; failures do not matter any more, nor do reads."""
@@ -197,6 +199,12 @@ class SlotCache:
                 with contextlib.suppress(Exception):
                     entry.op.wait()
         self._entries.clear()
+
+    def _bring(self, chunk: int) -> None:
+        if chunk in self._entries and self._entries[chunk].unwanted:
+            self._forget(chunk)
+        if chunk not in self._entries:
+            self._start_read(chunk, self._room_for(chunk))
 
     def _start_read(self, chunk: int, slot: int) -> None:
         self.before_read(chunk)
@@ -222,6 +230,7 @@ class SlotCache:
         if entry.state is SlotState.READING:
             assert entry.op is not None
             entry.op.cancel()  # nobody wants the bytes
+            entry.unwanted = True
             with contextlib.suppress(Exception):
                 entry.op.wait()
         else:

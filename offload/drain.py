@@ -65,6 +65,7 @@ class Drain:
         self._next_buffer = 0
         self._changed = threading.Condition()  # guards all below
         self._queue: deque[_Item] = deque()
+        self._ahead: deque[_Piece] = deque()  # on their way, the one that is waited for first
         self._in_flight_bytes = 0
         self._pending: dict[Hashable, int] = {}  # gradients under way, of those who have some
         self._errors: dict[Hashable, BaseException] = {}
@@ -87,8 +88,6 @@ class Drain:
             if straight:  # it must not overtake what is still to be added
                 while owner in self._pending:
                     self._changed.wait()
-            if not add:
-                self._errors.pop(owner, None)
             try:
                 self._ledger.charge(Tier.DEVICE, Account.GRAD_SLOT, grad.nbytes)
             except BudgetError as error:
@@ -123,15 +122,19 @@ class Drain:
 
         Raises HeteroError if one was lost on the way.
         """
-        with self._changed:
-            while owner in self._pending:
-                self._changed.wait()
-            error = self._errors.get(owner)
+        self.settle(owner)
+        error = self._errors.get(owner)
         if error is not None:
             raise HeteroError(
                 f"the gradient of {name} did not arrive in RAM: {error}; clear the gradients with "
                 f"optimizer.zero_grad() and make the backward again"
             ) from error
+
+    def settle(self, owner: Hashable) -> None:
+        """Until no gradient of `owner` is under way, whether they arrived or not."""
+        with self._changed:
+            while owner in self._pending:
+                self._changed.wait()
 
     def wait_one(self) -> bool:
         """Until one more gradient than now has arrived; False if none is under way."""
@@ -150,31 +153,23 @@ class Drain:
     # The thread
 
     def _work(self) -> None:
-        ahead: deque[_Piece] = deque()
-        while self._look_ahead(ahead):
-            self._finish(ahead.popleft())
+        while self._look_ahead():
+            self._finish(self._ahead[0])
+            with self._changed:
+                self._ahead.popleft()
 
-    def _look_ahead(self, ahead: deque[_Piece]) -> bool:
-        # A function of its own, because a variable of _work() would hold the last piece.
-        while len(ahead) < BUFFERS:
-            piece = self._next_piece(wait=not ahead)
-            if piece is None:
-                break
-            ahead.append(piece)
-        return bool(ahead)
-
-    def _next_piece(self, wait: bool) -> _Piece | None:
-        """The next piece, on its way; None if there is none, and with `wait` never will be."""
+    def _look_ahead(self) -> bool:
+        """Starts pieces; waits for the first. False if none will come."""
+        # A function of its own, because a variable of _work() would hold the last item.
         with self._changed:
-            while not self._queue:
-                if self._closing or not wait:
-                    return None
+            while not (self._queue or self._ahead or self._closing):
                 self._changed.wait()
-            item = self._queue[0]
-            piece = self._start(item)
-            if piece.last:
-                self._queue.popleft()
-            return piece
+            while self._queue and len(self._ahead) < BUFFERS:
+                piece = self._start(self._queue[0])
+                if piece.last:
+                    self._queue.popleft()
+                self._ahead.append(piece)
+            return bool(self._ahead)
 
     def _start(self, item: _Item) -> _Piece:
         if item.op is not None:
@@ -227,15 +222,18 @@ class Drain:
             del self._pending[item.owner]
         if item.error is not None:
             self._errors[item.owner] = item.error.with_traceback(None)
+        elif not item.add:  # what was lost before was not needed any more
+            self._errors.pop(item.owner, None)
         self._changed.notify_all()
 
     def close(self) -> None:
         """Drops what is not in RAM yet and ends the thread; idempotent."""
         with self._changed:
             self._closing = True
-            for item in self._queue:
-                if item.op is not None:
-                    item.op.cancel()
+            ops = [piece.op for piece in self._ahead] + [item.op for item in self._queue]
+            for op in ops:
+                if op is not None:
+                    op.cancel()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -70,11 +71,16 @@ class SharedCache:
     """A SlotCache that several threads use."""
 
     def __init__(self, cache: SlotCache, dtype: torch.dtype, patience_s: float = 0.0) -> None:
-        """`patience_s`: how long lease() waits for room that other threads take."""
+        """`patience_s`: how long a lease waits for room that other threads take.
+
+        For room that is taken by what start() gave it waits anyway: that ends by itself.
+        """
         self._cache = cache
         self._dtype = dtype
         self._patience_s = patience_s
         self._lock = threading.RLock()  # for the state of slots; not for the bytes in them
+        # What start() gave and is still held, only as long as it is copied.
+        self._staged: weakref.WeakSet[Staged] = weakref.WeakSet()
 
     def start(self, chunk: int) -> Staged | None:
         """As Source says."""
@@ -83,7 +89,9 @@ class SharedCache:
                 return None
             op = self._cache.start(chunk)
             flat = self._cache.tensor(chunk, self._dtype)
-            return Staged(flat, op, None if op is None else lambda: self._settle(chunk, op))
+            staged = Staged(flat, op, None if op is None else lambda: self._settle(chunk, op))
+            self._staged.add(staged)
+            return staged
 
     def no_room(self, chunk: int) -> Exception:
         """As Source says."""
@@ -106,7 +114,8 @@ class SharedCache:
         deadline_s = time.monotonic() + self._patience_s
         while True:
             with self._lock:
-                if self._cache.has_room(chunk) or time.monotonic() >= deadline_s:
+                patient = self._staged or time.monotonic() < deadline_s
+                if self._cache.has_room(chunk) or not patient:
                     bring(chunk)
                     return self._cache.tensor(chunk, self._dtype)
             time.sleep(_POLL_S)  # other threads are using the slots

@@ -6,6 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+PREFIX = "hetero-"  # of the names of all our threads
+
+
+def in_background() -> bool:
+    """Whether this is one of our threads, for whose end closing waits."""
+    return threading.current_thread().name.startswith(PREFIX)
+
 
 class Waiter:
     """Does jobs that wait, one after the other, in a thread that starts with the first one.

@@ -21,7 +21,8 @@ from hetero.layout import Layout, ParamSpec, Shard, pack
 from hetero.managed import ManagedParam
 from hetero.peers import Failures, Peers
 from offload.arena import HostArena
-from offload.backend import CpuBackend
+from offload.backend import CpuBackend, EmulatedBackend
+from offload.drain import BUFFERS, Drain
 from offload.ledger import Ledger
 from offload.pool import SlotPool
 from offload.tiers import Account, Tier
@@ -295,3 +296,28 @@ def run_program(program: dict[str, Any]) -> None:
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_arrivals_become_the_mean(program: dict[str, Any]) -> None:
     run_program(program)
+
+
+def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
+    network, shape = Network(), (1, 2)
+    numel = Shard(0, 2).slot_multiple // 2
+
+    def run(rank: int) -> list[torch.Tensor]:
+        made = make_rank(network, rank, shape, 2, [numel, numel], 0)
+        ledger, backend = Ledger(dict.fromkeys(Tier)), EmulatedBackend(20 * numel)
+        buffers = HostArena(BUFFERS, 4096, ledger, Account.BUFFER)
+        drain = made.buckets._drain = Drain(backend, ledger, 1 << 30, buffers)
+        with made.buckets.no_sync():
+            made.arrive(0, 1.0)
+            made.arrive(1, 2.0)
+        if rank == 0:
+            made.members[1].param.grad = None
+        made.buckets.settle(True)
+        found = [made.gradient(index) for index in (0, 1)]
+        drain.close()
+        backend.close()
+        return found
+
+    found = on_ranks(2, run, network)
+    assert torch.cat([one for one, _ in found]).eq(1).all()
+    assert torch.cat([other for _, other in found]).eq(1).all()  # the mean of 0 and 2

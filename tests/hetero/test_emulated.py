@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
+import threading
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +279,119 @@ def test_a_model_that_is_dropped_frees_the_same(tmp_path: Path) -> None:
     del model, optimizer
 
 
+def test_a_model_may_be_collected_in_a_thread_of_its_engine(tmp_path: Path) -> None:
+    """The garbage collector runs where objects are made, also in threads that close() joins."""
+    model, optimizer = build(**emulated(tmp_path, {"placement_policy": "nvme"}), dtype="bf16")
+    tokens = batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    model.itself = model
+    engine = optimizer.engine
+    ledger, waiter = engine.ledger, device_cache(engine)._backing._copiers  # type: ignore[attr-defined]
+    collected = threading.Event()
+
+    def collect() -> None:
+        gc.collect()
+        collected.set()
+
+    gc.disable()
+    try:
+        del model, optimizer, engine
+        waiter.do(collect)
+        assert collected.wait(30)
+        deadline_s = time.monotonic() + 30
+        while any(ledger.in_use_bytes.values()) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert not any(ledger.in_use_bytes.values())
+    finally:
+        gc.enable()
+
+
+def test_adding_to_a_clipped_gradient_waits_for_the_slot_of_another(tmp_path: Path) -> None:
+    """There is one slot for gradients, which the one before holds while it is on its way."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+    found = []
+    for options in (
+        {"placement_policy": "cpu"},
+        emulated(
+            tmp_path,
+            {
+                "placement_policy": "nvme",
+                "device_memory": "250KiB",
+                "host_memory": "200KiB",
+                "link_gbps": 0.001,
+            },
+        ),
+    ):
+        model, optimizer = build(make, **options, dtype="fp32")
+        for clip in (0.1, 0.05, 0.02):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+            model(x).square().mean().backward()
+            hetero.clip_grad_norm_(model.parameters(), clip)
+        found.append(hetero.grads(model.parameters()))
+        optimizer.engine.close()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("end", ["close", "outlive"])
+def test_a_forked_child_can_end(tmp_path: Path, end: str) -> None:
+    model, optimizer = build(
+        **emulated(tmp_path, {"placement_policy": "nvme", "link_gbps": 0.0005}), dtype="bf16"
+    )
+    engine = optimizer.engine
+    tokens = batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()  # copies both ways are under way
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python's own about threads and fork
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            engine.close() if end == "close" else engine._outlive()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline_s = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline_s:
+            os.kill(child, 9)
+        time.sleep(0.01)
+    assert ended[1] == 0
+    optimizer.step()
+    engine.close()
+
+
 # What else a model does
+
+
+def test_an_assigned_gradient_may_be_changed_once_it_was_taken_in(tmp_path: Path) -> None:
+    """Its owner may use the tensor for something else while it is on its way to RAM."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 512), nn.Linear(512, 16))
+
+    found = []
+    for options in (
+        {"placement_policy": "cpu"},
+        emulated(
+            tmp_path,
+            {"placement_policy": "cpu", "device_memory": "800KiB", "link_gbps": 0.0002},
+            chunk_numel=40_960,
+        ),
+    ):
+        model, optimizer = build(make, **options, dtype="bf16")
+        loss = model(torch.ones(4, 16)).float().sum()
+        assigned = [torch.full_like(p, 3.0) for p in model.parameters()]
+        for p, grad in zip(model.parameters(), assigned, strict=True):
+            p.grad = grad
+        optimizer.backward(loss)
+        for grad in assigned:
+            grad.fill_(1e9)
+        found.append(hetero.grads(model.parameters()))
+        optimizer.engine.close()
+    assert all(map(torch.equal, *found))
 
 
 class Blocks(nn.Module):

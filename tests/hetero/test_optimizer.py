@@ -182,3 +182,12 @@ def test_a_group_of_what_is_not_in_the_model_is_refused() -> None:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
     assert len(optimizer.param_groups) == 1
     optimizer.engine.close()
+
+
+def test_a_state_may_be_loaded_again() -> None:
+    model, optimizer = build(placement_policy="cpu")
+    before = hetero.masters(model.parameters())
+    for _ in range(3):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert all(map(torch.equal, hetero.masters(model.parameters()), before))
+    optimizer.engine.close()

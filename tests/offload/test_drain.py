@@ -1,6 +1,7 @@
 """offload/drain: gradients arrive in RAM with the same bits, in order, inside the budget."""
 
 import errno
+import time
 
 import pytest
 import torch
@@ -220,6 +221,44 @@ def test_closing_drops_what_is_under_way(rig, add):
     for owner in range(3):
         with pytest.raises(HeteroError, match="did not arrive"):
             r.wait(owner)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_closing_waits_for_no_copy(rig, add):
+    r = rig(rate=20_000)  # a gradient takes a second
+    kept = [torch.zeros(5000) for _ in range(3)]
+    for owner, place in enumerate(kept):
+        r.take(owner, torch.ones(5000), place, add)
+    while r.backend.d2h_bytes == 0:
+        time.sleep(0.001)
+    r.close()
+    for place in kept:
+        assert not place.eq(1).all()
+
+
+def test_a_replaced_gradient_may_be_lost(rig):
+    """It is cleared while it is under way, and fails when the next one has been given."""
+    r = rig(rate=1e6)
+    r.take(1, torch.ones(25_000), torch.zeros(25_000))  # keeps the link busy
+    while r.backend.d2h_bytes == 0:
+        time.sleep(0.001)
+    kept = torch.zeros(500)
+    r.backend.link.inject("d2h", 0)
+    r.take(0, torch.ones(500, dtype=torch.bfloat16), kept)
+    r.take(0, torch.full((500,), 2.0, dtype=torch.bfloat16), kept)
+    r.wait(0)
+    assert kept.eq(2).all()
+
+
+def test_what_is_added_to_a_lost_gradient_is_lost(rig):
+    r = rig()
+    kept = torch.zeros(500)
+    r.backend.link.inject("d2h", 0)
+    r.take(0, torch.ones(500), kept)
+    r.take(0, torch.ones(500), kept, add=True)
+    r.drain.settle(0)
+    with pytest.raises(HeteroError, match="did not arrive"):
+        r.wait(0)
 
 
 @settings(max_examples=40, deadline=None)

@@ -17,7 +17,7 @@ from offload.backend import EmulatedBackend
 from offload.backing import Extent, FileBacking
 from offload.cache import SlotCache
 from offload.errors import BudgetError
-from offload.fetching import Fetching
+from offload.fetching import Fetch, Fetching
 from offload.ledger import Ledger
 from offload.order import UseOrder
 from offload.staging import SharedCache, Staged
@@ -212,10 +212,20 @@ def test_a_demand_fetch_is_next(rig):
     """The others are queued for the single slot in RAM, which chunk 0 holds."""
     r = rig(5, 1, [1] * 5)
     r.learn(0, 1, 2, 3, 4)
+    staged = []
+    start = r.shared.start
+
+    def watched(chunk: int) -> Staged | None:
+        found = start(chunk)
+        if found is not None:
+            staged.append(chunk)
+        return found
+
+    r.shared.start = watched
     r.stall_file(100)
     r.cache.prefetch(4)
     assert torch.equal(r.use(4), r.want(4))
-    assert r.backend.h2d_bytes <= 2 * SLOT
+    assert staged[:2] == [0, 4]
     for chunk in (1, 2, 3, 0):
         assert torch.equal(r.use(chunk), r.want(chunk))
 
@@ -258,6 +268,34 @@ def test_room_in_ram_is_waited_for(rig):
     timer.start()
     assert torch.equal(r.use(1), r.want(1))
     timer.join()
+
+
+def test_room_that_fetches_take_is_waited_for(rig):
+    r = rig(2, 1, [1, 1])
+    r.learn(0)
+    r.stall_file(100)
+    r.cache.prefetch(1)
+    assert torch.equal(r.shared.get(1)[: r.used[1]], r.want(1))
+    assert torch.equal(r.use(0), r.want(0))
+
+
+def test_a_drop_that_was_interrupted_is_made_up_for(rig, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    r = rig(2, 1, [1, 1])
+    for settle in (False, True):
+        r.learn(0)
+        r.stall_file(50)
+        r.cache.prefetch(1)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Fetch, "wait", interrupted)
+            r.cache.drop(0)
+        if settle:
+            r.cache.settle()
+        assert torch.equal(r.use(0), r.want(0))
+        r.cache.drop(0)
+        r.shared.drop(0)
 
 
 def test_no_room_on_the_device_names_its_budget(rig):
