@@ -313,6 +313,7 @@ class Buckets:
         self._note_arrived(told.arrived)
         if any_early or told.waiting:
             self.changed()
+        self._give_back_cleared()
         self._begun = None
         self._arrived.clear()
         self._sent.clear()
@@ -322,6 +323,15 @@ class Buckets:
         if told.all_done and any_early and self._completed is not None:
             self._learn_order()
         return told.all_done
+
+    def _give_back_cleared(self) -> None:
+        """Buckets whose gradients were all cleared before they went."""
+        for chunk_id, bucket in list(self._buckets.items()):
+            if bucket.slot is not None and not any(m.has_grad for m in bucket.filled):
+                assert self._pool is not None
+                self._settle_drained(bucket)
+                self._pool.give_back(bucket.slot, self._layout.chunks[chunk_id].slots)
+                del self._buckets[chunk_id]
 
     def _note_arrived(self, arrived: set[int]) -> None:
         """Parameters that got a gradient on another rank only have one here, too."""
@@ -401,6 +411,12 @@ class Buckets:
                     self._drain.wait(m, m.name)
                 else:  # also one that was cleared: it must not arrive in what is sent
                     self._drain.settle(m)
+
+    def _settle_drained(self, bucket: _Bucket) -> None:
+        """Until nothing is on its way to the bucket, whether it arrives or not."""
+        if self._drain is not None:
+            for m in bucket.filled:
+                self._drain.settle(m)
 
     def _parts(
         self, peers: Peers | None, flat: torch.Tensor | None, received: torch.Tensor

@@ -82,7 +82,10 @@ def device_cache(engine: hetero.Engine, bank: int = 0) -> SlotCache:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bf16", *(pytest.param(other, marks=pytest.mark.extra) for other in ("fp32", "fp16"))],
+)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_same_bits_as_cpu(
     settings: dict[str, Any], dtype: str, accumulate: int, tmp_path: Path

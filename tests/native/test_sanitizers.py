@@ -54,7 +54,10 @@ SANITIZERS = {
     "address": Sanitizer(
         flags="address,undefined",
         runtime="libasan.so",
-        tests=("tests/native", "tests/offload"),
+        tests=(
+            "tests/native",
+            *(f"tests/offload/test_{name}.py" for name in ("arena", "store", "drain", "fetching")),
+        ),
         # A process that changes its user can neither write reports nor be searched for leaks. GCC
         # 12's runtime does nothing at a fork: if another thread, a starting one say, is in its
         # allocator, the child has that lock taken for good, and its own new threads wait for it.
