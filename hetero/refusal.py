@@ -73,6 +73,8 @@ def words(
         fixes = "raise host_memory, or use placement_policy='nvme' or 'auto' with nvme_path"
     elif not budgets.disk:
         fixes = "give nvme_path, or raise host_memory"
+    if budgets.disk and smallest.disk_bytes > budgets.disk and smallest.host_bytes <= budgets.host:
+        fixes = "free space there, or raise nvme_capacity or host_memory"
     if not budgets.under_construction and smallest.host_bytes > budgets.host:
         fixes = (
             f"initialize with reserve_memory={smallest.host_bytes - budgets.taken_host} or more, "
