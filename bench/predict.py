@@ -35,7 +35,7 @@ from hetero.training.models import (
     MODEL_NAMES,
     count_parameters,
     model_config,
-    published_vocab_size,
+    wanted_vocab_size,
 )
 from hetero.training.options import TrainOptions
 from hetero.training.run_folder import RunFolder
@@ -125,13 +125,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--steps must be more than {SKIPPED_STEPS}, got {arguments.steps}")
     with tempfile.TemporaryDirectory(prefix="hetero-predict-") as folder:
         paths = tuple(arguments.nvme_path or [folder])
-        vocab_size = arguments.vocab_size
-        if arguments.config is None and vocab_size is None:
-            vocab_size = published_vocab_size(arguments.model)
         options = TrainOptions(
             model=arguments.model,
             config=arguments.config,
-            vocab_size=vocab_size,
+            vocab_size=wanted_vocab_size(arguments.model, arguments.config, arguments.vocab_size),
             data=arguments.data,
             dtype=arguments.dtype,
             steps=arguments.steps,

@@ -112,17 +112,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints the plan."""
     try:
         # Late, because transformers takes seconds and belongs to the extra `train`.
-        from hetero.training.models import model_label, published_vocab_size
+        from hetero.training.models import model_label, wanted_vocab_size
     except ModuleNotFoundError as error:
         raise missing_extra(error) from None
     machine = _Machine.of(arguments)
-    vocab_size = arguments.vocab_size
-    if arguments.config is None and vocab_size is None:
-        vocab_size = published_vocab_size(arguments.model)
     options = TrainOptions(
         model=arguments.model,
         config=arguments.config,
-        vocab_size=vocab_size,
+        vocab_size=wanted_vocab_size(arguments.model, arguments.config, arguments.vocab_size),
         dtype=arguments.dtype,
         state_dtype=arguments.state_dtype,
         chunk_numel=arguments.chunk_numel,

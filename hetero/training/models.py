@@ -73,6 +73,11 @@ MODEL_NAMES = (*GPT2_SHAPES, *OTHER_SHAPES)
 GPT2_VOCAB_SIZE = 50257
 
 
+def wanted_vocab_size(model: str, config: str | None, given: int | None) -> int | None:
+    """What was given, else as published for a model by name; a `config` file has its own."""
+    return published_vocab_size(model) if config is None and given is None else given
+
+
 def published_vocab_size(name: str) -> int:
     """Of a model by name; raises ValueError for an unknown one."""
     _check_name(name)

@@ -42,19 +42,6 @@ class Rig:
         assert set(self.ledger.in_use_bytes.values()) == {0}
 
 
-@pytest.fixture
-def rig(nothing_left):
-    rigs = []
-
-    def make(*args, **kwargs):
-        rigs.append(Rig(*args, **kwargs))
-        return rigs[-1]
-
-    yield make
-    for made in rigs:
-        made.close()
-
-
 def randn(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

@@ -122,19 +122,6 @@ class Rig:
         assert set(self.ledger.in_use_bytes.values()) == {0}
 
 
-@pytest.fixture
-def rig(nothing_left):
-    rigs = []
-
-    def make(*args, **kwargs):
-        rigs.append(Rig(*args, **kwargs))
-        return rigs[-1]
-
-    yield make
-    for made in rigs:
-        made.close()
-
-
 def until(condition) -> None:
     deadline = time.monotonic() + 20
     while not condition():
