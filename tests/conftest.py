@@ -48,6 +48,13 @@ def own_threads() -> set[str]:
     return found
 
 
+def pytest_collection_finish() -> None:
+    """What importing all tests has made stays for good: no collection need go through it again.
+    With it, each of nothing_left()'s takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """Fails if the test leaves a file, a descriptor or a thread behind."""
