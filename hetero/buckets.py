@@ -133,6 +133,18 @@ class Buckets:
         self._next = 0  # in _order: the next chunk to be sent
         self._passed: set[int] = set()  # ids of the chunks before it
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no gradient waits to be averaged, or is being."""
+        means = all(bucket.state is BucketState.MEAN for bucket in self._buckets.values())
+        return means and not self._sending and (self._pool is None or not self._buckets)
+
+    def refit(self, bucket_slots: int, receive_slots: int) -> None:
+        """Other numbers of slots for every day, while idle. Raises BudgetError."""
+        if self._pool is not None:
+            self._pool.refit(max(self._pool.arena.slots, bucket_slots), bucket_slots)
+        self._receiving.refit(receive_slots, receive_slots)
+
     def reserve(self, slots: int) -> None:
         """Room for `slots` more, from now on. Raises BudgetError, with nothing changed."""
         if self._pool is not None:

@@ -18,6 +18,7 @@ from hetero.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.layout import pack
 from offload.backend import Backend, CpuBackend, EmulatedBackend
 from offload.directories import check_directories, total_free_bytes
+from offload.profile import Profile
 from offload.sizes import parse_bytes
 from offload.tiers import Tier
 
@@ -67,6 +68,16 @@ class Config:
     reduce_dtype      dtype in which gradients travel between ranks; default: grad_dtype, and in
                       stage 1 always. They are summed in fp32.
     rank_timeout_s    seconds after which a rank that does not take part is given up with an error.
+    profile           what this machine moves and computes per second: a Profile, or the path of one
+                      that `hetero profile` saved. Default: the saved one, if there is one. By it
+                      the placement with the least predicted step time is taken, and again when
+                      steps have been traced. False, or none saved: a placement is chosen by sizes.
+    expected_tokens   tokens that a rank computes per step, as far as the first plan needs to know:
+                      until a step has been traced. Default: 1024, that is 8 sequences of 128.
+    process_memory    bytes that the whole process may hold (RSS), activations and libraries
+                      included; "auto": what the cgroup or RLIMIT_AS allows. If what is measured
+                      would pass it, host_memory is lowered, and what does not fit goes to NVMe.
+                      Default: no limit; host_memory alone counts.
     initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale, and the
                       number of good steps after which it is doubled. initial_loss_scale=None: the
                       loss is not scaled here but by the user, with torch.amp.GradScaler say.
@@ -94,6 +105,9 @@ class Config:
     rank_timeout_s: float = 600.0
     initial_loss_scale: float | None = 65536.0
     loss_scale_window: int = 2000
+    profile: Profile | str | PathLike[str] | Literal[False] | None = None
+    expected_tokens: int | None = None
+    process_memory: int | str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("placement_policy", self.placement_policy, get_args(Policy))
@@ -146,6 +160,19 @@ class Config:
             )
         if not isinstance(self.prefetch, bool):
             raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")
+        if self.expected_tokens is not None:
+            _check_integer("expected_tokens", self.expected_tokens, at_least=1)
+        if self.process_memory is not None and self.process_memory != "auto":
+            try:
+                object.__setattr__(self, "process_memory", parse_bytes(self.process_memory))
+            except ValueError as error:
+                raise ValueError(f"process_memory: {error}, or 'auto'") from None
+        known = (Profile, str, PathLike)
+        if not (self.profile is None or self.profile is False or isinstance(self.profile, known)):
+            raise ValueError(
+                f"profile must be a Profile, the path of a saved one, False or None, not "
+                f"{self.profile!r}"
+            )
         self._check_backend()
         if self.nvme_path is not None:
             found = check_directories(_paths(self.nvme_path))

@@ -210,6 +210,34 @@ class Grads:
         self._cache.get(chunk.id)
         return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
 
+    def flush(self) -> None:
+        """What slots hold goes to the file, as far as there are gradients; slots are free then.
+
+        Raises NativeIoError, and HeteroError for a gradient that was lost on its way.
+        """
+        for members in self._members.values():
+            chunk = members[0].chunk
+            if self._drain is not None:
+                for m in members:
+                    self._drain.settle(m)
+            if self._cache is not None and self._cache.holds(chunk.id):
+                self._complete.pop(chunk.id, None)
+                if any(m.has_grad for m in members):
+                    self._cache.write_back(chunk.id)
+                self._cache.drop(chunk.id)
+
+    def leaves_ram(self, chunk: Chunk) -> bool:
+        """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
+        members = [m for m in self._members[chunk.id] if m.has_grad]
+        for m in members:
+            self.sum_of_squares(m)
+        return bool(members)
+
+    def comes_to_ram(self, chunk: Chunk) -> bool:
+        """Whether the home, which is about to come to RAM, has gradients in the file."""
+        self._arrived.pop(chunk.id, None)
+        return any(m.has_grad for m in self._members[chunk.id])
+
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece; it stays there until used()."""
         for managed in self._members[chunk.id]:

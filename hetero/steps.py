@@ -118,6 +118,10 @@ class Stepper:
             _merged(sorted(segments)),
         )
 
+    def use(self, pipeline: StepPipeline) -> None:
+        """The bank has got another pipeline; all is written that the old one had."""
+        self._pipeline = pipeline
+
     def wait_written(self, chunk: Chunk) -> None:
         """Until the file has what the last step computed for `chunk`."""
         for piece in range(chunk.slots):
