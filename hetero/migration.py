@@ -185,7 +185,8 @@ class Migration:
                     )
             for m in members:
                 m.param.data = m.absent
-        if not bank.homes[move.payload].let_go(chunk):
+        saved = resident and any(map(_in_a_graph, members))
+        if saved or not bank.homes[move.payload].let_go(chunk):
             raise InUseError(
                 f"the {move.payload.name} of {chunk.name} cannot move to NVMe: a tensor of yours, "
                 f"or of a graph whose backward was not made, still views it"
@@ -298,6 +299,16 @@ class Migration:
                     # among what was saved then fails, instead of reading what is not there.
                     torch.autograd.graph.increment_version(managed.param)
                     managed.note_change()
+
+
+def _in_a_graph(managed: ManagedParam) -> bool:
+    """Whether autograd has saved the parameter itself: nobody can see that in what it views.
+
+    Besides the graph, Python refers to it, and the node that accumulates its gradient, which the
+    engine keeps. (Where torch does not count, such a backward fails by the version instead.)
+    """
+    count = getattr(managed.param, "_use_count", None)
+    return count is not None and count() > (2 if managed.chunk.trainable else 1)
 
 
 def _with_pools_of_both(before: Placement, after: Placement) -> Placement:
