@@ -75,6 +75,12 @@ class Bank:
         return self.movable.file.parts
 
     @property
+    def wait_s(self) -> float:
+        """Seconds for which compute has waited for transfers so far."""
+        waited = self.params.wait_s + self.grads.wait_s
+        return waited if self.ranks is None else waited + self.ranks.buckets.wait_s
+
+    @property
     def add_grad(self) -> Callable[[ManagedParam, torch.Tensor, bool], None]:
         """What takes a gradient that autograd made."""
         return self.grads.add if self.ranks is None else self.ranks.buckets.add

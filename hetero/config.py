@@ -18,6 +18,7 @@ from hetero.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.layout import pack
 from offload.backend import Backend, CpuBackend, EmulatedBackend
 from offload.directories import check_directories, total_free_bytes
+from offload.process import allowed_bytes, resident_bytes
 from offload.profile import Profile
 from offload.sizes import parse_bytes
 from offload.tiers import Tier
@@ -242,7 +243,19 @@ class Config:
     def host_bytes(self, local_ranks: int = 1) -> int:
         """host_memory, or its default now for each of `local_ranks` that share the machine."""
         default = psutil.virtual_memory().available * 0.8 / local_ranks
-        return self.budget(Tier.HOST) or int(default)
+        wanted = self.budget(Tier.HOST) or int(default)
+        limit = self.process_bytes(local_ranks)
+        if limit is not None:
+            # Before a step was seen, a quarter is left for what it needs beside model state.
+            wanted = min(wanted, max(1, (limit - resident_bytes()) * 3 // 4))
+        return wanted
+
+    def process_bytes(self, local_ranks: int = 1) -> int | None:
+        """process_memory, or what the system allows each of `local_ranks`; None: no limit."""
+        if self.process_memory == "auto":
+            allowed = allowed_bytes()
+            return None if allowed is None else allowed // local_ranks
+        return None if self.process_memory is None else parse_bytes(self.process_memory)
 
     def disk_bytes(self, local_ranks: int = 1) -> int:
         """nvme_capacity, or its default now likewise; 0 without nvme_path."""

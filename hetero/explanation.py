@@ -73,11 +73,18 @@ class Placed(Protocol):
     def plan(self) -> Plan | None: ...
 
 
-def explain_banks(banks: Sequence[Placed], budget_bytes: Mapping[str, int | None]) -> str:
-    """The table of banks as they are placed; by their plans, if they have some."""
+def explain_banks(
+    banks: Sequence[Placed], budget_bytes: Mapping[str, int | None], expected_tokens: int
+) -> str:
+    """The table of banks as they are placed; by their plans, if they have some.
+
+    These assumed `expected_tokens` per step, as long as no step was traced.
+    """
     plans = [bank.plan for bank in banks if bank.plan is not None]
     if len(plans) == len(banks):
-        return explain(plans)
+        assumed = f"\nIt assumes {expected_tokens} tokens per step (expected_tokens)."
+        expected = any(p.problem.trace.expected for p in plans)
+        return explain(plans) + (assumed if expected else "")
     limits = {tier: budget_bytes[tier.value] for tier in Tier}
     found = _placed_bytes(banks, separate=any(bank.placement.device_bytes for bank in banks))
     return (

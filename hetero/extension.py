@@ -63,7 +63,8 @@ def extension(
     if max(trained) > max(bank.trained_numel for bank in engine.banks if not bank.held):
         early = first + trained.index(max(trained))
     budgets = _budgets(engine, held=early is not None)
-    plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first, early)
+    choose = engine.chooser
+    plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first, early, choose)
     _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
     spare_bytes -= sum(plan.placement.host_bytes for plan in plans)

@@ -53,6 +53,12 @@ class Grads:
         if cache is not None:
             cache.before_write = self._before_write
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which room for gradients has been waited for."""
+        waited = 0.0 if self._cache is None else self._cache.wait_s
+        return waited if self._drain is None else waited + self._drain.wait_s
+
     def commit(self) -> None:
         """Charges all homes: nobody else may use what is meant for gradients."""
         self._homes.commit_all()

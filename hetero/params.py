@@ -83,6 +83,11 @@ class Params:
         return self._arena.slots > 0
 
     @property
+    def wait_s(self) -> float:
+        """Seconds for which copies that were needed have been waited for."""
+        return 0.0 if self._cache is None else self._cache.wait_s
+
+    @property
     def in_use(self) -> bool:
         """Whether some parameters are gathered, or in a block that says so, now."""
         return bool(self._held) or self._resident_uses > 0 or self.leased_copies() > 0

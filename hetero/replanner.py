@@ -1,22 +1,56 @@
-"""Other placements for banks that exist, and how an engine goes over to them."""
+"""Other placements for banks that exist: when an engine looks for one, and goes over to it.
+
+After the second step of a training, whose trace has seconds without what is done but once, after a
+new sequence of uses was seen twice, and when computing takes another time than it was planned with,
+all is planned again with the trace; if that is predicted to save more than 5 % of the step, homes
+move. Each time that it changes little, the next look is twice as many steps away.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetero.arrangement import Choose
 from hetero.bank import Bank
+from hetero.memory_limit import MemoryLimit
 from hetero.migration import InUseError, Migration
 from hetero.placement import Budgets, Placement, PlacementError, SlotBytes, place
-from hetero.planner import Planner
+from hetero.plan import Plan, as_placed
+from hetero.planner import Planner, planning_matters
+from hetero.trace import Phase, Trace, Use, completed
+from hetero.traces import Seen
 from offload.errors import BudgetError, HeteroError
+from offload.heap import trim_heap
 from offload.sizes import format_bytes, parse_bytes
 from offload.tiers import Tier
 
 if TYPE_CHECKING:
     from hetero.engine import Engine
+
+_FIRST_LOOK = 2  # steps: the first has things to do that no other has
+_LEAST_GAIN = 0.05  # of the step's seconds: predictions are not better than that
+_OTHER_SECONDS = 0.25  # of computing, more or less than was planned with
+
+
+@dataclass(frozen=True)
+class Change:
+    """Homes that moved after step number `step` (from 1), with the seconds predicted for a step."""
+
+    step: int
+    why: str
+    moved_bytes: int
+    before_s: float | None = None
+    after_s: float | None = None
+
+    def words(self) -> str:
+        """A sentence for people."""
+        said = f"after step {self.step} homes of {format_bytes(self.moved_bytes)} moved: {self.why}"
+        if self.before_s is None or self.after_s is None:
+            return said
+        return f"{said} is predicted to take {self.after_s:.3f} s instead of {self.before_s:.3f} s"
 
 
 class Replanner:
@@ -31,6 +65,180 @@ class Replanner:
         self._planner = planner
         self._first_banks = len(engine.banks)
         self.moved_bytes = 0  # of homes, so far
+        self.changes: list[Change] = []
+        self._steps = 0
+        self._next_look = _FIRST_LOOK  # the first step after which it is looked again
+        self._patience = _FIRST_LOOK  # steps until the look after that
+        self._planned_with: Trace | None = None
+        self._waiting = False  # homes were in use when they were to move
+        self.limit: MemoryLimit | None = None
+        self._peak_bytes = 0  # the most RAM beside model state
+        self._was_raised = False
+
+    @property
+    def chooser(self) -> Choose:
+        """What decides on a placement."""
+        return self._planner or place
+
+    def plan_of(self, bank: Bank) -> Plan | None:
+        """The plan that the bank's placement came of, if there is a profile."""
+        if self._planner is None:
+            return None
+        return self._planner.plans(bank.layout, bank.placement)
+
+    # When
+
+    def after_step(self, seen: Seen | None, beside_bytes: int) -> None:
+        """A step is over, which had a trace, and so much RAM beside model state between.
+
+        Raises BudgetError if the process needs more than it may have, and what moving homes raises.
+        """
+        self._steps += 1
+        if self.limit is not None:
+            self._keep_within(self.limit, seen, beside_bytes)
+        if self._planner is None or not planning_matters(self._engine.config):
+            return
+        trace = self._worth_a_look(seen)
+        if trace is not None:
+            self._look(trace)
+
+    def _worth_a_look(self, seen: Seen | None) -> Trace | None:
+        """The trace to plan with; None: not now. The same on all ranks: the first one's."""
+        everyone = self._engine.world.everyone
+        if self._steps < self._next_look:
+            return None
+        if everyone is not None:
+            # Ranks look at once and not whenever one of them has a reason.
+            self._look_later()
+            mine = b"" if seen is None else _encoded(seen.trace)
+            first = everyone.all_gather_bytes(mine, "a step's trace")[0]
+            return _decoded(first) if first else None
+        if seen is None or (self._planned_with is not None and not self._differs(seen)):
+            return None
+        return seen.trace
+
+    def _differs(self, seen: Seen) -> bool:
+        """Whether a step is another one than was planned for, and not just once."""
+        planned, now = self._planned_with, seen.trace
+        assert planned is not None
+        if self._waiting:
+            return True
+        if (planned.micro_batches, planned.uses) != (now.micro_batches, now.uses):
+            return seen.times >= max(2, self._times_of(planned))
+        before_s = planned.forward_s + planned.backward_s
+        return abs(now.forward_s + now.backward_s - before_s) > _OTHER_SECONDS * before_s
+
+    def _times_of(self, trace: Trace) -> int:
+        """How often it was seen; what most steps do is planned for."""
+        return self._engine._tracer.traces.times(trace)
+
+    def _look_later(self) -> None:
+        self._next_look = self._steps + self._patience
+        self._patience *= 2
+
+    def _look(self, trace: Trace) -> None:
+        """Plans with the trace, and goes over to what is better by so much."""
+        planner, engine = self._planner, self._engine
+        assert planner is not None
+        host_bytes = engine.ledger.budget_bytes[Tier.HOST.value] or 0
+        if self.limit is not None:
+            # At first a part was left for what nobody knew.
+            allowed = self.limit.host_bytes(self._peak_bytes)
+            if not self._was_raised and allowed > host_bytes:
+                host_bytes = engine.world.agree(allowed, min, "a budget")
+            self._was_raised = True
+        planner.traces = self._by_bank(trace)
+        planner.forget()
+        budgets = self.budgets(host_bytes)
+        placements = self.choose(budgets)
+        now = [self._as_placed(bank, budgets) for bank in engine.banks]
+        plans = [
+            planner.plans(bank.layout, made)
+            for bank, made in zip(engine.banks, placements, strict=True)
+        ]
+        before_s = sum(each.cost.seconds for each in now)
+        after_s = sum(each.cost.seconds for each in plans if each is not None)
+        self._planned_with, self._waiting = trace, False
+        changed = False
+        if before_s - after_s > _LEAST_GAIN * before_s:
+            try:
+                self._change(placements, host_bytes, "a traced step", before_s, after_s)
+                changed = True
+            except InUseError:
+                self._waiting = True  # a user's tensor or graph; perhaps not for ever
+        if not changed:
+            for bank, plan in zip(engine.banks, now, strict=True):
+                bank.plan = plan
+        if engine.world.everyone is None:
+            self._look_later()
+
+    def _change(
+        self,
+        placements: Sequence[Placement],
+        host_bytes: int,
+        why: str,
+        before_s: float | None = None,
+        after_s: float | None = None,
+    ) -> None:
+        """Goes over, and says so."""
+        moved = self.moved_bytes
+        self.go_over(placements, host_bytes)
+        change = Change(self._steps, why, self.moved_bytes - moved, before_s, after_s)
+        self.changes.append(change)
+        self._engine.notes.append(change.words())
+
+    def _by_bank(self, trace: Trace) -> dict[int, Trace]:
+        """Each bank's uses, what stayed where compute is included, and its part of the seconds."""
+        layouts = [bank.layout for bank in self._engine.banks]
+        whole = completed(trace, layouts)
+        numel = sum(layout.numel for layout in layouts)
+        return {n: whole.of_bank(n, layout.numel / numel) for n, layout in enumerate(layouts)}
+
+    def _as_placed(self, bank: Bank, budgets: Budgets) -> Plan:
+        """What the bank's placement now is expected to take."""
+        assert self._planner is not None
+        problem = self._planner.problem(
+            bank.layout,
+            bank.dtypes,
+            self._engine.config.placement_policy,
+            budgets,
+            bank.min_gathered_slots,
+            bank.held,
+        )
+        return as_placed(problem, bank.placement)
+
+    # The process's memory
+
+    def _keep_within(self, limit: MemoryLimit, seen: Seen | None, beside_bytes: int) -> None:
+        """Lowers the budget of RAM if the process has passed its limit, or did in the step."""
+        engine = self._engine
+        needed = max(beside_bytes, 0 if seen is None else seen.trace.peak().host_bytes)
+        needed = engine.world.agree(needed, max, "memory")
+        self._peak_bytes = max(self._peak_bytes, needed)
+        if not limit.passed(needed):
+            return
+        trim_heap()  # what the allocator keeps counts, too
+        host_bytes = limit.host_bytes(needed)
+        before = engine.ledger.budget_bytes[Tier.HOST.value] or 0
+        try:
+            placements = self.choose(self.budgets(max(1, host_bytes)))
+        except PlacementError as refusal:
+            least = refusal.smallest_host_bytes
+            raise BudgetError(
+                f"process_memory is {format_bytes(limit.limit)} ({limit.limit} bytes), and a step "
+                f"needs {format_bytes(needed)} beside the model state, for activations, "
+                f"temporaries and libraries; that leaves {format_bytes(max(0, host_bytes))} for "
+                f"model state, and the smallest that works is {format_bytes(least)} ({least} "
+                f"bytes); raise process_memory, or use smaller or checkpointed micro-batches"
+            ) from None
+        try:
+            why = (
+                f"the process needs {format_bytes(needed)} beside the model state, so host_memory "
+                f"is {format_bytes(host_bytes)} instead of {format_bytes(before)}"
+            )
+            self._change(placements, host_bytes, why)
+        except InUseError:
+            pass  # the next step tries again
 
     # Choosing
 
@@ -79,7 +287,7 @@ class Replanner:
         raise AssertionError("unreachable")
 
     def _choose_for(self, bank: Bank, budgets: Budgets, smallest: bool) -> Placement:
-        choose: Choose = self._planner or place
+        choose = self.chooser
         policy, before = self._engine.config.placement_policy, bank.placement
         budgets = replace(budgets, on_device=before.param.count(Tier.DEVICE))
 
@@ -169,8 +377,8 @@ class Replanner:
             self.moved_bytes += migration.moved_bytes
         for hooks in engine._model_hooks:
             hooks.cover(engine.model)
-        for bank, made in zip(engine.banks, placements, strict=True):
-            bank.plan = self._planner.plans(bank.layout, made) if self._planner else None
+        for bank in engine.banks:
+            bank.plan = self.plan_of(bank)
         self._together(failure)
 
     def _prepare(self, migrations: Sequence[Migration]) -> None:
@@ -211,6 +419,21 @@ class Replanner:
             if theirs:
                 kind = InUseError if theirs[:1] == b"1" else HeteroError
                 raise kind(f"{everyone.name(peer)} cannot move homes: {theirs[1:].decode()}")
+
+
+def _encoded(trace: Trace) -> bytes:
+    uses = [(use.bank, use.chunk, use.phase.value) for use in trace.uses]
+    return json.dumps([uses, trace.micro_batches, trace.forward_s, trace.backward_s]).encode()
+
+
+def _decoded(content: bytes) -> Trace:
+    uses, micro_batches, forward_s, backward_s = json.loads(content)
+    return Trace(
+        tuple(Use(bank, chunk, Phase(phase)) for bank, chunk, phase in uses),
+        micro_batches,
+        forward_s,
+        backward_s,
+    )
 
 
 def _same(one: Placement, other: Placement) -> bool:
