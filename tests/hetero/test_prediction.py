@@ -129,3 +129,25 @@ class TestTrain:
         summary = json.loads(capsys.readouterr().out)
         assert summary["predicted"] is None
         assert any("no step time is predicted" in note for note in summary["notes"])
+
+    def test_a_placement_that_was_changed_is_shown_with_what_it_is_predicted_to_take(
+        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Computing is said to take minutes, which would hide a disk that is as slow."""
+        slow = dict.fromkeys(RATES, 1e5)
+        make_profile(
+            nvme_read_bytes_per_s=1e5,
+            nvme_write_bytes_per_s=1e5,
+            nvme_mixed_bytes_per_s=1e5,
+            update_bytes_per_s=RATES,
+            matmul_flop_per_s=slow,
+        ).save(tmp_path / "cache" / "hetero" / "profile.json")
+        given = ("--policy", "auto", "--host-memory", "1MiB", "--accumulate", "4", "--steps", "6")
+        assert train("--json", "--chunk-numel", "8192", *given) == 0
+        summary = json.loads(capsys.readouterr().out)
+        (change,) = summary["changes"]
+        assert "after step 2" in change
+        assert "by the profile made up" in summary["placement"]
+        assert summary["predicted"]["nvme_read_bytes"] == summary["bytes_per_step"]["disk_read"]
+        assert train("--chunk-numel", "8192", *given) == 0
+        assert "placed again" in capsys.readouterr().out
