@@ -119,7 +119,6 @@ class StepTracer:
 
     @_disable_dynamo
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # (A call that Ctrl-C ended is not told: the next step's trace is then a bad guess.)
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return
@@ -146,7 +145,7 @@ class StepTracer:
 
     def gradient(self) -> None:
         """A gradient is there: a backward goes on."""
-        if not self._in_backward:
+        if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             self._recorder.begin(Phase.BACKWARD)
             engine = torch.autograd.Variable._execution_engine
@@ -170,6 +169,7 @@ class StepTracer:
         whole = self._recorder.has(Phase.FORWARD)
         trace = self._recorder.end_step()
         self._in_backward = False
+        self._depth = 0  # a forward that Ctrl-C ended has not said so
         self._apart_seen = 0
         if len(self._recorder.orders) < len(self._banks):
             self._recorder = self._new_recorder()  # banks have come, of which this knows nothing

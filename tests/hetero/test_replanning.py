@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import torch
 import hetero
 from hetero.cost import CostModel
 from hetero.plan import plan
-from hetero.trace import Phase
+from hetero.trace import Phase, Trace
 from offload.backing import FileBacking
 from offload.errors import BudgetError
 from offload.process import ResidentMemory
@@ -337,6 +341,35 @@ class TestReplanning:
             assert [change.step for change in engine.changes] == [4] * (number == 3)
         engine.close()
 
+    def test_another_kind_of_step_is_planned_for_when_it_comes_again(self, tmp_path: Path) -> None:
+        """From a step on gradients are added to four times, which is no place for a slow disk."""
+        model, optimizer = start(tmp_path, profile=profile(disk=1e5, flop=1e5))
+        engine = optimizer.engine
+        engine._replanner._next_look = 1 << 30
+        data = iter(batches(40))
+
+        def step(micro_batches: int) -> None:
+            for _ in range(micro_batches):
+                tokens = next(data)
+                optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(1)
+        engine._replanner._next_look = 2
+        # As if computing were as slow as the profile says.
+        engine._tracer.traces.note = slowly(engine._tracer.traces.note)  # type: ignore
+        step(1)
+        step(1)
+        assert Tier.DISK in engine.placement.grad
+        assert engine.changes == []
+        for number in range(4):
+            step(4)
+            assert number or not engine.changes, "once may be an exception"
+        assert len(engine.changes) == 1
+        assert Tier.DISK not in engine.placement.grad
+        engine.close()
+
     @pytest.mark.parametrize("stage", [2, 3])
     def test_ranks_change_together(self, stage: int, ranks2: RankPool, tmp_path: Path) -> None:
         found = ranks2.run(on_ranks, str(tmp_path), stage)
@@ -347,6 +380,16 @@ class TestReplanning:
         plain = ranks2.run(on_ranks, str(tmp_path), stage, False)
         for mine, theirs in zip(plain, found, strict=True):
             assert all(map(torch.equal, mine[1], theirs[1]))
+
+
+def slowly(note: Any) -> Any:
+    """Notes traces whose steps of one micro-batch compute for minutes."""
+
+    def noting(trace: Trace) -> Any:
+        seconds = 3600.0 if trace.micro_batches == 1 else 1.0
+        return note(replace(trace, forward_s=seconds, backward_s=seconds))
+
+    return noting
 
 
 def on_ranks(
@@ -392,6 +435,50 @@ class Process:
             else sum(self.engine.ledger.in_use_bytes[tier] for tier in ("host", "device"))
         )
         return self.beside_bytes + managed
+
+
+REAL = """
+import json, sys
+import torch, hetero
+from offload.process import resident_bytes
+from tests.training import batches, tiny_gpt2
+
+torch.set_num_threads(1)
+limit = resident_bytes() + (220 << 20)
+options = {"placement_policy": "auto", "nvme_path": sys.argv[1], "process_memory": limit}
+with hetero.ZeroInitContext(profile=False, **options):
+    model = tiny_gpt2(384, 6)
+model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+over = []
+for step, tokens in enumerate(batches(6)):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    kept = torch.ones(60 << 20 if step >= 2 else 1, dtype=torch.uint8)
+    loss.backward()
+    over.append(resident_bytes() > limit)
+    del loss, kept
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps([over, [change.step for change in optimizer.engine.changes]]))
+optimizer.engine.close()
+"""
+
+
+def test_a_process_gives_way_to_itself(tmp_path: Path) -> None:
+    """Activations grow by 60 MiB in the third step; from the fourth on all fits again."""
+    root = Path(__file__).parents[2]
+    out = subprocess.run(
+        [sys.executable, "-c", REAL, str(tmp_path)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode == 0, out.stderr
+    over, steps = json.loads(out.stdout)
+    assert steps[-1] == 3, (over, steps)
+    assert over[2]
+    assert not any(over[3:])
 
 
 class TestProcessMemory:
