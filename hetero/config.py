@@ -120,6 +120,7 @@ class Config:
                     object.__setattr__(self, name, parse_bytes(value))
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
+        self._check_planning()
         compute = default_dtype() if self.dtype is None else check_dtype(self.dtype, "dtype")
         object.__setattr__(self, "dtype", compute)
         if self.grad_dtype is not None:
@@ -161,6 +162,18 @@ class Config:
             )
         if not isinstance(self.prefetch, bool):
             raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")
+        self._check_backend()
+        if self.nvme_path is not None:
+            found = check_directories(_paths(self.nvme_path))
+            object.__setattr__(self, "nvme_path", found[0] if len(found) == 1 else found)
+        elif self.placement_policy == "nvme":
+            raise ValueError(
+                "placement_policy='nvme' needs nvme_path, a directory on the NVMe disk"
+            )
+        elif self.nvme_capacity is not None:
+            raise ValueError("nvme_capacity is of no use without nvme_path; give it too")
+
+    def _check_planning(self) -> None:
         if self.expected_tokens is not None:
             _check_integer("expected_tokens", self.expected_tokens, at_least=1)
         if self.process_memory is not None and self.process_memory != "auto":
@@ -174,16 +187,6 @@ class Config:
                 f"profile must be a Profile, the path of a saved one, False or None, not "
                 f"{self.profile!r}"
             )
-        self._check_backend()
-        if self.nvme_path is not None:
-            found = check_directories(_paths(self.nvme_path))
-            object.__setattr__(self, "nvme_path", found[0] if len(found) == 1 else found)
-        elif self.placement_policy == "nvme":
-            raise ValueError(
-                "placement_policy='nvme' needs nvme_path, a directory on the NVMe disk"
-            )
-        elif self.nvme_capacity is not None:
-            raise ValueError("nvme_capacity is of no use without nvme_path; give it too")
 
     def _check_backend(self) -> None:
         _check_choice("backend", self.backend, get_args(BackendName))

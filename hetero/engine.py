@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 
 from hetero.all_params import AllParams
-from hetero.arrangement import Choose
 from hetero.bank import Bank
 from hetero.clipping import Clipping, check_dense
 from hetero.config import Config
@@ -25,22 +24,18 @@ from hetero.hooks import GradHook, ModuleHooks, refuse_use
 from hetero.later import Later
 from hetero.layout import Layout
 from hetero.managed import ManagedParam, can_train
-from hetero.memory_limit import BesideMemory, MemoryLimit
 from hetero.placement import Placement
 from hetero.plan import Plan
 from hetero.planner import EXPECTED_TOKENS, Planner
-from hetero.replanner import Change, Replanner
+from hetero.replanner import Replanner
 from hetero.scaler import LossScale
 from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
-from hetero.trace import Trace
-from hetero.traces import StepTracer
 from hetero.traffic import Traffic, traffic_of
 from hetero.world import World
 from offload import _native
 from offload.backend import Backend
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.ledger import Ledger
-from offload.tiers import Tier
 from offload.waiter import PREFIX, in_background
 
 
@@ -105,14 +100,7 @@ class Engine:
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
-        self._beside = BesideMemory(ledger, backend)
-        self._tracer = StepTracer(model, self.banks, self._beside)
-        self._model_hooks.append(self._tracer)
-        self._hooks.append(self._beside)
-        limit = config.process_bytes(self.world.local_ranks)
-        if limit is not None:
-            wanted = config.budget(Tier.HOST) or limit
-            self._replanner.limit = MemoryLimit(limit, wanted, self._beside)
+        self._model_hooks.append(self._replanner)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
@@ -224,7 +212,7 @@ class Engine:
 
     def _check_grad(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         check_dense(managed, grad)
-        self._tracer.gradient()
+        self._replanner.tracer.gradient()
         if self.loss_scale.dynamic and not self._scaled_backward:
             raise RuntimeError(
                 "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
@@ -294,10 +282,7 @@ class Engine:
             self._update(groups, members, hyper_of)
         if members:
             self.loss_scale.update(overflow)
-        seen = self._tracer.end_step()
-        for bank in self.banks:
-            bank.order.end_step()
-        self._replanner.after_step(seen, self._tracer.take_beside_bytes())
+        self._replanner.end_step()
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Until all ranks are here, and nobody reads old values any more; what each said."""
@@ -408,7 +393,6 @@ class Engine:
         self._check_open()
         for bank in extension(self, self.model, params):
             self._take_over(bank)
-            bank.plan = self._replanner.plan_of(bank)
         for hooks in self._model_hooks:
             hooks.cover(self.model)
 
@@ -447,24 +431,14 @@ class Engine:
         self._replanner.set_budget(host_memory)
 
     @property
-    def chooser(self) -> Choose:
-        """What decides on the placement of banks to come."""
-        return self._replanner.chooser
-
-    @property
     def plans(self) -> list[Plan | None]:
         """One per bank, the main one first; None where there was no profile to plan by."""
         return [bank.plan for bank in self.banks]
 
     @property
-    def traces(self) -> list[Trace]:
-        """What different steps use, and how long they compute; the last seen is the last."""
-        return list(self._tracer.traces)
-
-    @property
-    def changes(self) -> list[Change]:
-        """When homes moved because of what steps were seen to do."""
-        return list(self._replanner.changes)
+    def replanner(self) -> Replanner:
+        """Traces of steps, and what was changed because of them."""
+        return self._replanner
 
     def explain(self) -> str:
         """A table for people of where state is and, with a profile, what a step is expected to

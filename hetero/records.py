@@ -101,10 +101,6 @@ class Records:
         # A rank's server reads records too. Held while an update runs, and while one is open.
         self.lock = threading.RLock()
 
-    def use(self, pipeline: StepPipeline) -> None:
-        """The bank has got another pipeline; all is written that the old one had."""
-        self._pipeline = pipeline
-
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece's record."""
         if chunk in self._homes:
@@ -135,6 +131,10 @@ class Records:
     def empty(self) -> torch.Tensor:
         """Memory for the bytes of one piece's record."""
         return torch.empty(self._piece_bytes, dtype=torch.uint8)
+
+    def use(self, pipeline: StepPipeline) -> None:
+        """The bank has got another pipeline; all is written that the old one had."""
+        self._pipeline = pipeline
 
     @contextmanager
     def open_raw(

@@ -13,15 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from hetero.arrangement import Choose
 from hetero.bank import Bank
-from hetero.memory_limit import MemoryLimit
+from hetero.memory_limit import BesideMemory, MemoryLimit
 from hetero.migration import InUseError, Migration
 from hetero.placement import Budgets, Placement, PlacementError, SlotBytes, place
 from hetero.plan import Plan, as_placed
 from hetero.planner import Planner, planning_matters
 from hetero.trace import Phase, Trace, Use, completed
-from hetero.traces import Seen
+from hetero.traces import Seen, StepTracer
 from offload.errors import BudgetError, HeteroError
 from offload.heap import trim_heap
 from offload.sizes import format_bytes, parse_bytes
@@ -61,7 +63,10 @@ class Replanner:
 
     def __init__(self, engine: Engine, planner: Planner | None) -> None:
         """Without a `planner` placements are chosen by sizes, as place() does."""
+        config = engine.config
         self._engine = engine
+        self._beside = BesideMemory(engine.ledger, engine.backend)
+        self.tracer = StepTracer(engine.model, engine.banks, self._beside)
         self._planner = planner
         self._first_banks = len(engine.banks)
         self.moved_bytes = 0  # of homes, so far
@@ -71,7 +76,10 @@ class Replanner:
         self._patience = _FIRST_LOOK  # steps until the look after that
         self._planned_with: Trace | None = None
         self._waiting = False  # homes were in use when they were to move
+        limit = config.process_bytes(engine.world.local_ranks)
         self.limit: MemoryLimit | None = None
+        if limit is not None:
+            self.limit = MemoryLimit(limit, config.budget(Tier.HOST) or limit, self._beside)
         self._peak_bytes = 0  # the most RAM beside model state
         self._was_raised = False
 
@@ -88,14 +96,30 @@ class Replanner:
 
     # When
 
-    def after_step(self, seen: Seen | None, beside_bytes: int) -> None:
-        """A step is over, which had a trace, and so much RAM beside model state between.
+    @property
+    def traces(self) -> list[Trace]:
+        """What different steps use, and how long they compute; the last seen is the last."""
+        return list(self.tracer.traces)
+
+    def cover(self, model: torch.nn.Module) -> None:
+        """Nothing: the model is the same."""
+
+    def remove(self) -> None:
+        """Looks at the model no more."""
+        self.tracer.remove()
+        self._beside.remove()
+
+    def end_step(self) -> None:
+        """A step is over.
 
         Raises BudgetError if the process needs more than it may have, and what moving homes raises.
         """
+        seen = self.tracer.end_step()
+        for bank in self._engine.banks:
+            bank.order.end_step()
         self._steps += 1
         if self.limit is not None:
-            self._keep_within(self.limit, seen, beside_bytes)
+            self._keep_within(self.limit, seen, self.tracer.take_beside_bytes())
         if self._planner is None or not planning_matters(self._engine.config):
             return
         trace = self._worth_a_look(seen)
@@ -130,7 +154,7 @@ class Replanner:
 
     def _times_of(self, trace: Trace) -> int:
         """How often it was seen; what most steps do is planned for."""
-        return self._engine._tracer.traces.times(trace)
+        return self.tracer.traces.times(trace)
 
     def _look_later(self) -> None:
         self._next_look = self._steps + self._patience

@@ -118,14 +118,14 @@ class Stepper:
             _merged(sorted(segments)),
         )
 
-    def use(self, pipeline: StepPipeline) -> None:
-        """The bank has got another pipeline; all is written that the old one had."""
-        self._pipeline = pipeline
-
     def wait_written(self, chunk: Chunk) -> None:
         """Until the file has what the last step computed for `chunk`."""
         for piece in range(chunk.slots):
             self._pipeline.wait_written(self._first_key[chunk.id] + piece)
+
+    def use(self, pipeline: StepPipeline) -> None:
+        """The bank has got another pipeline; all is written that the old one had."""
+        self._pipeline = pipeline
 
 
 def _merged(segments: Iterable[Segment]) -> list[Segment]:

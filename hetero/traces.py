@@ -101,9 +101,6 @@ class StepTracer:
     def _waits_s(self) -> float:
         return sum(bank.wait_s for bank in self._banks)
 
-    def cover(self, model: torch.nn.Module) -> None:
-        """Nothing: the model is the same."""
-
     @_disable_dynamo
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         self._depth += 1

@@ -90,7 +90,7 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
         return Placed(
             policy_of(engine),
             predicted_step(options, config, engine.banks, ranks.count, []),
-            [(change.step, change.words()) for change in engine.changes],
+            [(change.step, change.words()) for change in engine.replanner.changes],
         )
 
     try:

@@ -351,7 +351,7 @@ def on_ranks(rank: int, world: int, path: str, stage: int, moving: bool) -> list
         optimizer.step()
         optimizer.zero_grad()
     if moving:
-        assert engine._replanner.moved_bytes
+        assert engine.replanner.moved_bytes
     found += hetero.masters(model.parameters())
     engine.close()
     return found

@@ -219,8 +219,8 @@ class TestTraces:
             with torch.no_grad():
                 for tokens in batches(5):
                     model(input_ids=tokens)
-        evaluations = [trace for trace in engine.traces if not trace.micro_batches]
-        training = next(trace for trace in reversed(engine.traces) if trace.micro_batches)
+        evaluations = [trace for trace in engine.replanner.traces if not trace.micro_batches]
+        training = next(trace for trace in reversed(engine.replanner.traces) if trace.micro_batches)
         assert training.micro_batches == 2
         assert training.forward_s > 0
         assert training.backward_s > 0
@@ -245,7 +245,7 @@ class TestTraces:
             optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
             optimizer.zero_grad()
-            peaks.append(optimizer.engine.traces[-1].peak().host_bytes)
+            peaks.append(optimizer.engine.replanner.traces[-1].peak().host_bytes)
             kept.clear()
             if len(peaks) == 3:
                 model.transformer.h[1].register_forward_hook(hook)
@@ -254,12 +254,12 @@ class TestTraces:
 
     def test_inference_alone_keeps_nothing(self, tmp_path: Path) -> None:
         model, optimizer = start(tmp_path, profile=False)
-        tracer = optimizer.engine._tracer
+        tracer = optimizer.engine.replanner.tracer
         with torch.no_grad():
             for _ in range(20):
                 model(input_ids=batches(1)[0])
         assert tracer._recorder.moments == 0
-        assert len(optimizer.engine.traces) == 1
+        assert len(optimizer.engine.replanner.traces) == 1
         optimizer.engine.close()
 
     def test_seconds_of_computing_are_without_waits(self, tmp_path: Path, monkeypatch: Any) -> None:
@@ -267,7 +267,7 @@ class TestTraces:
         model, optimizer = start(tmp_path, host_memory="300KiB", profile=False)
         engine = optimizer.engine
         now_s = [0.0]
-        monkeypatch.setattr(engine._tracer._recorder, "clock", lambda: now_s[0])
+        monkeypatch.setattr(engine.replanner.tracer._recorder, "clock", lambda: now_s[0])
         monkeypatch.setattr("offload.cache.time.perf_counter", lambda: now_s[0])
         read = FileBacking.read
 
@@ -287,7 +287,7 @@ class TestTraces:
             optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
             optimizer.zero_grad()
-        trace = engine.traces[-1]
+        trace = engine.replanner.traces[-1]
         assert now_s[0] > 10
         assert (trace.forward_s, trace.backward_s) == (0.0, 0.0)
         engine.close()
@@ -302,7 +302,7 @@ class TestReplanning:
         first = engine.placement
         assert Tier.DISK in first.grad
         run = train(model, optimizer, batches(4 * 4), accumulate=4)
-        (change,) = engine.changes
+        (change,) = engine.replanner.changes
         assert change.step == 2
         assert change.after_s < 0.95 * change.before_s
         assert change.moved_bytes > 0
@@ -320,7 +320,7 @@ class TestReplanning:
             optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
             optimizer.zero_grad()
-        assert engine.changes == []
+        assert engine.replanner.changes == []
         assert engine.placement == first
         (made,) = engine.plans
         assert not made.problem.trace.expected
@@ -338,14 +338,14 @@ class TestReplanning:
                     held.enter_context(hetero.gathered(model.parameters()))
                 optimizer.step()
             optimizer.zero_grad()
-            assert [change.step for change in engine.changes] == [4] * (number == 3)
+            assert [change.step for change in engine.replanner.changes] == [4] * (number == 3)
         engine.close()
 
     def test_another_kind_of_step_is_planned_for_when_it_comes_again(self, tmp_path: Path) -> None:
         """From a step on gradients are added to four times, which is no place for a slow disk."""
         model, optimizer = start(tmp_path, profile=profile(disk=1e5, flop=1e5))
         engine = optimizer.engine
-        engine._replanner._next_look = 1 << 30
+        engine.replanner._next_look = 1 << 30
         data = iter(batches(40))
 
         def step(micro_batches: int) -> None:
@@ -356,17 +356,17 @@ class TestReplanning:
             optimizer.zero_grad()
 
         step(1)
-        engine._replanner._next_look = 2
+        engine.replanner._next_look = 2
         # As if computing were as slow as the profile says.
-        engine._tracer.traces.note = slowly(engine._tracer.traces.note)  # type: ignore
+        engine.replanner.tracer.traces.note = slowly(engine.replanner.tracer.traces.note)  # type: ignore
         step(1)
         step(1)
         assert Tier.DISK in engine.placement.grad
-        assert engine.changes == []
+        assert engine.replanner.changes == []
         for number in range(4):
             step(4)
-            assert number or not engine.changes, "once may be an exception"
-        assert len(engine.changes) == 1
+            assert number or not engine.replanner.changes, "once may be an exception"
+        assert len(engine.replanner.changes) == 1
         assert Tier.DISK not in engine.placement.grad
         engine.close()
 
@@ -413,7 +413,7 @@ def on_ranks(
             del loss
         optimizer.step()
         optimizer.zero_grad()
-    placed, changes = repr(engine.placement), [c.step for c in engine.changes]
+    placed, changes = repr(engine.placement), [c.step for c in engine.replanner.changes]
     found = [*losses, *hetero.masters(model.parameters())]
     engine.close()
     return placed, found, changes
@@ -458,7 +458,7 @@ for step, tokens in enumerate(batches(6)):
     del loss, kept
     optimizer.step()
     optimizer.zero_grad()
-print(json.dumps([over, [change.step for change in optimizer.engine.changes]]))
+print(json.dumps([over, [change.step for change in optimizer.engine.replanner.changes]]))
 optimizer.engine.close()
 """
 
@@ -524,9 +524,11 @@ class TestProcessMemory:
             assert process.nbytes() <= self.LIMIT
         assert used[0] >= used[1] > used[2] == used[3] > used[4] == used[5]
         assert losses == reference().losses
-        steps = [change.step for change in engine.changes]
+        steps = [change.step for change in engine.replanner.changes]
         assert steps in ([2, 3, 5], [3, 5])
-        assert all("beside the model state" in change.words() for change in engine.changes)
+        assert all(
+            "beside the model state" in change.words() for change in engine.replanner.changes
+        )
         engine.close()
 
     def test_small_changes_do_not_move_it_to_and_fro(
@@ -537,7 +539,7 @@ class TestProcessMemory:
         for number in range(STEPS):
             self.step(model, optimizer, number)
             process.beside_bytes += (-1) ** number * (100 << 10)
-        assert len(optimizer.engine.changes) == 1
+        assert len(optimizer.engine.replanner.changes) == 1
         optimizer.engine.close()
 
     def test_what_cannot_fit_is_refused_with_the_numbers(
