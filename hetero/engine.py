@@ -30,6 +30,7 @@ from hetero.planner import EXPECTED_TOKENS, Planner
 from hetero.replanner import Replanner
 from hetero.scaler import LossScale
 from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
+from hetero.trace import Trace
 from hetero.traffic import Traffic, traffic_of
 from hetero.world import World
 from offload import _native
@@ -434,6 +435,11 @@ class Engine:
     def plans(self) -> list[Plan | None]:
         """One per bank, the main one first; None where there was no profile to plan by."""
         return [bank.plan for bank in self.banks]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """What different kinds of steps use, and how long they compute; the last is the last."""
+        return self._replanner.traces
 
     @property
     def replanner(self) -> Replanner:
