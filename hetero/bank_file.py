@@ -42,14 +42,25 @@ class BankFile:
         self._resources = resources.enter_context(ExitStack())
         self._free = FreeSpace()
 
-    def take(self, nbytes: int) -> int:
-        """The offset of `nbytes`, a multiple of the page, of allocated space.
+    def make_room(self, nbytes: int) -> None:
+        """Takes care that `nbytes` are free, at once what take() would take piece by piece.
 
-        Raises BudgetError, StoreError or NativeIoError, with nothing taken.
+        Raises BudgetError, StoreError or NativeIoError, with nothing changed.
         """
+        missing = nbytes - self._free.nbytes
+        if missing <= 0:
+            return
         if self.parts is None:
-            self.parts = self._open(nbytes)
-            return 0
+            self.parts = self._open(missing)
+            self._free.give(0, missing)
+        else:
+            self._free.give(self.parts.scratch.reserve(missing), missing)
+
+    def take(self, nbytes: int) -> int:
+        """The offset of `nbytes`, a multiple of the page, of allocated space. Raises likewise."""
+        if self.parts is None:
+            self.make_room(nbytes)
+        assert self.parts is not None
         offset = self._free.take(nbytes)
         return self.parts.scratch.reserve(nbytes) if offset is None else offset
 

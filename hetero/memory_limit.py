@@ -33,6 +33,12 @@ class BesideMemory:
         host = self._resident.nbytes() - self.managed_bytes
         return max(0, host), 0 if device is None else int(device())
 
+    def reset(self) -> None:
+        """What a DEVICE says is its most since the last call."""
+        reset = getattr(self._backend, "reset_beside", None)
+        if reset is not None:
+            reset()
+
     @property
     def managed_bytes(self) -> int:
         """Of RAM, that the ledger has charged."""

@@ -147,6 +147,7 @@ class Migration:
             try:
                 for move in self._out:
                     self._let_go(move)
+                bank.file.make_room(sum(self._space(move) for move in self._out))
                 for move in self._out:
                     ops += self._write(move)
                 for op in ops:
@@ -211,9 +212,11 @@ class Migration:
         self._seat(self._out, moved=False)
 
     def _give_back(self, move: Move, extent: Extent) -> None:
+        self._bank.file.give_back(extent.offset, self._space(move))
+
+    def _space(self, move: Move) -> int:
         bank = self._bank
-        space, _ = extent_sizes(bank.layout, bank.dtypes, move.payload.value, move.chunk)
-        bank.file.give_back(extent.offset, space)
+        return extent_sizes(bank.layout, bank.dtypes, move.payload.value, move.chunk)[0]
 
     def leave(self) -> None:
         """Gives back all memory that is not a home of `after`, or a home that stays."""
@@ -225,7 +228,7 @@ class Migration:
         if bank.buckets is not None:
             bank.buckets.refit(0, 0)
 
-    def arrive(self, spare_bytes: int) -> tuple[Placement, Exception | None]:
+    def arrive(self, spare_bytes: int) -> tuple[Placement, BaseException | None]:
         """Brings what comes to RAM. Returns the placement as it is now, and what went wrong.
 
         What cannot be read stays in the file; the bank works nevertheless, if RAM suffices for the
@@ -243,7 +246,7 @@ class Migration:
             bank.pools.fill(made, spare_bytes)
             if bank.buckets is not None:
                 bank.buckets.refit(made.bucket_slots, made.receive_slots)
-        except Exception as failure:
+        except BaseException as failure:
             error = error or failure
         for user in bank.pipeline_users:
             user.use(bank.pools.pipeline)
@@ -255,7 +258,7 @@ class Migration:
         self._seat([*self._out, *self._back], moved=True)
         return made, error
 
-    def _bring(self) -> Exception | None:
+    def _bring(self) -> BaseException | None:
         """Reads what comes to RAM; returns the first error."""
         bank, first_error = self._bank, None
         reads: list[tuple[Move, IoOp | None]] = []
@@ -268,7 +271,7 @@ class Migration:
                     address = homes.address(move.chunk, 0)
                     op = bank.file.read(address, extent.nbytes, extent.offset)
                 reads.append((move, op))
-            except Exception as error:
+            except BaseException as error:
                 if move.chunk in homes:
                     homes.give_up(move.chunk)
                 self._stayed.append(move)
@@ -277,7 +280,7 @@ class Migration:
             try:
                 if op is not None:
                     op.wait()
-            except Exception as error:
+            except BaseException as error:
                 bank.homes[move.payload].give_up(move.chunk)
                 self._stayed.append(move)
                 first_error = first_error or error

@@ -115,6 +115,7 @@ class Replanner:
         Raises BudgetError if the process needs more than it may have, and what moving homes raises.
         """
         seen = self.tracer.end_step()
+        self._beside.reset()
         for bank in self._engine.banks:
             bank.order.end_step()
         self._steps += 1
@@ -355,6 +356,10 @@ class Replanner:
             placements = self.choose(budgets)
         except PlacementError as refusal:
             least = refusal.smallest_host_bytes
+            if least <= wanted:  # it is the disk
+                raise BudgetError(
+                    f"host_memory cannot become {format_bytes(wanted)} ({wanted} bytes): {refusal}"
+                ) from None
             raise BudgetError(
                 f"host_memory cannot become {format_bytes(wanted)} ({wanted} bytes): the smallest "
                 f"that works is {format_bytes(least)} ({least} bytes), under policy "
@@ -392,7 +397,7 @@ class Replanner:
             if not _same(bank.placement, made)
         ]
         self._prepare([migration for _, migration in ways])
-        failure: Exception | None = None
+        failure: BaseException | None = None
         for _, migration in ways:
             migration.leave()
         for bank, migration in ways:
@@ -426,7 +431,7 @@ class Replanner:
                 migration.abandon()
             raise
 
-    def _together(self, failure: Exception | None) -> None:
+    def _together(self, failure: BaseException | None) -> None:
         """Until all ranks are here; raises what this one met, or that another one met something."""
         engine = self._engine
         everyone = engine.world.everyone

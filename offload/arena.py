@@ -28,11 +28,14 @@ class HostArena:
         self.slots = slots
         self.tier = tier
         self.slot_bytes = slot_bytes
-        self._memory: Arena | None = Arena(slots * slot_bytes) if slots else None
         self.leases = Leases(slots)
         self._ledger = ledger
         self._account = account
         self._committed = [False] * slots
+        self._memory: Arena | None = self._map(slots * slot_bytes) if slots else None
+
+    def _map(self, nbytes: int) -> Arena:
+        return Arena(nbytes)
 
     @property
     def memory(self) -> Arena:
@@ -67,7 +70,7 @@ class HostArena:
         self.slot_bytes = self.slot_bytes if slot_bytes is None else slot_bytes
         self.leases = Leases(slots)
         self._committed = [False] * slots
-        self._memory = Arena(slots * self.slot_bytes) if slots else None
+        self._memory = self._map(slots * self.slot_bytes) if slots else None
 
     def address(self, slot: int) -> int:
         """Address of the first byte of `slot`."""

@@ -187,6 +187,17 @@ def test_without_nvme_there_is_nowhere_to_go() -> None:
     train(model, optimizer, batches(1))
 
 
+def test_the_disk_s_budget_holds_too(tmp_path: Path) -> None:
+    training = Steps(*start(tmp_path, nvme_capacity="1MiB"))
+    engine = training.engine
+    with pytest.raises(BudgetError, match="nvme_capacity or the free space there"):
+        engine.set_budget(LEAST)
+    engine.set_budget(2 << 20)
+    training.step()
+    assert 0 < engine.ledger.peak_bytes["disk"] <= 1 << 20
+    assert training.finish().same_bits(reference("bf16"))
+
+
 @pytest.mark.parametrize("nth", [0, 1, 7])
 def test_a_failed_write_leaves_everything_where_it_was(nth: int, tmp_path: Path) -> None:
     training = Steps(*start(tmp_path))
