@@ -17,11 +17,13 @@ import torch
 
 from hetero.arrangement import Choose
 from hetero.bank import Bank
+from hetero.cost import Problem
 from hetero.memory_limit import BesideMemory, MemoryLimit
 from hetero.migration import InUseError, Migration
 from hetero.placement import Budgets, Placement, PlacementError, SlotBytes, place
 from hetero.plan import Plan, as_placed
 from hetero.planner import Planner, planning_matters
+from hetero.prediction import computing_alone
 from hetero.trace import Phase, Trace, Use, completed
 from hetero.traces import Seen, StepTracer
 from offload.errors import BudgetError, HeteroError
@@ -172,9 +174,13 @@ class Replanner:
             if not self._was_raised and allowed > host_bytes:
                 host_bytes = engine.world.agree(allowed, min, "a budget")
             self._was_raised = True
-        planner.traces = self._by_bank(trace)
         planner.forget()
         budgets = self.budgets(host_bytes)
+        planner.traces = self._by_bank(trace)
+        planner.traces = {
+            number: computing_alone(self._problem(bank, budgets), bank.placement)
+            for number, bank in enumerate(engine.banks)
+        }
         placements = self.choose(budgets)
         now = [self._as_placed(bank, budgets) for bank in engine.banks]
         plans = [
@@ -221,8 +227,11 @@ class Replanner:
 
     def _as_placed(self, bank: Bank, budgets: Budgets) -> Plan:
         """What the bank's placement now is expected to take."""
+        return as_placed(self._problem(bank, budgets), bank.placement)
+
+    def _problem(self, bank: Bank, budgets: Budgets) -> Problem:
         assert self._planner is not None
-        problem = self._planner.problem(
+        return self._planner.problem(
             bank.layout,
             bank.dtypes,
             self._engine.config.placement_policy,
@@ -230,7 +239,6 @@ class Replanner:
             bank.min_gathered_slots,
             bank.held,
         )
-        return as_placed(problem, bank.placement)
 
     # The process's memory
 
