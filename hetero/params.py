@@ -72,10 +72,10 @@ class Params:
         self._version = versions
         self._gathering = gathering
         self._drops = drops
+        self._resident_uses = 0  # acquire() calls that changed nothing
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
         self._holders: dict[int, int] = {}
-        self._resident_uses = 0  # acquire() calls that changed nothing
 
     @property
     def gathers(self) -> bool:
