@@ -231,11 +231,18 @@ class Replanner:
 
     def _problem(self, bank: Bank, budgets: Budgets) -> Problem:
         assert self._planner is not None
+        banks = self._engine.banks
+        others = [each.placement for each in banks[banks.index(bank) + 1 :]]
         return self._planner.problem(
             bank.layout,
             bank.dtypes,
             self._engine.config.placement_policy,
-            budgets,
+            replace(
+                budgets,
+                taken_host=sum(made.host_bytes for made in others),
+                taken_disk=sum(made.disk_bytes for made in others),
+                taken_device=sum(made.device_bytes for made in others),
+            ),
             bank.min_gathered_slots,
             bank.held,
         )
