@@ -245,6 +245,7 @@ class Params:
         """The slots for gathered copies are others than before; none was in use."""
         assert not self._held
         self._chunk_of_slot.clear()
+        self._order.use_in_place([c.id for c in self._layout.chunks if self.is_resident(c)])
 
     def leased_copies(self) -> int:
         """Gathered copies that some tensor views now."""

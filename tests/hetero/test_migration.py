@@ -145,6 +145,16 @@ def test_any_sequence_of_budgets_gives_the_same_bits(
     assert training.finish().same_bits(reference("bf16"))
 
 
+def test_what_came_to_ram_is_not_read_ahead(tmp_path: Path) -> None:
+    """Steps before have learned to gather it."""
+    training = Steps(*start(tmp_path, host_memory=LEAST))
+    training.step()
+    training.engine.set_budget(LEAST + (16 << 10))
+    now = training.engine.placement
+    assert 0 < now.param.count(Tier.HOST) < len(now.param)
+    assert training.finish().same_bits(reference("bf16"))
+
+
 def test_memory_goes_back_to_the_system_and_the_file_is_used_again(tmp_path: Path) -> None:
     make = lambda: tiny_gpt2(256, 4)  # noqa: E731
     torch.manual_seed(0)
