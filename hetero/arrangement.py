@@ -58,6 +58,7 @@ class BankPlan:
     layout: Layout
     placement: Placement
     held: bool
+    min_gathered_slots: int = 1  # that a module with its ancestors may need at once
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ class _BankMaker:
         held_together = concurrent_slots(_held_together(self.model, chunk_of))
         policy = self.config.placement_policy
         placement = self.choose(layout, self.dtypes, policy, budgets, held_together, self.held)
-        return BankPlan(self.dtypes, layout, placement, self.held)
+        return BankPlan(self.dtypes, layout, placement, self.held, held_together)
 
     def _layouts(self, host_bytes: int) -> Iterator[Layout]:
         """Layouts to try: the one that suits the budget, then with ever smaller slots."""

@@ -9,31 +9,23 @@ from dataclasses import dataclass, replace
 import torch
 
 from hetero.arrangement import BankPlan
+from hetero.bank_file import DiskParts
 from hetero.buckets import Buckets
 from hetero.dtypes import Dtypes
 from hetero.gathering import Gathering
 from hetero.grads import Grads
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
+from hetero.migration import Movable
 from hetero.params import Params
 from hetero.placement import Placement, SlotBytes
+from hetero.plan import Plan
 from hetero.records import Record, Records
 from hetero.shard_server import Kind, ShardServer, Versions
 from hetero.steps import Stepper
 from hetero.world import World
-from offload._native import IoEngine, StepPipeline
+from offload._native import StepPipeline
 from offload.order import UseOrder
-from offload.store import ScratchFile, Transfers
-
-
-@dataclass
-class DiskParts:
-    """What exists only if something is homed on DISK."""
-
-    io: IoEngine
-    scratch: ScratchFile
-    transfers: Transfers
-    measuring: Mapping[str, int]  # the I/O engine's counters after disks were measured
 
 
 @dataclass
@@ -63,13 +55,30 @@ class Bank:
     grads: Grads
     records: Records
     stepper: Stepper
-    pipeline: StepPipeline
-    disk: DiskParts | None
+    movable: Movable
+    min_gathered_slots: int
     world: World
     ranks: RankParts | None
     order: UseOrder
     held: bool  # as BankPlan says
     resources: ExitStack  # closed in the reverse order of their making
+    plan: Plan | None = None  # that the placement came of; None: it was chosen by sizes
+
+    @property
+    def pipeline(self) -> StepPipeline:
+        """What updates; another one after homes have moved."""
+        return self.movable.pools.pipeline
+
+    @property
+    def disk(self) -> DiskParts | None:
+        """What exists only if something is, or was, homed on DISK."""
+        return self.movable.file.parts
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which compute has waited for transfers so far."""
+        waited = self.params.wait_s + self.grads.wait_s
+        return waited if self.ranks is None else waited + self.ranks.buckets.wait_s
 
     @property
     def add_grad(self) -> Callable[[ManagedParam, torch.Tensor, bool], None]:

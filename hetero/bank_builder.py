@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from hetero.arrangement import BankPlan
-from hetero.bank import Bank, DiskParts, RankParts
+from hetero.bank import Bank, RankParts
+from hetero.bank_file import BankFile
 from hetero.buckets import Buckets
 from hetero.config import Config
 from hetero.extents import FileMap, map_file
@@ -22,14 +23,15 @@ from hetero.grads import Grads
 from hetero.homes import Homes
 from hetero.host_source import HostSource
 from hetero.managed import ManagedParam
+from hetero.migration import Movable, Payload
 from hetero.param_shards import ParamShards
 from hetero.params import Params
 from hetero.placement import SlotBytes
+from hetero.pools import Pools
 from hetero.records import Records
 from hetero.shard_server import ShardServer, Versions
 from hetero.steps import Stepper
 from hetero.world import World
-from offload._native import StepPipeline, UpdateKind
 from offload.arena import HostArena
 from offload.backend import Backend
 from offload.backing import Backing, Extent, FileBacking
@@ -40,7 +42,6 @@ from offload.ledger import Ledger
 from offload.order import UseOrder
 from offload.pool import SlotPool
 from offload.staging import SharedCache
-from offload.store import ScratchFile, Transfers, make_io_engine
 from offload.tiers import Account, Tier
 
 
@@ -87,22 +88,13 @@ class _Homes:
 
 
 @dataclass(frozen=True)
-class _Pools:
-    """Slots for what is elsewhere at home; None where nothing is."""
-
-    gathered: HostArena | None  # where compute happens
-    staged: HostArena | None
-    shards: HostArena | None
-    grads: HostArena | None
-    buffers: HostArena | None
-
-
-@dataclass(frozen=True)
 class _Copies:
     """Gathered copies; `drops` forget copies of a chunk, nearest to compute first."""
 
     cache: SlotCache | None
     drops: tuple[Callable[[int], object], ...] = ()
+    caches: tuple[SlotCache | SharedCache, ...] = ()  # those behind `drops`
+    limited: SlotCache | None = None  # the one whose slots for every day the placement counts
 
 
 class _BankBuilder:
@@ -133,34 +125,41 @@ class _BankBuilder:
         self._spare_bytes = spare_bytes
         self._notes = notes
         self._resources = resources
-        # One rank's shards are whole chunks: they are read to where compute finds them, if in RAM.
-        self._read_in_place = world.shard is None and not backend.separate
+        self._file = BankFile(config, ledger, notes, resources)
 
     def build(self) -> Bank:
         """All parts, in the order in which they need each other."""
         file_map = map_file(self._layout, self._placement, self._dtypes)
-        disk = self._open_disk(file_map.nbytes) if file_map.nbytes else None
-        transfers = disk.transfers if disk is not None else None
+        if file_map.nbytes:
+            self._file.take(file_map.nbytes)
         homes = self._make_homes()
-        pools = self._make_pools()
-        if disk is not None:
-            self._register(disk, pools)
-        pipeline = self._make_pipeline(disk, pools)
+        pools = Pools(
+            self._layout,
+            self._dtypes,
+            self._placement,
+            self._backend,
+            self._ledger,
+            self._file,
+            self._notes,
+            self._spare_bytes,
+            self._resources,
+        )
         records = Records(
             self._layout.piece_numel,
             self._dtypes,
             homes.record,
             file_map.record,
             pools.buffers,
-            transfers,
-            pipeline,
+            self._file,
+            pools.pipeline,
         )
         drain = self._make_drain()
+        grad_cache = self._file_cache(pools.grads, file_map.grad, UseOrder())
         grads = Grads(
             self._layout,
             self._dtypes,
             homes.grad,
-            self._file_cache(pools.grads, transfers, file_map.grad, UseOrder()),
+            grad_cache,
             file_map.grad,
             drain if self._world.everyone is None else None,
         )
@@ -171,16 +170,14 @@ class _BankBuilder:
             file_map.param,
             grads,
             records,
-            pipeline,
+            pools.pipeline,
             self._first_number,
         )
         order, versions = UseOrder(), Versions(len(self._layout.chunks))
-        shard_cache = self._make_shard_cache(pools, transfers, file_map, order, stepper)
-        shared_shards: SharedCache | None = None
-        if shard_cache is not None:
-            # Shards on their way to ranks may take all the room for a while.
-            patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
-            shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
+        shard_cache = self._make_shard_cache(pools, file_map, order, stepper)
+        # Shards on their way to ranks may take all the room for a while.
+        patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
+        shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
         shards = ParamShards(homes.param, shared_shards)
         server = self._make_server(versions, shards, records)
         gathering = self._make_gathering(pools, shards, server)
@@ -204,6 +201,31 @@ class _BankBuilder:
         if self._world.everyone is not None:
             buckets = self._make_buckets(homes.grad, grads, drain)
             ranks = RankParts(buckets, server, gathering, versions)
+        movable = Movable(
+            layout=self._layout,
+            dtypes=self._dtypes,
+            members=self._members,
+            homes={
+                Payload.PARAM: homes.param,
+                Payload.GRAD: homes.grad,
+                Payload.RECORD: homes.record,
+            },
+            extents={
+                Payload.PARAM: file_map.param,
+                Payload.GRAD: file_map.grad,
+                Payload.RECORD: file_map.record,
+            },
+            file=self._file,
+            pools=pools,
+            params=params,
+            grads=grads,
+            records=records,
+            caches=[*copies.caches, shared_shards],
+            grad_cache=grad_cache,
+            gathered_cache=copies.limited,
+            pipeline_users=[records, stepper],
+            buckets=None if ranks is None else ranks.buckets,
+        )
         return Bank(
             members=self._members,
             layout=self._layout,
@@ -213,60 +235,13 @@ class _BankBuilder:
             grads=grads,
             records=records,
             stepper=stepper,
-            pipeline=pipeline,
-            disk=disk,
+            movable=movable,
+            min_gathered_slots=self._plan.min_gathered_slots,
             world=self._world,
             ranks=ranks,
             order=order,
             held=self._plan.held,
             resources=self._resources.pop_all(),
-        )
-
-    # DISK
-
-    def _open_disk(self, nbytes: int) -> DiskParts:
-        config, resources, notes = self._config, self._resources, self._notes
-        io, io_notes = make_io_engine(config.io_engine, len(config.nvme_paths))
-        resources.callback(io.close)
-        scratch = ScratchFile(config.nvme_paths, self._ledger, Account.FILE)
-        resources.callback(scratch.close)
-        scratch.balance(io, nbytes)
-        measuring = io.stats
-        scratch.reserve(nbytes)
-        transfers = Transfers(io, scratch)
-        resources.callback(transfers.close)
-        notes.extend(n for n in (*scratch.notes, *io_notes) if n not in notes)
-        return DiskParts(io, scratch, transfers, measuring)
-
-    def _register(self, disk: DiskParts, pools: _Pools) -> None:
-        """What the file is read into and written from."""
-        params = pools.gathered if self._read_in_place else pools.shards
-        for arena in (params, pools.grads, pools.buffers):
-            if arena is not None and not disk.io.register(arena.memory):
-                self._notes.extend(n for n in disk.io.notes if n not in self._notes)
-
-    def _make_pipeline(self, disk: DiskParts | None, pools: _Pools) -> StepPipeline:
-        buffers = self._placement.buffers
-        pipeline = StepPipeline(
-            # (Frozen parameters alone on DISK need no buffers, and so no engine.)
-            disk.io if disk is not None and buffers else None,
-            disk.transfers.file if disk is not None else -1,
-            pools.buffers.memory if pools.buffers is not None else None,
-            buffers,
-            *self._buffer_shape,
-        )
-        self._resources.callback(pipeline.close)
-        return pipeline
-
-    @property
-    def _buffer_shape(self) -> tuple[UpdateKind, int, bool, bool]:
-        """What of the pipeline's buffers follows from the plan."""
-        placement = self._placement
-        return (
-            self._dtypes.kind,
-            self._layout.piece_numel,
-            placement.trained_param_on_disk,
-            Tier.DISK in placement.grad,
         )
 
     # RAM
@@ -300,39 +275,6 @@ class _BankBuilder:
             homes(made.record, slot.record, torch.uint8, Account.RECORD, True),
         )
 
-    def _make_pools(self) -> _Pools:
-        made, slot = self._placement, self._slot
-        buffer_bytes = StepPipeline.buffer_bytes(*self._buffer_shape)
-        return _Pools(
-            self._gathered_slots(),
-            self._pool(made.staged_slots, slot.gathered, Account.GATHERED),
-            self._pool(made.shard_slots, slot.param, Account.SHARD),
-            self._pool(made.grad_slots, slot.grad, Account.GRAD_SLOT),
-            self._pool(made.buffers, buffer_bytes, Account.BUFFER),
-        )
-
-    def _gathered_slots(self) -> HostArena | None:
-        """Slots where compute happens."""
-        slots, nbytes = self._placement.gathered_slots, self._slot.gathered
-        if not slots:
-            return None
-        # What the plan leaves of RAM lets all parameters be gathered at once, if wanted.
-        spare_slots = 0
-        if self._layout.shard.ranks > 1 and not self._backend.separate:
-            spare_slots = min(self._layout.slot_count, self._spare_bytes // nbytes)
-        made = self._backend.arena(slots + spare_slots, nbytes, self._ledger, Account.GATHERED)
-        self._resources.callback(made.close)
-        made.commit(0, slots)
-        return made
-
-    def _pool(self, slots: int, nbytes: int, account: Account) -> HostArena | None:
-        if not slots:
-            return None
-        made = HostArena(slots, nbytes, self._ledger, account)
-        self._resources.callback(made.close)
-        made.commit(0, slots)
-        return made
-
     def _make_drain(self) -> Drain | None:
         """The way of gradients from DEVICE to RAM."""
         if not self._placement.drain_bytes:
@@ -347,18 +289,16 @@ class _BankBuilder:
 
     def _make_shard_cache(
         self,
-        pools: _Pools,
-        transfers: Transfers | None,
+        pools: Pools,
         file_map: FileMap,
         order: UseOrder,
         stepper: Stepper,
-    ) -> SlotCache | None:
+    ) -> SlotCache:
         """Copies of this rank's shards that are on DISK."""
-        arena = pools.gathered if self._read_in_place else pools.shards
-        cache = self._file_cache(arena, transfers, file_map.param, order)
-        if cache is not None:
-            chunks = self._layout.chunks
-            cache.before_read = lambda chunk: stepper.wait_written(chunks[chunk])
+        arena = pools.gathered if pools.read_in_place else pools.shards
+        cache = self._file_cache(arena, file_map.param, order)
+        chunks = self._layout.chunks
+        cache.before_read = lambda chunk: stepper.wait_written(chunks[chunk])
         return cache
 
     def _make_server(
@@ -373,7 +313,7 @@ class _BankBuilder:
         return server
 
     def _make_gathering(
-        self, pools: _Pools, shards: ParamShards, server: ShardServer | None
+        self, pools: Pools, shards: ParamShards, server: ShardServer | None
     ) -> Gathering | None:
         """Whole chunks from all ranks' shards, in RAM."""
         if server is None:
@@ -383,10 +323,10 @@ class _BankBuilder:
 
     def _gathered_copies(
         self,
-        pools: _Pools,
+        pools: Pools,
         homes: Homes,
-        shard_cache: SlotCache | None,
-        shared_shards: SharedCache | None,
+        shard_cache: SlotCache,
+        shared_shards: SharedCache,
         gathering: Gathering | None,
         order: UseOrder,
     ) -> _Copies:
@@ -399,19 +339,16 @@ class _BankBuilder:
         if not self._backend.separate:
             if gathering is None:
                 return _Copies(shard_cache)
-            if pools.gathered is None:
-                return _Copies(None)
             cache = self._cache(pools.gathered, gathering, order, made.gathered_slots)
-            return _Copies(cache, (cache.drop,))
-        if pools.gathered is None:
+            return _Copies(cache, (cache.drop,), (cache,), cache)
+        if not pools.gathered.slots:  # all is on DEVICE, and stays there
             return _Copies(None)
         in_ram = shared_shards
         drops: tuple[Callable[[int], object], ...] = ()
+        caches: tuple[SharedCache, ...] = ()
         if gathering is not None:
-            in_ram = None
-            if pools.staged is not None:
-                in_ram = SharedCache(self._cache(pools.staged, gathering, order), dtype)
-                drops = (in_ram.drop,)
+            in_ram = SharedCache(self._cache(pools.staged, gathering, order), dtype)
+            drops, caches = (in_ram.drop,), (in_ram,)
         fetching = Fetching(
             pools.gathered,
             self._backend,
@@ -421,19 +358,15 @@ class _BankBuilder:
         )
         self._resources.callback(fetching.close)
         cache = self._cache(pools.gathered, fetching, order)
-        return _Copies(cache, (cache.drop, *drops))
+        return _Copies(cache, (cache.drop, *drops), (cache, *caches))
 
     def _file_cache(
         self,
-        arena: HostArena | None,
-        transfers: Transfers | None,
+        arena: HostArena,
         extents: dict[int, Extent],
         order: UseOrder,
-    ) -> SlotCache | None:
-        if arena is None:
-            return None
-        assert transfers is not None
-        return self._cache(arena, FileBacking(arena, transfers, extents), order)
+    ) -> SlotCache:
+        return self._cache(arena, FileBacking(arena, self._file, extents), order)
 
     def _cache(
         self, arena: HostArena, backing: Backing, order: UseOrder, limit: int | None = None
@@ -446,6 +379,14 @@ class _BankBuilder:
         return made
 
     # Gradients of several ranks
+
+    def _pool(self, slots: int, nbytes: int, account: Account) -> HostArena | None:
+        if not slots:
+            return None
+        made = HostArena(slots, nbytes, self._ledger, account)
+        self._resources.callback(made.close)
+        made.commit(0, slots)
+        return made
 
     def _make_buckets(self, homes: Homes, grads: Grads, drain: Drain | None) -> Buckets:
         layout, placement, world = self._layout, self._placement, self._world

@@ -13,6 +13,7 @@ not, so neither backwards nor parameters need be the same on all ranks.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,6 +122,7 @@ class Buckets:
         self._order = chunks[::-1]  # backward's, if modules are registered in the order of use
         self._buckets: dict[int, _Bucket] = {}
         self._sending: list[_Sending] = []
+        self.wait_s = 0.0  # for other ranks' gradients
         self._kept: set[ManagedParam] = set()  # whose kept gradient is to be added to
         self._held = 0  # no_sync() blocks that are open, in any order
         self._completed: list[int] | None = []  # chunk ids, until the order is learned
@@ -132,6 +134,18 @@ class Buckets:
         self._since_held: set[ManagedParam] = set()  # arrived outside no_sync()
         self._next = 0  # in _order: the next chunk to be sent
         self._passed: set[int] = set()  # ids of the chunks before it
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no gradient waits to be averaged, or is being."""
+        means = all(bucket.state is BucketState.MEAN for bucket in self._buckets.values())
+        return means and not self._sending and (self._pool is None or not self._buckets)
+
+    def refit(self, bucket_slots: int, receive_slots: int) -> None:
+        """Other numbers of slots for every day, while idle. Raises BudgetError."""
+        if self._pool is not None:
+            self._pool.refit(max(self._pool.arena.slots, bucket_slots), bucket_slots)
+        self._receiving.refit(receive_slots, receive_slots)
 
     def reserve(self, slots: int) -> None:
         """Room for `slots` more, from now on. Raises BudgetError, with nothing changed."""
@@ -463,7 +477,9 @@ class Buckets:
     def _finish_oldest(self) -> None:
         """Waits for the chunk that was sent first, averages it, and takes the mean home."""
         done = self._sending.pop(0)
+        began_s = time.perf_counter()
         done.exchange.wait()
+        self.wait_s += time.perf_counter() - began_s
         members = self._of_chunk[done.chunk.id]
         mean = self._average(self._world.shard, done.parts, done.received)
         replicas = self._world.replicas

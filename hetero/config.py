@@ -18,6 +18,8 @@ from hetero.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.layout import pack
 from offload.backend import Backend, CpuBackend, EmulatedBackend
 from offload.directories import check_directories, total_free_bytes
+from offload.process import allowed_bytes, resident_bytes
+from offload.profile import Profile
 from offload.sizes import parse_bytes
 from offload.tiers import Tier
 
@@ -67,6 +69,16 @@ class Config:
     reduce_dtype      dtype in which gradients travel between ranks; default: grad_dtype, and in
                       stage 1 always. They are summed in fp32.
     rank_timeout_s    seconds after which a rank that does not take part is given up with an error.
+    profile           what this machine moves and computes per second: a Profile, or the path of one
+                      that `hetero profile` saved. Default: the saved one, if there is one. By it
+                      the placement with the least predicted step time is taken, and again when
+                      steps have been traced. False, or none saved: a placement is chosen by sizes.
+    expected_tokens   tokens that a rank computes per step, as far as the first plan needs to know:
+                      until a step has been traced. Default: 1024, that is 8 sequences of 128.
+    process_memory    bytes that the whole process may hold (RSS), activations and libraries
+                      included; "auto": what the cgroup or RLIMIT_AS allows. If what is measured
+                      would pass it, host_memory is lowered, and what does not fit goes to NVMe.
+                      Default: no limit; host_memory alone counts.
     initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale, and the
                       number of good steps after which it is doubled. initial_loss_scale=None: the
                       loss is not scaled here but by the user, with torch.amp.GradScaler say.
@@ -94,6 +106,9 @@ class Config:
     rank_timeout_s: float = 600.0
     initial_loss_scale: float | None = 65536.0
     loss_scale_window: int = 2000
+    profile: Profile | str | PathLike[str] | Literal[False] | None = None
+    expected_tokens: int | None = None
+    process_memory: int | str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("placement_policy", self.placement_policy, get_args(Policy))
@@ -105,6 +120,7 @@ class Config:
                     object.__setattr__(self, name, parse_bytes(value))
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
+        self._check_planning()
         compute = default_dtype() if self.dtype is None else check_dtype(self.dtype, "dtype")
         object.__setattr__(self, "dtype", compute)
         if self.grad_dtype is not None:
@@ -156,6 +172,21 @@ class Config:
             )
         elif self.nvme_capacity is not None:
             raise ValueError("nvme_capacity is of no use without nvme_path; give it too")
+
+    def _check_planning(self) -> None:
+        if self.expected_tokens is not None:
+            _check_integer("expected_tokens", self.expected_tokens, at_least=1)
+        if self.process_memory is not None and self.process_memory != "auto":
+            try:
+                object.__setattr__(self, "process_memory", parse_bytes(self.process_memory))
+            except ValueError as error:
+                raise ValueError(f"process_memory: {error}, or 'auto'") from None
+        known = (Profile, str, PathLike)
+        if not (self.profile is None or self.profile is False or isinstance(self.profile, known)):
+            raise ValueError(
+                f"profile must be a Profile, the path of a saved one, False or None, not "
+                f"{self.profile!r}"
+            )
 
     def _check_backend(self) -> None:
         _check_choice("backend", self.backend, get_args(BackendName))
@@ -215,7 +246,19 @@ class Config:
     def host_bytes(self, local_ranks: int = 1) -> int:
         """host_memory, or its default now for each of `local_ranks` that share the machine."""
         default = psutil.virtual_memory().available * 0.8 / local_ranks
-        return self.budget(Tier.HOST) or int(default)
+        wanted = self.budget(Tier.HOST) or int(default)
+        limit = self.process_bytes(local_ranks)
+        if limit is not None:
+            # Before a step was seen, a quarter is left for what it needs beside model state.
+            wanted = min(wanted, max(1, (limit - resident_bytes()) * 3 // 4))
+        return wanted
+
+    def process_bytes(self, local_ranks: int = 1) -> int | None:
+        """process_memory, or what the system allows each of `local_ranks`; None: no limit."""
+        if self.process_memory == "auto":
+            allowed = allowed_bytes()
+            return None if allowed is None else allowed // local_ranks
+        return None if self.process_memory is None else parse_bytes(self.process_memory)
 
     def disk_bytes(self, local_ranks: int = 1) -> int:
         """nvme_capacity, or its default now likewise; 0 without nvme_path."""

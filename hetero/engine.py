@@ -18,14 +18,19 @@ from hetero.bank import Bank
 from hetero.clipping import Clipping, check_dense
 from hetero.config import Config
 from hetero.dtypes import Dtypes
+from hetero.explanation import explain_banks
 from hetero.extension import extension
 from hetero.hooks import GradHook, ModuleHooks, refuse_use
 from hetero.later import Later
 from hetero.layout import Layout
 from hetero.managed import ManagedParam, can_train
 from hetero.placement import Placement
+from hetero.plan import Plan
+from hetero.planner import EXPECTED_TOKENS, Planner
+from hetero.replanner import Replanner
 from hetero.scaler import LossScale
 from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
+from hetero.trace import Trace
 from hetero.traffic import Traffic, traffic_of
 from hetero.world import World
 from offload import _native
@@ -68,6 +73,7 @@ class Engine:
         ledger: Ledger,
         loss_scale: LossScale,
         notes: list[str],
+        planner: Planner | None = None,
     ) -> None:
         """`first_number` is, by a parameter's index, the number of its first element."""
         self.banks: list[Bank] = []
@@ -94,6 +100,8 @@ class Engine:
             model, self.known, self.params, self.dtypes.torch_compute, self._before_forward
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
+        self._replanner = Replanner(self, planner)
+        self._model_hooks.append(self._replanner)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
@@ -205,6 +213,7 @@ class Engine:
 
     def _check_grad(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         check_dense(managed, grad)
+        self._replanner.tracer.gradient()
         if self.loss_scale.dynamic and not self._scaled_backward:
             raise RuntimeError(
                 "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
@@ -274,8 +283,7 @@ class Engine:
             self._update(groups, members, hyper_of)
         if members:
             self.loss_scale.update(overflow)
-        for bank in self.banks:
-            bank.order.end_step()
+        self._replanner.end_step()
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Until all ranks are here, and nobody reads old values any more; what each said."""
@@ -406,6 +414,43 @@ class Engine:
         self._check_open()
         for bank in self.banks:
             bank.pipeline.wait_written()
+
+    # Placement
+
+    def set_budget(self, host_memory: int | str) -> None:
+        """From now on `host_memory` is the budget of RAM: homes move to NVMe, or back, in place.
+
+        Between steps, outside of gathered(), when no graph waits for its backward; with several
+        ranks on all of them. No bit of the training changes. The old and the new budget hold while
+        homes move.
+
+        Raises BudgetError with the smallest budget that works, HeteroError if something that would
+        have to move is in use, StoreError or NativeIoError if it cannot be written; then nothing is
+        changed. After a failed read what could not be read stays on NVMe.
+        """
+        self._check_open()
+        self._replanner.set_budget(host_memory)
+
+    @property
+    def plans(self) -> list[Plan | None]:
+        """One per bank, the main one first; None where there was no profile to plan by."""
+        return [bank.plan for bank in self.banks]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """What different kinds of steps use, and how long they compute; the last is the last."""
+        return self._replanner.traces
+
+    @property
+    def replanner(self) -> Replanner:
+        """Traces of steps, and what was changed because of them."""
+        return self._replanner
+
+    def explain(self) -> str:
+        """A table for people of where state is and, with a profile, what a step is expected to
+        take, and why. Bytes are of this rank. Takes some plans' time."""
+        tokens = self.config.expected_tokens or EXPECTED_TOKENS
+        return explain_banks(self.banks, self.ledger.budget_bytes, tokens)
 
     # Facts
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from hetero.cost import RESOURCES
-from hetero.placement import PlacementError, SlotBytes
+from hetero.dtypes import Dtypes
+from hetero.layout import Layout
+from hetero.placement import Placement, PlacementError, SlotBytes
 from hetero.plan import Plan, plan, smallest_budgets
 from offload.sizes import format_bytes
 from offload.tiers import Tier
@@ -57,11 +60,59 @@ def smallest(plans: Sequence[Plan]) -> dict[str, int | None]:
     return {"host": host, "device": device}
 
 
+class Placed(Protocol):
+    """A bank."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def dtypes(self) -> Dtypes: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def plan(self) -> Plan | None: ...
+
+
+def explain_banks(
+    banks: Sequence[Placed], budget_bytes: Mapping[str, int | None], expected_tokens: int
+) -> str:
+    """The table of banks as they are placed; by their plans, if they have some.
+
+    These assumed `expected_tokens` per step, as long as no step was traced.
+    """
+    plans = [bank.plan for bank in banks if bank.plan is not None]
+    if len(plans) == len(banks):
+        assumed = f"\nIt assumes {expected_tokens} tokens per step (expected_tokens)."
+        expected = any(p.problem.trace.expected for p in plans)
+        return explain(plans) + (assumed if expected else "")
+    limits = {tier: budget_bytes[tier.value] for tier in Tier}
+    found = _placed_bytes(banks, separate=any(bank.placement.device_bytes for bank in banks))
+    return (
+        f"{_memory_table(found, limits)}\n\nNo step time is expected, because the placement was "
+        f"chosen by sizes: there was no profile of this machine (hetero profile)."
+    )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan as a bank that is placed."""
+
+    layout: Layout
+    dtypes: Dtypes
+    placement: Placement
+    plan: Plan | None
+
+
 def _bytes(plans: Sequence[Plan]) -> dict[Tier, dict[str, int]]:
+    banks = [_Planned(p.problem.layout, p.problem.dtypes, p.placement, p) for p in plans]
+    return _placed_bytes(banks, plans[0].problem.budgets.device is not None)
+
+
+def _placed_bytes(banks: Sequence[Placed], separate: bool) -> dict[Tier, dict[str, int]]:
     found = {tier: dict.fromkeys(("PARAM", "GRAD", "RECORD", "pools"), 0) for tier in Tier}
-    for each in plans:
-        made, layout = each.placement, each.problem.layout
-        slot = SlotBytes.of(layout, each.problem.dtypes)
+    for each in banks:
+        made, layout = each.placement, each.layout
+        slot = SlotBytes.of(layout, each.dtypes)
         for payload, homes, nbytes in (
             ("PARAM", made.param, slot.param),
             ("GRAD", made.grad, slot.grad),
@@ -72,16 +123,20 @@ def _bytes(plans: Sequence[Plan]) -> dict[Tier, dict[str, int]]:
                 if tier is not None:
                     found[tier][payload] += chunk.slots * nbytes
         found[Tier.HOST]["pools"] += made.pool_bytes
-        on_device = made.gathered_slots * slot.gathered + made.drain_bytes
-        if each.problem.budgets.device is not None:
-            found[Tier.DEVICE]["pools"] += on_device
+        if separate:
+            found[Tier.DEVICE]["pools"] += made.gathered_slots * slot.gathered + made.drain_bytes
     return found
 
 
 def _memory(plans: Sequence[Plan]) -> str:
-    found = _bytes(plans)
     budgets = plans[0].problem.budgets
     limits = {Tier.DEVICE: budgets.device, Tier.HOST: budgets.host, Tier.DISK: budgets.disk}
+    return _memory_table(_bytes(plans), limits)
+
+
+def _memory_table(
+    found: Mapping[Tier, Mapping[str, int]], limits: Mapping[Tier, int | None]
+) -> str:
     names = ("PARAM", "GRAD", "RECORD", "pools")
     rows: list[tuple[str, ...]] = [("bytes of a rank", *names, "total", "budget")]
     for tier, limit in limits.items():

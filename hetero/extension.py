@@ -63,7 +63,8 @@ def extension(
     if max(trained) > max(bank.trained_numel for bank in engine.banks if not bank.held):
         early = first + trained.index(max(trained))
     budgets = _budgets(engine, held=early is not None)
-    plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first, early)
+    choose = engine.replanner.chooser
+    plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first, early, choose)
     _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
     spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
@@ -71,6 +72,7 @@ def extension(
     with ExitStack() as resources:
         for plan in plans:
             banks.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
+            banks[-1].plan = engine.replanner.plan_of(banks[-1])
         if early is not None:
             # What is under way in a bank must not meet another bank's backward.
             engine.clipping.settle(force=True)

@@ -18,7 +18,7 @@ class FileMap:
 
     All are of this rank's shard. PARAM and GRAD extents are one transfer, up to the last used page
     (for several ranks all of the shard); RECORD extents have one piece after the other. All begin
-    at multiples of PAGE_BYTES.
+    at multiples of PAGE_BYTES. When homes move, extents come and go, wherever the file has room.
     """
 
     param: dict[int, Extent]
@@ -27,26 +27,23 @@ class FileMap:
     nbytes: int
 
 
+def extent_sizes(layout: Layout, dtypes: Dtypes, payload: str, chunk: Chunk) -> tuple[int, int]:
+    """Bytes that an extent of "param", "grad" or "record" takes, and that are transferred."""
+    space = chunk.slots * int(getattr(SlotBytes.of(layout, dtypes), payload))
+    if payload == "record" or layout.shard.ranks > 1:
+        return space, space
+    itemsize = dtypes.param_bytes if payload == "param" else dtypes.grad_bytes
+    return space, round_up(chunk.used_numel * itemsize, PAGE_BYTES)
+
+
 def map_file(layout: Layout, placement: Placement, dtypes: Dtypes) -> FileMap:
     """Lays out the payloads that `placement` puts on DISK."""
-    piece = SlotBytes.of(layout, dtypes)
-    param: dict[int, Extent] = {}
-    grad: dict[int, Extent] = {}
-    record: dict[int, Extent] = {}
+    found: dict[str, dict[int, Extent]] = {"record": {}, "param": {}, "grad": {}}
     end = 0
-
-    def extent(chunk: Chunk, piece_bytes: int, used_bytes: int) -> Extent:
-        nonlocal end
-        begin = end
-        end += chunk.slots * piece_bytes
-        return Extent(begin, round_up(used_bytes, PAGE_BYTES), chunk.slots)
-
     for chunk in layout.chunks:
-        used = chunk.used_numel if layout.shard.ranks == 1 else chunk.slots * layout.piece_numel
-        if placement.record[chunk.id] is Tier.DISK:
-            record[chunk.id] = extent(chunk, piece.record, chunk.slots * piece.record)
-        if placement.param[chunk.id] is Tier.DISK:
-            param[chunk.id] = extent(chunk, piece.param, used * dtypes.param_bytes)
-        if placement.grad[chunk.id] is Tier.DISK:
-            grad[chunk.id] = extent(chunk, piece.grad, used * dtypes.grad_bytes)
-    return FileMap(param, grad, record, end)
+        for payload, extents in found.items():
+            if getattr(placement, payload)[chunk.id] is Tier.DISK:
+                space, used = extent_sizes(layout, dtypes, payload, chunk)
+                extents[chunk.id] = Extent(end, used, chunk.slots)
+                end += space
+    return FileMap(found["param"], found["grad"], found["record"], end)

@@ -53,6 +53,12 @@ class Grads:
         if cache is not None:
             cache.before_write = self._before_write
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which room for gradients has been waited for."""
+        waited = 0.0 if self._cache is None else self._cache.wait_s
+        return waited if self._drain is None else waited + self._drain.wait_s
+
     def commit(self) -> None:
         """Charges all homes: nobody else may use what is meant for gradients."""
         self._homes.commit_all()
@@ -209,6 +215,34 @@ class Grads:
         self._make_room(chunk)
         self._cache.get(chunk.id)
         return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
+
+    def flush(self) -> None:
+        """What slots hold goes to the file, as far as there are gradients; slots are free then.
+
+        Raises NativeIoError, and HeteroError for a gradient that was lost on its way.
+        """
+        for members in self._members.values():
+            chunk = members[0].chunk
+            if self._drain is not None:
+                for m in members:
+                    self._drain.settle(m)
+            if self._cache is not None and self._cache.holds(chunk.id):
+                self._complete.pop(chunk.id, None)
+                if any(m.has_grad for m in members):
+                    self._cache.write_back(chunk.id)
+                self._cache.drop(chunk.id)
+
+    def leaves_ram(self, chunk: Chunk) -> bool:
+        """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
+        members = [m for m in self._members[chunk.id] if m.has_grad]
+        for m in members:
+            self.sum_of_squares(m)
+        return bool(members)
+
+    def comes_to_ram(self, chunk: Chunk) -> bool:
+        """Whether the home, which is about to come to RAM, has gradients in the file."""
+        self._arrived.pop(chunk.id, None)
+        return any(m.has_grad for m in self._members[chunk.id])
 
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece; it stays there until used()."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,9 @@ class Homes:
 
     `whole`: each slot holds all of a chunk's slot, of which this rank's shard is a part; else it
     holds one piece of the shard alone. For a single rank both are the same.
+
+    A chunk may leave RAM (give_up()) and come there (take()). The chunks that begin in RAM are in
+    one arena, whose slots they keep for a return; each of the others gets an arena of its own.
     """
 
     def __init__(
@@ -34,7 +38,11 @@ class Homes:
         """`backend` gives DEVICE's memory; what is charged goes to `account`."""
         self.whole = whole or layout.shard.ranks == 1
         self._shard = layout.shard
+        self._slot_bytes = slot_bytes
         self._piece_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
+        self._ledger = ledger
+        self._account = account
+        self._backend = backend
         self._tier: dict[int, Tier] = {}
         self._first: dict[int, int] = {}
         slots = {Tier.HOST: 0, Tier.DEVICE: 0}
@@ -53,6 +61,7 @@ class Homes:
             self._arenas[Tier.DEVICE] = backend.arena(
                 slots[Tier.DEVICE], slot_bytes, ledger, account
             )
+        self._own: dict[int, HostArena] = {}  # of chunks that came to RAM later
         self._flat: dict[int, torch.Tensor] = {}
 
     def __contains__(self, chunk: Chunk) -> bool:
@@ -62,9 +71,17 @@ class Homes:
         """Whether the chunk's home is where compute happens."""
         return self._tier.get(chunk.id) is self._compute_tier
 
+    def _place(self, chunk: Chunk) -> tuple[HostArena, int]:
+        """The arena and the first slot there."""
+        own = self._own.get(chunk.id)
+        if own is not None:
+            return own, 0
+        return self._arenas[self._tier[chunk.id]], self._first[chunk.id]
+
     def commit(self, chunk: Chunk) -> None:
         """Charges the chunk's slots, if they are not yet."""
-        self._arenas[self._tier[chunk.id]].commit(self._first[chunk.id], chunk.slots)
+        arena, first = self._place(chunk)
+        arena.commit(first, chunk.slots)
 
     def commit_all(self) -> None:
         """Charges all slots that are not charged yet."""
@@ -72,12 +89,13 @@ class Homes:
             arena.commit(0, arena.slots)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's slots as one flat tensor; always the same tensor object."""
+        """The chunk's slots as one flat tensor; the same tensor object until let_go()."""
         flat = self._flat.get(chunk.id)
         if flat is None:
             self.commit(chunk)
-            arena = self._arenas[self._tier[chunk.id]]
-            flat = arena.view(self._first[chunk.id], chunk.slots, self._dtype)
+            arena, first = self._place(chunk)
+            leased = self._tier[chunk.id] is Tier.HOST
+            flat = arena.view(first, chunk.slots, self._dtype, leased)
             self._flat[chunk.id] = flat
         return flat
 
@@ -88,15 +106,52 @@ class Homes:
 
     def address(self, chunk: Chunk, piece: int) -> int:
         """Address of piece number `piece` of this rank's shard."""
-        address = self._arenas[self._tier[chunk.id]].address(self._first[chunk.id])
+        arena, first = self._place(chunk)
+        address = arena.address(first)
         if self.whole:
             address += self._shard.rank * chunk.slots * self._piece_bytes
         return address + piece * self._piece_bytes
 
+    # Moving
+
+    def let_go(self, chunk: Chunk) -> bool:
+        """Whether nobody but this object views the chunk's home in RAM, which may thus move."""
+        self._flat.pop(chunk.id, None)
+        arena, first = self._place(chunk)
+        if arena.leases[first]:
+            gc.collect()  # views may hang in reference cycles, of an exception's frames say
+        return not arena.leases[first]
+
+    def give_up(self, chunk: Chunk) -> None:
+        """The chunk's home is in RAM no more; its bytes there are lost, its memory is given back.
+
+        Nobody may view it (let_go()).
+        """
+        arena, first = self._place(chunk)
+        assert self._tier[chunk.id] is Tier.HOST
+        assert not arena.leases[first]
+        if chunk.id in self._own:
+            self._own.pop(chunk.id).close()
+        else:
+            arena.decommit(first, chunk.slots)
+        del self._tier[chunk.id]
+
+    def take(self, chunk: Chunk) -> None:
+        """The chunk gets a home in RAM, with undefined bytes. Raises BudgetError."""
+        assert chunk.id not in self._tier
+        if chunk.id in self._first:
+            self._arenas[Tier.HOST].commit(self._first[chunk.id], chunk.slots)
+        else:
+            own = HostArena(chunk.slots, self._slot_bytes, self._ledger, self._account)
+            own.commit(0, chunk.slots)
+            self._own[chunk.id] = own
+        self._tier[chunk.id] = Tier.HOST
+
     def close(self) -> None:
         """Gives the memory back once no tensor views it."""
         self._flat.clear()
-        for arena in self._arenas.values():
+        for arena in (*self._arenas.values(), *self._own.values()):
             arena.close()
         self._arenas.clear()
+        self._own.clear()
         self._tier.clear()

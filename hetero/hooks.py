@@ -199,6 +199,12 @@ class ModuleHooks:
         for managed in entered.acquired:
             self._params.release(managed)
 
+    @property
+    def running(self) -> bool:
+        """Whether a forward is going on."""
+        self.unwind()
+        return bool(self._entered)
+
     def unwind(self) -> None:
         """Leaves forwards that Ctrl-C ended: torch calls no hook for what is not an Exception."""
         running = {id(frame) for frame in _callers()} if self._entered else set()

@@ -21,6 +21,9 @@ from hetero.layout import Layout, Shard
 from hetero.managed import ManagedParam, can_train, refuse_managed
 from hetero.module_state import StateDictHooks
 from hetero.optimizer import HybridOptimizer
+from hetero.placement import place
+from hetero.planner import Planner, planner_for, planning_matters
+from hetero.rank_profile import rank_profile
 from hetero.scaler import LossScale
 from hetero.stage import Stage
 from hetero.start import start_alike
@@ -84,6 +87,8 @@ def initialize(
                 params=stage.config.zero_stage >= 3,
                 replicas=stage.world.size // stage.world.ranks,
             )
+            found = rank_profile(stage.config, stage.world)
+            planner = planner_for(stage.config, found)
             arrangement = arrange(
                 model,
                 stage.config,
@@ -93,10 +98,13 @@ def initialize(
                 optimized,
                 shard,
                 stage.device_bytes,
+                choose=planner or place,
             )
             start_alike(model, arrangement, stage)
             stage.scatter()
-            engine = _build(model, arrangement, stage, resources)
+            engine = _build(model, arrangement, stage, planner, resources)
+            if found.note is not None and planning_matters(stage.config):
+                engine.notes.append(found.note)
     except BaseException:
         if adopting:
             stage.restore(model.parameters())
@@ -148,7 +156,11 @@ def _optimized(model: torch.nn.Module, optimizer: HybridOptimizer) -> set[int]:
 
 
 def _build(
-    model: torch.nn.Module, arrangement: Arrangement, stage: Stage, resources: ExitStack
+    model: torch.nn.Module,
+    arrangement: Arrangement,
+    stage: Stage,
+    planner: Planner | None,
+    resources: ExitStack,
 ) -> Engine:
     config = stage.config
     specs = [s.param for plan in arrangement.banks for c in plan.layout.chunks for s in c.slices]
@@ -179,6 +191,8 @@ def _build(
             spare_bytes,
             notes,
         )
+        if planner is not None:
+            bank.plan = planner.plan_of(plan.layout, plan.placement)
         resources.callback(bank.close)
         fill(bank, _FromStage(stage))
         banks[number] = bank
@@ -198,6 +212,7 @@ def _build(
         if config.dtype == "fp16" and config.initial_loss_scale is not None
         else LossScale(),
         notes=notes,
+        planner=planner,
     )
 
 

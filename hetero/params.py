@@ -47,7 +47,7 @@ class Params:
         layout: Layout,
         homes: Homes,
         shards: ParamShards,
-        arena: HostArena | None,
+        arena: HostArena,
         cache: SlotCache | None,
         order: UseOrder,
         dtype: torch.dtype,
@@ -72,6 +72,7 @@ class Params:
         self._version = versions
         self._gathering = gathering
         self._drops = drops
+        self._resident_uses = 0  # acquire() calls that changed nothing
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
         self._holders: dict[int, int] = {}
@@ -79,7 +80,17 @@ class Params:
     @property
     def gathers(self) -> bool:
         """Whether some parameters are gathered, and pack() and unpack() are needed."""
-        return self._arena is not None
+        return self._arena.slots > 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which copies that were needed have been waited for."""
+        return 0.0 if self._cache is None else self._cache.wait_s
+
+    @property
+    def in_use(self) -> bool:
+        """Whether some parameters are gathered, or in a block that says so, now."""
+        return bool(self._held) or self._resident_uses > 0 or self.leased_copies() > 0
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
@@ -102,7 +113,6 @@ class Params:
 
     def _lease(self, chunk: Chunk) -> torch.Tensor:
         assert self._cache is not None
-        assert self._arena is not None
         slot = self._arena.slot_of(self._cache.address(chunk.id))
         assert slot is not None
         self._chunk_of_slot[slot] = chunk
@@ -112,6 +122,7 @@ class Params:
         """Makes the parameter present until as many release() calls."""
         chunk = managed.chunk
         if self.is_resident(chunk):
+            self._resident_uses += 1
             return
         if managed.uses == 0:
             flat = self.flat(chunk)
@@ -124,6 +135,7 @@ class Params:
         """Undoes one acquire()."""
         chunk = managed.chunk
         if self.is_resident(chunk):
+            self._resident_uses -= 1
             return
         managed.uses -= 1
         if managed.uses == 0:
@@ -201,7 +213,7 @@ class Params:
 
     def pack(self, tensor: torch.Tensor) -> SavedView | None:
         """How to remake `tensor`, if it is a view of a gathered copy of this bank."""
-        if self._arena is None or tensor.dtype is not self._dtype:
+        if tensor.dtype is not self._dtype:
             return None
         slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
         if slot is None:
@@ -229,9 +241,15 @@ class Params:
         if self._cache is not None:
             self._cache.shrink()
 
+    def refit(self) -> None:
+        """The slots for gathered copies are others than before; none was in use."""
+        assert not self._held
+        self._chunk_of_slot.clear()
+        self._order.use_in_place([c.id for c in self._layout.chunks if self.is_resident(c)])
+
     def leased_copies(self) -> int:
         """Gathered copies that some tensor views now."""
-        return self._arena.live_views() if self._arena is not None else 0
+        return self._arena.live_views()
 
     def stop(self) -> None:
         """Ends what is under way: nothing will be gathered any more."""

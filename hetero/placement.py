@@ -63,6 +63,7 @@ class Budgets:
     taken_device: int = 0
     waiting: int = 0
     under_construction: bool = True
+    on_device: int | None = None  # just so many chunks are on DEVICE; None: as many as are best
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,8 @@ class Maker:
 
     def device_counts(self, comfort: Comfort) -> tuple[int, int]:
         """The least and the most chunks that the policy has on DEVICE, as far as there is room."""
+        if self.budgets.on_device is not None:
+            return self.budgets.on_device, self.budgets.on_device
         everything = len(self.layout.chunks)
         if self.policy == "cuda":
             return everything, everything

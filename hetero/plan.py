@@ -45,6 +45,23 @@ class Plan:
         return explain([self])
 
 
+def as_placed(problem: Problem, made: Placement) -> Plan:
+    """The plan of a placement that exists: what it is expected to take."""
+    return _planned(problem, made, CostModel(problem).cost(made), 1)
+
+
+def _planned(problem: Problem, made: Placement, cost: StepCost, looked_at: int) -> Plan:
+    trained = [c.id for c in problem.layout.chunks if c.trainable]
+    return Plan(
+        problem=problem,
+        placement=made,
+        cost=cost,
+        host_updates=tuple(c for c in trained if made.record[c] is not Tier.DEVICE),
+        device_updates=tuple(c for c in trained if made.record[c] is Tier.DEVICE),
+        looked_at=looked_at,
+    )
+
+
 def plan(problem: Problem) -> Plan:
     """The plan for `problem`. Raises PlacementError with the smallest budgets that work."""
     return _Search(problem).run()
@@ -113,15 +130,7 @@ class _Search:
         if self._problem.policy in ("nvme", "auto"):
             self._refine()
         _, _, made, cost = self._best
-        trained = [c.id for c in self._problem.layout.chunks if c.trainable]
-        return Plan(
-            problem=self._problem,
-            placement=made,
-            cost=cost,
-            host_updates=tuple(c for c in trained if made.record[c] is not Tier.DEVICE),
-            device_updates=tuple(c for c in trained if made.record[c] is Tier.DEVICE),
-            looked_at=len(self._seen),
-        )
+        return _planned(self._problem, made, cost, len(self._seen))
 
     def _look_at(self, candidates: Iterable[Candidate]) -> None:
         """Keeps the best of all, predicting as few steps in full as possible."""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from hetero.cost import CostModel, Problem, StepCost
+from hetero.cost import COMPUTE, NVME, CostModel, Problem, StepCost
 from hetero.dtypes import Dtypes
 from hetero.layout import Layout
 from hetero.placement import Budgets, Placement
-from hetero.trace import Phase, Work, expected_trace
+from hetero.trace import Phase, Trace, Work, expected_trace
 from offload.profile import Profile
 
 _NO_BUDGETS = Budgets(0, 0)  # what is placed is placed
@@ -114,3 +114,24 @@ def predict(
         )
         costs.append(CostModel(problem).cost(bank.placement))
     return Prediction(tuple(costs), computing is not None)
+
+
+def computing_alone(problem: Problem, made: Placement) -> Trace:
+    """The trace that was measured under `made`, without what its transfers took from computing.
+
+    Where the CPU computes, transfers slow it down, by the profile's interference; the prediction of
+    a placement adds what its own transfers take.
+    """
+    trace, share = problem.trace, problem.profile.compute_interference
+    if problem.profile.separate or not share:
+        return trace
+    lost_s = dict.fromkeys((phase.value for phase in Phase), 0.0)
+    for phase in CostModel(problem).cost(made).phases:
+        if phase.name in lost_s:
+            computing_s, nvme_s = (phase.busy_s.get(name, 0.0) for name in (COMPUTE, NVME))
+            lost_s[phase.name] = share * min(nvme_s, computing_s / (1 + share))
+    return replace(
+        trace,
+        forward_s=max(0.0, trace.forward_s - lost_s[Phase.FORWARD.value]),
+        backward_s=max(0.0, trace.backward_s - lost_s[Phase.BACKWARD.value]),
+    )

@@ -15,8 +15,7 @@ from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from offload._native import Location, StepPipeline, join_master, split_master
 from offload.arena import HostArena
-from offload.backing import Extent
-from offload.store import Transfers
+from offload.backing import Extent, FileTransfers
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ class Records:
         dtypes: Dtypes,
         homes: Homes,
         extents: dict[int, Extent],
-        buffers: HostArena | None,
-        transfers: Transfers | None,
+        buffers: HostArena,
+        transfers: FileTransfers,
         pipeline: StepPipeline,
     ) -> None:
         self._piece_numel = piece_numel
@@ -133,6 +132,10 @@ class Records:
         """Memory for the bytes of one piece's record."""
         return torch.empty(self._piece_bytes, dtype=torch.uint8)
 
+    def use(self, pipeline: StepPipeline) -> None:
+        """The bank has got another pipeline; all is written that the old one had."""
+        self._pipeline = pipeline
+
     @contextmanager
     def open_raw(
         self, chunk: Chunk, piece: int, write: bool = False, fresh: bool = False
@@ -155,8 +158,6 @@ class Records:
     def _in_buffer(
         self, chunk: Chunk, piece: int, write: bool, fresh: bool
     ) -> Iterator[torch.Tensor]:
-        assert self._buffers is not None
-        assert self._transfers is not None
         raw = self._buffers.view(0, 1, torch.uint8)[: self._piece_bytes]
         offset = self._offset(chunk, piece)
         if fresh:

@@ -27,7 +27,7 @@ def start_alike(model: torch.nn.Module, arrangement: Arrangement, stage: Stage) 
     facts |= {
         f"option {key}": str(value)
         for key, value in vars(stage.config).items()
-        if key != "nvme_path"
+        if key not in ("nvme_path", "profile")
     }
     facts["absent parameters"] = str(sum(map(stage.is_away, model.parameters())))
     layouts = [plan.layout for plan in arrangement.banks]

@@ -123,6 +123,10 @@ class Stepper:
         for piece in range(chunk.slots):
             self._pipeline.wait_written(self._first_key[chunk.id] + piece)
 
+    def use(self, pipeline: StepPipeline) -> None:
+        """The bank has got another pipeline; all is written that the old one had."""
+        self._pipeline = pipeline
+
 
 def _merged(segments: Iterable[Segment]) -> list[Segment]:
     """Neighbours with the same hyper-parameters as one: fewer, longer runs for the kernel."""

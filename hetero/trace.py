@@ -48,6 +48,7 @@ class Moment:
 class Trace:
     """One step; `forward_s` and `backward_s` are seconds of computing alone, of all micro-batches.
 
+    Without micro-batches it is a forward without gradients, which is not timed.
     `expected`: nothing was measured yet.
     """
 
@@ -141,6 +142,19 @@ class TraceRecorder:
         if self.memory is not None:
             self._moments.append(Moment(sum(counts), *self.memory()))
 
+    @property
+    def moments(self) -> int:
+        """How many times a phase began since the last step's end."""
+        return len(self._marks)
+
+    def has(self, phase: Phase) -> bool:
+        """Whether the phase began since the last step's end."""
+        return any(mark[0] is phase for mark in self._marks)
+
+    def reset(self) -> None:
+        """Forgets what was recorded since the last step's end."""
+        self._marks, self._moments = [], []
+
     def end_step(self) -> Trace | None:
         """The step's trace; None if nothing was begun. Call it before the orders' end_step()."""
         if not self._marks:
@@ -157,7 +171,7 @@ class TraceRecorder:
             micro_batches += phase is Phase.FORWARD
             seconds[phase] += after[2] - began_s - (after[3] - waited_s)
             for bank, recording in enumerate(recordings):
-                chunks = recording[counts[bank] : after[1][bank]]
+                chunks = recording[counts[bank] : after[1][bank]] if bank < len(counts) else []
                 uses += [Use(bank, chunk, phase) for chunk in chunks]
         trace = Trace(
             tuple(uses),
@@ -166,7 +180,7 @@ class TraceRecorder:
             max(0.0, seconds[Phase.BACKWARD]),
             tuple(self._moments),
         )
-        self._marks, self._moments = [], []
+        self.reset()
         return trace
 
 

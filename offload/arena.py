@@ -13,7 +13,8 @@ class HostArena:
     """`slots` slots of `slot_bytes` in one mapping. A slot is charged to the ledger when committed.
 
     Pages are populated on first touch, so what is not committed costs no memory. It is memory of
-    the host; as that of an emulated device it is charged to another `tier`.
+    the host; as that of an emulated device it is charged to another `tier`. There may be no slots,
+    until resize().
     """
 
     def __init__(
@@ -27,16 +28,19 @@ class HostArena:
         self.slots = slots
         self.tier = tier
         self.slot_bytes = slot_bytes
-        self._memory: Arena | None = Arena(slots * slot_bytes)
         self.leases = Leases(slots)
         self._ledger = ledger
         self._account = account
         self._committed = [False] * slots
+        self._memory: Arena | None = self._map(slots * slot_bytes) if slots else None
+
+    def _map(self, nbytes: int) -> Arena:
+        return Arena(nbytes)
 
     @property
     def memory(self) -> Arena:
         """All slots, one after another."""
-        assert self._memory is not None, "the arena is closed"
+        assert self._memory is not None, "the arena is closed or has no slots"
         return self._memory
 
     def commit(self, slot: int, run: int = 1) -> None:
@@ -55,12 +59,27 @@ class HostArena:
         for s in charged:
             self._committed[s] = False
 
+    def resize(self, slots: int, slot_bytes: int | None = None) -> None:
+        """The arena has `slots` slots from now on, other ones, of which none is charged.
+
+        What was in it is lost, but for tensors that view it: they keep their memory, which is not
+        accounted any more.
+        """
+        self.close()
+        self.slots = slots
+        self.slot_bytes = self.slot_bytes if slot_bytes is None else slot_bytes
+        self.leases = Leases(slots)
+        self._committed = [False] * slots
+        self._memory = self._map(slots * self.slot_bytes) if slots else None
+
     def address(self, slot: int) -> int:
         """Address of the first byte of `slot`."""
         return self.memory.address + slot * self.slot_bytes
 
     def slot_of(self, address: int) -> int | None:
         """The slot that holds `address`, or None if it is not in this arena."""
+        if not self.slots:
+            return None
         offset = address - self.memory.address
         return offset // self.slot_bytes if 0 <= offset < self.slots * self.slot_bytes else None
 

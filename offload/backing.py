@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from offload.arena import HostArena
-from offload.store import Transfers
 
 
 class Operation(Protocol):
@@ -39,11 +38,21 @@ class Extent:
     run: int  # consecutive slots it takes
 
 
+class FileTransfers(Protocol):
+    """Asynchronous transfers of one file; addresses, sizes and offsets are whole pages."""
+
+    def read(self, address: int, nbytes: int, offset: int) -> Operation:
+        """Starts reading to `address`. Raises NativeIoError if it cannot be started."""
+
+    def write(self, address: int, nbytes: int, offset: int) -> Operation:
+        """Starts writing from `address`, likewise."""
+
+
 class FileBacking:
     """Chunks whose home is in the file."""
 
     def __init__(
-        self, arena: HostArena, transfers: Transfers, extents: Mapping[int, Extent]
+        self, arena: HostArena, transfers: FileTransfers, extents: Mapping[int, Extent]
     ) -> None:
         self._arena = arena
         self._transfers = transfers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import gc
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -74,6 +75,7 @@ class SlotCache:
         self.before_write: Callable[[int], object] = _nothing
         self._entries: dict[int, _Entry] = {}
         self._run_at: dict[int, int] = {}  # slot -> length of the run that was last taken there
+        self.wait_s = 0.0  # for transfers that were to be done by now
 
     def holds(self, chunk: int) -> bool:
         """Whether the chunk has slots now."""
@@ -181,6 +183,21 @@ class SlotCache:
                     return
                 self._start_read(chunk, self._take(slot, run))
 
+    def clear(self) -> None:
+        """Forgets all copies; those that home does not have are written first.
+
+        Raises what a transfer met; what was not written is held as before.
+        """
+        for chunk in list(self._entries):
+            self.write_back(chunk)
+            self._forget(chunk)
+
+    def refit(self, limit: int | None = None) -> None:
+        """The arena was resized while no copy was held; `limit` as at first."""
+        assert not self._entries
+        self._run_at.clear()
+        self._limit = self._least = self._arena.slots if limit is None else limit
+
     def settle(self) -> None:
         """Waits for all transfers under way. Raises what one met."""
         for chunk, entry in list(self._entries.items()):
@@ -215,6 +232,7 @@ class SlotCache:
         entry = self._entries[chunk]
         if entry.op is None:
             return
+        began_s = time.perf_counter()
         try:
             entry.op.wait()
         except Exception:
@@ -224,6 +242,7 @@ class SlotCache:
                 entry.state, entry.op = SlotState.DIRTY, None
             raise
         entry.state, entry.op = SlotState.CLEAN, None
+        self.wait_s += time.perf_counter() - began_s
 
     def _forget(self, chunk: int) -> None:
         entry = self._entries[chunk]

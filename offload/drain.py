@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class Drain:
         self._errors: dict[Hashable, BaseException] = {}
         self._closing = False
         self._thread: threading.Thread | None = None
+        self.wait_s = 0.0  # of who gives gradients, for room on the device
 
     def take(
         self, owner: Hashable, name: str, grad: torch.Tensor, kept: torch.Tensor, add: bool
@@ -82,8 +84,10 @@ class Drain:
         """
         grad, kept = grad.detach().contiguous().view(-1), kept.view(-1)
         with self._changed:
+            began_s = time.perf_counter()
             while self._in_flight_bytes and self._in_flight_bytes + grad.nbytes > self._limit_bytes:
                 self._changed.wait()
+            self.wait_s += time.perf_counter() - began_s
             straight = not add and grad.dtype is kept.dtype
             if straight:  # it must not overtake what is still to be added
                 while owner in self._pending:

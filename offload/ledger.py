@@ -56,6 +56,17 @@ class Ledger:
             assert self._accounts.get((tier, account), 0) >= nbytes, (tier, account, nbytes)
             self._change(tier, account, -nbytes)
 
+    def set_budget(self, tier: Tier, nbytes: int) -> None:
+        """From now on `tier` has `nbytes`. Raises BudgetError, with nothing changed, if more are in
+        use."""
+        with self._lock:
+            if self._in_use[tier] > nbytes:
+                raise BudgetError(
+                    f"the {tier.value} budget cannot become {format_bytes(nbytes)}: "
+                    f"{format_bytes(self._in_use[tier])} are in use"
+                )
+            self._budgets[tier] = nbytes
+
     def _missing(self, tier: Tier, nbytes: int) -> int:
         budget = self._budgets[tier]
         return 0 if budget is None else self._in_use[tier] + nbytes - budget

@@ -7,7 +7,8 @@ one that the step at hand has followed best so far tells what comes next.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import groupby
 
 _MOST_USES = 1 << 14  # of one step; more are taken for several, as of inference that has no steps
 _ENOUGH_TIMES = 4
@@ -17,9 +18,9 @@ _MOST_SEQUENCES = 4  # known at once; following one costs about a microsecond a 
 class _Sequence:
     """The uses of one step, and how far the step at hand has followed them."""
 
-    def __init__(self, uses: Sequence[int]) -> None:
+    def __init__(self, uses: Sequence[int], times_seen: int = 1) -> None:
         self.uses = tuple(uses)
-        self.times_seen = 1
+        self.times_seen = times_seen
         self.followed = 0  # uses that came as expected, less those that did not
         self._position = 0  # the next use expected
         self._at: dict[int, list[int]] = {}  # chunk -> positions, ascending
@@ -65,6 +66,7 @@ class UseOrder:
         self._known: list[_Sequence] = []  # the last seen first
         self._best: _Sequence | None = None
         self._recording: list[int] = []
+        self._in_place: frozenset[int] = frozenset()  # chunks that are not gathered
 
     @property
     def recorded(self) -> int:
@@ -100,14 +102,27 @@ class UseOrder:
             sequence.rewind()
         self._choose()
 
-    def _learn(self, uses: tuple[int, ...]) -> None:
+    def use_in_place(self, chunks: Collection[int]) -> None:
+        """These, and no others, are never gathered from now on: nothing expects them any more."""
+        self._in_place = frozenset(chunks)
+        known, self._known = self._known, []
+        for sequence in reversed(known):
+            self._learn(sequence.uses, sequence.times_seen)
+        self._choose()
+
+    def _learn(self, uses: tuple[int, ...], times_seen: int = 1) -> None:
+        if self._in_place:
+            rest = [chunk for chunk in uses if chunk not in self._in_place]
+            uses = tuple(chunk for chunk, _ in groupby(rest))  # repeated uses count once
+            if not uses:
+                return
         seen = next((s for s in self._known if s.uses == uses), None)
         if seen is None:
-            self._known.insert(0, _Sequence(uses))
+            self._known.insert(0, _Sequence(uses, times_seen))
             del self._known[_MOST_SEQUENCES:]
         else:
             # Counted to a few: what was done a thousand times may be over for good.
-            seen.times_seen = min(seen.times_seen + 1, _ENOUGH_TIMES)
+            seen.times_seen = min(seen.times_seen + times_seen, _ENOUGH_TIMES)
             self._known.remove(seen)
             self._known.insert(0, seen)
 

@@ -35,6 +35,25 @@ class SlotPool:
         self.arena.commit(self._limit, more)
         self._limit += more
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no slot is taken."""
+        return not any(self._taken)
+
+    def refit(self, slots: int, limit: int) -> None:
+        """The arena has `slots` slots from now on, `limit` for every day, if none is taken.
+
+        Raises BudgetError.
+        """
+        assert self.is_free
+        if slots != self.arena.slots:
+            self.arena.resize(slots)
+            self._taken = [False] * slots
+        elif limit < self._limit:
+            self.arena.decommit(limit, self._limit - limit)
+        self._limit = limit
+        self.arena.commit(0, limit)
+
     def give_back(self, first: int, run: int) -> None:
         """Undoes take()."""
         assert all(self._taken[first : first + run])

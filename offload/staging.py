@@ -136,3 +136,13 @@ class SharedCache:
         """Waits for all transfers under way. Raises what one met."""
         with self._lock:
             self._cache.settle()
+
+    def clear(self) -> None:
+        """Forgets all copies. Raises what a transfer met."""
+        with self._lock:
+            self._cache.clear()
+
+    def refit(self) -> None:
+        """The arena was resized while no copy was held."""
+        with self._lock:
+            self._cache.refit()

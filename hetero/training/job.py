@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +13,18 @@ from torch.optim.lr_scheduler import LambdaLR
 import hetero
 from hetero.arrangement import arrange
 from hetero.layout import Shard
-from hetero.prediction import Placed, predict
+from hetero.prediction import Placed as PlacedBank
+from hetero.prediction import predict
 from hetero.trace import Work
 from hetero.training.data import Corpus, load_corpus
 from hetero.training.models import build_model, count_parameters, model_config, model_label
 from hetero.training.options import TrainOptions
 from hetero.training.ranks import ALONE, Ranks
-from hetero.training.result import USUAL_STATE_BYTES_PER_PARAM, Setting
+from hetero.training.result import USUAL_STATE_BYTES_PER_PARAM, Placed, Setting
 from hetero.training.run_folder import RunFolder
 from hetero.training.schedule import make_scheduler
 from offload.profile import Profile, default_path
+from offload.tiers import Tier
 
 # Adam's betas for language models: the second moment forgets faster than torch's 0.999, which
 # suits runs of few steps.
@@ -45,6 +47,7 @@ class Job:
     device: torch.device
     setting: Setting
     ranks: Ranks
+    placed: Callable[[], Placed]  # as it is now
 
 
 @contextmanager
@@ -82,6 +85,14 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     engine = optimizer.engine
     notes = list(engine.notes)
     predicted = predicted_step(options, config, engine.banks, ranks.count, notes)
+
+    def placed() -> Placed:
+        return Placed(
+            policy_of(engine),
+            predicted_step(options, config, engine.banks, ranks.count, []),
+            [(change.step, change.words()) for change in engine.replanner.changes],
+        )
+
     try:
         yield Job(
             options=options,
@@ -111,15 +122,32 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
                 predicted=predicted,
             ),
             ranks=ranks,
+            placed=placed,
         )
     finally:
         engine.close()
 
 
+def policy_of(engine: hetero.Engine) -> str:
+    """How the placement was chosen, and where how many chunks have what."""
+    (main, *_) = engine.plans
+    how = "by sizes" if main is None else f"by the profile {main.problem.profile.name}"
+    found = []
+    for payload in ("param", "grad", "record"):
+        homes = [t for b in engine.banks for t in getattr(b.placement, payload) if t is not None]
+        counts = [
+            f"{homes.count(tier)} in {where}"
+            for tier, where in ((Tier.DEVICE, "DEVICE"), (Tier.HOST, "RAM"), (Tier.DISK, "NVMe"))
+            if tier in homes
+        ]
+        found.append(f"{payload.upper()} {', '.join(counts)}")
+    return f"chosen {how}; chunks: {'; '.join(found)}"
+
+
 def predicted_step(
     options: TrainOptions,
     config: hetero.Config,
-    banks: Sequence[Placed],
+    banks: Sequence[PlacedBank],
     ranks: int,
     notes: list[str],
 ) -> dict[str, Any] | None:
@@ -169,6 +197,8 @@ def memory_config(
         io_engine=options.io_engine,
         prefetch=options.prefetch,
         zero_stage=options.zero_stage,
+        process_memory=options.process_memory,
+        expected_tokens=options.tokens_per_step,
     )
 
 

@@ -42,6 +42,7 @@ def train(
         observer.begin(job.setting)
         try:
             _run_steps(job, folder, observer, result)
+            result.placed = job.placed()
             result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_rss_bytes())]
         except KeyboardInterrupt:
             result.status = "interrupted"

@@ -95,6 +95,13 @@ class TrainOptions:
         metavar="BYTES",
         group="memory",
     )
+    process_memory: str | None = _option(
+        None,
+        "RAM that the process may hold in all, like 3GiB: model state gives way to what else it"
+        " needs; auto: what the system allows (default: no limit)",
+        metavar="BYTES",
+        group="memory",
+    )
     nvme_path: tuple[str, ...] = _option(
         (),
         "existing folder for the state file; give it once per disk to use several (default: the run"

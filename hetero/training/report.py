@@ -47,6 +47,7 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         ("peak RSS of the process", hetero.format_bytes(result.peak_rss_bytes)),
         ("steps", made + ("" if result.status == "finished" else f", {result.status}")),
         ("step time, median", f"{step_s:.3f} s: {split}"),
+        *_placed(result),
         *_predicted(result),
         ("speed", f"{result.tokens_per_s:.0f} tokens/s"),
     ]
@@ -80,9 +81,19 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
     return table
 
 
+def _placed(result: TrainResult) -> list[tuple[str, str]]:
+    """How the placement was chosen, and what was changed on the way."""
+    if result.placed is None:
+        return []
+    return [
+        ("placement", result.placed.placement),
+        *(("placed again", why) for _, why in result.placed.changes),
+    ]
+
+
 def _predicted(result: TrainResult) -> list[tuple[str, str]]:
     """What the profile of the machine says that a step takes, and how far that is off."""
-    predicted, ratio = result.setting.predicted, result.measured_over_predicted
+    predicted, ratio = result.predicted, result.measured_over_predicted
     if predicted is None or ratio is None:
         return []
     parts = ("forward", "backward", "optimizer")

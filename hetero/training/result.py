@@ -39,6 +39,15 @@ class Setting:
         return USUAL_STATE_BYTES_PER_PARAM * self.params
 
 
+@dataclass(frozen=True)
+class Placed:
+    """Where the state was at the end of the run; homes may have moved after some steps."""
+
+    placement: str
+    predicted: dict[str, Any] | None  # Prediction.as_dict()
+    changes: list[tuple[int, str]]  # after which step, and why
+
+
 @dataclass
 class TrainResult:
     """The setting, the steps that were made and the peaks; `status` says how the run ended.
@@ -53,6 +62,12 @@ class TrainResult:
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     status: str = "finished"  # "finished" | "interrupted" | "failed"
     failure: Exception | None = None
+    placed: Placed | None = None  # None: the run failed
+
+    @property
+    def predicted(self) -> dict[str, Any] | None:
+        """What a step was expected to take with the placement that the run ended with."""
+        return self.setting.predicted if self.placed is None else self.placed.predicted
 
     @property
     def error(self) -> str | None:
@@ -60,8 +75,13 @@ class TrainResult:
 
     @property
     def steady_steps(self) -> list[StepMetrics]:
-        """The steps without the first, which also touches memory for the first time."""
-        return self.steps[1:] or self.steps
+        """The steps without the first, which also touches memory for the first time.
+
+        After homes have moved those that came then, without the first of them.
+        """
+        changes = [] if self.placed is None else self.placed.changes
+        moved = max((step for step, _ in changes), default=0)
+        return self.steps[moved + 1 :] or self.steps[1:] or self.steps
 
     @property
     def tokens_per_s(self) -> float:
@@ -80,10 +100,10 @@ class TrainResult:
     @property
     def measured_over_predicted(self) -> float | None:
         """The median steady step over what was predicted."""
-        if self.setting.predicted is None or not self.steps:
+        if self.predicted is None or not self.steps:
             return None
         step_s = statistics.median(step.step_s for step in self.steady_steps)
-        return float(step_s / self.setting.predicted["step_s"])
+        return float(step_s / self.predicted["step_s"])
 
     @property
     def gather_wait_s_per_step(self) -> float:
@@ -131,7 +151,9 @@ class TrainResult:
             "received_bytes_per_step": self.bytes_per_step["received"],
             "gather_wait_s_per_step": self.gather_wait_s_per_step,
             "total_bytes": self.total_bytes,
-            "predicted": setting.predicted,
+            "placement": None if self.placed is None else self.placed.placement,
+            "changes": [] if self.placed is None else [why for _, why in self.placed.changes],
+            "predicted": self.predicted,
             "measured_over_predicted": self.measured_over_predicted,
             "notes": list(setting.notes),
             "data": setting.data,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero.arrangement import BankPlan
 from hetero.cli import main
+from hetero.cost import CostModel
 from hetero.placement import Budgets, place
-from hetero.prediction import Computing, predict
+from hetero.prediction import Computing, computing_alone, predict
 from hetero.trace import Work
-from tests.planning import AMPLE, BF16, SLOT, layout_of, make_profile
+from offload.tiers import Tier
+from tests.planning import AMPLE, BF16, SLOT, layout_of, make_problem, make_profile
 
 RATES = {"bf16": 1e9, "fp16": 1e9, "fp32": 1e9}
 WORK = Work(tokens=10, micro_batches=1)
@@ -43,6 +46,22 @@ def test_clipping_reads_the_gradients_once_more() -> None:
     clipped = predict(banks, make_profile(), WORK, clipping=True)
     assert clipped.step_s - without.step_s == pytest.approx(2 * SLOT * 2 / 20)
     assert not without.measured_computing
+
+
+def test_what_was_measured_is_freed_of_what_its_own_transfers_took() -> None:
+    """Predicting the placement that was measured gives what was measured."""
+    layout = layout_of(*[SLOT] * 6)
+    budgets = Budgets(20 * SLOT, AMPLE, under_construction=False)
+    made = place(layout, BF16, "nvme", budgets, 1)
+    assert Tier.DISK in made.param
+    for share, tokens in ((0.0, 5), (0.5, 5), (1.0, 50)):
+        machine = make_profile(compute_interference=share)
+        problem = make_problem(layout, Budgets(0, AMPLE), machine, tokens=tokens, prefetch=True)
+        alone = computing_alone(problem, made)
+        assert (alone == problem.trace) == (share == 0)
+        assert 0 <= alone.forward_s <= problem.trace.forward_s
+        found = CostModel(replace(problem, trace=alone)).cost(made).phases[0]
+        assert found.seconds == pytest.approx(problem.trace.forward_s, rel=0.1)
 
 
 def test_a_profile_without_a_disk_cannot_tell_about_one() -> None:
@@ -129,3 +148,25 @@ class TestTrain:
         summary = json.loads(capsys.readouterr().out)
         assert summary["predicted"] is None
         assert any("no step time is predicted" in note for note in summary["notes"])
+
+    def test_a_placement_that_was_changed_is_shown_with_what_it_is_predicted_to_take(
+        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Computing is said to take minutes, which would hide a disk that is as slow."""
+        slow = dict.fromkeys(RATES, 1e5)
+        make_profile(
+            nvme_read_bytes_per_s=1e5,
+            nvme_write_bytes_per_s=1e5,
+            nvme_mixed_bytes_per_s=1e5,
+            update_bytes_per_s=RATES,
+            matmul_flop_per_s=slow,
+        ).save(tmp_path / "cache" / "hetero" / "profile.json")
+        given = ("--policy", "auto", "--host-memory", "1MiB", "--accumulate", "4", "--steps", "6")
+        assert train("--json", "--chunk-numel", "8192", *given) == 0
+        summary = json.loads(capsys.readouterr().out)
+        (change,) = summary["changes"]
+        assert "after step 2" in change
+        assert "by the profile made up" in summary["placement"]
+        assert summary["predicted"]["nvme_read_bytes"] == summary["bytes_per_step"]["disk_read"]
+        assert train("--chunk-numel", "8192", *given) == 0
+        assert "placed again" in capsys.readouterr().out

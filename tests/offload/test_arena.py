@@ -131,3 +131,25 @@ def test_close_gives_the_charge_back_once(arena, ledger):
     arena.close()
     assert charged(ledger) == 0
     assert ledger.peak_bytes["host"] == 2 * SLOT
+
+
+def test_a_resized_arena_is_empty_and_charged_anew():
+    ledger = Ledger({Tier.HOST: 8 * 4096})
+    arena = HostArena(0, 4096, ledger, Account.PARAM)
+    assert arena.slot_of(12345) is None
+    assert arena.live_views() == 0
+    arena.resize(3)
+    arena.commit(0, 3)
+    view = arena.view(1, 1, torch.uint8, leased=True)
+    view.fill_(7)
+    assert ledger.in_use_bytes["host"] == 3 * 4096
+    arena.resize(2, 8192)
+    assert ledger.in_use_bytes["host"] == 0
+    assert arena.live_views() == 0
+    assert view.eq(7).all(), "who views the old memory keeps it"
+    del view
+    assert arena.live_views() == 0
+    arena.commit(0, 2)
+    assert ledger.in_use_bytes["host"] == 2 * 8192
+    arena.close()
+    assert ledger.in_use_bytes["host"] == 0

@@ -198,3 +198,27 @@ def test_few_sequences_are_kept():
         order.end_step()
     order.note(9)
     assert order.next_use(8) > order.next_use(0)
+
+
+def test_what_is_used_in_place_is_not_expected():
+    order = UseOrder()
+    for chunk in (0, 1, 2, 1, 0):
+        order.note(chunk)
+    order.end_step()
+    for chunk in (0, 2, 0):
+        order.note(chunk)
+    order.end_step()
+    order.note(0)  # in the middle of a step
+    order.use_in_place([1])
+    assert order.upcoming(3) == [0, 2]
+    assert order.next_use(1) > 3
+    order.note(1)  # not to be expected either, once it was noted before
+    order.end_step()
+    assert 1 not in order.upcoming(3)
+    order.use_in_place([0, 1, 2])
+    assert order.upcoming(3) == []
+    order.use_in_place([])
+    for chunk in (2, 1):
+        order.note(chunk)
+    order.end_step()
+    assert order.upcoming(3) == [2, 1]

@@ -1,0 +1,79 @@
+"""What the operating system says this process holds, and may hold."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from pathlib import Path
+
+_STATM = "/proc/self/statm"
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class ResidentMemory:
+    """Reads the resident bytes of this process; a few microseconds each time."""
+
+    def __init__(self) -> None:
+        self._fd = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
+
+    def nbytes(self) -> int:
+        """Resident bytes (RSS) now."""
+        return int(os.pread(self._fd, 128, 0).split()[1]) * mmap.PAGESIZE
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def resident_bytes() -> int:
+    """Resident bytes of this process now."""
+    with open(_STATM, "rb") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def allowed_bytes() -> int | None:
+    """What the system lets this process hold: the least of its cgroups' limits and RLIMIT_AS.
+
+    None without a limit. RLIMIT_AS is of addresses, of which a process has more than it holds.
+    """
+    limits = _cgroup_limits()
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        limits.append(soft)
+    return min(limits, default=None)
+
+
+def _cgroup_limits(root: Path = _CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> list[int]:
+    found = []
+    try:
+        lines = mine.read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            base, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be of the host's tree; its own is then at the root.
+        folder = base / path.lstrip("/")
+        for each in (folder, *folder.parents):
+            limit = _number(each / name)
+            if limit is not None:
+                found.append(limit)
+            if each == base:
+                break
+    return found
+
+
+def _number(path: Path) -> int | None:
+    try:
+        value = int(path.read_text())
+    except (OSError, ValueError):  # ("max")
+        return None
+    return value if value < 1 << 62 else None
