@@ -13,6 +13,7 @@ void bind_memory_io(py::module_& module);
 void bind_update(py::module_& module);
 void bind_pipeline(py::module_& module);
 void bind_link(py::module_& module);
+void bind_timeline(py::module_& module);
 
 namespace {
 
@@ -40,12 +41,13 @@ py::dict build_info() {
 PYBIND11_MODULE(_native, module) {
   module.doc() =
       "The native core of hetero: host memory, file transfers, updates, the step pipeline, "
-      "the emulated link.";
+      "the emulated link, the timeline.";
   module.def("build_info", &build_info);
   bind_memory_io(module);
   bind_update(module);
   bind_pipeline(module);
   bind_link(module);
+  bind_timeline(module);
 }
 
 }  // namespace hetero
