@@ -291,7 +291,7 @@ def _measure(
         "params": job.setting.params,
         "dtype": job.setting.dtype,
         "io_engine": job.engine.io_engine,
-        "host_memory": int(case.options.host_memory or 0),
+        "budget_bytes": job.setting.budget_bytes,
         "compute_from": alone.method,
         "homes": {
             part: Counter(tier.value for tier in getattr(placement, part) if tier is not None)
@@ -510,7 +510,7 @@ def _table(case: Mapping[str, Any]) -> Table:
     compute, size = case["compute_s"], format_bytes
     table = Table(
         title=f"bench.bound: {case['name']}, {case['params'] / 1e6:.0f}M parameters,"
-        f" {case['dtype']}, {size(case['host_memory'])} of RAM",
+        f" {case['dtype']}, {size(case['budget_bytes']['host'])} of RAM",
         title_justify="left",
     )
     table.add_column("")

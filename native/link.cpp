@@ -154,7 +154,8 @@ class Link::Lane {
         const Clock::time_point begin = std::max(start, busy_until_);
         busy_until_ = Clock::now();
         stats_.busy_s += Seconds(busy_until_ - begin).count();
-        if (timeline::on() && op->moved_ != 0) timeline::note(lane_, begin, op->moved_);
+        if (timeline::on() && op->moved_ != 0)
+          timeline::note(lane_, begin, op->moved_, busy_until_);
       }
       settle(*op, error);
     }

@@ -57,7 +57,7 @@ Recording stop() {
   return std::exchange(current, {});
 }
 
-void note(Lane lane, Clock::time_point begin, std::uint64_t bytes) noexcept {
+void note(Lane lane, Clock::time_point begin, std::uint64_t bytes, Clock::time_point end) noexcept {
   if (owner.load(std::memory_order_relaxed) != ::getpid()) return;
   const std::lock_guard lock(mutex);
   if (!on()) return;
@@ -65,7 +65,8 @@ void note(Lane lane, Clock::time_point begin, std::uint64_t bytes) noexcept {
     ++current.dropped;
     return;
   }
-  current.intervals.push_back({lane, std::max(begin, current.begin), Clock::now(), bytes});
+  current.intervals.push_back(
+      {lane, std::max(begin, current.begin), std::max(end, current.begin), bytes});
 }
 
 }  // namespace hetero::timeline

@@ -49,9 +49,10 @@ inline void mark(Clock::time_point& begun) {
   if (on() && begun == Clock::time_point()) begun = Clock::now();
 }
 
-// The resource was busy from `begin` until now. What began before the recording, or was never
+// The resource was busy from `begin` to `end`. What began before the recording, or was never
 // marked, counts from the recording's start. Nothing if none is under way.
-void note(Lane lane, Clock::time_point begin, std::uint64_t bytes) noexcept;
+void note(Lane lane, Clock::time_point begin, std::uint64_t bytes,
+          Clock::time_point end = Clock::now()) noexcept;
 
 // Notes the time of a scope.
 class Span {

@@ -22,7 +22,9 @@ _COLOURS: dict[LaneName, str] = {
     "d2h": "#0072B2",
 }
 _BAND = 0.76  # of the height that a lane has
-_LEAST_NAMED = 0.05  # of the width: narrower intervals have no room for their name
+# Of the width: narrower intervals have no room for their name, or for an edge.
+_LEAST_NAMED = 0.06
+_LEAST_EDGED = 0.004
 
 
 def draw_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str) -> None:
@@ -58,15 +60,16 @@ def draw_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str) 
 
 def _draw_lane(axes: Axes, timeline: Timeline, lane: LaneName, place: int) -> None:
     rows = timeline.rows(lane)
+    least = _LEAST_EDGED * timeline.seconds
     height = _BAND / len(rows)
     for number, row in enumerate(rows):
         bottom = place - _BAND / 2 + number * height
         axes.broken_barh(
             [(i.begin_s - timeline.begin_s, i.seconds) for i in row],
             (bottom, height),
-            facecolors=[_PART_COLOURS.get(i.name, _COLOURS[lane]) for i in row],
-            edgecolors="white",
-            linewidth=0.3 if len(row) < 500 else 0,
+            facecolors=[_colour(i) for i in row],
+            edgecolors=["white" if i.seconds > least else _colour(i) for i in row],
+            linewidth=0.4,
         )
         for interval in row:
             if interval.name and interval.seconds > _LEAST_NAMED * timeline.seconds:
@@ -75,7 +78,20 @@ def _draw_lane(axes: Axes, timeline: Timeline, lane: LaneName, place: int) -> No
 
 def _name(axes: Axes, timeline: Timeline, interval: Interval, height: float) -> None:
     middle = (interval.begin_s + interval.end_s) / 2 - timeline.begin_s
-    axes.text(middle, height, interval.name, ha="center", va="center", fontsize=9, color="white")
+    dark = interval.name == "backward"
+    axes.text(
+        middle,
+        height,
+        interval.name,
+        ha="center",
+        va="center",
+        fontsize=10,
+        color="white" if dark else "black",
+    )
+
+
+def _colour(interval: Interval) -> str:
+    return _PART_COLOURS.get(interval.name, _COLOURS[interval.lane])
 
 
 def _figures(timeline: Timeline, lane: LaneName) -> str:
