@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,6 @@ DISK_SHARE = 0.95  # of what is free
 # The estimate of what is beside the engine may be too high by this share of it; a run decides.
 OUTSIDE_SLACK = 0.25
 ATTEMPTS = 3  # at one shape, each with less for the engine by what was too much
-FRAMEWORK_SPEC = {"n_layer": 1, "n_embd": 64, "n_head": 1}
 
 # Small enough that the least that DeepSpeed takes is found.
 PEER_SHAPES = (
@@ -257,7 +257,6 @@ class Ladder:
             model_config={},
             rss_bytes=0,
             nvme_path=str(folder),
-            limit=None if arguments.limit == "none" else arguments.limit,
             steps=arguments.steps,
             seq_len=arguments.seq_len,
             batch_size=arguments.batch_size,
@@ -265,9 +264,7 @@ class Ladder:
         )
         _tell("what the framework takes")
         small = Shape(1, HEAD_WIDTH).config(256, arguments.seq_len)
-        found = run_child(
-            replace(self._spec, model_config=small, rss_bytes=4 << 30, limit=None, steps=1)
-        )
+        found = run_child(replace(self._spec, model_config=small, rss_bytes=4 << 30, steps=1))
         if found["status"] != "trained":
             raise ValueError(f"the smallest of models does not train here: {found['error']}")
         self.framework_bytes = int(found["framework_bytes"])
@@ -293,8 +290,7 @@ class Ladder:
                 break
             rung = self.prove(config, budget)
             if rung["status"] == "trained":
-                limited = "disk" if self._is_largest(config) else "RAM"
-                return {**rung, "limited_by": limited, "refused": refused}
+                return {**rung, "limited_by": self._limit_of(config), "refused": refused}
             refused.append(f"{_shape_name(config)}: {rung['error']}")
         return {"budget_bytes": budget, "status": "none", "refused": refused}
 
@@ -314,7 +310,7 @@ class Ladder:
         given = self._arguments.only_rss
         budget = ram // 3 if given is None else parse_size("--only-rss", given)
         least = factor * ram / USUAL_STATE_BYTES
-        found = [c for c in self.candidates(budget) if params_of(c) >= least]
+        found = list(takewhile(lambda c: params_of(c) >= least, self.candidates(budget)))
         if not found:
             need = (BUILDING_BYTES + TRAINING_BYTES) * least
             raise ValueError(
@@ -326,7 +322,8 @@ class Ladder:
 
     def prove(self, config: dict[str, Any], budget: int) -> dict[str, Any]:
         """Trains it, with less for the engine each time the process took too much."""
-        spec = replace(self._spec, model_config=config, rss_bytes=budget, limit_bytes=budget)
+        limits = {} if self._arguments.limit == "none" else {self._arguments.limit: budget}
+        spec = replace(self._spec, model_config=config, rss_bytes=budget, limits=limits)
         result: dict[str, Any] = {}
         for _ in range(ATTEMPTS):
             _tell(f"{_shape_name(config)}, {params_of(config):,} parameters in"
@@ -377,17 +374,20 @@ class Ladder:
                                                        self._disk_bytes / per_param)]  # fmt: skip
         return sorted(held, key=params_of, reverse=True)
 
-    def _is_largest(self, config: dict[str, Any]) -> bool:
-        """Whether the disk (or --most-params) holds no larger one."""
-        return config == self._shapes()[0]
+    def _limit_of(self, config: dict[str, Any]) -> str:
+        """Why no larger one than this was taken."""
+        if config != self._shapes()[0]:
+            return "RAM"
+        held = self._disk_bytes / (BUILDING_BYTES + TRAINING_BYTES)
+        return "disk" if held < self._most_params else "--most-params"
 
 
 def fits(config: dict[str, Any], host_bytes: int, disk_bytes: int, spec: Spec) -> bool:
     """Whether the placement finds room for the model, of which nothing is made."""
     from transformers import AutoConfig
 
-    # Before anything is built: the embedding is there, and its gradient.
-    if host_bytes < 4 * 2 * int(config["n_embd"]) * int(config["vocab_size"]) // 2:
+    # It is made in fp32. (And a quick answer for most of what does not fit.)
+    if host_bytes < 4 * int(config["n_embd"]) * int(config["vocab_size"]):
         return False
     options = TrainOptions(policy="nvme", dtype=spec.dtype)
     with torch.device("meta"):

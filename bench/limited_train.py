@@ -14,11 +14,11 @@ import math
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Of `limit`: which bytes the operating system refuses beyond it.
+# Which bytes the operating system refuses beyond a limit.
 LIMITS = {
     "data": resource.RLIMIT_DATA,  # writable private memory, untouched parts included
     "address": resource.RLIMIT_AS,  # all address space, files and untouched parts included
@@ -32,16 +32,15 @@ class Spec:
     """What is trained, and within what.
 
     `rss_bytes` is for the whole process. `host_memory` is the engine's part of it; None: what the
-    framework, as the process measures it, and outside_bytes() leave. `limit` is one of LIMITS or
-    None, with `limit_bytes`.
+    framework, as the process measures it, and outside_bytes() leave. `limits` are bytes by names
+    of LIMITS.
     """
 
     model_config: dict[str, Any]  # of transformers, with "model_type"
     rss_bytes: int
     nvme_path: str
     host_memory: int | None = None
-    limit: str | None = None
-    limit_bytes: int = 0
+    limits: dict[str, int] = field(default_factory=dict)
     steps: int = 3
     seq_len: int = 128
     batch_size: int = 1
@@ -82,8 +81,8 @@ def outside_bytes(spec: Spec) -> int:
 
 def main(argv: list[str]) -> int:
     spec = Spec.read(Path(argv[0]))
-    if spec.limit is not None:
-        resource.setrlimit(LIMITS[spec.limit], (spec.limit_bytes, spec.limit_bytes))
+    for name, nbytes in spec.limits.items():
+        resource.setrlimit(LIMITS[name], (nbytes, nbytes))
     print(json.dumps(run(spec)))
     return 0
 
