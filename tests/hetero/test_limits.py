@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 MODEL = {
     "model_type": "gpt2",
-    "n_layer": 12,
+    "n_layer": 10,
     "n_embd": 512,
     "n_head": 8,
     "vocab_size": 1024,
@@ -45,12 +45,15 @@ MODEL = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-PARAMS = 38.3e6
+PARAMS = 32e6
 HOST_MEMORY = 64 * MIB  # a tenth of what others hold: 16 bytes a parameter
-# Of 64 tokens, per layer that is not recomputed; and what transfers and threads take: 32 blocks in
-# flight, the stacks of eight threads, which are counted whole, and gradients of the largest matrix.
-ACTIVATIONS = 12 * 4 * MIB + 32 * MIB
+# Of 64 tokens, per layer that is not recomputed, and gradients in autograd's hands.
+ACTIVATIONS = 10 * 4 * MIB + 32 * MIB
+# Counted by limits although nobody touches it: stacks of eight threads, slots of pools that are
+# used only when there is RAM to spare.
 UNTOUCHED = 8 * 8 * MIB + 32 * MIB
+# One thread of torch's is enough; and malloc would reserve 64 MiB of addresses for each.
+ENVIRONMENT = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
 
 # Plain PyTorch, argv: layers, whether to train, limit of data in bytes (0: none).
 _PLAIN = """
@@ -59,7 +62,6 @@ model_config, layers, train, limit = json.loads(sys.argv[1]), *map(int, sys.argv
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 import torch
-torch.set_num_threads(2)
 import hetero
 from bench.limited_train import memory_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -78,7 +80,7 @@ print(json.dumps(found))
 def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
-        timeout=300, **options,
+        timeout=300, env=ENVIRONMENT, **options,
     )  # fmt: skip
 
 
@@ -106,7 +108,8 @@ def limited(path: Path, limits: dict[str, int], **options: Any) -> dict[str, Any
         limits=limits,
         seq_len=64,
         checkpointing=False,
-        threads=2,
+        threads=1,
+        steps=2,
     )
     spec.write(path / "spec.json")
     done = python("-m", "bench.limited_train", str(path / "spec.json"), **options)
@@ -119,7 +122,7 @@ def test_training_under_limits_of_the_process(framework: dict[str, int], tmp_pat
     """Private memory and address space are limited to the budget beside what a plain run takes."""
     limits = {
         "data": framework["VmData"] + HOST_MEMORY + ACTIVATIONS + UNTOUCHED,
-        "address": framework["VmPeak"] + HOST_MEMORY + ACTIVATIONS + UNTOUCHED + 64 * MIB,
+        "address": framework["VmPeak"] + HOST_MEMORY + ACTIVATIONS + UNTOUCHED,
     }
     found = limited(tmp_path, limits)
     assert found["status"] == "trained", found["error"]
@@ -312,7 +315,7 @@ def smallest(shape: Shape, options: dict[str, Any]) -> dict[str, int]:
         "device_memory": r"device_memory is .*?smallest that works is .*? \((\d+) bytes\)",
         "nvme_capacity": r"\((\d+) bytes\) go to disk",
     }
-    for _ in range(12):
+    for _ in range(40):
         model = shape.make()
         optimizer = hetero.HybridAdam(model.parameters())
         try:
@@ -323,6 +326,10 @@ def smallest(shape: Shape, options: dict[str, Any]) -> dict[str, int]:
                 for name, pattern in patterns.items()
                 if (found := re.search(pattern, str(refusal)))
             }
+            missing = re.search(r"would pass the (\w+) budget of .*? by (\d+) bytes", str(refusal))
+            if missing:  # while the model is adopted: no plan is made yet
+                name = {"disk": "nvme_capacity"}.get(missing[1], f"{missing[1]}_memory")
+                named[name] = budgets[name] + int(missing[2])
             more = {name: n for name, n in named.items() if n > budgets.get(name, n)}
             if not more:
                 pytest.fail(f"{budgets} are refused without a larger one: {refusal}")
@@ -447,7 +454,17 @@ EMULATED = {**OPTIONS, "placement_policy": "auto", "backend": "emulated"}
 cases = shapes.flatmap(lambda shape: st.tuples(st.just(shape), steps_of(shape), places))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Such small products are not worth a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases)
 @example((ALL, DEVIATING, Place(OPTIONS)))
 @example((ALL, DEVIATING, Place({**OPTIONS, "dtype": "fp16"}, host=1.5)))
@@ -459,6 +476,7 @@ def test_no_budget_is_passed_whatever_happens(case: tuple[Shape, list[Step], Pla
 
 
 @pytest.mark.extra
+@pytest.mark.usefixtures("one_thread")
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases)
 def test_no_budget_is_passed_whatever_happens_long(
