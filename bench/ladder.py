@@ -9,8 +9,8 @@ Shapes are GPT-2's, 64 elements a head, with more and wider layers. Of those tha
 (18 bytes a parameter while the model is built, 14 then) and for which the placement says that the
 budget is enough, the largest are trained for some steps, each in a process of its own that the
 operating system limits, until one's peak of resident memory, construction included, is within the
-budget. That of DeepSpeed's ZeRO-3 with parameters and optimizer on NVMe is taken for growing
-shapes.
+budget. (MALLOC says what glibc is told, here and for peers.) That of DeepSpeed's ZeRO-3 with
+parameters and optimizer on NVMe is taken for growing shapes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -74,6 +75,11 @@ DISK_SHARE = 0.95  # of what is free
 # The estimate of what is beside the engine may be too high by this share of it; a run decides.
 OUTSIDE_SLACK = 0.25
 ATTEMPTS = 3  # at one shape, each with less for the engine by what was too much
+
+# glibc would keep blocks of up to 32 MiB in heaps of several threads, where what is freed between
+# others stays resident: parameters that leave RAM while a model is built, gradients. Peers get the
+# same.
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 
 # Small enough that the least that DeepSpeed takes is found.
 PEER_SHAPES = (
@@ -237,6 +243,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "peer_runs": found,
         "framework_bytes": ladder.framework_bytes,
         "limit": arguments.limit,
+        "environment": MALLOC,
         "disk_free_bytes": free_bytes(arguments.nvme_path),
         "checkpointing": arguments.checkpointing,
         "tokens": [arguments.batch_size, arguments.seq_len],
@@ -414,6 +421,7 @@ def _run_child(spec: Spec, arguments: argparse.Namespace, folder: str) -> dict[s
         done = subprocess.run(
             [sys.executable, "-m", "bench.limited_train", str(path)],
             cwd=ROOT,
+            env={**os.environ, **MALLOC},
             capture_output=True,
             text=True,
             timeout=arguments.timeout,
@@ -451,7 +459,7 @@ def peer_runs(arguments: argparse.Namespace, folder: str, most_bytes: int) -> li
             for c in peer_contenders("deepspeed", workload, Path(folder), arguments.peer_python)
             if c.name == "deepspeed nvme"
         )
-        outcome = run_contender(contender, arguments.timeout)
+        outcome = run_contender(contender, arguments.timeout, MALLOC)
         if outcome.status != "finished":
             _tell(f"  {outcome.status}: {outcome.error}")
             break

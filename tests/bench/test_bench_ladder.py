@@ -177,7 +177,7 @@ def test_peers_are_measured_until_they_take_too_much(
     peaks = iter([100 * MIB, 150 * MIB, 300 * MIB, 900 * MIB, 999 * MIB])
     asked: list[tuple[str, ...]] = []
 
-    def run(contender: Any, timeout_s: float) -> Outcome:
+    def run(contender: Any, timeout_s: float, more: dict[str, str]) -> Outcome:
         asked.append(contender.command)
         return Outcome(
             contender.name,
