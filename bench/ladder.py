@@ -74,6 +74,10 @@ DISK_SHARE = 0.95  # of what is free
 
 # The estimate of what is beside the engine may be too high by this share of it; a run decides.
 OUTSIDE_SLACK = 0.25
+# Limits count what is mapped and not touched, too: while a model is built its arenas are there
+# whole, and its parameters still where they were. So a limit guards against what gets out of hand;
+# what proves the budget is the peak of resident memory, which the kernel keeps.
+LIMIT_PER_BUDGET = 2
 ATTEMPTS = 3  # at one shape, each with less for the engine by what was too much
 
 # glibc would keep blocks of up to 32 MiB in heaps of several threads, where what is freed between
@@ -84,6 +88,7 @@ MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 # Small enough that the least that DeepSpeed takes is found.
 PEER_SHAPES = (
     (2, 64),
+    (4, 128),
     (4, 256),
     (6, 512),
     (12, 512),
@@ -196,8 +201,8 @@ def _parser() -> argparse.ArgumentParser:
         "--limit",
         choices=(*LIMITS, "none"),
         default="data",
-        help="what the operating system enforces, at the budget: data is RLIMIT_DATA, address"
-        " RLIMIT_AS (default: %(default)s)",
+        help=f"what the operating system limits, to {LIMIT_PER_BUDGET} times the budget: data is"
+        " RLIMIT_DATA, address RLIMIT_AS (default: %(default)s)",
     )
     parser.add_argument(
         "--timeout",
@@ -329,7 +334,8 @@ class Ladder:
 
     def prove(self, config: dict[str, Any], budget: int) -> dict[str, Any]:
         """Trains it, with less for the engine each time the process took too much."""
-        limits = {} if self._arguments.limit == "none" else {self._arguments.limit: budget}
+        kind = self._arguments.limit
+        limits = {} if kind == "none" else {kind: LIMIT_PER_BUDGET * budget}
         spec = replace(self._spec, model_config=config, rss_bytes=budget, limits=limits)
         result: dict[str, Any] = {}
         for _ in range(ATTEMPTS):

@@ -89,7 +89,7 @@ def test_larger_budgets_train_larger_models(
         assert rung["peer"] is None
     first, *others = machine.specs
     assert first.limits == {}
-    assert {tuple(s.limits.items()) for s in others} <= {(("address", b),) for b in budgets}
+    assert {tuple(s.limits.items()) for s in others} <= {(("address", 2 * b),) for b in budgets}
     assert list(tmp_path.iterdir()) == []
 
 
