@@ -9,11 +9,11 @@ namespace py = pybind11;
 
 namespace hetero {
 
+void bind_timeline(py::module_& module);
 void bind_memory_io(py::module_& module);
 void bind_update(py::module_& module);
 void bind_pipeline(py::module_& module);
 void bind_link(py::module_& module);
-void bind_timeline(py::module_& module);
 
 namespace {
 
@@ -41,13 +41,13 @@ py::dict build_info() {
 PYBIND11_MODULE(_native, module) {
   module.doc() =
       "The native core of hetero: host memory, file transfers, updates, the step pipeline, "
-      "the emulated link, the timeline.";
+      "the emulated link.";
   module.def("build_info", &build_info);
+  bind_timeline(module);
   bind_memory_io(module);
   bind_update(module);
   bind_pipeline(module);
   bind_link(module);
-  bind_timeline(module);
 }
 
 }  // namespace hetero
