@@ -1,7 +1,7 @@
 """A training step beside the time that its slowest resource needs at least.
 
-usage: python -m bench.bound [--models gpt2-medium,gpt2-1.3b] [--settings nvme,emulated]
-                             [--nvme-path DIR] [--link-gbps 8] [--picture FILE] [--json]
+usage: python -m bench.bound [options of `hetero train`] [--models gpt2-medium,gpt2-1.3b]
+                             [--settings nvme,emulated] [--picture FILE] [--json]
 
 The bound of a step is the largest of four times, all measured in the same rounds as the step:
 
@@ -43,7 +43,6 @@ from rich.table import Table
 from bench.compute_alone import ComputeAlone, resident_bytes
 from bench.machine import describe_machine
 from bench.program import (
-    add_json_argument,
     command_line,
     names,
     parse_size,
@@ -63,7 +62,7 @@ from hetero.training.models import (
     model_label,
     wanted_vocab_size,
 )
-from hetero.training.options import TrainOptions
+from hetero.training.options import TrainOptions, add_train_arguments
 from hetero.training.run_folder import RunFolder
 from offload._native import Arena, Link
 from offload.errors import HeteroError
@@ -72,7 +71,20 @@ from offload.timeline import Timeline, record
 from offload.timeline_figure import draw_timeline
 
 GOAL = 1.15
-SETTINGS = ("nvme", "emulated")
+POLICIES = {"nvme": "nvme", "emulated": "auto"}
+SETTINGS = tuple(POLICIES)
+MODELS = "gpt2-medium,gpt2-1.3b"
+DEFAULTS = {
+    "model": None,
+    "seq_len": 256,
+    "batch_size": 1,
+    "steps": 3,
+    "lr": 1e-4,
+    "warmup": 0,
+    "schedule": "constant",
+    "policy": None,
+    "link_gbps": 8.0,
+}
 PARTS = ("compute", "link", "NVMe", "DRAM")
 USUAL_STATE_BYTES = 16  # per parameter
 HOST_SHARE, DEVICE_SHARE = 1 / 3, 1 / 8  # of that, by default
@@ -114,75 +126,64 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--models", default="gpt2-medium,gpt2-1.3b", metavar="LIST", help="(default: %(default)s)"
+    add_train_arguments(parser, DEFAULTS)
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--models",
+        default=MODELS,
+        metavar="LIST",
+        help="names, where neither --model nor --config is given (default: %(default)s)",
     )
-    parser.add_argument("--config", metavar="FILE", help="of a model, instead of names")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="(default: as published)")
-    parser.add_argument(
+    group.add_argument(
         "--settings",
         default=",".join(SETTINGS),
         metavar="LIST",
         help="nvme: policy nvme, computing in RAM; emulated: policy auto, on an emulated device"
-        " behind a link (default: %(default)s)",
+        " behind a link; budgets that are not given are a third of 16 bytes a parameter of RAM, and"
+        " an eighth of the device (default: %(default)s)",
     )
-    parser.add_argument("--dtype", default=None, help="(default: as of `hetero train`)")
-    parser.add_argument(
-        "--host-memory", metavar="BYTES", help="(default: a third of 16 bytes a parameter)"
+    group.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="of --steps steps in a row each, after one of warm-up (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device-memory", metavar="BYTES", help="(default: an eighth of 16 bytes a parameter)"
-    )
-    parser.add_argument("--link-gbps", type=float, default=8.0, metavar="X")
-    parser.add_argument(
-        "--nvme-path", metavar="DIR", help="folder on NVMe (default: a temporary one)"
-    )
-    for name, default, what in (
-        ("--seq-len", 256, "tokens per sequence"),
-        ("--batch-size", 1, "sequences per micro-batch"),
-        ("--accumulate", 1, "micro-batches per step"),
-        ("--steps", 3, "steps in a row that a round counts"),
-        ("--rounds", 3, "after one of warm-up"),
-    ):
-        parser.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
-        )
-    parser.add_argument("--data", metavar="PATH", help="text to train on, as of `hetero train`")
-    parser.add_argument(
+    group.add_argument(
         "--compute",
         choices=("auto", "whole", "layers"),
         default="auto",
         help="how compute alone is measured: with the whole model, or from some of its layers"
         " (default: whole where RAM holds it beside --host-memory)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--io-size",
         default="1GiB",
         metavar="SIZE",
         help="of the file on which the disk alone is measured (default: %(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--picture",
         metavar="FILE",
         help="draws two steps' timeline, and writes it as a trace (.json) for ui.perfetto.dev; of"
         " several cases each gets its name before the suffix",
     )
-    add_json_argument(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of all cases. Raises ValueError for options that cannot work."""
-    for name in ("steps", "rounds"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} must be 1 or more, got {getattr(arguments, name)}")
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
+    if arguments.backend != "cpu":
+        raise ValueError("--backend follows from --settings; leave it out")
+    given = arguments.nvme_path[0] if arguments.nvme_path else None
     with contextlib.ExitStack() as stack:
-        temporary = tempfile.TemporaryDirectory(prefix="hetero-bound-", dir=arguments.nvme_path)
+        temporary = tempfile.TemporaryDirectory(prefix="hetero-bound-", dir=given)
         folder = stack.enter_context(temporary)
-        path = arguments.nvme_path or folder
         shape = Shape.of(parse_size("--io-size", arguments.io_size), BLOCK_BYTES, DEPTH)
-        cases = list(_cases(arguments, path))
-        file = stack.enter_context(measured_file(path, shape.size_bytes))
+        cases = list(_cases(arguments))
+        file = stack.enter_context(measured_file(given or folder, shape.size_bytes))
         found = [_case(case, arguments, folder, file, shape, len(cases) > 1) for case in cases]
     return {
         "cases": found,
@@ -191,44 +192,32 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _cases(arguments: argparse.Namespace, path: str) -> Iterator[Case]:
+def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
     settings = names(arguments.settings)
     for setting in settings:
         if setting not in SETTINGS:
             raise ValueError(f"--settings: unknown {setting!r}; known: {', '.join(SETTINGS)}")
-    models = ["config"] if arguments.config else names(arguments.models)
+    models = names(arguments.models)
+    if arguments.model is not None or arguments.config is not None:
+        models = [arguments.model or TrainOptions.model]
     if not models or not settings:
         raise ValueError("--models and --settings must name one at least")
     for model in models:
-        common = TrainOptions(
-            model=TrainOptions.model if arguments.config else model,
-            config=arguments.config,
-            vocab_size=wanted_vocab_size(model, arguments.config, arguments.vocab_size),
-            data=arguments.data,
-            dtype=arguments.dtype,
-            seq_len=arguments.seq_len,
-            batch_size=arguments.batch_size,
-            accumulate=arguments.accumulate,
-            lr=1e-4,
-            warmup=0,
-            schedule="constant",
-            nvme_path=(path,),
-        )
-        usual = USUAL_STATE_BYTES * count_parameters(model_config(common))
-        host = arguments.host_memory or str(int(usual * HOST_SHARE))
-        device = arguments.device_memory or str(int(usual * DEVICE_SHARE))
         for setting in settings:
-            own = replace(common, policy="nvme", host_memory=host)
+            own = argparse.Namespace(**vars(arguments))
+            own.model = model
+            own.vocab_size = wanted_vocab_size(model, own.config, own.vocab_size)
+            own.policy = own.policy or POLICIES[setting]
+            if setting != "emulated":
+                own.device_memory = own.link_gbps = None
+            options = TrainOptions.from_namespace(own)
+            usual = USUAL_STATE_BYTES * count_parameters(model_config(options))
+            if options.host_memory is None:
+                options = replace(options, host_memory=str(int(usual * HOST_SHARE)))
             if setting == "emulated":
-                own = replace(
-                    common,
-                    policy="auto",
-                    backend="emulated",
-                    host_memory=host,
-                    device_memory=device,
-                    link_gbps=arguments.link_gbps,
-                )
-            yield Case(f"{model_label(common)} {setting}", own)
+                device = options.device_memory or str(int(usual * DEVICE_SHARE))
+                options = replace(options, backend="emulated", device_memory=device)
+            yield Case(f"{model_label(options)} {setting}", options)
 
 
 def _case(
@@ -281,7 +270,7 @@ def _measure(
         "DRAM": memory.sample,
     }
     if case.options.backend == "emulated":
-        contenders["link"] = LinkAlone(arguments.link_gbps).sample
+        contenders["link"] = LinkAlone(case.options.link_gbps or 0).sample
     try:
         rounds = run_rounds(contenders, arguments.rounds)
     finally:
