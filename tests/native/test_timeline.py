@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -97,9 +98,8 @@ def test_a_copy_takes_the_time_of_its_bytes(way):
     link.close()
     assert lanes.keys() == {way}
     assert [i[2] for i in lanes[way]] == [MIB] * 3
-    for (begin, end, _), (after, _, _) in zip(lanes[way], lanes[way][1:], strict=False):
-        assert end - begin > 0.9 * MIB  # nanoseconds; a late one makes the next one shorter
-        assert after >= end
+    # Nanoseconds. One that ended late makes the next one shorter, but not all together.
+    assert all(after[0] >= before[1] for before, after in pairwise(lanes[way]))
     assert sum(end - begin for begin, end, _ in lanes[way]) >= 3 * MIB
 
 
