@@ -55,6 +55,7 @@ def test_results_in_order_from_the_same_processes(ranks2: RankPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_a_failure_names_its_rank_and_is_not_the_next_calls() -> None:
     with RankPool(2) as pool:
         before = pool.run(process_id)

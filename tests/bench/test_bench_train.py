@@ -189,6 +189,7 @@ def test_hetero_beside_torch_end_to_end(
         assert key in summary
 
 
+@pytest.mark.extra
 def test_two_ranks_train_as_one_with_twice_the_micro_batches(
     inputs: list[str], tmp_path: Path
 ) -> None:

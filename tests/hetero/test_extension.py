@@ -71,7 +71,7 @@ def test_buffers_of_a_new_module_are_those_of_the_first_rank(ranks2: RankPool) -
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.extra)])
 def test_spare_memory_is_given_once(ranks2: RankPool, later: bool) -> None:
     for outcome in ranks2.run(bank_ranks.room_for_all, later):
         assert re.match(r"room, room \d" if later else r"no room \d", outcome)

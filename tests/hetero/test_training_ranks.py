@@ -142,7 +142,11 @@ def options(tmp_path: Path) -> list[str]:
     ("policy", "stage"),
     [
         (("cpu",), 3),
-        (("nvme", "--host-memory", "360KiB", "--chunk-numel", "8192"), 3),
+        pytest.param(
+            ("nvme", "--host-memory", "360KiB", "--chunk-numel", "8192"),
+            3,
+            marks=pytest.mark.extra,
+        ),
         pytest.param(("cpu",), 1, marks=pytest.mark.extra),
         pytest.param(("auto",), 2, marks=pytest.mark.extra),
     ],

@@ -140,7 +140,7 @@ def test_training_goes_on_after_a_refused_step(ranks2: RankPool, stage: int) -> 
 
 
 PLACES = ("construction", "forward", "backward", "clipping", "step", "state_dict", "close")
-ALWAYS = (("die", "backward", 3), ("raise", "step", 1), ("hang", "forward", 3))
+ALWAYS = (("die", "backward", 3),)
 
 
 class TestFailure:

@@ -196,7 +196,7 @@ def test_waiting_releases_the_gil(engine, tmp_path):
     stop.set()
     thread.join()
     assert end - begin > 0.1
-    assert sum(begin < tick < end for tick in ticks) > 20
+    assert sum(begin < tick < end for tick in ticks) > 3  # held, the lock would let none pass
 
 
 def test_forked_child_leaves_the_engine_alone(kind, tmp_path):

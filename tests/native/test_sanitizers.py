@@ -61,8 +61,9 @@ SANITIZERS = {
         # A process that changes its user can neither write reports nor be searched for leaks. GCC
         # 12's runtime does nothing at a fork: if another thread, a starting one say, is in its
         # allocator, the child has that lock taken for good, and its own new threads wait for it.
-        # What tests of file systems start is Python alone.
-        without="locked_memory_limit or fork or RealMounts",
+        # What tests of file systems start is Python alone; what two others start takes long.
+        without="locked_memory_limit or fork or RealMounts or kernel_that_refuses "
+        "or file_system_that_is_full",
         options={
             "ASAN_OPTIONS": "abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",

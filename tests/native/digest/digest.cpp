@@ -113,7 +113,7 @@ class Array {
     std::memcpy(&bits, at() + i * bytes_of(format_), bytes_of(format_));
     return bits;
   }
-  void put(std::size_t i, std::uint32_t bits) {
+  void put(std::size_t i, std::uint64_t bits) {
     std::memcpy(at() + i * bytes_of(format_), &bits, bytes_of(format_));
   }
 
