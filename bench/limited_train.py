@@ -140,6 +140,7 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), lr=1e-4))
     engine = optimizer.engine
     constructed_s = time.perf_counter() - begin_s
+    before = engine.traffic
     losses, seconds = [], []
     try:
         for _ in range(spec.steps):
@@ -152,7 +153,9 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - begin_s)
-        traffic = engine.traffic
+        engine.synchronize()
+        after = engine.traffic
+        moved = after.disk_read + after.disk_write - before.disk_read - before.disk_write
         return {
             "params": params,
             "losses": losses,
@@ -160,7 +163,7 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
             "constructed_s": constructed_s,
             "step_s": seconds,
             "peak_managed_bytes": dict(engine.ledger.peak_bytes),
-            "nvme_bytes_per_step": (traffic.disk_read + traffic.disk_write) // spec.steps,
+            "nvme_bytes_per_step": moved // spec.steps,
             "threads": torch.get_num_threads(),
         }
     finally:
