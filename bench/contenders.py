@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,11 @@ def _peer(
     return Contender(name, tuple(command), result_path, log_path, swap_folder, ranks)
 
 
-def run_contender(contender: Contender, timeout_s: float) -> Outcome:
-    """Runs it to its end; what its ranks print is in their logs."""
-    environment = os.environ | {
+def run_contender(
+    contender: Contender, timeout_s: float, more: Mapping[str, str] | None = None
+) -> Outcome:
+    """Runs it to its end, with `more` in its environment; its ranks' logs have what they print."""
+    environment = {**os.environ, **(more or {})} | {
         "PYTHONPATH": python_path(),
         "PATH": path_beside(contender.command[0]),
     }

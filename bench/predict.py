@@ -2,11 +2,14 @@
 
 usage: python -m bench.predict [--model gpt2-medium] [--seq-len 256] [--nvme-path DIR] [--json]
 
-Measures the machine's profile, then traces one step of the model with all of it in RAM: its
-forward and backward are the seconds of computing. From these two alone steps are predicted for
+A round measures the machine's profile, then traces one step of the model with all of it in RAM:
+its forward and backward are the seconds of computing. From these two alone steps are predicted for
 every configuration: policies, shares of the model state in RAM, one and several micro-batches. Then
 each is trained for some steps, and the median without the first two is what was measured. The
 traced configuration is measured again at the end: what it drifted, no prediction could know.
+
+A machine's disk and clock change within minutes, so each round has a profile and a trace of its
+own, errors are taken within a round, and a configuration counts with the round of its median error.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--seq-len", 256, "tokens per sequence"),
         ("--batch-size", 1, "sequences per micro-batch"),
         ("--steps", 6, f"steps of a configuration, the first {SKIPPED_STEPS} not counted"),
+        ("--rounds", 3, "of all configurations, one after the other"),
     ):
         parser.add_argument(
             name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
@@ -114,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nvme-path", action="append", metavar="DIR", help="folder on NVMe (default: a temporary)"
     )
-    parser.add_argument("--profile", metavar="FILE", help="of this machine (default: measured now)")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="of this machine (default: measured in each round)"
+    )
     add_json_argument(parser)
     return parser
 
@@ -123,6 +129,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of all configurations. Raises ValueError for options that cannot work."""
     if arguments.steps <= SKIPPED_STEPS:
         raise ValueError(f"--steps must be more than {SKIPPED_STEPS}, got {arguments.steps}")
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
     with tempfile.TemporaryDirectory(prefix="hetero-predict-") as folder:
         paths = tuple(arguments.nvme_path or [folder])
         options = TrainOptions(
@@ -139,33 +147,72 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             run_dir=folder,
         )
         state_bytes = STATE_BYTES[arguments.dtype] * count_parameters(model_config(options))
-        if arguments.profile is None:
-            profile = measure_profile(paths, tell=_tell)
-        else:
-            profile = find_profile(arguments.profile)
-        traced = replace(options, policy="cpu")
-        _tell("tracing: all in RAM")
-        first = train(traced, folder)
-        computing = Computing(first.forward_s, first.backward_s)
-        rows = [
-            _row(made, state_bytes, profile, computing, folder)
-            for made in configurations(options, paths, state_bytes)
-        ]
-        _tell("tracing once more")
-        last = train(traced, folder)
-    errors = [abs(row["error"]) for row in rows if row["status"] == "measured"]
+        rounds = []
+        for number in range(1, arguments.rounds + 1):
+            _tell(f"round {number} of {arguments.rounds}")
+            if arguments.profile is None:
+                profile = measure_profile(paths, tell=_tell)
+            else:
+                profile = find_profile(arguments.profile)
+            rounds.append(_round(options, paths, state_bytes, profile, folder))
+    rows = [_middle(tries) for tries in zip(*(made["rows"] for made in rounds), strict=True)]
     return {
         "params": state_bytes // STATE_BYTES[arguments.dtype],
         "state_bytes": state_bytes,
+        "rounds": [{k: v for k, v in made.items() if k != "rows"} for made in rounds],
+        "drift": max((made["drift"] for made in rounds), key=abs),
+        "configurations": rows,
+        **errors_of(rows),
+    }
+
+
+def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How far predictions were off, and which ones by more than the goal."""
+    errors = {row["name"]: row["error"] for row in rows if row["status"] == "measured"}
+    sizes = [abs(error) for error in errors.values()]
+    return {
+        "goal": GOAL,
+        "within_goal": sum(size <= GOAL for size in sizes),
+        "beyond_goal": {name: error for name, error in errors.items() if abs(error) > GOAL},
+        "mean_error": statistics.mean(sizes) if sizes else None,
+        "median_error": statistics.median(sizes) if sizes else None,
+        "worst_error": max(sizes, default=None),
+    }
+
+
+def _round(
+    options: TrainOptions,
+    paths: tuple[str, ...],
+    state_bytes: int,
+    profile: Profile,
+    folder: str,
+) -> dict[str, Any]:
+    """Every configuration once, predicted from one profile and one trace."""
+    traced = replace(options, policy="cpu")
+    _tell("tracing: all in RAM")
+    first = train(traced, folder)
+    computing = Computing(first.forward_s, first.backward_s)
+    rows = [
+        _row(made, state_bytes, profile, computing, folder)
+        for made in configurations(options, paths, state_bytes)
+    ]
+    _tell("tracing once more")
+    last = train(traced, folder)
+    return {
         "profile": profile.as_dict(),
         "traced": {"forward_s": computing.forward_s, "backward_s": computing.backward_s},
         "drift": last.step_s / first.step_s - 1,
-        "configurations": rows,
-        "goal": GOAL,
-        "within_goal": sum(error <= GOAL for error in errors),
-        "median_error": statistics.median(errors) if errors else None,
-        "worst_error": max(errors, default=None),
+        "rows": rows,
     }
+
+
+def _middle(tries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of the round with the median error; all rounds' errors beside it."""
+    measured = sorted((t for t in tries if t["status"] == "measured"), key=lambda t: t["error"])
+    if not measured:
+        return tries[0]
+    row = measured[(len(measured) - 1) // 2]
+    return {**row, "errors": [t["error"] for t in measured]}
 
 
 def configurations(
@@ -272,7 +319,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_row(
             row["name"],
             f"{measured['step_s']:.3f} / {predicted['step_s']:.3f}",
-            f"{row['error']:+.0%}",
+            f"{row['error']:+.0%} ({min(row['errors']):+.0%} to {max(row['errors']):+.0%})",
             *(
                 f"{measured[f'{part}_s']:.2f} / {predicted[f'{part}_s']:.2f}"
                 for part in ("forward", "backward", "optimizer")
@@ -289,9 +336,17 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(
         f"{result['params']:,} parameters, {format_bytes(result['state_bytes'])} of state. Within"
         f" {result['goal']:.0%}: {result['within_goal']} of {count}. The traced configuration"
-        f" drifted by {result['drift']:+.0%}.",
+        f" drifted by {result['drift']:+.0%} within a round.",
         highlight=False,
     )
+    if count:
+        beyond = ", ".join(f"{name} {e:+.0%}" for name, e in result["beyond_goal"].items())
+        console.print(
+            f"error: mean {result['mean_error']:.1%}, median {result['median_error']:.1%}, largest"
+            f" {result['worst_error']:.1%}; beyond {result['goal']:.0%}: {beyond or 'none'}",
+            markup=False,
+            highlight=False,
+        )
 
 
 def _tell(text: str) -> None:

@@ -153,7 +153,7 @@ def run(options: TrainOptions, variants: list[str], arguments: argparse.Namespac
     return outcomes
 
 
-def write_workload(options: TrainOptions, path: Path, ranks: int = 1) -> None:
+def write_workload(options: TrainOptions, path: Path, ranks: int = 1, lean: bool = False) -> None:
     """Writes what `hetero train` would do with these options, batches and rates included."""
     corpus = load_corpus(options.data, options.seq_len, options.seed)
     tokens_path = path.with_name("tokens.bin")
@@ -177,6 +177,7 @@ def write_workload(options: TrainOptions, path: Path, ranks: int = 1) -> None:
         seed=options.seed,
         threads=options.threads or max(1, torch.get_num_threads() // ranks),
         ranks=ranks,
+        lean=lean,
     ).write(path)
 
 

@@ -14,6 +14,7 @@ from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.param_shards import ParamShards
 from hetero.shard_server import Versions
+from offload import timeline
 from offload.arena import HostArena
 from offload.cache import SlotCache
 from offload.errors import HeteroError, StaleGraphError
@@ -105,7 +106,8 @@ class Params:
             return held
         assert self._cache is not None
         self._order.note(chunk.id)
-        self._cache.get(chunk.id)
+        with timeline.span("gather"):
+            self._cache.get(chunk.id)
         flat = self._lease(chunk)
         if self._prefetch:
             self._cache.prefetch(_PREFETCH_CHUNKS)

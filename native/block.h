@@ -53,9 +53,10 @@ class Operation final : public IoOp {
   const std::size_t nbytes;
   const std::uint64_t offset;
   const std::uint64_t serial;
-  std::size_t launched = 0;  // bytes handed to blocks so far
-  std::size_t moved = 0;     // bytes transferred by blocks that are back
-  unsigned in_flight = 0;    // blocks
+  std::size_t launched = 0;                     // bytes handed to blocks so far
+  std::size_t moved = 0;                        // bytes transferred by blocks that are back
+  unsigned in_flight = 0;                       // blocks
+  std::chrono::steady_clock::time_point begun;  // for the timeline: the first block's transfer
 
  private:
   const pid_t owner_;

@@ -11,6 +11,8 @@
 #include <thread>
 #include <utility>
 
+#include "timeline.h"
+
 namespace hetero {
 
 namespace {
@@ -195,7 +197,10 @@ Block* BlockEngine::take() {
     Block& block = *first_;
     first_ = block.next;
     --waiting_;
-    if (!block.op->abandoned()) return &block;
+    if (!block.op->abandoned()) {
+      timeline::mark(block.op->begun);
+      return &block;
+    }
     release(block);
   }
 }
@@ -331,6 +336,11 @@ void BlockEngine::settle_if_finished(Operation& op) {
   if (op.in_flight != 0 || !op.all_launched()) return;
   unsettled_.erase(op.serial);
   --op.file->pending;
+  if (timeline::on() && op.moved != 0) {
+    const bool read = op.kind == IoKind::read;
+    timeline::note(read ? timeline::Lane::nvme_read : timeline::Lane::nvme_write, op.begun,
+                   op.moved);
+  }
   op.settle();
   changed_.notify_all();
 }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "quiet_thread.h"
+#include "timeline.h"
 
 namespace hetero {
 
@@ -78,8 +79,9 @@ class Link::Lane {
     std::uint64_t count;
   };
 
-  Lane(const char* thread_name, double rate)
+  Lane(const char* thread_name, double rate, timeline::Lane lane)
       : rate_(rate),
+        lane_(lane),
         piece_bytes_(static_cast<std::size_t>(
                          std::clamp(rate * kPieceSeconds, kLeastPieceBytes, kMostPieceBytes)) /
                      64 * 64),
@@ -149,9 +151,11 @@ class Link::Lane {
       if (error == 0) {
         const Clock::time_point start = std::max(op->submitted_, due_);
         error = run(*op, start, lock);
-        const Clock::time_point end = Clock::now();
-        stats_.busy_s += Seconds(end - std::max(start, busy_until_)).count();
-        busy_until_ = end;
+        const Clock::time_point begin = std::max(start, busy_until_);
+        busy_until_ = Clock::now();
+        stats_.busy_s += Seconds(busy_until_ - begin).count();
+        if (timeline::on() && op->moved_ != 0)
+          timeline::note(lane_, begin, op->moved_, busy_until_);
       }
       settle(*op, error);
     }
@@ -197,6 +201,7 @@ class Link::Lane {
   }
 
   const double rate_;
+  const timeline::Lane lane_;
   const std::size_t piece_bytes_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // something to do, for the thread
@@ -213,9 +218,9 @@ class Link::Lane {
 Link::Link(double h2d_bytes_per_s, double d2h_bytes_per_s) : owner_(::getpid()) {
   const double h2d = checked_rate("h2d_bytes_per_s", h2d_bytes_per_s);
   const double d2h = checked_rate("d2h_bytes_per_s", d2h_bytes_per_s);
-  h2d_ = std::make_unique<Lane>("hetero-h2d", h2d);
+  h2d_ = std::make_unique<Lane>("hetero-h2d", h2d, timeline::Lane::h2d);
   try {
-    d2h_ = std::make_unique<Lane>("hetero-d2h", d2h);
+    d2h_ = std::make_unique<Lane>("hetero-d2h", d2h, timeline::Lane::d2h);
   } catch (...) {
     h2d_->close();
     throw;

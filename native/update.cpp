@@ -9,6 +9,7 @@
 #include "blocks.h"
 #include "float_state.h"
 #include "isa.h"
+#include "timeline.h"
 
 namespace hetero {
 namespace {
@@ -128,11 +129,14 @@ void update(const UpdateKind& kind, std::span<const UpdateSlice> slices) {
     std::size_t first;
   };
   std::vector<Block> blocks;
+  std::size_t numel = 0;
   for (const UpdateSlice& slice : slices) {
+    numel += slice.numel;
     for (std::size_t first = 0; first < slice.numel; first += kBlockNumel) {
       blocks.push_back({&slice, first});
     }
   }
+  const timeline::Span span(timeline::Lane::update, numel * kind.bytes_moved());
   const Kernels::Update kernel = kernels().update[number_of(kind)];
   WorkerPool::instance().run(blocks.size(), [&](std::size_t i) {
     const auto& [slice, first] = blocks[i];

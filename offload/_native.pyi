@@ -50,6 +50,17 @@ def thread_cpus() -> list[int] | None:
 def shutdown_workers() -> None:
     """Joins the worker threads; the next use starts them again."""
 
+def start_timeline(capacity: int) -> None:
+    """Begins to record when the core's resources are busy, at most `capacity` intervals, for which
+    room is taken now. RuntimeError if that is done already."""
+
+def stop_timeline() -> tuple[int, int, list[tuple[Any, int, int, int]], int]:
+    """Ends it: (begin, end, intervals, dropped), with intervals as (lane, begin, end, bytes) in the
+    order of their ends. Times are nanoseconds of time.perf_counter_ns(). Lanes: "update" (a piece
+    or a whole update), "nvme_read" and "nvme_write" (an operation, from its first block's
+    transfer), "h2d" and "d2h" (a copy over a link). What was under way at the beginning counts from
+    there on; what still is at the end is missing. RuntimeError if nothing is being recorded."""
+
 class Arena:
     """Anonymous page-aligned memory of exactly `nbytes` (rounded up to the page size), huge pages
     advised. Pages are populated on first touch. Memory lives until the object and every tensor

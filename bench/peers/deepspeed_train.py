@@ -36,6 +36,8 @@ class DeepSpeedPeer:
         torch.manual_seed(workload.seed)
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = AutoModelForCausalLM.from_config(workload.make_model_config()).train()
+        if workload.lean:
+            model.gradient_checkpointing_enable()
         self.params = sum(parameter.ds_numel for parameter in model.parameters())
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
@@ -74,7 +76,9 @@ def deepspeed_config(workload: Workload, mode: str, swap_folder: Path) -> dict[s
             "buffer_count": 5,
         }
         offload_optimizer = place | {"pipeline_read": True, "pipeline_write": True}
-        buffer_numel = max(LEAST_BUFFER_NUMEL, vocab_size * width + (1 << 20))
+        buffer_numel = max(vocab_size * width, 4 * width * width) + (1 << 20)
+        if not workload.lean:
+            buffer_numel = max(LEAST_BUFFER_NUMEL, buffer_numel)
         offload_param = place | {"buffer_size": buffer_numel}
     else:
         offload_optimizer = offload_param = {"device": "cpu", "pin_memory": False}

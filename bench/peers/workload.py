@@ -28,6 +28,9 @@ class Workload:
     seed: int
     threads: int  # of a rank
     ranks: int = 1
+    # With as little memory as the contender can: activations recomputed, no larger buffers than the
+    # model needs.
+    lean: bool = False
 
     @property
     def tokens_per_step(self) -> int:

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 BYTE_VALUES = 256
 
-# Shapes of GPT-2 as published, and one that is quick enough to learn something in minutes on a
-# CPU while its state is still worth offloading.
+# Shapes of GPT-2 as published; one that is quick enough to learn something in minutes on a CPU
+# while its state is still worth offloading; and the 1.3B shape of GPT-3's table, which offloading
+# systems are measured with.
 GPT2_SHAPES: dict[str, dict[str, int]] = {
     "gpt2-100m": {"n_layer": 8, "n_embd": 1024, "n_head": 16},
     "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12},
     "gpt2-medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
     "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
+    "gpt2-1.3b": {"n_layer": 24, "n_embd": 2048, "n_head": 32},
 }
 
 # Shapes of other well-known models as published: the model_type, and what its configuration takes.

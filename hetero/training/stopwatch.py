@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from offload import timeline
+
 
 class Stopwatch:
     """Starts when made; `span(name)` adds the time of its block to `seconds[name]`.
@@ -25,7 +27,9 @@ class Stopwatch:
     def span(self, name: str) -> Iterator[None]:
         start_s = self._now_s()
         yield
-        self.seconds[name] += self._now_s() - start_s
+        end_s = self._now_s()
+        self.seconds[name] += end_s - start_s
+        timeline.note("compute", start_s, end_s, name=name)
 
     def total_s(self) -> float:
         return self._now_s() - self._start_s

@@ -9,6 +9,7 @@ namespace py = pybind11;
 
 namespace hetero {
 
+void bind_timeline(py::module_& module);
 void bind_memory_io(py::module_& module);
 void bind_update(py::module_& module);
 void bind_pipeline(py::module_& module);
@@ -42,6 +43,7 @@ PYBIND11_MODULE(_native, module) {
       "The native core of hetero: host memory, file transfers, updates, the step pipeline, "
       "the emulated link.";
   module.def("build_info", &build_info);
+  bind_timeline(module);
   bind_memory_io(module);
   bind_update(module);
   bind_pipeline(module);

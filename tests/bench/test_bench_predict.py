@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import predict as bench_predict
-from bench.predict import main
+from bench.predict import errors_of, main
 from tests.planning import make_profile
 
 MODEL = {
@@ -45,13 +45,13 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ).save(tmp_path / "profile.json")
     return [
         *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
-        *("--seq-len", "16", "--steps", "4", "--nvme-path", str(tmp_path)),
+        *("--seq-len", "16", "--steps", "4", "--rounds", "1", "--nvme-path", str(tmp_path)),
         *("--profile", str(tmp_path / "profile.json")),
     ]
 
 
 def test_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*options, "--json"]) == 0
+    assert main([*options, "--json", "--rounds", "2"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     result: dict[str, Any] = json.loads(out)
@@ -66,11 +66,34 @@ def test_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
             assert predicted["nvme_read_bytes"] == measured["nvme_read_bytes"]
             assert predicted["nvme_written_bytes"] == measured["nvme_written_bytes"]
     assert rows["auto, 50% in RAM"]["measured"]["nvme_read_bytes"] > 0
-    cpu = rows["cpu, all in RAM, 2 micro-batches"]["predicted"]
-    assert cpu["forward_s"] == pytest.approx(2 * result["traced"]["forward_s"])
+    assert len(result["rounds"]) == 2
+    cpu = rows["cpu, all in RAM, 2 micro-batches"]
+    traced = [2 * made["traced"]["forward_s"] for made in result["rounds"]]
+    assert any(cpu["predicted"]["forward_s"] == pytest.approx(seconds) for seconds in traced)
+    assert cpu["error"] == min(cpu["errors"])
+    assert len(cpu["errors"]) == 2
     errors = [abs(row["error"]) for row in rows.values() if row["status"] == "measured"]
     assert result["within_goal"] == sum(error <= result["goal"] for error in errors)
     assert result["worst_error"] == max(errors)
+    assert result["mean_error"] == pytest.approx(sum(errors) / len(errors))
+
+
+def row(name: str, error: float, status: str = "measured") -> dict[str, Any]:
+    return {"name": name, "status": status, "error": error}
+
+
+def test_a_configuration_counts_with_the_round_of_its_median_error() -> None:
+    tries = [row("a", 0.5), row("a", -0.2), row("a", 0.1)]
+    assert bench_predict._middle(tries) == {**row("a", 0.1), "errors": [-0.2, 0.1, 0.5]}
+    assert bench_predict._middle([row("a", 0.0, "refused")])["status"] == "refused"
+
+
+def test_errors_say_which_are_beyond_the_goal() -> None:
+    found = errors_of([row("a", 0.1), row("b", -0.3), row("c", 9.0, "refused")])
+    assert found["within_goal"] == 1
+    assert found["beyond_goal"] == {"b": -0.3}
+    assert found["mean_error"] == pytest.approx(0.2)
+    assert found["worst_error"] == 0.3
 
 
 def test_table(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +102,7 @@ def test_table(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "nvme, 40% in RAM" in out
     assert "refused" in out
     assert "Within 15%:" in out
+    assert "error: mean" in out
 
 
 def test_too_few_steps_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,225 @@
+"""What each resource did when: recorded on request, as intervals.
+
+A *lane* is a resource: "compute" (what the training loop calls forward, backward, optimizer),
+"gather" (compute waits for a chunk's parameters), "update" (pieces of the optimizer's update on the
+CPU), "nvme_read", "nvme_write", "h2d", "d2h" (the link). An *interval* is a time in which a lane
+was busy with one thing; intervals of a lane may overlap, as transfers in flight do.
+
+The native core records its own lanes. Python's are noted here, by note() and span(). Nobody is
+known by a recording, so it shows whatever goes on in the process; and if none is under way, nothing
+is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from offload import _native
+
+LaneName = Literal["compute", "gather", "update", "nvme_read", "nvme_write", "h2d", "d2h"]
+
+# In the order of pictures, with the words there.
+LANES: dict[LaneName, str] = {
+    "compute": "training loop",
+    "gather": "waits for a chunk",
+    "update": "update on CPU",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+    "h2d": "link to device",
+    "d2h": "link to RAM",
+}
+
+MOST_INTERVALS = 1 << 17  # of the native core; a step of 1000 chunks has some thousands
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`lane` was busy from `begin_s` to `end_s`, of time.perf_counter(), with `nbytes` bytes."""
+
+    lane: LaneName
+    begin_s: float
+    end_s: float
+    nbytes: int = 0
+    name: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What was recorded from `begin_s` to `end_s`; `dropped` intervals found no room.
+
+    What was under way at the beginning counts from there on; what still was at the end is missing,
+    so look at what lies some way before it (between()).
+    """
+
+    begin_s: float
+    end_s: float
+    intervals: tuple[Interval, ...]
+    dropped: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it was recorded."""
+        return self.end_s - self.begin_s
+
+    @property
+    def lanes(self) -> list[LaneName]:
+        """Those that have intervals, in the order of LANES."""
+        found = {i.lane for i in self.intervals}
+        return [lane for lane in LANES if lane in found]
+
+    def of(self, lane: LaneName, name: str | None = None) -> list[Interval]:
+        """A lane's intervals (of a name), by their beginning."""
+        found = (i for i in self.intervals if i.lane == lane and name in (None, i.name))
+        return sorted(found, key=lambda i: (i.begin_s, i.end_s))
+
+    def between(self, begin_s: float, end_s: float) -> Timeline:
+        """The part in that time; of what reaches beyond it, the bytes in proportion."""
+        cut = []
+        for i in self.intervals:
+            begin, end = max(i.begin_s, begin_s), min(i.end_s, end_s)
+            if end > begin:
+                share = (end - begin) / i.seconds
+                cut.append(replace(i, begin_s=begin, end_s=end, nbytes=round(i.nbytes * share)))
+        return replace(self, begin_s=begin_s, end_s=end_s, intervals=tuple(cut))
+
+    def busy_s(self, *lanes: LaneName) -> float:
+        """Seconds in which any of the lanes was busy."""
+        return sum(end - begin for begin, end in self._busy(lanes))
+
+    def both_s(self, some: Sequence[LaneName], others: Sequence[LaneName]) -> float:
+        """Seconds in which one of `some` and one of `others` were busy at once."""
+        return self.busy_s(*some) + self.busy_s(*others) - self.busy_s(*some, *others)
+
+    def nbytes(self, lane: LaneName) -> int:
+        """Bytes of all of a lane's intervals."""
+        return sum(i.nbytes for i in self.of(lane))
+
+    def _busy(self, lanes: Iterable[LaneName]) -> list[tuple[float, float]]:
+        merged: list[tuple[float, float]] = []
+        chosen = set(lanes)
+        for begin, end in sorted((i.begin_s, i.end_s) for i in self.intervals if i.lane in chosen):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((begin, end))
+        return merged
+
+    def rows(self, lane: LaneName) -> list[list[Interval]]:
+        """A lane's intervals in as few rows as have no two that overlap."""
+        rows: list[list[Interval]] = []
+        for interval in self.of(lane):
+            free = next((row for row in rows if row[-1].end_s <= interval.begin_s), None)
+            if free is None:
+                rows.append(free := [])
+            free.append(interval)
+        return rows
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes a trace that ui.perfetto.dev and chrome://tracing show. Raises OSError."""
+        Path(path).write_text(json.dumps(self.as_trace()), encoding="utf-8")
+
+    def as_trace(self) -> dict[str, Any]:
+        """The object of a trace file, in the Trace Event Format; times are in microseconds."""
+        events: list[dict[str, Any]] = []
+        for lane in self.lanes:
+            rows = self.rows(lane)
+            for row, intervals in enumerate(rows):
+                track = {"pid": 1, "tid": len(events) + 1}
+                name = LANES[lane] + (f" {row + 1}" if len(rows) > 1 else "")
+                events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": name}})
+                events.append(
+                    {"ph": "M", "name": "thread_sort_index", **track,
+                     "args": {"sort_index": track["tid"]}}
+                )  # fmt: skip
+                events += [
+                    {
+                        "ph": "X",
+                        "name": i.name or LANES[lane],
+                        **track,
+                        "ts": (i.begin_s - self.begin_s) * 1e6,
+                        "dur": i.seconds * 1e6,
+                        "args": {"bytes": i.nbytes} if i.nbytes else {},
+                    }
+                    for i in intervals
+                ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+class Recording:
+    """A recording under way, or the timeline that came of it."""
+
+    def __init__(self) -> None:
+        self._intervals: list[Interval] = []
+        self._timeline: Timeline | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was recorded. Raises RuntimeError before the end of the block."""
+        if self._timeline is None:
+            raise RuntimeError("the timeline is still being recorded; ask after the block")
+        return self._timeline
+
+
+_current: Recording | None = None
+
+
+@contextmanager
+def record(most_intervals: int = MOST_INTERVALS) -> Iterator[Recording]:
+    """Records what the process does inside the block, one recording at a time.
+
+    Room for `most_intervals` of the native core, of 32 bytes each, is taken at the beginning.
+    Raises RuntimeError if another recording is under way.
+    """
+    global _current
+    _native.start_timeline(most_intervals)
+    recording = _current = Recording()
+    try:
+        yield recording
+    finally:
+        _current = None
+        begin_ns, end_ns, native, dropped = _native.stop_timeline()
+        begin_s, end_s = begin_ns / 1e9, end_ns / 1e9
+        found = [Interval(lane, b / 1e9, e / 1e9, nbytes) for lane, b, e, nbytes in native]
+        # (Others' threads may be noting what they have just ended.)
+        found += [replace(i, begin_s=max(i.begin_s, begin_s)) for i in list(recording._intervals)]
+        recording._timeline = Timeline(begin_s, end_s, tuple(found), dropped)
+
+
+def recording() -> bool:
+    """Whether a recording is under way."""
+    return _current is not None
+
+
+def note(
+    lane: LaneName, begin_s: float, end_s: float | None = None, nbytes: int = 0, name: str = ""
+) -> None:
+    """`lane` was busy from `begin_s` until `end_s` (now), of time.perf_counter(); from any thread.
+
+    Nothing if no recording is under way.
+    """
+    current = _current
+    if current is not None:
+        end_s = time.perf_counter() if end_s is None else end_s
+        current._intervals.append(Interval(lane, begin_s, end_s, nbytes, name))
+
+
+@contextmanager
+def span(lane: LaneName, nbytes: int = 0, name: str = "") -> Iterator[None]:
+    """note() for the time of a block."""
+    begin_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        note(lane, begin_s, None, nbytes, name)

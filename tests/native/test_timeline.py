@@ -1,0 +1,182 @@
+"""native/timeline: when the core's resources are busy."""
+
+import os
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+
+from offload import _native
+
+MIB = 1 << 20
+FAST = 1e12
+
+
+def by_lane(intervals):
+    found = {}
+    for lane, *rest in intervals:
+        found.setdefault(lane, []).append(tuple(rest))
+    return found
+
+
+def record(run, capacity=1000):
+    """(begin, end, intervals by lane, dropped) while `run` runs."""
+    _native.start_timeline(capacity)
+    try:
+        run()
+    finally:
+        begin, end, intervals, dropped = _native.stop_timeline()
+    for _, first, last, _ in intervals:
+        assert begin <= first <= last <= end
+    assert [i[2] for i in intervals] == sorted(i[2] for i in intervals)
+    return begin, end, by_lane(intervals), dropped
+
+
+def update(numel=1000):
+    arrays = [torch.zeros(numel) for _ in range(4)]
+    param, grad, *states = (a.data_ptr() for a in arrays)
+    kind = _native.UpdateKind("fp32", "fp32")
+    _native.update(kind, param, grad, 0, states, numel, _native.Hyper(lr=1e-3))
+    return kind.bytes_moved * numel
+
+
+@pytest.mark.parametrize("kind", ["io_uring", "threads"])
+def test_an_operation_of_the_engine_is_one_interval(kind, tmp_path):
+    engine = _native.IoEngine(kind, queue_depth=2, block_bytes=4096)
+    arena = _native.Arena(MIB)
+    sizes = [4096, 65536, 12288]
+    with open(tmp_path / "file", "w+b") as file:
+        file.truncate(MIB)
+        number = engine.add_file(file.fileno(), "file")
+
+        def run():
+            ops = [engine.write(number, arena.address, n, 0) for n in sizes]
+            for op in ops:
+                op.wait()
+            engine.read(number, arena.address, 8192, 0).wait()
+            engine.read(number, arena.address, 0, 0).wait()
+
+        _, _, lanes, dropped = record(run)
+    engine.close()
+    assert dropped == 0
+    assert lanes.keys() == {"nvme_read", "nvme_write"}
+    assert sorted(i[2] for i in lanes["nvme_write"]) == sorted(sizes)
+    assert [i[2] for i in lanes["nvme_read"]] == [8192]
+
+
+@pytest.mark.parametrize("kind", ["io_uring", "threads"])
+def test_a_failed_operation_shows_what_it_moved(kind, tmp_path):
+    engine = _native.IoEngine(kind, queue_depth=1, block_bytes=4096)
+    arena = _native.Arena(MIB)
+    with open(tmp_path / "file", "w+b") as file:
+        file.truncate(MIB)
+        number = engine.add_file(file.fileno(), "file")
+        engine.inject("write", 2, 5)
+
+        def run():
+            with pytest.raises(_native.NativeIoError):
+                engine.write(number, arena.address, 5 * 4096, 0).wait()
+
+        _, _, lanes, _ = record(run)
+    engine.close()
+    assert [i[2] for i in lanes["nvme_write"]] == [2 * 4096]
+
+
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
+def test_a_copy_takes_the_time_of_its_bytes(way):
+    link = _native.Link(1e9, 1e9)
+    a, b = torch.zeros(MIB, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
+
+    def run():
+        ops = [link.copy(way, a.data_ptr(), b.data_ptr(), MIB) for _ in range(3)]
+        for op in ops:
+            op.wait()
+
+    _, _, lanes, _ = record(run)
+    link.close()
+    assert lanes.keys() == {way}
+    assert [i[2] for i in lanes[way]] == [MIB] * 3
+    # Nanoseconds. One that ended late makes the next one shorter, but not all together.
+    assert all(after[0] >= before[1] for before, after in pairwise(lanes[way]))
+    assert sum(end - begin for begin, end, _ in lanes[way]) >= 3 * MIB
+
+
+def test_an_update_is_one_interval():
+    moved = []
+    _, _, lanes, _ = record(lambda: moved.append(update()))
+    assert [i[2] for i in lanes["update"]] == moved
+
+
+def test_what_began_before_counts_from_the_beginning_on():
+    link = _native.Link(1e8, 1e8)
+    a, b = torch.zeros(4 * MIB, dtype=torch.uint8), torch.zeros(4 * MIB, dtype=torch.uint8)
+    op = link.copy("h2d", a.data_ptr(), b.data_ptr(), 4 * MIB)
+    begin, _, lanes, _ = record(op.wait)
+    link.close()
+    assert [i[0] for i in lanes["h2d"]] == [begin]
+
+
+def test_times_are_those_of_perf_counter():
+    before = time.perf_counter_ns()
+    begin, end, lanes, _ = record(update)
+    after = time.perf_counter_ns()
+    assert before <= begin <= lanes["update"][0][0] <= end <= after
+
+
+def test_what_finds_no_room_is_counted():
+    _, _, lanes, dropped = record(lambda: [update() for _ in range(5)], capacity=3)
+    assert len(lanes["update"]) == 3
+    assert dropped == 2
+
+
+def test_nothing_is_kept_while_nobody_records():
+    update()
+    _, _, lanes, dropped = record(lambda: None)
+    update()
+    assert lanes == {}
+    assert dropped == 0
+
+
+def test_one_recording_at_a_time():
+    with pytest.raises(RuntimeError, match="no timeline is being recorded"):
+        _native.stop_timeline()
+    _native.start_timeline(10)
+    with pytest.raises(RuntimeError, match="recorded already"):
+        _native.start_timeline(10)
+    _native.stop_timeline()
+
+
+def test_recordings_begin_and_end_while_others_note():
+    stop = threading.Event()
+
+    def work():
+        while not stop.is_set():
+            update(64)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    found = 0
+    deadline = time.monotonic() + 30
+    while found < 100 and time.monotonic() < deadline:
+        _, _, lanes, _ = record(lambda: time.sleep(0.001), capacity=50)
+        found += len(lanes.get("update", []))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert found >= 100
+
+
+def test_a_forked_child_notes_nothing():
+    def run():
+        child = os.fork()
+        if child == 0:
+            _native.set_threads(1)
+            update()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+    _, _, lanes, _ = record(run)
+    assert lanes == {}
