@@ -31,7 +31,7 @@ from hetero.steps import Stepper
 from hetero.world import World
 from offload._native import StepPipeline, UpdateKind
 from offload.arena import HostArena
-from offload.backend import Backend
+from offload.backend import Backend, Updater
 from offload.backing import Backing, Extent, FileBacking
 from offload.cache import SlotCache
 from offload.drain import BUFFER_BYTES, BUFFERS, Drain
@@ -146,6 +146,7 @@ class _BankBuilder:
         if disk is not None:
             self._register(disk, pools)
         pipeline = self._make_pipeline(disk, pools)
+        updater = self._make_updater()
         records = Records(
             self._layout.piece_numel,
             self._dtypes,
@@ -154,6 +155,7 @@ class _BankBuilder:
             pools.buffers,
             transfers,
             pipeline,
+            updater,
         )
         drain = self._make_drain()
         grads = Grads(
@@ -163,6 +165,7 @@ class _BankBuilder:
             self._file_cache(pools.grads, transfers, file_map.grad, UseOrder()),
             file_map.grad,
             drain if self._world.everyone is None else None,
+            updater,
         )
         stepper = Stepper(
             self._layout,
@@ -173,6 +176,7 @@ class _BankBuilder:
             records,
             pipeline,
             self._first_number,
+            updater,
         )
         order, versions = UseOrder(), Versions(len(self._layout.chunks))
         shard_cache = self._make_shard_cache(pools, transfers, file_map, order, stepper)
@@ -308,7 +312,7 @@ class _BankBuilder:
             self._pool(made.staged_slots, slot.gathered, Account.GATHERED),
             self._pool(made.shard_slots, slot.param, Account.SHARD),
             self._pool(made.grad_slots, slot.grad, Account.GRAD_SLOT),
-            self._pool(made.buffers, buffer_bytes, Account.BUFFER),
+            self._pool(made.buffers, buffer_bytes, Account.BUFFER, linked=False),
         )
 
     def _gathered_slots(self) -> HostArena | None:
@@ -325,20 +329,31 @@ class _BankBuilder:
         made.commit(0, slots)
         return made
 
-    def _pool(self, slots: int, nbytes: int, account: Account) -> HostArena | None:
+    def _pool(
+        self, slots: int, nbytes: int, account: Account, linked: bool = True
+    ) -> HostArena | None:
+        """`linked`: the device's copies use it."""
         if not slots:
             return None
-        made = HostArena(slots, nbytes, self._ledger, account)
+        make = self._backend.host_arena if linked else HostArena
+        made = make(slots, nbytes, self._ledger, account)
         self._resources.callback(made.close)
         made.commit(0, slots)
         return made
+
+    def _make_updater(self) -> Updater | None:
+        """What updates on DEVICE, if the CPU's pipeline cannot and something is at home there."""
+        if Tier.DEVICE not in self._placement.param:
+            return None
+        return self._backend.updater(self._dtypes.kind, self._layout.piece_numel)
 
     def _make_drain(self) -> Drain | None:
         """The way of gradients from DEVICE to RAM."""
         if not self._placement.drain_bytes:
             return None
         # Its buffers are of the few MiB that no budget counts.
-        buffers = HostArena(BUFFERS, BUFFER_BYTES, self._ledger, Account.BUFFER)
+        buffers = self._backend.host_arena(BUFFERS, BUFFER_BYTES, self._ledger, Account.BUFFER)
+        buffers.pin(0, BUFFERS)
         drain = Drain(self._backend, self._ledger, self._placement.drain_bytes, buffers)
         self._resources.callback(drain.close)
         return drain
@@ -421,7 +436,7 @@ class _BankBuilder:
         )
         self._resources.callback(fetching.close)
         cache = self._cache(pools.gathered, fetching, order)
-        return _Copies(cache, (cache.drop, *drops))
+        return _Copies(cache, (cache.drop, fetching.settle, *drops))
 
     def _file_cache(
         self,

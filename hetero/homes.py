@@ -45,10 +45,13 @@ class Homes:
                 self._first[chunk.id] = slots[tier]
                 slots[tier] += chunk.slots
         self._dtype = dtype
+        self._separate = backend.separate
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
         self._arenas: dict[Tier, HostArena] = {}
         if slots[Tier.HOST]:
-            self._arenas[Tier.HOST] = HostArena(slots[Tier.HOST], slot_bytes, ledger, account)
+            # (Records are the only payload that never crosses the link.)
+            make = HostArena if account is Account.RECORD else backend.host_arena
+            self._arenas[Tier.HOST] = make(slots[Tier.HOST], slot_bytes, ledger, account)
         if slots[Tier.DEVICE]:
             self._arenas[Tier.DEVICE] = backend.arena(
                 slots[Tier.DEVICE], slot_bytes, ledger, account
@@ -61,6 +64,10 @@ class Homes:
     def has_in_place(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is where compute happens."""
         return self._tier.get(chunk.id) is self._compute_tier
+
+    def on_device(self, chunk: Chunk) -> bool:
+        """Whether the chunk's home is on a DEVICE that has memory of its own."""
+        return self._separate and self.has_in_place(chunk)
 
     def commit(self, chunk: Chunk) -> None:
         """Charges the chunk's slots, if they are not yet."""

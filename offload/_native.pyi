@@ -69,9 +69,7 @@ class Arena:
         views the memory dies (on whichever thread that happens, without the GIL).
         """
     @staticmethod
-    def over(
-        address: int, nbytes: int, device_type: int, device_id: int, owner: object
-    ) -> Arena:
+    def over(address: int, nbytes: int, device_type: int, device_id: int, owner: object) -> Arena:
         """Memory of somebody else's, whom `owner` keeps alive, on a device (DLPack's numbers).
 
         Nothing here touches it. Raises ValueError for zero bytes or address 0."""

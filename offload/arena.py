@@ -27,11 +27,19 @@ class HostArena:
         self.slots = slots
         self.tier = tier
         self.slot_bytes = slot_bytes
-        self._memory: Arena | None = Arena(slots * slot_bytes)
         self.leases = Leases(slots)
         self._ledger = ledger
         self._account = account
         self._committed = [False] * slots
+        self._memory: Arena | None = self._map(slots * slot_bytes)
+
+    def _map(self, nbytes: int) -> Arena:
+        return Arena(nbytes)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has its memory: close() was not called."""
+        return self._memory is not None
 
     @property
     def memory(self) -> Arena:
@@ -46,6 +54,12 @@ class HostArena:
             self._ledger.charge(self.tier, self._account, len(fresh) * self.slot_bytes)
             for s in fresh:
                 self._committed[s] = True
+
+    def pin(self, slot: int, run: int) -> None:
+        """Makes slots [slot, slot + run), charged or not, fit for copies of a device; here all are.
+
+        Committed slots are that anyway.
+        """
 
     def decommit(self, slot: int, run: int) -> None:
         """Gives back charge and pages of slots [slot, slot + run); their content is lost."""

@@ -232,14 +232,15 @@ inline void tree_thread(double* lanes, std::uint64_t blocks, unsigned block, uns
   }
 }
 
-// Array i has the blocks from ends[i - 1] to ends[i].
-inline void total_thread(const double* lanes, const std::uint64_t* ends, double* totals,
-                         std::uint64_t arrays, unsigned block, unsigned thread) {
+// The blocks of an array in order; one thread for each array.
+inline void total_thread(const SumBatch& batch, double* totals, unsigned block, unsigned thread) {
   const std::uint64_t number = static_cast<std::uint64_t>(block) * kThreads + thread;
-  if (number >= arrays) return;
+  if (number >= batch.segments) return;
+  const SumSegment& segment = batch.segment[number];
+  const std::uint64_t blocks = (segment.numel + kSumNumel - 1) / kSumNumel;
   double total = 0.0;
-  for (std::uint64_t i = number == 0 ? 0 : ends[number - 1]; i < ends[number]; ++i) {
-    total += lanes[i * kNormLanes];
+  for (std::uint64_t i = 0; i < blocks; ++i) {
+    total += batch.lanes[(segment.first_out + i) * kNormLanes];
   }
   totals[number] = total;
 }
@@ -286,9 +287,9 @@ __global__ void hetero_tree(double* lanes, std::uint64_t blocks) {
   hetero::cuda::tree_thread(lanes, blocks, blockIdx.x, threadIdx.x);
 }
 
-__global__ void hetero_total(const double* lanes, const std::uint64_t* ends, double* totals,
-                             std::uint64_t arrays) {
-  hetero::cuda::total_thread(lanes, ends, totals, arrays, blockIdx.x, threadIdx.x);
+__global__ void hetero_total(const __grid_constant__ hetero::cuda::SumBatch batch,
+                             double* totals) {
+  hetero::cuda::total_thread(batch, totals, blockIdx.x, threadIdx.x);
 }
 
 __global__ void hetero_split(const char* source, const hetero::SplitArrays at,

@@ -92,9 +92,8 @@ extern "C" int hetero_on_host(unsigned kind, const char* kernel, unsigned blocks
     });
   } else if (name == "hetero_total") {
     threads(blocks, [&](unsigned block, unsigned thread) {
-      total_thread(argument<const double*>(arguments, 0),
-                   argument<const std::uint64_t*>(arguments, 1), argument<double*>(arguments, 2),
-                   argument<std::uint64_t>(arguments, 3), block, thread);
+      total_thread(argument<SumBatch>(arguments, 0), argument<double*>(arguments, 1), block,
+                   thread);
     });
   } else {
     return 1;
