@@ -209,7 +209,7 @@ def _library() -> ctypes.CDLL:
     """native/cuda/update.cu for the host."""
     target = BUILD / f"cuda-on-host-{os.getpid()}.so"
     BUILD.mkdir(exist_ok=True)
-    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
+    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     source = str(ROOT / "tests/native/cuda_host/on_host.cpp")
     compiler = os.environ.get("CXX", "g++")
     quiet = ["-Wall", "-Wno-unknown-pragmas", "-Werror"]
