@@ -1,5 +1,5 @@
-// Memory that is exported piecewise as tensors: an anonymous mapping of the host's, or what somebody
-// else has, on a device say.
+// Memory that is exported piecewise as tensors: an anonymous mapping of the host's, or what
+// somebody else has, on a device say.
 //
 // Vocabulary: a *lease* is one live export that holds a slot; a *pin* is a user of the physical
 // pages (a registered buffer) that would go on using the old pages if they were discarded.

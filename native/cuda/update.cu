@@ -287,8 +287,7 @@ __global__ void hetero_tree(double* lanes, std::uint64_t blocks) {
   hetero::cuda::tree_thread(lanes, blocks, blockIdx.x, threadIdx.x);
 }
 
-__global__ void hetero_total(const __grid_constant__ hetero::cuda::SumBatch batch,
-                             double* totals) {
+__global__ void hetero_total(const __grid_constant__ hetero::cuda::SumBatch batch, double* totals) {
   hetero::cuda::total_thread(batch, totals, blockIdx.x, threadIdx.x);
 }
 

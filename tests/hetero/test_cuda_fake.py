@@ -198,7 +198,7 @@ def test_a_gradient_that_is_lost_on_the_link(runtime: FakeRuntime, tmp_path: Pat
     loss = model(input_ids=x, labels=x).loss
     runtime.failure = "CUDA error: unspecified launch failure"
     optimizer.backward(loss)
-    with pytest.raises(HeteroError, match="did not arrive in RAM: copy of .* unspecified launch"):
+    with pytest.raises(HeteroError, match="did not arrive in RAM: .*copy of .* unspecified launch"):
         optimizer.step()
     optimizer.engine.close()
 
