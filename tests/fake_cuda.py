@@ -102,7 +102,7 @@ class FakeRuntime:
     def synchronize_all(self) -> None:
         with self.lock:
             while any(stream.queue for stream in self.streams):
-                assert any([self.step(stream) for stream in self.streams]), "streams hang"
+                assert any(self.step(stream) for stream in self.streams), "streams hang"
 
     def step(self, stream: FakeStream) -> bool:
         """Does the next thing of a stream, if it has one and can."""
@@ -116,13 +116,13 @@ class FakeRuntime:
         while not event.come:
             if not self.step(event.stream):  # it waits for other streams
                 others = [s for s in self.streams if s is not event.stream]
-                assert any([self.step(s) for s in others]), "streams hang"
+                assert any(self.step(s) for s in others), "streams hang"
 
     def _drain(self, stream: FakeStream) -> None:
         while stream.queue:
             if not self.step(stream):
                 others = [s for s in self.streams if s is not stream]
-                assert any([self.step(s) for s in others]), "streams hang"
+                assert any(self.step(s) for s in others), "streams hang"
 
     # Copies
 

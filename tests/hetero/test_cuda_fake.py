@@ -180,7 +180,7 @@ def test_a_device_that_is_full(runtime: FakeRuntime, tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match=r"no room for .* of 1.0 MiB .* lower device_memory"):
         build(**options(tmp_path, {"placement_policy": "cuda", "device_memory": LARGE}))
     runtime.taken.clear()
-    model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}))
+    _model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}))
     optimizer.engine.close()
 
 
@@ -204,7 +204,7 @@ def test_a_gradient_that_is_lost_on_the_link(runtime: FakeRuntime, tmp_path: Pat
 
 
 def test_what_compute_takes_beside_the_arenas(runtime: FakeRuntime, tmp_path: Path) -> None:
-    model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}))
+    _model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}))
     backend = optimizer.engine.backend
     backend.reset_beside()
     assert backend.beside_bytes() == 0

@@ -28,7 +28,7 @@ def make(slots: int = 3, **options: object) -> tuple[FakeRuntime, CudaBackend, D
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 1 << 32), length=st.integers(5, 60), several=st.booleans())
+@given(seed=st.integers(0, 1 << 32), length=st.integers(20, 200), several=st.booleans())
 def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool) -> None:
     """Slots are fetched to, leased, used by work that is given, and let go; streams run anyhow."""
     chance = random.Random(seed)
