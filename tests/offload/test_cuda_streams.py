@@ -13,8 +13,10 @@ from offload.cuda import CudaBackend
 from offload.device_arena import DeviceArena, PinnedArena
 from offload.errors import BudgetError
 from offload.ledger import Ledger
+from offload.measure_cuda import measure_cuda
 from offload.tiers import Account, Tier
 from tests.fake_cuda import FakeRuntime
+from tests.planning import make_profile
 
 SLOT = 4096
 
@@ -178,3 +180,13 @@ class TestPinned:
         assert self.ranges(runtime, arena) == [(0, 3), (4, 1), (5, 3)]
         arena.close()
         assert runtime.pinned == {}
+
+
+def test_a_device_is_measured() -> None:
+    runtime = FakeRuntime()
+    found = measure_cuda(runtime, copy_bytes=SLOT, numel=4096, shapes=((16, 16, 16),), devices=1)
+    profile = make_profile(**found)
+    assert profile.separate
+    assert profile.device_bytes == runtime.total
+    assert set(profile.device_update_bytes_per_s or {}) == {"bf16", "fp16", "fp32"}
+    assert runtime.pinned == {}
