@@ -31,7 +31,7 @@ class HostArena:
         self._ledger = ledger
         self._account = account
         self._committed = [False] * slots
-        self._memory: Arena | None = self._map(slots * slot_bytes)
+        self._memory: Arena | None = self._map(slots * slot_bytes) if slots else None
 
     def _map(self, nbytes: int) -> Arena:
         return Arena(nbytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 
@@ -57,7 +58,7 @@ class CudaBackend:
         self._draining = self.runtime.new_stream()
         # Reentrant: the garbage collector may close what it finds at any time.
         self._lock = threading.RLock()  # guards all below, and the order in the two streams
-        self._arenas: list[DeviceArena] = []
+        self._arenas: weakref.WeakSet[DeviceArena] = weakref.WeakSet()
         self._under_way: tuple[deque[_Copy], deque[_Copy]] = (deque(), deque())
         self._updaters: dict[tuple[UpdateKind, int], DeviceUpdater] = {}
         self.runtime.reset_peak()
@@ -66,7 +67,7 @@ class CudaBackend:
         """Memory of the device, taken at once. Raises BudgetError if it has no room."""
         made = DeviceArena(self.runtime, slots, slot_bytes, ledger, account)
         with self._lock:
-            self._arenas.append(made)
+            self._arenas.add(made)
         return made
 
     def host_arena(
@@ -82,19 +83,13 @@ class CudaBackend:
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> _Copy:
         """Starts copying from RAM to the device, after work that uses what `to` holds now.
 
-        Work with leased views of an arena's slots then follows the copy by itself.
+        `to` is in an arena; work with leased views of its slots then follows the copy by itself.
         """
         _check(to, source)
         with self._lock:
-            found = self._find(to)
-            if found is None:
-                events = [self.mark()]
-            else:
-                arena, slot, run = found
-                events = arena.before_write(slot, run)
-            copy = self._start("h2d", to, source, events)
-            if found is not None:
-                arena.written(slot, run, copy.event)
+            arena, slot, run = self._find(to)
+            copy = self._start("h2d", to, source, arena.before_write(slot, run))
+            arena.written(slot, run, copy.event)
             self.h2d_bytes += to.nbytes
         return copy
 
@@ -122,14 +117,13 @@ class CudaBackend:
         under_way.append(copy)
         return copy
 
-    def _find(self, to: torch.Tensor) -> tuple[DeviceArena, int, int] | None:
+    def _find(self, to: torch.Tensor) -> tuple[DeviceArena, int, int]:
         """The arena that has `to`, and its slots. Needs the lock."""
-        self._arenas = [arena for arena in self._arenas if arena.is_open]
         for arena in self._arenas:
-            slot = arena.slot_of(to.data_ptr())
+            slot = arena.slot_of(to.data_ptr()) if arena.is_open else None
             if slot is not None:
                 return arena, slot, -(-to.nbytes // arena.slot_bytes)
-        return None
+        raise AssertionError("a fetch goes to slots of an arena of this backend")
 
     def updater(self, kind: UpdateKind, piece_numel: int) -> DeviceUpdater:
         """What updates homes on DEVICE. Raises HeteroError if its kernels cannot be compiled."""
@@ -191,9 +185,12 @@ class _Copy:
     def done(self) -> bool:
         """Whether it has come to its end, good or bad."""
         try:
-            return self._runtime.done(self.event)
+            done = self._runtime.done(self.event)
         except RuntimeError:
-            return True
+            done = True
+        if done:
+            self._tensors = ()
+        return done
 
     def wait(self) -> None:
         """The host sleeps until it is done. Raises an OSError if work on the device failed."""

@@ -122,7 +122,12 @@ class CudaRuntime:
     def register(self, address: int, nbytes: int) -> str | None:
         """As Runtime."""
         # Portable (1): every context may use it.
-        return _failure(lambda cudart: cudart.cudaHostRegister(address, nbytes, 1))
+        failure = _failure(lambda cudart: cudart.cudaHostRegister(address, nbytes, 1))
+        if failure is not None:
+            # CUDA remembers its last error, and torch would take it for that of its next kernel.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.device)
+        return failure
 
     def unregister(self, address: int) -> None:
         """As Runtime."""

@@ -38,19 +38,17 @@ class DeviceArena(HostArena):
         self._used: dict[int, tuple[int, dict[Stream, None]]] = {}
         self._over: dict[int, list[Event]] = {}  # when work with a slot that is free is done
         self._written: dict[int, tuple[int, Event]] = {}  # the last copy to a run that began here
-        nbytes = slots * slot_bytes
-        ledger.charge(Tier.DEVICE, account, nbytes)
-        try:
-            super().__init__(slots, slot_bytes, ledger, account, Tier.DEVICE)
-        except BaseException:
-            ledger.release(Tier.DEVICE, account, nbytes)
-            raise
-        self._committed = [True] * slots
+        super().__init__(slots, slot_bytes, ledger, account, Tier.DEVICE)
 
     def _map(self, nbytes: int) -> Arena:
+        self._ledger.charge(Tier.DEVICE, self._account, nbytes)
         try:
             block = self._runtime.empty(nbytes)
+            self._committed = [True] * self.slots
+            return Arena.over(block.data_ptr(), nbytes, *self._runtime.dlpack_device, block)
         except RuntimeError as error:
+            self._committed = [False] * self.slots
+            self._ledger.release(Tier.DEVICE, self._account, nbytes)
             free, total = self._runtime.memory()
             in_use, taken, _ = self._runtime.torch_bytes()
             raise BudgetError(
@@ -59,7 +57,6 @@ class DeviceArena(HostArena):
                 f"{format_bytes(taken)}, of which tensors take {format_bytes(in_use)}; lower "
                 f"device_memory, or free what else is there ({str(error).splitlines()[0]})"
             ) from error
-        return Arena.over(block.data_ptr(), nbytes, *self._runtime.dlpack_device, block)
 
     def decommit(self, slot: int, run: int) -> None:
         """Nothing: the memory is taken and given back as a whole."""

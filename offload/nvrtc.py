@@ -120,6 +120,7 @@ def _names() -> Iterator[str]:
         for path in sorted(Path(directory or ".").glob(f"nvidia/*/lib/libnvrtc.so.{major}*")):
             yield str(path)
     yield "libnvrtc.so"
+    yield "/usr/local/cuda/lib64/libnvrtc.so"
 
 
 def _strings(texts: object) -> ctypes.Array[c_char_p]:
