@@ -8,7 +8,7 @@ TORCH_VERSION := 2.13.0
 
 # What decides whether the installed package is still the one of this tree.
 BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
-	$(wildcard native/*.h native/*.cpp native/*/*.h native/*/*.cpp)
+	$(wildcard native/*.h native/*.cpp native/*/*.h native/*/*.cpp native/*/*.in native/cuda/*)
 
 # Files of tests at a time, in order: the long ones are in the middle. Tests of one file may share
 # builds.
@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope
 PYTHON_SOURCES := hetero offload bench tests setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
 
-.PHONY: help train test test-all bench bench-io bench-adam bench-step \
+.PHONY: help train test test-all bench bench-io bench-adam bench-step cuda-check \
 	lint tidy format clean
 
 help:
@@ -33,6 +33,8 @@ help:
 	@echo "make bench-io, bench-adam, bench-step"
 	@echo "             disk, update kernels, optimizer step beside their limits and other systems;"
 	@echo "             options: make bench-io ARGS='--path DIR --json'"
+	@echo "make cuda-check  on a machine with a GPU: builds in \$$(PYTHON) as it is, without network,"
+	@echo "             runs the tests that need a GPU and measures; skipped where there is none"
 	@echo "make lint    the checks alone"
 	@echo "make tidy    clang-tidy over the native core"
 	@echo "make format  puts all sources into the project's format"
@@ -58,6 +60,10 @@ bench-adam: $(VENV)/bench.stamp
 
 bench-step: $(VENV)/bench.stamp $(VENV)/fio.stamp
 	$(BIN)/python -m bench.step $(or $(ARGS),--path .)
+
+# In the Python at hand: it has the torch that suits the GPU, and nothing may be downloaded.
+cuda-check:
+	@$(PYTHON) -m bench.cuda_check $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check $(PYTHON_SOURCES)

@@ -6,13 +6,13 @@ compilers.
 """
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -33,6 +33,19 @@ def find_tool(name: str) -> str:
     if not found:
         raise SystemExit(f"{name} is needed to build hetero: pip install {name}")
     return found
+
+
+def find_pybind11() -> str:
+    """The option that tells CMake: the package, or else the headers that torch brings."""
+    try:
+        import pybind11
+    except ImportError:
+        found = importlib.util.find_spec("torch")
+        include = found and found.origin and Path(found.origin).parent / "include"
+        if not include or not (include / "pybind11" / "pybind11.h").exists():
+            raise SystemExit("pybind11 is needed to build hetero: pip install pybind11") from None
+        return f"-DHETERO_PYBIND11_INCLUDE={include}"
+    return f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"
 
 
 class CMakeExtension(Extension):
@@ -69,7 +82,7 @@ class CMakeBuild(build_ext):
             "-GNinja",
             # Given each time: an isolated build leaves paths in the cache that are gone later.
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
-            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            find_pybind11(),
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DHETERO_IO_URING={io_uring}",

@@ -155,10 +155,15 @@ class Bank:
         yield self.records.over(raw)
 
 
-def manage(plan: BankPlan, params: Mapping[int, torch.nn.Parameter]) -> list[ManagedParam]:
-    """What is known of the bank's parameters, chunk by chunk; `params` by their specs' indices."""
+def manage(
+    plan: BankPlan, params: Mapping[int, torch.nn.Parameter], device: torch.device
+) -> list[ManagedParam]:
+    """What is known of the bank's parameters, chunk by chunk; `params` by their specs' indices.
+
+    Compute happens on `device`.
+    """
     return [
-        ManagedParam(params[s.param.index], chunk, s, plan.dtypes.torch_compute)
+        ManagedParam(params[s.param.index], chunk, s, plan.dtypes.torch_compute, device)
         for chunk in plan.layout.chunks
         for s in chunk.slices
     ]

@@ -33,7 +33,7 @@ from hetero.shard_server import ShardServer, Versions
 from hetero.steps import Stepper
 from hetero.world import World
 from offload.arena import HostArena
-from offload.backend import Backend
+from offload.backend import Backend, Updater
 from offload.backing import Backing, Extent, FileBacking
 from offload.cache import SlotCache
 from offload.drain import BUFFER_BYTES, BUFFERS, Drain
@@ -144,6 +144,7 @@ class _BankBuilder:
             self._spare_bytes,
             self._resources,
         )
+        updater = self._make_updater()
         records = Records(
             self._layout.piece_numel,
             self._dtypes,
@@ -152,6 +153,7 @@ class _BankBuilder:
             pools.buffers,
             self._file,
             pools.pipeline,
+            updater,
         )
         drain = self._make_drain()
         grad_cache = self._file_cache(pools.grads, file_map.grad, UseOrder())
@@ -162,6 +164,7 @@ class _BankBuilder:
             grad_cache,
             file_map.grad,
             drain if self._world.everyone is None else None,
+            updater,
         )
         stepper = Stepper(
             self._layout,
@@ -172,6 +175,7 @@ class _BankBuilder:
             records,
             pools.pipeline,
             self._first_number,
+            updater,
         )
         order, versions = UseOrder(), Versions(len(self._layout.chunks))
         shard_cache = self._make_shard_cache(pools, file_map, order, stepper)
@@ -275,12 +279,19 @@ class _BankBuilder:
             homes(made.record, slot.record, torch.uint8, Account.RECORD, True),
         )
 
+    def _make_updater(self) -> Updater | None:
+        """What updates on DEVICE, if the CPU's pipeline cannot and something is at home there."""
+        if Tier.DEVICE not in self._placement.param:
+            return None
+        return self._backend.updater(self._dtypes.kind, self._layout.piece_numel)
+
     def _make_drain(self) -> Drain | None:
         """The way of gradients from DEVICE to RAM."""
         if not self._placement.drain_bytes:
             return None
         # Its buffers are of the few MiB that no budget counts.
-        buffers = HostArena(BUFFERS, BUFFER_BYTES, self._ledger, Account.BUFFER)
+        buffers = self._backend.host_arena(BUFFERS, BUFFER_BYTES, self._ledger, Account.BUFFER)
+        buffers.pin(0, BUFFERS)
         drain = Drain(self._backend, self._ledger, self._placement.drain_bytes, buffers)
         self._resources.callback(drain.close)
         return drain
@@ -358,7 +369,7 @@ class _BankBuilder:
         )
         self._resources.callback(fetching.close)
         cache = self._cache(pools.gathered, fetching, order)
-        return _Copies(cache, (cache.drop, *drops), (cache, *caches))
+        return _Copies(cache, (cache.drop, fetching.settle, *drops), (cache, *caches))
 
     def _file_cache(
         self,

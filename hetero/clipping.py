@@ -162,7 +162,8 @@ class Clipping:
                 f"reading the gradient of {managed.name}",
             ).wait()
             mine = whole
-        return mine.view(managed.param.shape).float().mul_(managed.grad_factor)
+        mine = mine.view(managed.param.shape).to(managed.param.device)
+        return mine.float().mul_(managed.grad_factor)
 
     def norms(self, members: Members, norm_type: float) -> list[float]:
         """The norm of each gradient. Raises ValueError for norms other than 2 and inf."""

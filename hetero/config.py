@@ -12,11 +12,11 @@ from os import PathLike
 from typing import Any, Literal, cast, get_args
 
 import psutil
-import torch
 
 from hetero.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.layout import pack
 from offload.backend import Backend, CpuBackend, EmulatedBackend
+from offload.cuda import CudaBackend, cuda_available, default_device_bytes
 from offload.directories import check_directories, total_free_bytes
 from offload.process import allowed_bytes, resident_bytes
 from offload.profile import Profile
@@ -24,7 +24,7 @@ from offload.sizes import parse_bytes
 from offload.tiers import Tier
 
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
-BackendName = Literal["cpu", "emulated"]
+BackendName = Literal["cpu", "cuda", "emulated", "auto"]
 StrategyName = Literal["chunk", "tensor", "bucket"]
 DEFAULT_LINK_GBPS = 16.0  # of PCIe 4.0 x8, or of a shared x16 slot
 _ALIASES = {"tensor_placement_policy": "placement_policy"}
@@ -42,12 +42,14 @@ class Config:
                       available now, of which nothing is used without need.
     reserve_memory    bytes of host_memory that are left for parameters that get a record later:
                       unfrozen ones, and those of new param groups, about 14 per element in bf16.
-    backend           where compute happens. "cpu" (default): in RAM. "emulated": on the CPU as if
-                      it had memory of its own, which copies reach in the background: what a
-                      device brings can be tried without one.
+    backend           where compute happens. "cpu" (default): in RAM. "cuda": on torch's current
+                      CUDA device. "auto": there, if there is one, else in RAM. "emulated": on the
+                      CPU as if it had memory of its own, which copies reach in the background: what
+                      a device brings can be tried without one.
     link_gbps         bandwidth of these copies in GB/s, each way; of "emulated" alone. Default: 16.
     device_memory     bytes of device memory: for parameters while they are used, gradients on their
-                      way to RAM, and what "auto" and "cuda" keep there. Needed by "emulated". With
+                      way to RAM, and what "auto" and "cuda" keep there. Needed by "emulated";
+                      default of "cuda": 70 % of what is free when the model is built. With
                       "cpu" the device's memory is RAM, so this then limits the slots for gathered
                       parameters, within host_memory.
     nvme_path         directory on NVMe; needed by "nvme", and by "auto" when RAM is not enough.
@@ -121,7 +123,14 @@ class Config:
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
         self._check_planning()
-        compute = default_dtype() if self.dtype is None else check_dtype(self.dtype, "dtype")
+        _check_choice("backend", self.backend, get_args(BackendName))
+        if self.backend == "auto":
+            object.__setattr__(self, "backend", "cuda" if cuda_available() else "cpu")
+        compute = (
+            default_dtype(cuda=self.backend == "cuda" and cuda_available())
+            if self.dtype is None
+            else check_dtype(self.dtype, "dtype")
+        )
         object.__setattr__(self, "dtype", compute)
         if self.grad_dtype is not None:
             object.__setattr__(self, "grad_dtype", check_dtype(self.grad_dtype, "grad_dtype"))
@@ -189,7 +198,11 @@ class Config:
             )
 
     def _check_backend(self) -> None:
-        _check_choice("backend", self.backend, get_args(BackendName))
+        if self.backend == "cuda" and not cuda_available():
+            raise ValueError(
+                "backend='cuda' needs a CUDA device, and torch sees none (a build of torch without "
+                "CUDA, no driver, or CUDA_VISIBLE_DEVICES); use 'auto', which then is 'cpu'"
+            )
         if self.backend == "emulated":
             if self.device_memory is None:
                 raise ValueError(
@@ -206,18 +219,23 @@ class Config:
                 f"link_gbps is of no use with backend={self.backend!r}, which has no link; leave "
                 f"it out, or give backend='emulated'"
             )
-        elif self.placement_policy == "cuda":
+        elif self.placement_policy == "cuda" and self.backend == "cpu":
             raise ValueError(_no_cuda())
 
     @property
     def device_bytes(self) -> int | None:
-        """device_memory, if DEVICE has memory of its own; else None."""
-        return None if self.backend == "cpu" else self.budget(Tier.DEVICE)
+        """device_memory, or its default now, if DEVICE has memory of its own; else None."""
+        if self.backend == "cpu":
+            return None
+        given = self.budget(Tier.DEVICE)
+        return default_device_bytes() if given is None else given
 
     def make_backend(self) -> Backend:
         """What computes."""
         if self.backend == "cpu":
             return CpuBackend()
+        if self.backend == "cuda":
+            return CudaBackend()
         assert self.link_gbps is not None
         return EmulatedBackend(self.link_gbps * 1e9)
 
@@ -353,10 +371,10 @@ def _check_choice(option: str, value: object, choices: tuple[object, ...]) -> No
 
 
 def _no_cuda() -> str:
-    if torch.cuda.is_available():
+    if cuda_available():
         return (
-            "placement_policy='cuda': computing on CUDA is not supported yet, although torch sees "
-            "a GPU; use 'auto', 'cpu' or 'nvme', which compute on the CPU"
+            "placement_policy='cuda' keeps all state on the GPU, but backend='cpu' computes on the "
+            "CPU; give backend='cuda' or 'auto' too"
         )
     return (
         "placement_policy='cuda' needs a CUDA device, and torch sees none; the compute device "

@@ -104,8 +104,10 @@ def _short_name(name: object) -> str:
     return names.get(text, text)
 
 
-def default_dtype() -> DtypeName:
-    """bf16 where the compute device, the CPU, multiplies it in hardware, else fp32."""
+def default_dtype(cuda: bool = False) -> DtypeName:
+    """bf16 where the compute device, the CPU or CUDA's, multiplies it in hardware, else fp32."""
+    if cuda:
+        return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp32"
     return "bf16" if _cpu_has_bf16() else "fp32"
 
 

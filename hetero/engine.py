@@ -24,6 +24,7 @@ from hetero.hooks import GradHook, ModuleHooks, refuse_use
 from hetero.later import Later
 from hetero.layout import Layout
 from hetero.managed import ManagedParam, can_train
+from hetero.moving import move_rest
 from hetero.placement import Placement
 from hetero.plan import Plan
 from hetero.planner import EXPECTED_TOKENS, Planner
@@ -97,7 +98,12 @@ class Engine:
         for bank in banks:
             self._take_over(bank)
         self._module_hooks = ModuleHooks(
-            model, self.known, self.params, self.dtypes.torch_compute, self._before_forward
+            model,
+            self.known,
+            self.params,
+            self.dtypes.torch_compute,
+            self._before_forward,
+            backend.device,
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
@@ -394,6 +400,7 @@ class Engine:
         self._check_open()
         for bank in extension(self, self.model, params):
             self._take_over(bank)
+        move_rest(self.model, self._managed, self.device)
         for hooks in self._model_hooks:
             hooks.cover(self.model)
 

@@ -98,7 +98,7 @@ def _make(
     def build() -> Bank:
         bank = build_bank(
             plan,
-            manage(plan, params),
+            manage(plan, params, engine.device),
             first_number,
             engine.config,
             engine.backend,

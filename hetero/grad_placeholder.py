@@ -66,9 +66,10 @@ class GradPlaceholder(torch.Tensor):
     _whole: bool  # not a view of a part of it, or in another shape
 
     @staticmethod
-    def of(owner: GradOwner, dtype: torch.dtype) -> GradPlaceholder:
-        """The placeholder for the gradient of `owner`, in `dtype`."""
-        return GradPlaceholder._make(_nan(owner.param.shape, dtype), weakref.ref(owner), True)
+    def of(owner: GradOwner, dtype: torch.dtype, device: torch.device) -> GradPlaceholder:
+        """The placeholder for the gradient of `owner`, in `dtype`, on the parameter's device."""
+        nan = _nan(owner.param.shape, dtype, device)
+        return GradPlaceholder._make(nan, weakref.ref(owner), True)
 
     @staticmethod
     def _make(plain: torch.Tensor, owner: weakref.ref[GradOwner], whole: bool) -> GradPlaceholder:
@@ -164,17 +165,17 @@ def _where(func: Any, grad: GradPlaceholder) -> torch.Tensor:
     ((ops, (owner,)),) = _by_engine([grad])
     if ops.any_non_finite([owner]):
         return cast(torch.Tensor, func(ops.read(owner)))
-    return torch.tensor(_WHERE[func]).expand(grad.shape)
+    return torch.tensor(_WHERE[func], device=grad.device).expand(grad.shape)
 
 
-def _nan(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((), float("nan"), dtype=dtype).expand(shape)
+def _nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 def _as_nan(values: Any) -> Any:
     def plain(grad: GradPlaceholder) -> torch.Tensor:
         dtype = torch.Tensor.dtype.__get__(grad)  # type: ignore[attr-defined]
-        return _nan(grad.shape, dtype)
+        return _nan(grad.shape, dtype, grad.device)
 
     return tree_map_only(GradPlaceholder, plain, values)
 
@@ -232,7 +233,8 @@ def _number(value: object) -> float | None:
 
 def _norm_of(grad: GradPlaceholder, norm_type: float, dtype: torch.dtype | None) -> torch.Tensor:
     ((ops, owners),) = _by_engine([grad])
-    return torch.tensor(ops.norms(owners, float(norm_type))[0], dtype=dtype or torch.float32)
+    norm = ops.norms(owners, float(norm_type))[0]
+    return torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
 
 
 def _vector_norm(
@@ -261,7 +263,7 @@ def _foreach_norm(
     ours, others = _split(grads)
     norms = iter(func(others, norm_type, dtype=dtype) if others else [])
     found = {
-        id(owner): torch.tensor(norm, dtype=dtype or torch.float32)
+        id(owner): torch.tensor(norm, dtype=dtype or torch.float32, device=owner.param.device)
         for ops, owners in _by_engine(ours)
         for owner, norm in zip(owners, ops.norms(owners, float(norm_type)), strict=True)
     }

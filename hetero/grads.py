@@ -11,6 +11,7 @@ from hetero.homes import Homes
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from offload._native import Location, sum_of_squares
+from offload.backend import Updater
 from offload.backing import Extent
 from offload.cache import SlotCache
 from offload.drain import Drain
@@ -36,8 +37,13 @@ class Grads:
         cache: SlotCache | None,
         extents: dict[int, Extent],
         drain: Drain | None = None,
+        updater: Updater | None = None,
     ) -> None:
-        """`drain` is there if gradients come from a DEVICE that is not RAM, one rank's."""
+        """`drain` is there if gradients come from a DEVICE that is not RAM, one rank's.
+
+        `updater` sums the squares of what is at home there, if the CPU cannot.
+        """
+        self._updater = updater
         self._layout = layout
         self._piece_bytes = layout.piece_numel * dtypes.grad_bytes
         self._dtypes = dtypes
@@ -162,8 +168,10 @@ class Grads:
     def sum_of_squares(self, managed: ManagedParam) -> float:
         """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
         self._wait(managed)
+        chunk = managed.chunk
+        if managed not in self._sums and self._updater and self._homes.on_device(chunk):
+            self._sum_on_device(self._updater)
         if managed not in self._sums:
-            chunk = managed.chunk
             if chunk in self._homes:
                 address = self._homes.address(chunk, 0)
             else:  # it has not left its slots, or the sum had been taken
@@ -172,6 +180,21 @@ class Grads:
                 address = self._cache.address(chunk.id)
             self._sums[managed] = self._sum(managed, address)
         return self._sums[managed]
+
+    def _sum_on_device(self, updater: Updater) -> None:
+        """Of all that are there, because each wait for the device costs."""
+        members = [
+            m
+            for some in self._members.values()
+            for m in some
+            if m.has_grad and m not in self._sums and self._homes.on_device(m.chunk)
+        ]
+        arrays = []
+        for m in members:
+            part, _ = m.in_shard(self._layout)
+            address = self._homes.address(m.chunk, 0) + part.start * self._dtypes.grad_bytes
+            arrays.append((address, part.stop - part.start))
+        self._sums.update(zip(members, updater.sums_of_squares(arrays), strict=True))
 
     def _sum(self, managed: ManagedParam, chunk_address: int) -> float:
         part, _ = managed.in_shard(self._layout)
@@ -243,6 +266,10 @@ class Grads:
         """Whether the home, which is about to come to RAM, has gradients in the file."""
         self._arrived.pop(chunk.id, None)
         return any(m.has_grad for m in self._members[chunk.id])
+
+    def address(self, chunk: Chunk, piece: int) -> int:
+        """Address of a piece that is at home on DEVICE."""
+        return self._homes.address(chunk, piece)
 
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece; it stays there until used()."""

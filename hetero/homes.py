@@ -42,7 +42,6 @@ class Homes:
         self._piece_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
         self._ledger = ledger
         self._account = account
-        self._backend = backend
         self._tier: dict[int, Tier] = {}
         self._first: dict[int, int] = {}
         slots = {Tier.HOST: 0, Tier.DEVICE: 0}
@@ -53,10 +52,13 @@ class Homes:
                 self._first[chunk.id] = slots[tier]
                 slots[tier] += chunk.slots
         self._dtype = dtype
+        self._separate = backend.separate
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
         self._arenas: dict[Tier, HostArena] = {}
+        # (Records are the only payload that never crosses the link.)
+        self._make = HostArena if account is Account.RECORD else backend.host_arena
         if slots[Tier.HOST]:
-            self._arenas[Tier.HOST] = HostArena(slots[Tier.HOST], slot_bytes, ledger, account)
+            self._arenas[Tier.HOST] = self._make(slots[Tier.HOST], slot_bytes, ledger, account)
         if slots[Tier.DEVICE]:
             self._arenas[Tier.DEVICE] = backend.arena(
                 slots[Tier.DEVICE], slot_bytes, ledger, account
@@ -77,6 +79,10 @@ class Homes:
         if own is not None:
             return own, 0
         return self._arenas[self._tier[chunk.id]], self._first[chunk.id]
+
+    def on_device(self, chunk: Chunk) -> bool:
+        """Whether the chunk's home is on a DEVICE that has memory of its own."""
+        return self._separate and self.has_in_place(chunk)
 
     def commit(self, chunk: Chunk) -> None:
         """Charges the chunk's slots, if they are not yet."""
@@ -142,7 +148,7 @@ class Homes:
         if chunk.id in self._first:
             self._arenas[Tier.HOST].commit(self._first[chunk.id], chunk.slots)
         else:
-            own = HostArena(chunk.slots, self._slot_bytes, self._ledger, self._account)
+            own = self._make(chunk.slots, self._slot_bytes, self._ledger, self._account)
             own.commit(0, chunk.slots)
             self._own[chunk.id] = own
         self._tier[chunk.id] = Tier.HOST

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from hetero.all_params import AllParams
 from hetero.bare_uses import BareUses
 from hetero.managed import ManagedParam
+from hetero.moving import to_device
 from hetero.params import SavedView
 from offload.errors import HeteroError
 
@@ -63,6 +64,7 @@ def _recomputing() -> bool:
     return False
 
 
+_CPU = torch.device("cpu")
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -111,8 +113,13 @@ class ModuleHooks:
         params: AllParams,
         dtype: torch.dtype,
         before_forward: Callable[[], None],
+        device: torch.device = _CPU,
     ) -> None:
-        """`before_forward` is called before each forward of the whole model, outside of others."""
+        """`before_forward` is called before each forward of the whole model, outside of others.
+
+        Compute happens on `device`.
+        """
+        self._device = device
         self._find = find
         self._params = params
         self._dtype = dtype
@@ -232,10 +239,11 @@ class ModuleHooks:
     def _cast_inputs(
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Floating inputs of the model in the compute dtype, as FSDP2's mixed precision does."""
+        """Inputs of the model where it computes, floating ones in the compute dtype, as FSDP2."""
         self._begin()
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = to_device(tensor, self._device)
             return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
         return tree_map_only(torch.Tensor, cast, args), tree_map_only(torch.Tensor, cast, kwargs)

@@ -20,6 +20,7 @@ from hetero.filling import fill
 from hetero.layout import Layout, Shard
 from hetero.managed import ManagedParam, can_train, refuse_managed
 from hetero.module_state import StateDictHooks
+from hetero.moving import move_rest
 from hetero.optimizer import HybridOptimizer
 from hetero.placement import place
 from hetero.planner import Planner, planner_for, planning_matters
@@ -182,7 +183,7 @@ def _build(
             world = stage.world
         bank = build_bank(
             plan,
-            manage(plan, params),
+            manage(plan, params, backend.device),
             first_number,
             config,
             backend,
@@ -200,6 +201,8 @@ def _build(
         bank.commit()
     # Of the file that parameters waited in; most of it the engine's own file has said already.
     notes += [f"while the model was built: {n}" for n in stage.notes if n not in notes]
+    notes += backend.notes
+    move_rest(model, managed=map(id, arrangement.params), device=backend.device)
     resources.pop_all()
     return Engine(
         model=model,

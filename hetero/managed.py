@@ -10,6 +10,7 @@ from hetero.grad_placeholder import GradOps, GradPlaceholder
 from hetero.layout import Chunk, Layout, ParamSlice
 from offload.errors import HeteroError
 
+_CPU = torch.device("cpu")
 Range = slice  # in ManagedParam that is the name of a field
 
 
@@ -41,6 +42,7 @@ class ManagedParam:
     chunk: Chunk
     slice: ParamSlice
     dtype: torch.dtype
+    device: torch.device = _CPU  # where compute happens
     step: int = 0  # optimizer updates made
     uses: int = 0  # modules and gathered() blocks that need the value now
     version: int = 0  # of the parameter, as of the last change that hetero knows of
@@ -51,8 +53,9 @@ class ManagedParam:
 
     def __post_init__(self) -> None:
         shape = self.param.shape
-        self.absent = torch.full((), float("nan"), dtype=self.dtype).expand(shape)
-        self.absent_grad = GradPlaceholder.of(self, self.dtype)
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+        self.absent = nan.expand(shape)
+        self.absent_grad = GradPlaceholder.of(self, self.dtype, self.device)
 
     @property
     def name(self) -> str:
@@ -76,8 +79,10 @@ class ManagedParam:
     @property
     def changed_unnoticed(self) -> bool:
         """Whether somebody wrote to the parameter in place outside gathered()."""
-        # torch refuses writes to an absent tensor unless it has a single element.
-        written = self.numel == 1 and not bool(torch.isnan(self.absent).all())
+        # torch refuses writes to an absent tensor unless it has a single element. (Looking at it
+        # on a device would wait for all that the device was given.)
+        looks = self.numel == 1 and self.absent.device.type == "cpu"
+        written = looks and not bool(torch.isnan(self.absent).all())
         return written or self.param._version != self.version
 
     def in_shard(self, layout: Layout, rank: int | None = None) -> tuple[Range, Range]:

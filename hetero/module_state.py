@@ -91,7 +91,8 @@ class StateDictHooks:
         ]
 
     def _copy(self, managed: ManagedParam) -> torch.Tensor:
-        return managed.part_of(self._engine.params.flat(managed.chunk)).clone()
+        part = managed.part_of(self._engine.params.flat(managed.chunk))
+        return part.clone() if part.device.type == "cpu" else part.cpu()
 
     def remove(self) -> None:
         """Takes the hooks off."""

@@ -171,6 +171,7 @@ class Params:
 
     def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """This rank's shard inside the block. If it was changed, call filled() in the block."""
+        self._drop_copies(chunk)  # a device may be copying from it
         return self._shards.open(chunk)
 
     def filled(self, chunk: Chunk) -> None:

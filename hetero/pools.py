@@ -45,15 +45,17 @@ class Pools:
         self._file = file
         self._notes = notes
 
-        def arena(account: Account) -> HostArena:
-            made = HostArena(0, 1, ledger, account)
+        def arena(account: Account, linked: bool = True) -> HostArena:
+            """`linked`: the device's copies use it."""
+            make = backend.host_arena if linked else HostArena
+            made = make(0, 1, ledger, account)
             resources.callback(made.close)
             return made
 
         self.staged = arena(Account.GATHERED)  # RAM, on the way to DEVICE
         self.shards = arena(Account.SHARD)
         self.grads = arena(Account.GRAD_SLOT)
-        self.buffers = arena(Account.BUFFER)
+        self.buffers = arena(Account.BUFFER, linked=False)
         slots = placement.gathered_slots
         self.gathered = (  # where compute happens
             backend.arena(slots, self._slot.gathered, ledger, Account.GATHERED)

@@ -15,6 +15,7 @@ from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from offload._native import Location, StepPipeline, join_master, split_master
 from offload.arena import HostArena
+from offload.backend import Updater
 from offload.backing import Extent, FileTransfers
 
 
@@ -88,7 +89,10 @@ class Records:
         buffers: HostArena,
         transfers: FileTransfers,
         pipeline: StepPipeline,
+        updater: Updater | None = None,
     ) -> None:
+        """`updater` does what the CPU cannot with records on DEVICE."""
+        self._updater = updater
         self._piece_numel = piece_numel
         self._dtypes = dtypes
         self._kind = dtypes.kind
@@ -106,6 +110,10 @@ class Records:
         if chunk in self._homes:
             return Location(self._homes.address(chunk, piece))
         return Location(file_offset=self._offset(chunk, piece))
+
+    def address(self, chunk: Chunk, piece: int) -> int:
+        """Address of a piece's record that is at home in memory."""
+        return self._homes.address(chunk, piece)
 
     def _offset(self, chunk: Chunk, piece: int) -> int:
         return self._extents[chunk.id].offset + piece * self._piece_bytes
@@ -180,13 +188,18 @@ class Records:
             param.copy_(values)
         else:
             assert record.master is not None
-            values = values.contiguous()
+            values = values.to(param.device).contiguous()
+            carrier = record.states[-1][where]
+            if param.device.type != "cpu":
+                assert self._updater is not None
+                self._updater.split(values, param, record.master[where], carrier)
+                return
             split_master(
                 self._kind,
                 values.data_ptr(),
                 param.data_ptr(),
                 record.master[where].data_ptr(),
-                record.states[-1][where].data_ptr(),
+                carrier.data_ptr(),
                 values.numel(),
             )
 
@@ -202,18 +215,27 @@ class Records:
         return [state.float() for state in (*others, last)]
 
     def join(self, param: torch.Tensor, record: Record, where: slice) -> torch.Tensor:
-        """The fp32 master of the flat parameter part `param`."""
+        """The fp32 master of the flat parameter part `param`, where the record is.
+
+        (`param` may be a copy on DEVICE of what is in RAM.)
+        """
         if self._dtypes.compute == "fp32":
             return param.clone()
         assert record.master is not None
         if self._dtypes.compute == "fp16":
             return record.master[where].clone()
-        values = torch.empty(param.numel(), dtype=torch.float32)
+        master, carrier = record.master[where], record.states[-1][where]
+        param = param.to(master.device).contiguous()
+        values = torch.empty(param.numel(), dtype=torch.float32, device=master.device)
+        if master.device.type != "cpu":
+            assert self._updater is not None
+            self._updater.join(param, master, carrier, values)
+            return values
         join_master(
             self._kind,
             param.data_ptr(),
-            record.master[where].data_ptr(),
-            record.states[-1][where].data_ptr(),
+            master.data_ptr(),
+            carrier.data_ptr(),
             values.data_ptr(),
             values.numel(),
         )

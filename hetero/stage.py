@@ -35,6 +35,11 @@ class Stage:
     """
 
     def __init__(self, config: Config, world: World) -> None:
+        if config.backend == "cuda" and world.size > 1:
+            raise ValueError(
+                f"backend='cuda' computes with one rank, and there are {world.size}; several ranks "
+                f"compute with backend='cpu' or 'emulated' by now"
+            )
         self.config = config
         self.world = world
         # The same on all ranks, or their plans would differ.
@@ -47,7 +52,7 @@ class Stage:
         )
         self.ledger = Ledger(
             {
-                Tier.DEVICE: config.budget(Tier.DEVICE),
+                Tier.DEVICE: self.device_bytes or config.budget(Tier.DEVICE),
                 Tier.HOST: self.host_bytes,
                 Tier.DISK: self.disk_bytes,
             }

@@ -151,7 +151,7 @@ def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -
     """Replaces masters by `values` (any float dtype) and parameters by what they round to."""
 
     def visit(m: ManagedParam, part: Part, old: torch.Tensor, record: Record | None) -> None:
-        new = values[m].reshape(-1)[part.in_param].float()
+        new = values[m].reshape(-1)[part.in_param].to(old.device).float()
         if record is None:
             old.copy_(new)
         else:
@@ -164,7 +164,7 @@ def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) ->
     """Replaces parameter values (compute dtype). Where one changed, the master becomes just it."""
 
     def visit(m: ManagedParam, part: Part, old: torch.Tensor, record: Record | None) -> None:
-        new = values[m].reshape(-1)[part.in_param]
+        new = values[m].reshape(-1)[part.in_param].to(old.device)
         if record is None:
             old.copy_(new)
             return

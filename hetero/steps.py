@@ -11,6 +11,7 @@ from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
 from hetero.records import Records, parts_of
 from offload._native import Hyper, Location, StepPipeline, StepTask
+from offload.backend import DeviceTask, Updater
 from offload.backing import Extent
 
 # First element in the piece, numel, index of the hyper-parameters, number of the first element.
@@ -53,10 +54,12 @@ class Stepper:
         records: Records,
         pipeline: StepPipeline,
         first_number: Mapping[int, int],
+        updater: Updater | None = None,
     ) -> None:
         """`first_number` is, by a parameter's index, that of its first element in the model.
 
-        So random bits are the same for every chunk size.
+        So random bits are the same for every chunk size. `updater` is there if the pipeline cannot
+        update what is at home on DEVICE.
         """
         self._layout = layout
         self._piece_bytes = layout.piece_numel * param_bytes
@@ -65,6 +68,7 @@ class Stepper:
         self._grads = grads
         self._records = records
         self._pipeline = pipeline
+        self._updater = updater
         self._first_key: dict[int, int] = {}
         key = 0
         for chunk in layout.chunks:
@@ -96,6 +100,13 @@ class Stepper:
                     segment = (part.in_piece.start, part.numel, hypers[key], number)
                     segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
         order = sorted(segments, reverse=not self._forward)
+        if self._updater is not None:
+            there = [key for key in order if self._param_homes.on_device(chunks[key[0]])]
+            self._updater.update(
+                [self._device_task(chunks[c], piece, segments[c, piece]) for c, piece in there],
+                made,
+            )
+            order = [key for key in order if not self._param_homes.on_device(chunks[key[0]])]
         tasks = [self._task(chunks[c], piece, segments[c, piece]) for c, piece in order]
         self._pipeline.submit(tasks, made)
         self._forward = not self._forward
@@ -103,6 +114,14 @@ class Stepper:
             for managed in members:
                 managed.step += 1
         self._pipeline.wait_updated()
+
+    def _device_task(self, chunk: Chunk, piece: int, segments: list[Segment]) -> DeviceTask:
+        return DeviceTask(
+            self._param_homes.address(chunk, piece),
+            self._grads.address(chunk, piece),
+            self._records.address(chunk, piece),
+            _merged(sorted(segments)),
+        )
 
     def _task(self, chunk: Chunk, piece: int, segments: list[Segment]) -> StepTask:
         if chunk in self._param_homes:

@@ -87,16 +87,33 @@ struct Arena::Mapping {
     if (head != kHugePageBytes) ::munmap(base + nbytes, kHugePageBytes - head);
     ::madvise(base, nbytes, MADV_HUGEPAGE);  // advice only: refused, small pages do as well
   }
+  Mapping(std::byte* address, std::size_t wanted, dlpack::Device where,
+          std::function<void()> release)
+      : nbytes(wanted), base(address), device(where), release_others(std::move(release)) {
+    if (wanted == 0) throw std::invalid_argument("an arena needs at least one byte");
+  }
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
-  ~Mapping() { ::munmap(base, nbytes); }
+  ~Mapping() {
+    if (release_others) {
+      release_others();
+    } else {
+      ::munmap(base, nbytes);
+    }
+  }
 
   std::size_t nbytes;
   std::byte* base = nullptr;
+  dlpack::Device device = {dlpack::kCpu, 0};
+  std::function<void()> release_others;  // of memory that this did not map
   std::atomic<int> pins{0};
 };
 
 Arena::Arena(std::size_t nbytes) : mapping_(std::make_shared<Mapping>(nbytes)) {}
+
+Arena::Arena(std::byte* address, std::size_t nbytes, dlpack::Device device,
+             std::function<void()> release)
+    : mapping_(std::make_shared<Mapping>(address, nbytes, device, std::move(release))) {}
 
 std::size_t Arena::nbytes() const { return mapping_->nbytes; }
 
@@ -131,7 +148,7 @@ dlpack::ManagedTensor* Arena::export_tensor(std::size_t offset, std::size_t nbyt
   if (leases) leases->take(slot);
   holder->leases = std::move(leases);
   holder->managed.tensor = {.data = mapping_->base + offset,
-                            .device = {dlpack::kCpu, 0},
+                            .device = mapping_->device,
                             .ndim = 1,
                             .dtype = {dlpack::kUnsignedInt, 8, 1},
                             .shape = &holder->shape,
@@ -147,6 +164,9 @@ dlpack::ManagedTensor* Arena::export_tensor(std::size_t offset, std::size_t nbyt
 
 void Arena::discard(std::size_t offset, std::size_t nbytes) {
   check_range(offset, nbytes);
+  if (mapping_->release_others) {
+    throw std::logic_error("the arena's memory is somebody else's: it has no pages to give back");
+  }
   // A registered buffer holds the physical pages: after a discard the transfers would go to the
   // old pages and the program would read the new ones.
   if (mapping_->pins.load(std::memory_order_acquire) != 0) {

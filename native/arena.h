@@ -1,4 +1,5 @@
-// Host memory: one anonymous mapping per arena, exported piecewise as tensors.
+// Memory that is exported piecewise as tensors: an anonymous mapping of the host's, or what
+// somebody else has, on a device say.
 //
 // Vocabulary: a *lease* is one live export that holds a slot; a *pin* is a user of the physical
 // pages (a registered buffer) that would go on using the old pages if they were discarded.
@@ -7,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "dlpack.h"
@@ -30,15 +32,20 @@ class Leases {
   std::unique_ptr<std::atomic<std::int64_t>[]> counts_;
 };
 
-// Anonymous page-aligned memory of a fixed size, huge pages advised, populated on first touch.
-// The memory lives until the arena and everything exported or pinned from it are gone.
+// Memory of a fixed size. What it maps itself is anonymous and page-aligned, huge pages advised,
+// populated on first touch. The memory lives until the arena and everything exported or pinned from
+// it are gone.
 class Arena {
  public:
   // Throws std::invalid_argument for zero bytes and std::bad_alloc (its text has the size) when
   // the memory cannot be mapped.
   explicit Arena(std::size_t nbytes);
+  // Over `nbytes` at `address` on `device`, which nothing here touches. `release` is called when
+  // nobody needs them any more, on any thread. Throws std::invalid_argument for zero bytes.
+  Arena(std::byte* address, std::size_t nbytes, dlpack::Device device,
+        std::function<void()> release);
 
-  std::size_t nbytes() const;  // rounded up to the page size
+  std::size_t nbytes() const;  // what it maps itself is rounded up to the page size
   std::byte* address() const;
 
   // A uint8[nbytes] tensor at `offset` that keeps the memory alive. With `leases`, `slot` is held
@@ -47,7 +54,7 @@ class Arena {
                                        std::shared_ptr<Leases> leases, std::size_t slot) const;
 
   // Gives the pages wholly inside the range back to the system; they read zero afterwards.
-  // Throws std::logic_error while the arena is pinned.
+  // Throws std::logic_error while the arena is pinned, and for memory that is somebody else's.
   void discard(std::size_t offset, std::size_t nbytes);
 
   // Keeps the memory mapped, and its pages in place, for as long as the result lives.

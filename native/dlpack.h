@@ -1,4 +1,4 @@
-// The part of the DLPack C ABI that an exported host tensor needs, declared from the public
+// The part of the DLPack C ABI that an exported tensor needs, declared from the public
 // specification (unversioned structures, capsule name "dltensor").
 #pragma once
 

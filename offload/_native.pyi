@@ -79,8 +79,15 @@ class Arena:
         With `leases` the count of `slot` is raised now and lowered when the last tensor that
         views the memory dies (on whichever thread that happens, without the GIL).
         """
+    @staticmethod
+    def over(address: int, nbytes: int, device_type: int, device_id: int, owner: object) -> Arena:
+        """Memory of somebody else's, whom `owner` keeps alive, on a device (DLPack's numbers).
+
+        Nothing here touches it. Raises ValueError for zero bytes or address 0."""
     def discard(self, offset: int, nbytes: int) -> None:
-        """Gives the pages wholly inside the range back to the system; they read zero afterwards."""
+        """Gives the pages wholly inside the range back to the system; they read zero afterwards.
+
+        Raises RuntimeError for over()'s."""
 
 class Leases:
     """Atomic counters: how many live exports hold each slot."""
@@ -290,6 +297,14 @@ def update(
     `index` is the number of the first element, from which (modulo 2^32) and from the step its
     random bits are made; bf16 states need it, so that the bits do not depend on how arrays are cut.
     """
+
+def update_constants(kind: UpdateKind, hyper: Hyper) -> bytes:
+    """UpdateConstants of native/kernels.h: what an update is computed with, rounded to fp32 once.
+
+    Raises ValueError for weight decay that the rule does not have."""
+
+def cuda_sources() -> dict[str, str]:
+    """native/cuda/update.cu and all that it includes, by the names that it includes them by."""
 
 def split_master(
     kind: UpdateKind, source: int, param: int, remainder: int, carrier: int, numel: int

@@ -38,6 +38,11 @@ class HostArena:
         return Arena(nbytes)
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has its memory: close() was not called."""
+        return self._memory is not None
+
+    @property
     def memory(self) -> Arena:
         """All slots, one after another."""
         assert self._memory is not None, "the arena is closed or has no slots"
@@ -50,6 +55,12 @@ class HostArena:
             self._ledger.charge(self.tier, self._account, len(fresh) * self.slot_bytes)
             for s in fresh:
                 self._committed[s] = True
+
+    def pin(self, slot: int, run: int) -> None:
+        """Makes slots [slot, slot + run), charged or not, fit for copies of a device; here all are.
+
+        Committed slots are that anyway.
+        """
 
     def decommit(self, slot: int, run: int) -> None:
         """Gives back charge and pages of slots [slot, slot + run); their content is lost."""

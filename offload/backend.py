@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 
-from offload._native import Link, LinkOp
+from offload._native import Hyper, Link, LinkOp, UpdateKind
 from offload.arena import HostArena
 from offload.backing import Operation
 from offload.ledger import Ledger
@@ -21,12 +23,53 @@ from offload.tiers import Account, Tier
 Direction = Literal["h2d", "d2h"]
 
 
+@dataclass(frozen=True)
+class DeviceTask:
+    """One piece's update: addresses on the device, and segments as StepTask has them."""
+
+    param: int
+    grad: int
+    record: int
+    segments: Sequence[tuple[int, int, int, int]]
+
+
+class Updater(Protocol):
+    """Does on the device what the CPU's kernels cannot, with the same bits. It waits for nothing:
+    what the caller gives to the device afterwards comes after it."""
+
+    def update(self, tasks: Sequence[DeviceTask], hypers: Sequence[Hyper]) -> None:
+        """Starts all updates."""
+
+    def sums_of_squares(self, arrays: Sequence[tuple[int, int]]) -> list[float]:
+        """Of each (address, numel) in the gradients' dtype; waits, because numbers are wanted."""
+
+    def split(
+        self,
+        values: torch.Tensor,
+        param: torch.Tensor,
+        remainder: torch.Tensor,
+        carrier: torch.Tensor,
+    ) -> None:
+        """As _native.split_master(), of flat tensors on the device."""
+
+    def join(
+        self,
+        param: torch.Tensor,
+        remainder: torch.Tensor,
+        carrier: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
+        """As _native.join_master(), likewise."""
+
+
 class Backend(Protocol):
     """A compute device and the link to it. Any thread may use it."""
 
     kind: str
     device: torch.device
     separate: bool  # DEVICE is not HOST
+    in_order: bool  # the device does later what it is given, and waits for copies by itself
+    notes: list[str]  # what the user should know
 
     @property
     def h2d_bytes(self) -> int:
@@ -39,24 +82,72 @@ class Backend(Protocol):
     def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
         """Memory where compute happens, charged to its tier slot by slot."""
 
+    def host_arena(
+        self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
+    ) -> HostArena:
+        """RAM that is copied to the device, or from it."""
+
+    def mark(self) -> Any:
+        """The moment when all is done that the caller has given to the device so far."""
+
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Operation:
         """Starts copying `source`, in RAM, to `to`, on the device: flat, of the same bytes.
 
         Both are kept until the copy is done. wait() raises an OSError if it failed.
         """
 
-    def drain(self, to: torch.Tensor, source: torch.Tensor) -> Operation:
-        """Starts copying `source`, on the device, to `to`, in RAM, likewise."""
+    def drain(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
+        """Starts copying `source`, on the device, to `to`, in RAM, likewise.
+
+        `after` is when `source` is computed, as mark() gave it; by default: what is given by now.
+        """
+
+    def updater(self, kind: UpdateKind, piece_numel: int) -> Updater | None:
+        """What updates homes on DEVICE, of pieces of `piece_numel`; None: the CPU can."""
+
+    def beside_bytes(self) -> int:
+        """The most that was taken on the device beside arenas, since reset_beside(); 0: no idea."""
+
+    def reset_beside(self) -> None:
+        """Begins to measure anew."""
 
     def close(self) -> None:
         """Abandons copies under way; idempotent."""
 
 
-class CpuBackend:
+class _OnTheCpu:
+    """What is alike wherever the CPU computes: its work is done when a call returns."""
+
+    device = torch.device("cpu")
+    in_order = False
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def host_arena(
+        self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
+    ) -> HostArena:
+        """As Backend."""
+        return HostArena(slots, slot_bytes, ledger, account)
+
+    def mark(self) -> None:
+        """It is over."""
+
+    def updater(self, kind: UpdateKind, piece_numel: int) -> None:
+        """The CPU can."""
+
+    def beside_bytes(self) -> int:
+        """Nothing says."""
+        return 0
+
+    def reset_beside(self) -> None:
+        """Nothing to measure."""
+
+
+class CpuBackend(_OnTheCpu):
     """Computes in RAM: DEVICE and HOST are the same memory, and nothing is copied."""
 
     kind = "cpu"
-    device = torch.device("cpu")
     separate = False
     h2d_bytes = 0
     d2h_bytes = 0
@@ -69,13 +160,15 @@ class CpuBackend:
         """Never."""
         raise AssertionError("what is in RAM is where the CPU computes")
 
-    drain = fetch
+    def drain(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
+        """Never."""
+        return self.fetch(to, source)
 
     def close(self) -> None:
         """Nothing to do."""
 
 
-class EmulatedBackend:
+class EmulatedBackend(_OnTheCpu):
     """Computes on the CPU as if it had memory of its own, behind a link of a given bandwidth.
 
     So all that a device brings, its budget, copies and their overlap, runs without one. The copies
@@ -83,11 +176,11 @@ class EmulatedBackend:
     """
 
     kind = "emulated"
-    device = torch.device("cpu")
     separate = True
 
     def __init__(self, bytes_per_s: float) -> None:
         """`bytes_per_s`: of each direction. Raises ValueError for less than 1000."""
+        super().__init__()
         self.link = Link(bytes_per_s, bytes_per_s)
         self._lock = threading.Lock()
         self._under_way: dict[Direction, deque[_Copy]] = {"h2d": deque(), "d2h": deque()}
@@ -110,7 +203,7 @@ class EmulatedBackend:
         """Starts copying from RAM to the device."""
         return self._copy("h2d", to, source)
 
-    def drain(self, to: torch.Tensor, source: torch.Tensor) -> Operation:
+    def drain(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
         """Starts copying from the device to RAM."""
         return self._copy("d2h", to, source)
 

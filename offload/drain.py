@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ class _Item:
     grad: torch.Tensor  # flat
     kept: torch.Tensor  # flat
     add: bool
+    after: Any = None  # when it is computed
     op: Operation | None = None  # of a gradient that is copied straight to its place
     error: BaseException | None = None
     begun: int = 0  # elements whose copies were started
@@ -101,8 +103,9 @@ class Drain:
                 ) from None
             item = _Item(owner, grad, kept, add)
             try:
+                item.after = self._backend.mark()
                 if straight:
-                    item.op = self._backend.drain(kept, grad)
+                    item.op = self._backend.drain(kept, grad, item.after)
                 if self._thread is None:
                     self._thread = threading.Thread(
                         target=self._work, name="hetero-drain", daemon=True
@@ -188,7 +191,7 @@ class Drain:
             part = slice(item.begun, item.begun + len(bytes_) // item.grad.itemsize)
             source = item.grad[part]
             buffer = bytes_[: source.nbytes].view(source.dtype)
-            op = self._backend.drain(buffer, source)
+            op = self._backend.drain(buffer, source, item.after)
         except BaseException as error:
             item.error = item.error or error
             return _Piece(item, None)

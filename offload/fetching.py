@@ -7,6 +7,7 @@ both, so compute waits for nothing that it does not need yet.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import os
@@ -90,6 +91,8 @@ class Fetching:
         self._changed = threading.Condition()  # guards all below, and fetches
         self._queue: deque[Fetch] = deque()
         self._under_way = 0  # fetches STAGING or COPYING
+        # The last copy from the home of each chunk that is in RAM for good.
+        self._from_home: dict[int, Operation] = {}
         self._stagers = Waiter("hetero-staging")
         self._copiers = Waiter("hetero-copying")
 
@@ -98,12 +101,23 @@ class Fetching:
         to = self._arena.view(slot, self._runs[chunk], torch.uint8)[: self._used_bytes[chunk]]
         home = self._source.home(chunk)
         if home is not None:
-            return self._backend.fetch(to, self._bytes(home, chunk))
+            copy = self._backend.fetch(to, self._bytes(home, chunk))
+            if not self._backend.in_order:
+                return copy
+            self._from_home[chunk] = copy
+            return _Given(copy)
         fetch = Fetch(self, chunk, to)
         with self._changed:
             self._queue.append(fetch)
             self._start_queued()
         return fetch
+
+    def settle(self, chunk: int) -> None:
+        """Until nothing reads the chunk's home in RAM, which is about to change."""
+        copy = self._from_home.pop(chunk, None)
+        if copy is not None:
+            with contextlib.suppress(OSError):  # who uses the device meets it
+                copy.wait()
 
     def write(self, chunk: int, slot: int) -> Operation:
         """Never: copies on the device are clean."""
@@ -205,6 +219,8 @@ class Fetching:
                 self._queue.remove(fetch)
                 self._queue.appendleft(fetch)
             while fetch.state is not FetchState.DONE:
+                if fetch.state is FetchState.COPYING and self._backend.in_order:
+                    return  # the device waits for the rest
                 if fetch.state is not FetchState.QUEUED:
                     self._changed.wait()
                     continue
@@ -224,6 +240,21 @@ class Fetching:
         """Ends the threads, when all fetches are done; idempotent."""
         self._stagers.close()
         self._copiers.close()
+        self._from_home.clear()
+
+
+class _Given:
+    """A copy that the device was given, which waits for it by itself."""
+
+    def __init__(self, copy: Operation) -> None:
+        self._copy = copy
+
+    def wait(self) -> None:
+        """The host need not."""
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        self._copy.cancel()
 
 
 def _cancelled() -> OSError:

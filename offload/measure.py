@@ -6,6 +6,7 @@ whose speed drifts is judged fairly.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -22,8 +23,10 @@ import torch
 
 from offload import _native
 from offload._native import Arena, Hyper, IoOp, UpdateKind
+from offload.cuda import cuda_available
 from offload.directories import check_directories, total_free_bytes
 from offload.ledger import Ledger
+from offload.measure_cuda import measure_cuda
 from offload.profile import Profile
 from offload.sizes import round_up
 from offload.store import ScratchFile, Transfers, make_io_engine
@@ -61,8 +64,9 @@ def measure_profile(
     area_bytes: int = AREA_BYTES,
     window_s: float = WINDOW_S,
 ) -> Profile:
-    """The profile of this machine, with the CPU as its only device; takes less than 20 s.
+    """The profile of this machine; takes less than 20 s.
 
+    Its devices are CUDA's, as far as torch sees some, or else the CPU is the only one.
     Disks are measured in the directories `nvme_paths`, striped as training stripes them; a file of
     `area_bytes` there (less if the disk is slow or full) goes when it is done. `tell` gets a line
     for what is being done and for what may be wrong. Uses the worker pool as it is set. Takes about
@@ -97,7 +101,7 @@ def measure_profile(
     def nvme(mode: Mode) -> float | None:
         return found[f"nvme {mode}"] if nvme_paths else None
 
-    return Profile(
+    profile = Profile(
         name=name,
         date=date.today().isoformat(),
         source=f"measured; medians of {ROUNDS} rounds, {_native.isa()} kernels, torch "
@@ -121,6 +125,12 @@ def measure_profile(
         device_bytes=None,
         nvme_bytes=nvme_bytes,
     )
+    if cuda_available():
+        device = torch.cuda.get_device_name()
+        tell(f"{device}: the link, updates, products of matrices")
+        source = f"{profile.source}; CUDA {torch.version.cuda} on {device}"
+        profile = dataclasses.replace(profile, source=source, **measure_cuda())
+    return profile
 
 
 def _medians(samplers: dict[str, Callable[[], float]]) -> dict[str, float]:

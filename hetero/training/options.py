@@ -71,7 +71,8 @@ class TrainOptions:
     )
     backend: str = _option(
         "cpu",
-        "where compute happens: cpu, or emulated: the CPU as if it had memory of its own",
+        "where compute happens: cpu, cuda, auto: the GPU if there is one; or emulated: the CPU as"
+        " if it had memory of its own",
         metavar="NAME",
         group="memory",
     )
@@ -91,7 +92,8 @@ class TrainOptions:
     )
     device_memory: str | None = _option(
         None,
-        "memory of the device for model state (default: no limit; needed by --backend emulated)",
+        "memory of the device for model state (default: no limit; of cuda 70 % of what is free;"
+        " needed by --backend emulated)",
         metavar="BYTES",
         group="memory",
     )

@@ -39,6 +39,43 @@ py::object export_capsule(const Arena& arena, std::size_t offset, std::size_t nb
   return py::reinterpret_steal<py::object>(capsule);
 }
 
+// Lets go of a Python object on whichever thread the last tensor over its memory dies.
+class Owner {
+ public:
+  explicit Owner(py::object object) : object_(object.release().ptr()) {}
+
+  void release() const {
+    if (finalizing()) return;  // the memory goes with the process
+    const py::gil_scoped_acquire held;
+    Py_DECREF(object_);
+  }
+
+ private:
+  static bool finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+  }
+
+  PyObject* object_;
+};
+
+std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, int device_type,
+                                  int device_id, py::object owner) {
+  if (address == 0) throw std::invalid_argument("an arena cannot be over address 0");
+  const Owner held(std::move(owner));
+  try {
+    return std::make_shared<Arena>(reinterpret_cast<std::byte*>(address), nbytes,
+                                   dlpack::Device{device_type, device_id},
+                                   [held] { held.release(); });
+  } catch (...) {
+    held.release();
+    throw;
+  }
+}
+
 void bind_memory(py::module_& module) {
   py::class_<Leases, std::shared_ptr<Leases>>(module, "Leases")
       .def(py::init<std::size_t>(), py::arg("slots"))
@@ -47,6 +84,8 @@ void bind_memory(py::module_& module) {
 
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init<std::size_t>(), py::arg("nbytes"))
+      .def_static("over", &arena_over, py::arg("address"), py::arg("nbytes"),
+                  py::arg("device_type"), py::arg("device_id"), py::arg("owner"))
       .def_property_readonly("nbytes", &Arena::nbytes)
       .def_property_readonly(
           "address",

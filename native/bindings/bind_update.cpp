@@ -136,6 +136,12 @@ void bound_join_master(const UpdateKind& kind, Address param, Address remainder,
               pointer(target, numel, "target"), numel);
 }
 
+// As a kernel on another device takes them.
+py::bytes constants_of(const UpdateKind& kind, const Hyper& hyper) {
+  const UpdateConstants constants = make_constants(kind, hyper);
+  return {reinterpret_cast<const char*>(&constants), sizeof constants};
+}
+
 double bound_sum_of_squares(const std::string& dtype, Address address, std::size_t numel) {
   return sum_of_squares(parse_dtype(dtype), pointer(address, numel, "address"), numel);
 }
@@ -204,6 +210,8 @@ void bind_kernels(py::module_& module) {
   module.def("update", &bound_update, py::arg("kind").none(false), py::arg("param"),
              py::arg("grad"), py::arg("master"), py::arg("states"), py::arg("numel"),
              py::arg("hyper").none(false), py::arg("index") = 0, NoGil());
+  module.def("update_constants", &constants_of, py::arg("kind").none(false),
+             py::arg("hyper").none(false));
   module.def("split_master", &bound_split_master, py::arg("kind").none(false), py::arg("source"),
              py::arg("param"), py::arg("remainder"), py::arg("carrier"), py::arg("numel"), NoGil());
   module.def("join_master", &bound_join_master, py::arg("kind").none(false), py::arg("param"),

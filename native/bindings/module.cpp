@@ -14,6 +14,7 @@ void bind_memory_io(py::module_& module);
 void bind_update(py::module_& module);
 void bind_pipeline(py::module_& module);
 void bind_link(py::module_& module);
+void bind_cuda_sources(py::module_& module);
 
 namespace {
 
@@ -48,6 +49,7 @@ PYBIND11_MODULE(_native, module) {
   bind_update(module);
   bind_pipeline(module);
   bind_link(module);
+  bind_cuda_sources(module);
 }
 
 }  // namespace hetero

@@ -148,8 +148,8 @@ def test_cuda_is_refused_with_what_to_use_instead():
 
 
 def test_cuda_is_refused_differently_where_torch_sees_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="not supported yet"):
+    monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
+    with pytest.raises(ValueError, match="give backend='cuda'"):
         Config(placement_policy="cuda", dtype="fp32")
 
 

@@ -558,7 +558,10 @@ def test_two_ranks(
     ("options", "message"),
     [
         ({"backend": "emulated"}, "backend='emulated' needs device_memory"),
-        ({"backend": "emulatd"}, "backend must be one of cpu, emulated.*did you mean 'emulated'"),
+        (
+            {"backend": "emulatd"},
+            "backend must be one of cpu, cuda, emulated, auto.*did you mean 'emulated'",
+        ),
         ({"link_gbps": 8}, "link_gbps is of no use with backend='cpu'"),
         (
             {"backend": "emulated", "device_memory": "1MiB", "link_gbps": 0},

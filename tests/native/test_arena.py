@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import threading
+import weakref
 
 import psutil
 import pytest
@@ -223,3 +224,49 @@ def test_memory_is_returned_when_all_is_gone():
         view(_native.Arena(64 * HUGE)).fill_(1)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * 1024 < 2.5 * 64 * HUGE
+
+
+class TestOthersMemory:
+    def over(self, block: torch.Tensor) -> _native.Arena:
+        return _native.Arena.over(block.data_ptr(), block.nbytes, 1, 0, block)
+
+    def test_tensors_keep_the_owner_alive(self):
+        block = torch.arange(64, dtype=torch.uint8)
+        alive = weakref.ref(block)
+        arena, leases = self.over(block), _native.Leases(2)
+        assert (arena.address, arena.nbytes) == (block.data_ptr(), 64)
+        view = torch.from_dlpack(arena.export(16, 8, leases, 1))
+        del block, arena
+        assert alive() is not None
+        assert view.tolist() == list(range(16, 24))
+        assert leases[1] == 1
+        del view
+        assert leases[1] == 0
+        assert alive() is None
+
+    def test_the_last_tensor_may_die_in_any_thread(self):
+        block = torch.zeros(64, dtype=torch.uint8)
+        alive = weakref.ref(block)
+        arena = self.over(block)
+        views = [torch.from_dlpack(arena.export(0, 64))]
+        del block, arena
+        thread = threading.Thread(target=views.clear)
+        thread.start()
+        thread.join()
+        assert alive() is None
+
+    def test_it_has_no_pages_to_give_back(self):
+        with pytest.raises(RuntimeError, match="somebody else's"):
+            self.over(torch.zeros(64, dtype=torch.uint8)).discard(0, 64)
+
+    @pytest.mark.parametrize(("address", "nbytes"), [(0, 64), (4096, 0)])
+    def test_nothing_is_refused(self, address, nbytes):
+        owner = torch.zeros(1)
+        alive = sys.getrefcount(owner)
+        with pytest.raises(ValueError, match="arena"):
+            _native.Arena.over(address, nbytes, 1, 0, owner)
+        assert sys.getrefcount(owner) == alive
+
+    def test_ranges_are_checked(self):
+        with pytest.raises(ValueError, match="outside an arena of 64 bytes"):
+            self.over(torch.zeros(64, dtype=torch.uint8)).export(60, 8)

@@ -1,0 +1,258 @@
+"""Training on a GPU whose memory is made smaller and smaller, beside training wholly in it.
+
+usage: python -m bench.cuda [--models gpt2-1.3b,gpt-6b] [--contenders torch,100,50,25,10,deepspeed]
+                            [--minutes 8] [--json]
+
+A model *wants* on the device what it takes with all its state there: 14 bytes a parameter (bf16
+parameter and gradient, and a record of 10). Each contender is a process of its own. What does not
+fit into the time is left out, and said to be.
+
+    torch      plain PyTorch in bf16 with fused AdamW, all in the GPU's memory: 8 bytes a parameter
+    100 % ...  hetero, policy auto, with that share of what the model wants as device_memory
+    deepspeed  ZeRO-3 with parameters and optimizer in RAM, where it is installed
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from bench.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
+from bench.machine import describe_machine, header
+from bench.program import command_line, names
+from offload.cuda import cuda_available
+from offload.sizes import format_bytes
+
+WARM_UP, STEPS = 2, 5
+ENOUGH_S = 15.0  # of measured steps
+WANTED_BYTES = 14  # a parameter
+_LEAST_S = 25.0  # less is not worth starting a contender for
+_KINDS = ("torch", "100", "50", "25", "10", "deepspeed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 also if contenders failed or had no time: the table says which."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cuda",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", default="gpt2-1.3b,gpt-6b", help="of " + ", ".join(SHAPES))
+    parser.add_argument("--contenders", default=",".join(_KINDS), help="default: %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="for everything (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if not cuda_available():
+        print("bench.cuda: skipped: torch sees no CUDA device")
+        return 0
+    if arguments.one is not None:
+        model, kind = arguments.one.split("/")
+        print(json.dumps(_measure(SHAPES[model], kind)))
+        return 0
+    deadline_s = time.monotonic() + 60 * arguments.minutes
+    rows: list[dict[str, Any]] = []
+    for model in names(arguments.models):
+        if model not in SHAPES:
+            print(f"bench.cuda: error: --models: {model!r} is not one of {', '.join(SHAPES)}")
+            return 2
+        for kind in names(arguments.contenders):
+            row = {"model": model, "contender": kind, **_run(model, kind, deadline_s)}
+            rows.append(row)
+            print(f"bench.cuda: {_line(row)}", file=sys.stderr, flush=True)
+    result = {
+        "machine": describe_machine(),
+        "device": torch.cuda.get_device_name(),
+        "command": command_line("bench.cuda", argv),
+        "rows": rows,
+    }
+    print(json.dumps(result) if arguments.json else "\n".join(_table(result)))
+    return 0
+
+
+def _run(model: str, kind: str, deadline_s: float) -> dict[str, Any]:
+    """One contender in a process of its own."""
+    if kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        return {"status": "not installed"}
+    left_s = deadline_s - time.monotonic()
+    if left_s < _LEAST_S:
+        return {"status": "no time left"}
+    command = [sys.executable, "-m", "bench.cuda", "--one", f"{model}/{kind}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left_s)
+    except subprocess.TimeoutExpired:
+        return {"status": "out of time"}
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        print("\n".join(lines[-12:]), file=sys.stderr)
+        return {"status": f"failed: {lines[-1][:200]}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# One contender
+
+
+def _measure(shape: Shape, kind: str) -> dict[str, Any]:
+    began_s = time.monotonic()
+    with quick_init():
+        model = Gpt(shape)
+    fill(model)
+    if kind == "torch":
+        model.to(device="cuda", dtype=torch.bfloat16)
+    numel = sum(p.numel() for p in model.parameters())
+    prepare = {"torch": _torch, "deepspeed": _deepspeed}.get(kind)
+    facts: dict[str, Any] = {"numel": numel, "tokens": shape.tokens}
+    step = prepare(model) if prepare else _hetero(model, numel, int(kind), facts)
+    torch.cuda.reset_peak_memory_stats()
+    times_s = _time(step, shape)
+    step_s = statistics.median(times_s)
+    return {
+        "status": "ok",
+        **facts,
+        "ready_s": time.monotonic() - began_s - sum(times_s),
+        "step_s": step_s,
+        "steps": len(times_s),
+        "tokens_per_s": shape.tokens / step_s,
+        "tflop_per_s": shape.flop(numel) / step_s / 1e12,
+        "device_peak_bytes": torch.cuda.max_memory_allocated(),
+        "rss_bytes": psutil.Process().memory_info().rss,
+    }
+
+
+def _time(step: Callable[[torch.Tensor], object], shape: Shape) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    size = (shape.batch_size, shape.seq_len)
+    times_s: list[float] = []
+    for number in range(WARM_UP + STEPS):
+        tokens = torch.randint(0, VOCABULARY, size, generator=generator).cuda()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step(tokens)
+        torch.cuda.synchronize()
+        if number >= WARM_UP:
+            times_s.append(time.perf_counter() - begin)
+        if sum(times_s) > ENOUGH_S:
+            break
+    return times_s
+
+
+def _hetero(
+    model: Gpt, numel: int, percent: int, facts: dict[str, Any]
+) -> Callable[[torch.Tensor], object]:
+    import hetero
+
+    wanted = WANTED_BYTES * numel
+    # Whole chunks are a little more than their parameters.
+    device_memory = int(wanted * percent / 100 * (1.03 if percent == 100 else 1))
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-4, weight_decay=0.01)
+    managed, optimizer = hetero.initialize(
+        model, optimizer, backend="cuda", placement_policy="auto", device_memory=device_memory
+    )
+    engine = optimizer.engine
+    tiers = [tier.value for tier in engine.placement.param]
+    facts.update(
+        device_memory=device_memory,
+        chunks={tier: tiers.count(tier) for tier in ("device", "host", "disk")},
+        notes=engine.notes,
+    )
+    gc.collect()
+
+    def step(tokens: torch.Tensor) -> None:
+        optimizer.backward(managed(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _torch(model: Gpt) -> Callable[[torch.Tensor], object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+
+    def step(tokens: torch.Tensor) -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _deepspeed(model: Gpt) -> Callable[[torch.Tensor], object]:
+    import deepspeed  # type: ignore[import-not-found]
+
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}
+    in_ram = {"device": "cpu", "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": optimizer,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": in_ram, "offload_param": in_ram},
+    }
+    # It writes to stdout, where the result goes.
+    with contextlib.redirect_stdout(sys.stderr):
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+
+    def step(tokens: torch.Tensor) -> None:
+        engine.backward(engine(tokens))
+        engine.step()
+
+    return step
+
+
+# For people
+
+
+def _name(row: dict[str, Any]) -> str:
+    kind = row["contender"]
+    return f"hetero, {kind} %" if kind.isdigit() else kind
+
+
+def _line(row: dict[str, Any], in_memory: float | None = None) -> str:
+    head = f"{row['model']:<10} {_name(row):<14}"
+    if row["status"] != "ok":
+        return f"{head} {row['status']}"
+    share = f"{row['tokens_per_s'] / in_memory:7.0%}" if in_memory else "      -"
+    return (
+        f"{head} {row['step_s']:8.3f} {row['tokens_per_s']:10,.0f} {row['tflop_per_s']:8.1f} "
+        f"{share} {format_bytes(row['device_peak_bytes']):>10} {format_bytes(row['rss_bytes']):>10}"
+    )
+
+
+def _table(result: dict[str, Any]) -> list[str]:
+    lines = [header(result["machine"], result["command"]), result["device"], ""]
+    lines.append(
+        f"{'model':<10} {'contender':<14} {'s/step':>8} {'tokens/s':>10} {'TFLOP/s':>8} "
+        f"{'of 100%':>7} {'GPU peak':>10} {'RSS':>10}"
+    )
+    rows = result["rows"]
+    for row in rows:
+        whole = [
+            r["tokens_per_s"]
+            for r in rows
+            if r["model"] == row["model"] and r["contender"] == "100" and r["status"] == "ok"
+        ]
+        lines.append(_line(row, whole[0] if whole else None))
+    lines += [
+        "",
+        "TFLOP/s: (6 N + 6 L h s) FLOP a token, N all parameters, causal attention; 'of 100%': of",
+        "hetero's tokens/s with all state on the GPU; shares are of 14 bytes a parameter.",
+    ]
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,58 @@
+"""Tests of a true CUDA device: skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Before CUDA starts: products then give the same bits from run to run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+from offload.cuda import cuda_available
+from offload.cuda_runtime import CudaRuntime
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.cuda)
+            if not cuda_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture
+def runtime() -> CudaRuntime:
+    return CudaRuntime()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Kernels whose bits are the same from run to run."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_on_the_device() -> Iterator[None]:
+    """Fails if a test leaves tensors on the device."""
+    if not cuda_available():
+        yield
+        return
+    import gc
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)

@@ -1,0 +1,48 @@
+"""What NVRTC makes of native/cuda/update.cu has the bits of the CPU's kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from offload import _native
+from offload.cuda_runtime import CudaRuntime
+from offload.device_updater import DeviceUpdater
+from tests.device_piece import DTYPES, KINDS, PIECE, RULES, check_update
+from tests.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_updates(runtime: CudaRuntime, kind: _native.UpdateKind) -> None:
+    check_update(runtime, kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_squares(runtime: CudaRuntime, dtype: str) -> None:
+    numels = [1, 31, 32, 33, 32 * 1024, 32 * 1024 + 1, 1_000_003, *range(100, 200)]
+    arrays = [gradients(n, dtype, seed=i) for i, n in enumerate(numels)]
+    expected = [_native.sum_of_squares(dtype, a.ctypes.data, len(a)) for a in arrays]
+    there = [torch.from_numpy(a.view(np.uint8)).cuda() for a in arrays]
+    updater = DeviceUpdater(runtime, _native.UpdateKind(dtype, dtype), PIECE)
+    pairs = [(t.data_ptr(), n) for t, n in zip(there, numels, strict=True)]
+    assert updater.sums_of_squares(pairs) == expected
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_split_and_join(runtime: CudaRuntime, rule: str, state_dtype: str) -> None:
+    kind = _native.UpdateKind("bf16", "bf16", rule, state_dtype)
+    arrays = Arrays(kind, masters(1003))
+    assert arrays.master is not None
+    updater = DeviceUpdater(runtime, kind, PIECE)
+    source = torch.from_numpy(masters(1003)).cuda()
+    param, remainder = torch.zeros(2, 1003, dtype=torch.int16, device="cuda")
+    carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype], device="cuda")
+    updater.split(source, param, remainder, carrier)
+    assert equal_bits(param.cpu().numpy(), arrays.param)
+    assert equal_bits(remainder.cpu().numpy(), arrays.master)
+    assert equal_bits(carrier.cpu().view(torch.uint8).numpy(), arrays.states[-1].view(np.uint8))
+    target = torch.zeros(1003, device="cuda")
+    updater.join(param, remainder, carrier, target)
+    assert torch.equal(target, source)

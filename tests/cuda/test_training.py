@@ -1,0 +1,197 @@
+"""Training on CUDA: one result for every placement, torch's result, budgets, no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.config import Config
+from offload.cuda import CudaBackend
+from offload.errors import BudgetError
+from offload.ledger import Ledger
+from offload.tiers import Account, Tier
+from tests.cuda import nets
+from tests.training import Run
+
+TIGHT = {"fp32": "3MiB", "bf16": "1536KiB", "fp16": "1536KiB"}
+SETTINGS = [
+    pytest.param({"placement_policy": "cpu"}, id="cpu"),
+    pytest.param({"placement_policy": "cpu", "prefetch": False}, id="cpu-no-prefetch"),
+    pytest.param({"placement_policy": "cpu", "device_memory": "1GiB"}, id="cpu-all-gathered"),
+    pytest.param({"placement_policy": "nvme"}, id="nvme"),
+    pytest.param({"placement_policy": "nvme", "host_memory": "8MiB"}, id="nvme-little-ram"),
+    pytest.param({"placement_policy": "auto", "device_memory": "6MiB"}, id="auto"),
+    pytest.param({"placement_policy": "cuda", "device_memory": "1GiB"}, id="cuda"),
+]
+REFERENCES: dict[Any, Run] = {}
+
+
+def run(path: Path, settings: dict[str, Any], dtype: str, accumulate: int = 1) -> Run:
+    given = {"device_memory": TIGHT[dtype], "dtype": dtype, "initial_loss_scale": 256.0, **settings}
+    model, optimizer = nets.managed(path, **given)
+    engine = optimizer.engine
+    found = nets.train(model, optimizer, nets.batches(6), accumulate)
+    assert engine.ledger.peak_bytes["device"] <= (engine.ledger.budget_bytes["device"] or 0)
+    assert not engine.notes, engine.notes
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.usefixtures("deterministic")
+def test_every_placement_has_the_same_bits(
+    settings: dict[str, Any], dtype: str, accumulate: int, tmp_path: Path
+) -> None:
+    key = dtype, accumulate
+    if key not in REFERENCES:
+        everything = {"placement_policy": "cuda", "device_memory": "1GiB"}
+        REFERENCES[key] = run(tmp_path, everything, dtype, accumulate)
+    assert run(tmp_path, settings, dtype, accumulate).same_bits(REFERENCES[key])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.usefixtures("deterministic")
+def test_torchs_result(settings: dict[str, Any], tmp_path: Path) -> None:
+    losses, weights = nets.plain(nets.batches(6))
+    found = run(tmp_path, settings, "fp32")
+    torch.testing.assert_close(found.losses, losses, rtol=1e-4, atol=1e-4)
+    for one, other in zip(found.masters, weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_step_does_not_wait_for_the_device(settings: dict[str, Any], tmp_path: Path) -> None:
+    given = {"device_memory": TIGHT["bf16"], **settings}
+    model, optimizer = nets.managed(tmp_path, **given)
+    data = nets.batches(4)
+    for number, tokens in enumerate(data):
+        if number < 2:  # kernels are loaded, and orders learnt
+            optimizer.backward(model(tokens))
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        with no_waiting():
+            optimizer.backward(model(tokens))
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.engine.close()
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_slots_under_stress(tmp_path: Path) -> None:
+    """Wide layers through few slots, with compute in a stream of its own that is held up."""
+    found = []
+    for memory in ("64MiB", "2GiB"):
+        model, optimizer = nets.managed(
+            tmp_path, width=1024, placement_policy="cpu", device_memory=memory, chunk_numel=None
+        )
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(20_000_000)
+            found.append(nets.train(model, optimizer, nets.batches(8), clip=None))
+    assert found[0].same_bits(found[1])
+
+
+def test_the_device_holds_no_more_than_its_budget_and_what_compute_takes(tmp_path: Path) -> None:
+    data = nets.batches(3)
+    torch.manual_seed(0)
+    plain = nets.Net(512).to(torch.bfloat16).cuda()
+    params_bytes = sum(p.nbytes for p in plain.parameters())
+    plain(data[0]).backward()
+    plain.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plain(data[0]).backward()
+    beside = torch.cuda.max_memory_allocated() - before  # activations, and all gradients
+    del plain
+    assert params_bytes > (16 << 20)
+    model, optimizer = nets.managed(
+        tmp_path, width=512, placement_policy="cpu", device_memory="8MiB", chunk_numel=None
+    )
+    torch.cuda.synchronize()
+    outside = torch.cuda.memory_allocated() - optimizer.engine.ledger.in_use_bytes["device"]
+    torch.cuda.reset_peak_memory_stats()
+    for tokens in data:
+        optimizer.backward(model(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - outside <= (8 << 20) + beside
+    assert optimizer.engine.backend.beside_bytes() > 0
+    optimizer.engine.close()
+
+
+def test_ram_is_pinned_exactly(tmp_path: Path) -> None:
+    model, optimizer = nets.managed(tmp_path, placement_policy="cpu", device_memory="4MiB")
+    bank = optimizer.engine.banks[0]
+    chunk = bank.layout.chunks[0]
+    assert bank.params._homes.flat(chunk).is_pinned()
+    assert bank.grads._homes.flat(chunk).is_pinned()
+    assert not bank.records._homes.flat(chunk).is_pinned()
+    assert all(p.device.type == "cuda" for p in model.parameters())
+    assert model.positions.device.type == "cuda"
+    optimizer.engine.close()
+
+
+def test_a_device_without_room_is_refused_with_numbers() -> None:
+    backend = CudaBackend()
+    ledger = Ledger({})
+    free, _ = backend.runtime.memory()
+    with pytest.raises(BudgetError, match=r"the device has no room for .* are free, and torch has"):
+        backend.arena(1, free + (8 << 30), ledger, Account.PARAM)
+    assert ledger.used(Tier.DEVICE, Account.PARAM) == 0
+    backend.close()
+
+
+def test_state_goes_out_and_comes_back(tmp_path: Path) -> None:
+    model, optimizer = nets.managed(
+        tmp_path, placement_policy="auto", device_memory="6MiB", dtype="bf16"
+    )
+    for tokens in nets.batches(2):
+        optimizer.backward(model(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+    masters, state = hetero.masters(model.parameters()), optimizer.state_dict()
+    assert all(m.device.type == "cpu" for m in masters)
+    optimizer.engine.close()
+    other, second = nets.managed(
+        tmp_path, placement_policy="cuda", device_memory="1GiB", dtype="bf16"
+    )
+    second.load_state_dict(state)
+    assert all(map(torch.equal, masters, hetero.masters(other.parameters())))
+    with hetero.gathered(other.scale, modifier_rank=0):
+        other.scale.data.fill_(3.0)
+    assert hetero.masters(other.scale)[0].item() == 3.0
+    second.engine.close()
+
+
+def test_inputs_come_to_the_device(tmp_path: Path) -> None:
+    model, optimizer = nets.managed(tmp_path, placement_policy="cpu", device_memory="4MiB")
+    tokens = nets.batches(1)[0].cpu()
+    assert model(tokens).device.type == "cuda"
+    assert model(tokens.pin_memory()).device.type == "cuda"
+    optimizer.engine.close()
+
+
+def test_auto_is_cuda() -> None:
+    config = Config(backend="auto")
+    assert config.backend == "cuda"
+    assert config.device_bytes is not None
+    assert config.device_bytes > 0

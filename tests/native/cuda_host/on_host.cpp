@@ -1,0 +1,102 @@
+// native/cuda/update.cu as C++: every thread of a launch, one after another. Under a name of its
+// own, so that tests can launch any kind.
+#include "cuda/update.cu"
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace hetero::cuda {
+namespace {
+
+template <class Do>
+void threads(unsigned blocks, Do run) {
+  for (unsigned block = 0; block < blocks; ++block) {
+    for (unsigned thread = 0; thread < kThreads; ++thread) run(block, thread);
+  }
+}
+
+struct Launches {
+  void (*update)(void** arguments, unsigned blocks);
+  void (*lanes)(void** arguments, unsigned blocks);
+  void (*split)(void** arguments, unsigned blocks);
+  void (*join)(void** arguments, unsigned blocks);
+};
+
+template <class T>
+T& argument(void** arguments, int i) {
+  return *static_cast<T*>(arguments[i]);
+}
+
+template <UpdateKind kind>
+constexpr Launches launches_of() {
+  return {
+      [](void** a, unsigned blocks) {
+        threads(blocks, [&](unsigned block, unsigned thread) {
+          update_thread<kind>(argument<UpdateBatch>(a, 0), block, thread);
+        });
+      },
+      [](void** a, unsigned blocks) {
+        threads(blocks, [&](unsigned block, unsigned thread) {
+          lanes_thread<kind.grad_dtype>(argument<SumBatch>(a, 0), block, thread);
+        });
+      },
+      [](void** a, unsigned blocks) {
+        if constexpr (kind.dtype == Dtype::bf16) {
+          threads(blocks, [&](unsigned block, unsigned thread) {
+            split_thread<kind>(argument<const char*>(a, 0), argument<SplitArrays>(a, 1),
+                               argument<std::uint64_t>(a, 2), block, thread);
+          });
+        }
+      },
+      [](void** a, unsigned blocks) {
+        if constexpr (kind.dtype == Dtype::bf16) {
+          threads(blocks, [&](unsigned block, unsigned thread) {
+            join_thread<kind>(argument<SplitArrays>(a, 0), argument<char*>(a, 1),
+                              argument<std::uint64_t>(a, 2), block, thread);
+          });
+        }
+      },
+  };
+}
+
+template <std::size_t... numbers>
+const Launches& launches(std::size_t number, std::index_sequence<numbers...>) {
+  static constexpr Launches table[] = {launches_of<kind_of(numbers)>()...};
+  return table[number];
+}
+
+}  // namespace
+}  // namespace hetero::cuda
+
+// As cuLaunchKernel: `arguments` point to the kernel's parameters.
+extern "C" int hetero_on_host(unsigned kind, const char* kernel, unsigned blocks,
+                              void** arguments) {
+  using namespace hetero::cuda;
+  const Launches& of = launches(kind, std::make_index_sequence<hetero::kUpdateKinds>());
+  const std::string name = kernel;
+  if (name == "hetero_update") {
+    of.update(arguments, blocks);
+  } else if (name == "hetero_lanes") {
+    of.lanes(arguments, blocks);
+  } else if (name == "hetero_split") {
+    of.split(arguments, blocks);
+  } else if (name == "hetero_join") {
+    of.join(arguments, blocks);
+  } else if (name == "hetero_tree") {
+    threads(blocks, [&](unsigned block, unsigned thread) {
+      tree_thread(argument<double*>(arguments, 0), argument<std::uint64_t>(arguments, 1), block,
+                  thread);
+    });
+  } else if (name == "hetero_total") {
+    threads(blocks, [&](unsigned block, unsigned thread) {
+      total_thread(argument<SumBatch>(arguments, 0), argument<double*>(arguments, 1), block,
+                   thread);
+    });
+  } else {
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,99 @@
+"""native/cuda/update.cu, compiled for the host, against the CPU's kernels: the same bits.
+
+What NVRTC makes of it is compared in tests/cuda, where there is a device.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload import _native
+from offload.backend import DeviceTask
+from offload.device_updater import DeviceUpdater
+from tests.device_piece import DTYPES, KINDS, PIECE, RULES, Piece, check_update, native
+from tests.fake_cuda import FakeRuntime
+from tests.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
+from tests.update_oracle import Hyper
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_same_bits_as_the_cpu(kind: _native.UpdateKind) -> None:
+    check_update(FakeRuntime(), kind)
+
+
+def test_more_segments_and_hyper_parameters_than_a_launch_has() -> None:
+    kind = _native.UpdateKind("bf16", "bf16")
+    runtime = FakeRuntime()
+    updater = DeviceUpdater(runtime, kind, PIECE)
+    arrays, piece = Arrays(kind, masters(PIECE)), Piece(runtime, kind)
+    grad = gradients(PIECE, "bf16", seed=1)
+    piece.take(arrays, grad)
+    all_hypers = [Hyper(lr=1e-3 * (i + 1)) for i in range(40)]
+    segments = [(64 * i, 60, (i * i) % 40, 64 * i) for i in range(PIECE // 64)]
+    for first, numel, hyper, _ in segments:
+        arrays.step(grad, all_hypers[hyper], first, first + numel)
+    addresses = piece.param.data_ptr(), piece.grad.data_ptr(), piece.record.data_ptr()
+    updater.update([DeviceTask(*addresses, segments)], [native(h) for h in all_hypers])
+    assert piece.same(arrays)
+
+
+@pytest.mark.parametrize("special", [0.0, -0.0, 1e-45, 3e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values(dtype: str, special: float) -> None:
+    kind = _native.UpdateKind(dtype, dtype)
+    runtime = FakeRuntime()
+    arrays, piece = Arrays(kind, masters(PIECE)), Piece(runtime, kind)
+    grad = torch.full((PIECE,), special).to(TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
+    grad = grad.view({4: np.uint32, 2: np.uint16}[TORCH_DTYPES[dtype].itemsize])
+    piece.take(arrays, grad)
+    hyper = Hyper(lr=1e-2)
+    arrays.step(grad, hyper)
+    addresses = piece.param.data_ptr(), piece.grad.data_ptr(), piece.record.data_ptr()
+    updater = DeviceUpdater(runtime, kind, PIECE)
+    updater.update([DeviceTask(*addresses, [(0, PIECE, 0, 0)])], [native(hyper)])
+    if special == special:  # a NaN's payload may differ
+        assert piece.same(arrays)
+    else:
+        found = piece.param.view(TORCH_DTYPES[dtype]).isnan()
+        assert bool(found.all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=15, deadline=None)
+@given(numels=st.lists(st.integers(1, 100_000), min_size=1, max_size=5), many=st.booleans())
+def test_sums_of_squares(dtype: str, numels: list[int], many: bool) -> None:
+    if many:
+        numels = [1 + n % 700 for n in numels for _ in range(20)]
+    kind = _native.UpdateKind(dtype, dtype)
+    arrays = [gradients(n, dtype, seed=i) for i, n in enumerate(numels)]
+    expected = [_native.sum_of_squares(dtype, a.ctypes.data, len(a)) for a in arrays]
+    updater = DeviceUpdater(FakeRuntime(), kind, PIECE)
+    assert updater.sums_of_squares([(a.ctypes.data, len(a)) for a in arrays]) == expected
+
+
+def test_a_sum_that_is_not_finite() -> None:
+    values = np.array([1.0, np.inf, 2.0], np.float32)
+    updater = DeviceUpdater(FakeRuntime(), _native.UpdateKind("fp32", "fp32"), PIECE)
+    assert updater.sums_of_squares([(values.ctypes.data, 3)]) == [np.inf]
+    assert updater.sums_of_squares([]) == []
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_split_and_join(rule: str, state_dtype: str) -> None:
+    kind = _native.UpdateKind("bf16", "bf16", rule, state_dtype)
+    arrays = Arrays(kind, masters(1003))
+    assert arrays.master is not None
+    updater = DeviceUpdater(FakeRuntime(), kind, PIECE)
+    source = torch.from_numpy(masters(1003))
+    param, remainder = torch.zeros(2, 1003, dtype=torch.int16)
+    carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype])
+    updater.split(source, param, remainder, carrier)
+    assert equal_bits(param.numpy(), arrays.param)
+    assert equal_bits(remainder.numpy(), arrays.master)
+    assert equal_bits(carrier.view(torch.uint8).numpy(), arrays.states[-1].view(np.uint8))
+    target = torch.zeros(1003)
+    updater.join(param, remainder, carrier, target)
+    assert torch.equal(target, source)
