@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,10 @@ from hetero.layout import Chunk
 from hetero.managed import ManagedParam
 from hetero.params import SavedView
 from offload.errors import StaleGraphError
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,10 @@ class AllParams:
 
     def __init__(self, banks: Sequence[Bank]) -> None:
         self._banks = banks  # may grow
+        # Called before a parameter is used, and before a chunk's saved views are made again: may
+        # refuse by raising.
+        self.check_use: Callable[[ManagedParam], object] = _nothing
+        self.check_saved: Callable[[Chunk], object] = _nothing
 
     @property
     def gathers(self) -> bool:
@@ -46,6 +54,7 @@ class AllParams:
 
     def acquire(self, managed: ManagedParam) -> None:
         """Makes the parameter present until as many release() calls."""
+        self.check_use(managed)
         self._banks[managed.chunk.bank].params.acquire(managed)
 
     def release(self, managed: ManagedParam) -> None:
@@ -73,6 +82,7 @@ class AllParams:
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
         if isinstance(saved, SavedView):
+            self.check_saved(saved.chunk)
             return self._banks[saved.chunk.bank].params.unpack(saved)
         if saved.tensor._version != saved.version:
             raise StaleGraphError(

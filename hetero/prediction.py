@@ -81,6 +81,7 @@ def predict(
     computing: Computing | None = None,
     clipping: bool = False,
     prefetch: bool = True,
+    early_updates: bool = False,
 ) -> Prediction:
     """What a step of `banks` takes on one rank whose share of its machine is `profile`.
 
@@ -111,6 +112,7 @@ def predict(
             policy="auto",
             clipping=clipping,
             prefetch=prefetch,
+            early_updates=early_updates,
         )
         costs.append(CostModel(problem).cost(bank.placement))
     return Prediction(tuple(costs), computing is not None)
