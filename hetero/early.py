@@ -80,6 +80,8 @@ class EarlyUpdates:
         if self._enabled:
             bank.grads.free_one = self._free_one
             bank.stepper.follow_backward()
+            number = self._banks.index(bank)
+            bank.params.is_changing = lambda chunk: (number, chunk) in self._updated
 
     @property
     def half_made(self) -> bool:

@@ -288,7 +288,9 @@ class GradHook:
             param.register_post_accumulate_grad_hook(self._after),
         ]
 
-    def _before(self, grads: tuple[torch.Tensor, ...]) -> None:
+    def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
+            return
         self._check(self._managed, grads[0])
         self._accumulating = self._managed.has_grad
         if self._accumulating:
