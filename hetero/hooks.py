@@ -279,6 +279,7 @@ class GradHook:
         self._managed = managed
         self._check = check
         self._keep = keep
+        self._nothing = False
         self._accumulating = False
         param = managed.param
         # The node that accumulates; its hooks last as long as somebody refers to it.
@@ -289,6 +290,7 @@ class GradHook:
         ]
 
     def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        self._nothing = grads[0] is None
         if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
             return
         self._check(self._managed, grads[0])
@@ -297,6 +299,8 @@ class GradHook:
             self._managed.param.grad = None
 
     def _after(self, param: torch.Tensor) -> None:
+        if self._nothing:
+            return
         grad, param.grad = param.grad, None
         assert grad is not None
         try:
