@@ -303,13 +303,15 @@ def half(tmp_path: Path) -> Iterator[tuple[nn.Module, hetero.HybridAdam]]:
 
 def test_what_is_refused_while_a_step_is_half_made(half: tuple[nn.Module, Any]) -> None:
     model, optimizer = half
-    with pytest.raises(HeteroError, match=r"is used after it was updated.*optimizer.step\(\) first"):
+    with pytest.raises(
+        HeteroError, match=r"is used after it was updated.*optimizer.step\(\) first"
+    ):
         loss_of(model, 2)
     with pytest.raises(HeteroError, match="is used after it was updated"):
         model.blocks[1].up(torch.zeros(1, WIDTH, dtype=torch.bfloat16))
-    with pytest.raises(HeteroError, match="is used after it was updated"):
-        with hetero.gathered(model.inner.weight):
-            pass
+    used = pytest.raises(HeteroError, match="is used after it was updated")
+    with used, hetero.gathered(model.inner.weight):
+        pass
     for wrong in (
         optimizer.zero_grad,
         optimizer.state_dict,
@@ -564,9 +566,7 @@ def test_the_option_is_checked(wrong: object) -> None:
 def test_the_loss_scale_of_fp16_is_refused() -> None:
     with pytest.raises(ValueError, match="early_updates with the loss scale of fp16"):
         hetero.Config(placement_policy="cpu", dtype="fp16", early_updates=True)
-    hetero.Config(
-        placement_policy="cpu", dtype="fp16", early_updates=True, initial_loss_scale=None
-    )
+    hetero.Config(placement_policy="cpu", dtype="fp16", early_updates=True, initial_loss_scale=None)
 
 
 def test_several_ranks_are_refused() -> None:
@@ -576,5 +576,3 @@ def test_several_ranks_are_refused() -> None:
     config = hetero.Config(placement_policy="cpu", early_updates=True)
     with pytest.raises(ValueError, match="one rank, and there are 2"):
         check_early_updates(config, Two())  # type: ignore[arg-type]
-
-
