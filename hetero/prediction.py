@@ -65,7 +65,7 @@ class Prediction:
         return {
             "step_s": self.step_s,
             "forward_s": self.phase_s(Phase.FORWARD.value),
-            "backward_s": self.phase_s(Phase.BACKWARD.value),
+            "backward_s": self.phase_s(Phase.BACKWARD.value) + self.phase_s("backward and update"),
             "optimizer_s": self.phase_s("update"),
             "bound": self.bound,
             "measured_computing": self.measured_computing,
