@@ -22,11 +22,12 @@ def _nothing(_: object) -> None:
 class SavedTensor:
     """A tensor that autograd saved and is no view of a gathered copy.
 
-    With hooks nobody else checks its version.
+    With hooks nobody else checks its version. `chunk`: it is of a home that is used in place.
     """
 
     tensor: torch.Tensor
     version: int
+    chunk: Chunk | None = None
 
 
 class AllParams:
@@ -38,11 +39,18 @@ class AllParams:
         # refuse by raising.
         self.check_use: Callable[[ManagedParam], object] = _nothing
         self.check_saved: Callable[[Chunk], object] = _nothing
+        # By address: homes that are used in place and may change while backward runs.
+        self.changing: dict[int, Chunk] = {}
 
     @property
     def gathers(self) -> bool:
-        """Whether some parameters are gathered, and pack() and unpack() are needed."""
+        """Whether some parameters are gathered."""
         return any(bank.params.gathers for bank in self._banks)
+
+    @property
+    def packs(self) -> bool:
+        """Whether pack() and unpack() are needed."""
+        return self.gathers or bool(self.changing)
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is in RAM, where compute uses it in place."""
@@ -77,6 +85,9 @@ class AllParams:
                 view = bank.params.pack(tensor)
                 if view is not None:
                     return view
+            if self.changing:
+                chunk = self.changing.get(tensor.untyped_storage().data_ptr())
+                return SavedTensor(tensor, tensor._version, chunk)
         return SavedTensor(tensor, tensor._version)
 
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
@@ -84,6 +95,8 @@ class AllParams:
         if isinstance(saved, SavedView):
             self.check_saved(saved.chunk)
             return self._banks[saved.chunk.bank].params.unpack(saved)
+        if saved.chunk is not None:
+            self.check_saved(saved.chunk)
         if saved.tensor._version != saved.version:
             raise StaleGraphError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "

@@ -255,8 +255,8 @@ class Clipping:
         if self._early_updates:
             raise HeteroError(
                 "gradients cannot be clipped, unscaled or multiplied with early_updates=True: "
-                "updates are made while backward runs, before the last gradient is there; leave out "
-                "early_updates, or the change (register_hook() of a parameter can make one; "
+                "updates are made while backward runs, before the last gradient is there; leave "
+                "out early_updates, or the change (register_hook() of a parameter can make one; "
                 "optimizer.engine.grad_norm() tells the norm and changes nothing)"
             )
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hetero.all_params import AllParams
 from hetero.arrivals import Arrivals
 from hetero.bank import Bank
 from hetero.config import Config
@@ -50,13 +51,18 @@ class EarlyUpdates:
     """Follows the gradients of each step, and begins the updates that can be."""
 
     def __init__(
-        self, banks: Sequence[Bank], enabled: bool, accumulating: Callable[[], bool]
+        self,
+        banks: Sequence[Bank],
+        params: AllParams,
+        enabled: bool,
+        accumulating: Callable[[], bool],
     ) -> None:
         """`banks` may grow. `accumulating`: whether more gradients of the step are known to come.
 
         Unless `enabled` all is left to step().
         """
         self._banks = banks
+        self._params = params
         self._enabled = enabled
         self._accumulating = accumulating
         self._param_groups: ParamGroups = tuple
@@ -70,6 +76,8 @@ class EarlyUpdates:
         self._holding: list[Chunk] = []
         # By group, the options with which its parameters were updated in this step.
         self._options: dict[int, dict[str, Any]] = {}
+        params.check_use = self.check_use
+        params.check_saved = self.check_saved
 
     def follow(self, param_groups: ParamGroups, hyper_of: HyperOf) -> None:
         """What the optimizer's groups are at the time, and what they mean."""
@@ -77,11 +85,16 @@ class EarlyUpdates:
 
     def connect(self, bank: Bank) -> None:
         """From now on gradients of the bank come, too."""
-        if self._enabled:
-            bank.grads.free_one = self._free_one
-            bank.stepper.follow_backward()
-            number = self._banks.index(bank)
-            bank.params.is_changing = lambda chunk: (number, chunk) in self._updated
+        if not self._enabled:
+            return
+        bank.grads.free_one = self._free_one
+        bank.stepper.follow_backward()
+        number = self._banks.index(bank)
+        bank.params.is_changing = lambda chunk: (number, chunk) in self._updated
+        for chunk in bank.layout.chunks:
+            if chunk.trainable and bank.params.is_resident(chunk):
+                home = bank.params.flat(chunk).untyped_storage()
+                self._params.changing[home.data_ptr()] = chunk
 
     @property
     def half_made(self) -> bool:

@@ -83,10 +83,11 @@ class Engine:
         self.params = AllParams(self.banks)
         self.clipping = Clipping(self.banks, loss_scale, self.world, config.early_updates)
         self.early = EarlyUpdates(
-            self.banks, config.early_updates, accumulating=lambda: bool(self._unsynced)
+            self.banks,
+            self.params,
+            config.early_updates,
+            accumulating=lambda: bool(self._unsynced),
         )
-        self.params.check_use = self.early.check_use
-        self.params.check_saved = self.early.check_saved
         self.clipping.check_assigned = self.early.check_gradient
         self._reading_ahead = ReadingAhead(self.banks, config.prefetch)
         self._model = weakref.ref(model)

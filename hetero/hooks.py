@@ -182,9 +182,9 @@ class ModuleHooks:
         for managed in needed:
             self._params.acquire(managed)
             entered.acquired.append(managed)
-        if not self._params.gathers:
+        if not self._params.packs:
             return
-        if len(self._entered) == 1:
+        if self._params.gathers and len(self._entered) == 1:
             entered.contexts.enter_context(BareUses(self._find, self._params))
         hooks = self._saved_tensor_hooks()
         if hooks is not None:
