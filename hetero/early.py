@@ -76,6 +76,7 @@ class EarlyUpdates:
         self._holding: list[Chunk] = []
         # By group, the options with which its parameters were updated in this step.
         self._options: dict[int, dict[str, Any]] = {}
+        self._group_of: dict[int, int] = {}  # by id(param), in this step
         params.check_use = self.check_use
         params.check_saved = self.check_saved
 
@@ -183,19 +184,20 @@ class EarlyUpdates:
         groups = self._grouped(members)
         if groups is None or not all(self._is_updatable(m, bank) for m in members):
             return
-        for index, (options, some) in enumerate(groups):
-            now = _copied(options)
-            if some and self._options.setdefault(index, now) != now:
-                return
         assert self._hyper_of is not None
         try:
             table = hyper_table(groups, self._hyper_of)
         except ValueError:
             return
+        now = {index: _copied(options) for index, (options, some) in enumerate(groups) if some}
+        if any(self._options.get(index, options) != options for index, options in now.items()):
+            return
+        self._options |= now
         # Before the update, so that nobody takes new values for old.
         bank.params.invalidate(chunk)
         self._updated[_key(chunk)] = members
-        self._holding.append(chunk)
+        if bank.grads.in_file(chunk):
+            self._holding.append(chunk)
         for m in members:
             if bank.params.is_resident(chunk):
                 torch.autograd.graph.increment_version(m.param)
@@ -210,12 +212,18 @@ class EarlyUpdates:
 
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
         """The param groups, with `members` alone; None if one is in no group."""
-        of = {id(m.param): m for m in members}
-        groups = [
-            (group, [of.pop(id(p)) for p in group["params"] if id(p) in of])
-            for group in self._param_groups()
-        ]
-        return None if of else groups
+        groups: list[tuple[dict[str, Any], list[ManagedParam]]]
+        groups = [(group, []) for group in self._param_groups()]
+        if not self._group_of or not self._updated:
+            self._group_of = {
+                id(p): index for index, (group, _) in enumerate(groups) for p in group["params"]
+            }
+        for m in members:
+            index = self._group_of.get(id(m.param))
+            if index is None:
+                return None
+            groups[index][1].append(m)
+        return groups
 
     def _free_one(self) -> bool:
         """Until the update that was begun first has used its gradient; False if none is left."""
@@ -286,6 +294,7 @@ class EarlyUpdates:
         self._ready.clear()
         self._updated.clear()
         self._options.clear()
+        self._group_of.clear()
 
     def _bank(self, chunk: Chunk) -> Bank:
         return self._banks[chunk.bank]

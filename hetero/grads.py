@@ -67,6 +67,10 @@ class Grads:
         """Its parameters that are trained."""
         return self._members[chunk.id]
 
+    def in_file(self, chunk: Chunk) -> bool:
+        """Whether its gradient is homed on DISK, and passes through slots."""
+        return chunk not in self._homes
+
     def has_arrived(self, chunk: Chunk) -> bool:
         """Whether no gradient of it is on its way from DEVICE."""
         return self._drain is None or not any(map(self._drain.busy, self._members[chunk.id]))
