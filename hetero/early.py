@@ -318,8 +318,9 @@ def _copied(options: dict[str, Any]) -> dict[str, Any]:
 
 def _needed_later(name: str) -> str:
     return (
-        f"backward needs the value of {name} after all its gradients came and it was updated "
-        f"(early_updates=True): a part of the model uses it without giving it a gradient, by "
-        f"detach() or under torch.no_grad(), or gives it one only sometimes; leave out "
-        f"early_updates"
+        f"backward needs the value of {name} after it was updated (early_updates=True), because it "
+        f"had as many gradients as in the steps before. If this is a further backward of the same "
+        f"step, put all but the last into `with hetero.no_sync(model):`; if a part of the model "
+        f"uses it without giving it a gradient (detach(), torch.no_grad()), or gives it one only "
+        f"sometimes, leave out early_updates"
     )

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import hetero
-from tests.hetero.test_early_updates import PLACES, Net, build, loss_of, one_step, result, same
+from tests.hetero.test_early_updates import (
+    PLACES,
+    Net,
+    build,
+    loss_of,
+    one_step,
+    result,
+    same,
+    until,
+)
 
 Trained = tuple[torch.nn.Module, hetero.HybridAdam]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits for what a thread is about to do."""
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -154,4 +154,23 @@ def test_early_updates_keep_most_buffers(tmp_path: Path) -> None:
         missed = (lacking + 3) * piece_bytes(optimizer)
         assert pipeline.stats["read_bytes"] - before["read_bytes"] == missed
         assert pipeline.stats["written_bytes"] - before["written_bytes"] == missed
+    optimizer.engine.close()
+
+
+def test_it_is_read_while_backward_runs(trained: Trained) -> None:
+    """The last node of backward waits for all that is to be read."""
+    model, optimizer = trained
+    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
+    waited = []
+
+    def wait(grad: torch.Tensor) -> None:
+        until(lambda: pipeline.stats["read_bytes"] == buffers * piece_bytes(optimizer))
+        waited.append(True)
+
+    def watch(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        args[0].register_hook(wait)
+
+    model.blocks[0].register_forward_pre_hook(watch)
+    loss_of(model, 1).backward()
+    assert waited
     optimizer.engine.close()
