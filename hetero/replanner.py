@@ -361,6 +361,7 @@ class Replanner:
     def set_budget(self, host_memory: int | str) -> None:
         """As Engine.set_budget()."""
         engine = self._engine
+        engine.early.require_whole("set_budget()")
         try:
             wanted = parse_bytes(host_memory)
         except ValueError as error:
