@@ -112,5 +112,5 @@ def plain(data: list[torch.Tensor], width: int = WIDTH) -> tuple[list[float], li
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, [p.detach().cpu() for p in model.parameters()]
