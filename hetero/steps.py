@@ -163,14 +163,8 @@ class Stepper:
                     segment = (part.in_piece.start, part.numel, hypers[key], number)
                     segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
         order = sorted(segments, reverse=not self._forward)
+        order = self._update_on_device(order, segments, made)
         chunks = self._layout.chunks
-        if self._updater is not None:
-            there = [key for key in order if self._param_homes.on_device(chunks[key[0]])]
-            self._updater.update(
-                [self._device_task(chunks[c], piece, segments[c, piece]) for c, piece in there],
-                made,
-            )
-            order = [key for key in order if not self._param_homes.on_device(chunks[key[0]])]
         tasks = [self._task(chunks[c], piece, segments[c, piece]) for c, piece in order]
         self._pipeline.submit(tasks, made)
         self._updated += order
@@ -178,13 +172,27 @@ class Stepper:
             for managed in members:
                 managed.step += 1
 
-    def _device_task(self, chunk: Chunk, piece: int, segments: list[Segment]) -> DeviceTask:
-        return DeviceTask(
-            self._param_homes.address(chunk, piece),
-            self._grads.address(chunk, piece),
-            self._records.address(chunk, piece),
-            _merged(sorted(segments)),
-        )
+    def _update_on_device(
+        self,
+        order: list[tuple[int, int]],
+        segments: Mapping[tuple[int, int], list[Segment]],
+        hypers: Sequence[Hyper],
+    ) -> list[tuple[int, int]]:
+        """Starts the updates that a device makes; returns the others, for the pipeline."""
+        if self._updater is None:
+            return order
+        others: list[tuple[int, int]] = []
+        tasks: list[DeviceTask] = []
+        for c, piece in order:
+            chunk = self._layout.chunks[c]
+            if not self._param_homes.on_device(chunk):
+                others.append((c, piece))
+                continue
+            homes = (self._param_homes, self._grads, self._records)
+            param, grad, record = (home.address(chunk, piece) for home in homes)
+            tasks.append(DeviceTask(param, grad, record, _merged(sorted(segments[c, piece]))))
+        self._updater.update(tasks, hypers)
+        return others
 
     def _task(self, chunk: Chunk, piece: int, segments: list[Segment]) -> StepTask:
         return StepTask(

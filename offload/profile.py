@@ -89,6 +89,19 @@ class Profile:
             )
         return float(rates[dtype])
 
+    def check_backend(self, kind: str) -> None:
+        """Raises ValueError if these are not the figures of a backend's device."""
+        if kind in ("cpu", "emulated") and self.separate:
+            raise ValueError(
+                f"the profile {self.name!r} is of a device with memory of its own, and backend="
+                f"{kind!r} computes on the CPU: its figures of products are not the CPU's"
+            )
+        if kind == "cuda" and not self.separate:
+            raise ValueError(
+                f"the profile {self.name!r} is of the CPU, and backend='cuda' computes on a GPU; "
+                f"measure again (hetero profile) where torch sees it"
+            )
+
     def with_link(self, bytes_per_s: float, device_bytes: int) -> Profile:
         """This machine as one whose DEVICE is emulated: other memory, but the same processor."""
         return dataclasses.replace(

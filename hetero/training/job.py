@@ -164,6 +164,7 @@ def predicted_step(
         profile = Profile.load(path)
         if options.threads not in (None, profile.threads):
             raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
+        profile.check_backend(config.backend)
         if config.link_gbps is not None and config.device_bytes is not None:
             profile = profile.with_link(config.link_gbps * 1e9, config.device_bytes)
         made = predict(

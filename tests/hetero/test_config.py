@@ -153,6 +153,21 @@ def test_cuda_is_refused_differently_where_torch_sees_a_gpu(monkeypatch):
         Config(placement_policy="cuda", dtype="fp32")
 
 
+def test_a_backend_that_is_not_there():
+    with pytest.raises(ValueError, match=r"backend='cuda' needs a CUDA device.*use 'auto'"):
+        Config(backend="cuda")
+    assert Config(backend="auto").backend == "cpu"
+
+
+def test_the_devices_memory_has_a_default_on_cuda(monkeypatch):
+    monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
+    monkeypatch.setattr("hetero.config.default_device_bytes", lambda: 1234)
+    config = Config(backend="auto")
+    assert (config.backend, config.device_bytes) == ("cuda", 1234)
+    assert Config(backend="cuda", device_memory="1KiB").device_bytes == 1024
+    assert Config(backend="cpu").device_bytes is None
+
+
 def test_nvme_needs_a_directory():
     with pytest.raises(ValueError, match="needs nvme_path"):
         Config(placement_policy="nvme")
