@@ -65,6 +65,7 @@ PEERS = ("deepspeed",)
 
 WIDTHS = (256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 5120)
 LAYERS = (2, 4, 6, 8, 12, 18, 24, 30, 36, 48, 60, 72, 84, 96)  # GPT-3 has 96
+WIDTH_PER_LAYER = (8, 128)  # GPT-2's are 33 to 64, GPT-3's 64 to 128
 HEAD_WIDTH = 64
 
 # Bytes a parameter: fp32 until it finds its place, and bf16 parameter, gradient and record.
@@ -297,13 +298,17 @@ class Ladder:
     def rung(self, budget: int) -> dict[str, Any]:
         """The largest model that trains within `budget`."""
         refused: list[str] = []
-        for number, config in enumerate(self.candidates(budget)):
-            if number == self._arguments.tries:
+        too_wide = math.inf  # memory is a matter of width: more layers take disk
+        for config in self.candidates(budget):
+            if len(refused) == self._arguments.tries:
                 break
+            if config["n_embd"] >= too_wide:
+                continue
             rung = self.prove(config, budget)
             if rung["status"] == "trained":
                 return {**rung, "limited_by": self._limit_of(config), "refused": refused}
             refused.append(f"{_shape_name(config)}: {rung['error']}")
+            too_wide = config["n_embd"]
         return {"budget_bytes": budget, "status": "none", "refused": refused}
 
     def only(self, model: str, budget: int) -> dict[str, Any]:
@@ -381,6 +386,7 @@ class Ladder:
             Shape(layers, width).config(arguments.vocab_size, arguments.seq_len)
             for width in WIDTHS
             for layers in LAYERS
+            if WIDTH_PER_LAYER[0] <= width / layers <= WIDTH_PER_LAYER[1]
         ]
         per_param = BUILDING_BYTES + TRAINING_BYTES
         held = [c for c in made if params_of(c) <= min(self._most_params,

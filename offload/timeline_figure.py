@@ -23,7 +23,7 @@ _COLOURS: dict[LaneName, str] = {
 }
 _BAND = 0.76  # of the height that a lane has
 # Of the width: narrower intervals have no room for their name, or for an edge.
-_LEAST_NAMED = 0.06
+_LEAST_NAMED = 0.08
 _LEAST_EDGED = 0.004
 
 
@@ -69,7 +69,8 @@ def _draw_lane(axes: Axes, timeline: Timeline, lane: LaneName, place: int) -> No
             (bottom, height),
             facecolors=[_colour(i) for i in row],
             edgecolors=["white" if i.seconds > least else _colour(i) for i in row],
-            linewidth=0.4,
+            # An edge would show waits of no time.
+            linewidth=0 if lane == "gather" else 0.4,
         )
         for interval in row:
             if interval.name and interval.seconds > _LEAST_NAMED * timeline.seconds:

@@ -54,6 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(bench_ladder, "_run_child", machine)
     monkeypatch.setattr(bench_ladder, "WIDTHS", (64, 128, 256, 512))
     monkeypatch.setattr(bench_ladder, "LAYERS", (1, 2, 4, 8))
+    monkeypatch.setattr(bench_ladder, "WIDTH_PER_LAYER", (8, 512))
     monkeypatch.setattr(bench_ladder, "free_bytes", lambda path: 1 << 30)
     return machine
 
@@ -133,7 +134,8 @@ def test_only_tries_so_many_shapes(machine: Machine, tmp_path: Path) -> None:
     machine.more = 1000.0
     rung = make(tmp_path, machine, "--tries", "2").rung(FRAMEWORK + 200 * MIB)
     assert rung["status"] == "none"
-    assert len(rung["refused"]) == 2
+    # Each narrower than the one before.
+    assert [r.split(":")[0] for r in rung["refused"]] == ["8 x 512", "8 x 256"]
 
 
 def test_beyond_ram(
