@@ -147,14 +147,17 @@ Buffer* BufferPool::wanted_last(const WorkQueue& queue) {
 }
 
 Buffer* BufferPool::given_up(const WorkQueue& queue, std::uint64_t turn) {
+  if (queue.give_up() == 0) return nullptr;
+  Buffer* last = nullptr;
   std::size_t wanted_later = 0;
-  for (const Buffer& buffer : buffers_) {
+  for (Buffer& buffer : buffers_) {
     const std::uint64_t next = queue.next_use(buffer.key);
-    if (next > turn && next != WorkQueue::kNever) ++wanted_later;
+    if (next <= turn || next == WorkQueue::kNever) continue;
+    ++wanted_later;
+    if (buffer.state == BufferState::assigned) continue;
+    if (last == nullptr || next > queue.next_use(last->key)) last = &buffer;
   }
-  if (buffers_.size() - wanted_later >= queue.give_up()) return nullptr;
-  Buffer* const last = wanted_last(queue);
-  return last != nullptr && queue.next_use(last->key) > turn ? last : nullptr;
+  return buffers_.size() - wanted_later < queue.give_up() ? last : nullptr;
 }
 
 const Expectation* BufferPool::first_missing(const WorkQueue& queue) const {

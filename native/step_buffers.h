@@ -139,7 +139,7 @@ class BufferPool {
   bool one_will_be_spare(const WorkQueue& queue) const;
   // Among the buffers that no task has, the one wanted last; nullptr if tasks have all.
   Buffer* wanted_last(const WorkQueue& queue);
-  // Likewise, if it is wanted after `turn` and fewer than queue.give_up() are not; else nullptr.
+  // Likewise of those wanted after `turn`, if fewer than queue.give_up() are not; else nullptr.
   Buffer* given_up(const WorkQueue& queue, std::uint64_t turn);
   // The first of what is expected that no buffer has; nullptr if there is none.
   const Expectation* first_missing(const WorkQueue& queue) const;

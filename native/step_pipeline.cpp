@@ -386,11 +386,11 @@ void StepPipeline::Impl::stage_tasks() {
 bool StepPipeline::Impl::read_ahead(Lock& lock) {
   const Expectation* const next = buffers_.first_missing(queued_);
   if (next == nullptr) return false;
-  Buffer* buffer = buffers_.spare(queued_);
+  Buffer* buffer = buffers_.given_up(queued_, queued_.next_use(next->key));
+  if (buffer == nullptr) buffer = buffers_.spare(queued_);
   if (buffer == nullptr && queued_.give_up() > 0) {
     const std::vector<Buffer*> dirty = buffers_.launderable(queued_);
-    buffer =
-        dirty.empty() ? buffers_.given_up(queued_, queued_.next_use(next->key)) : dirty.front();
+    if (!dirty.empty()) buffer = dirty.front();
   }
   if (buffer == nullptr) return false;
   if (buffer->dirty()) launder(*buffer);
@@ -471,7 +471,9 @@ Buffer* StepPipeline::Impl::acquire(Lock& lock, const StepTask& task) {
 // task is about to want; only if all is wanted, what is wanted last goes.
 Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key) {
   while (!stopping()) {
-    Buffer* buffer = buffers_.spare(queued_);
+    // (First, so that as many are given up however fast tasks come.)
+    Buffer* buffer = buffers_.given_up(queued_, queued_.front().turn);
+    if (buffer == nullptr) buffer = buffers_.spare(queued_);
     if (buffer == nullptr) {
       // Dirty content is left of tasks that this step has none of. All that will be needed is
       // written together: one after the other the disk would wait for us each time.
@@ -479,16 +481,13 @@ Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key) {
       const std::size_t needed = buffers_.shortage(queued_, dirty.size());
       for (std::size_t i = 0; i < needed; ++i) launder(*dirty[i]);
       if (needed > 0) continue;
-      buffer = buffers_.given_up(queued_, queued_.front().turn);
-      if (buffer == nullptr && !buffers_.one_will_be_spare(queued_)) {
-        buffer = buffers_.wanted_last(queued_);
-      }
+      if (!buffers_.one_will_be_spare(queued_)) buffer = buffers_.wanted_last(queued_);
       if (buffer == nullptr) {
         changed_.wait(lock);
         continue;
       }
-      if (buffer->dirty()) launder(*buffer);
     }
+    if (buffer->dirty()) launder(*buffer);
     if (settle(lock, *buffer)) {
       buffers_.rename(*buffer, key);
       buffer->state = BufferState::assigned;
