@@ -98,7 +98,7 @@ void BlockEngine::remove_file(int id) {
 }
 
 std::shared_ptr<IoOp> BlockEngine::submit(IoKind kind, int id, void* address, std::size_t nbytes,
-                                          std::uint64_t offset) {
+                                          std::uint64_t offset, IoTurn turn) {
   require_own();
   constexpr std::uint64_t kMaxOffset = std::numeric_limits<std::int64_t>::max();
   if (offset > kMaxOffset || nbytes > kMaxOffset - offset) {
@@ -119,7 +119,7 @@ std::shared_ptr<IoOp> BlockEngine::submit(IoKind kind, int id, void* address, st
     settle_if_finished(*op);
     return op;
   }
-  backlog_.push_back(op);
+  (turn == IoTurn::next ? next_ : idle_).push_back(op);
   pump();
   return op;
 }
@@ -156,13 +156,15 @@ void BlockEngine::close() {
     return;
   }
   phase_ = Phase::closing;
-  for (const auto& op : backlog_) {
-    if (op->all_launched()) continue;
-    op->cancel();
-    ++stats_.errors;
-    settle_if_finished(*op);
+  for (Backlog* backlog : {&next_, &idle_}) {
+    for (const auto& op : *backlog) {
+      if (op->all_launched()) continue;
+      op->cancel();
+      ++stats_.errors;
+      settle_if_finished(*op);
+    }
+    backlog->clear();
   }
-  backlog_.clear();
   changed_.wait(lock, [&] { return unsettled_.empty(); });
   // The threads take the mutex on their way out.
   lock.unlock();
@@ -200,13 +202,22 @@ Block* BlockEngine::take() {
   }
 }
 
+// The one whose first operation is to be launched next; null if none is left.
+BlockEngine::Backlog* BlockEngine::backlog() {
+  for (Backlog* backlog : {&next_, &idle_}) {
+    // An operation that failed early or was cancelled has nothing left to launch.
+    while (!backlog->empty() && backlog->front()->all_launched()) backlog->pop_front();
+    if (!backlog->empty()) return backlog;
+  }
+  return nullptr;
+}
+
 bool BlockEngine::launch_next() {
-  // An operation that failed early or was cancelled has nothing left to launch.
-  while (!backlog_.empty() && backlog_.front()->all_launched()) backlog_.pop_front();
-  if (backlog_.empty()) return false;
+  Backlog* const from = backlog();
+  if (from == nullptr) return false;
   Block& block = *free_blocks_.back();
   free_blocks_.pop_back();
-  block.op = backlog_.front();
+  block.op = from->front();
   Operation& op = *block.op;
   const StripeMap::Place place = op.file->stripes.place(op.offset + op.launched);
   block.file = op.file->members[place.member].get();

@@ -28,7 +28,7 @@ class BlockEngine : public IoEngine {
   int add_file(const std::vector<FileMember>& members, const StripeMap& stripes) override;
   void remove_file(int file) override;
   std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
-                               std::uint64_t offset) override;
+                               std::uint64_t offset, IoTurn turn = IoTurn::next) override;
   void cancel(IoOp& op) override;
   IoStats stats() const override;
   void inject(const Fault& fault) override;
@@ -77,10 +77,12 @@ class BlockEngine : public IoEngine {
 
  private:
   enum class Phase { open, closing, closed };
+  using Backlog = std::deque<std::shared_ptr<Operation>>;
 
   bool foreign() const;
   void refill();
   bool launch_next();
+  Backlog* backlog();
   bool retry(Block& block);
   void restart(Block& block);
   void judge(Block& block, std::int64_t result);
@@ -102,8 +104,9 @@ class BlockEngine : public IoEngine {
   std::size_t waiting_ = 0;
   Block* resting_ = nullptr;  // stalled blocks, between complete() and rest() of the same thread
   int lost_error_ = 0;
-  std::deque<std::shared_ptr<Operation>> backlog_;  // operations with bytes not yet in flight
-  std::set<std::uint64_t> unsettled_;               // serial numbers of operations
+  // Operations with bytes not yet in flight, those of IoTurn::next and those of IoTurn::idle.
+  Backlog next_, idle_;
+  std::set<std::uint64_t> unsettled_;  // serial numbers of operations
   std::uint64_t next_serial_ = 0;
   FaultPlan faults_;
   IoStats stats_;

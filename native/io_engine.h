@@ -18,6 +18,10 @@ namespace hetero {
 
 enum class IoKind { read, write };
 
+// When an operation's blocks take their turn: in the order of submission, those that can wait after
+// all others. A block that is in flight is not overtaken.
+enum class IoTurn { next, idle };
+
 // A failed transfer, with all that a message needs. One that cancel() or close() cut off has
 // ECANCELED, and its numbers are those of the whole operation: where it begins in the logical file,
 // its size, and how many of its bytes were transferred (not always the first ones).
@@ -85,7 +89,7 @@ class IoEngine {
   virtual void unregister_memory(void* address) = 0;
   // Throws std::invalid_argument for a bad file id, std::runtime_error after close().
   virtual std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
-                                       std::uint64_t offset) = 0;
+                                       std::uint64_t offset, IoTurn turn = IoTurn::next) = 0;
   // Drops the blocks of `op` that are not in flight; wait() throws an IoError of ECANCELED as soon
   // as those in flight are done. Nothing if it is done or was cancelled. `op` is this engine's.
   virtual void cancel(IoOp& op) = 0;

@@ -6,6 +6,18 @@
 namespace hetero {
 
 bool Buffer::settle() {
+  if (state == BufferState::reading) {
+    for (const auto& read : reads) {
+      if (!read->done()) return false;
+    }
+    try {
+      for (const auto& read : reads) read->wait();
+    } catch (...) {
+      drop();
+    }
+    reads.clear();
+    state = BufferState::idle;
+  }
   if (state != BufferState::writing) return state == BufferState::idle;
   for (const auto& write : writes) {
     if (!write->done()) return false;
@@ -17,7 +29,7 @@ bool Buffer::settle() {
 }
 
 void Buffer::drop() {
-  keeps_record = keeps_param = false;
+  keeps_record = keeps_param = read_ahead = false;
   dirty_at = kClean;
 }
 
@@ -26,6 +38,7 @@ void Buffer::drop() {
 void WorkQueue::push(Work work) {
   work.turn = next_turn_++;
   if (work.task.needs_buffer()) turns_[work.task.key].push_back(work.turn);
+  forget_expected(work.task.key);
   works_.push_back(std::move(work));
 }
 
@@ -43,11 +56,28 @@ Work WorkQueue::pop() {
 void WorkQueue::clear() {
   works_.clear();
   turns_.clear();
+  expect({}, 0);
+}
+
+void WorkQueue::expect(std::vector<Expectation> expected, std::size_t give_up) {
+  expected_ = std::move(expected);
+  expected_from_ = 0;
+  expected_at_.clear();
+  for (std::size_t i = 0; i < expected_.size(); ++i) expected_at_.emplace(expected_[i].key, i);
+  give_up_ = give_up;
+}
+
+void WorkQueue::forget_expected(std::int64_t key) {
+  if (key < 0) return expect({}, give_up_);
+  expected_at_.erase(key);
+  while (expected_from_ < expected_.size() && !is_expected(expected_from_)) ++expected_from_;
 }
 
 std::uint64_t WorkQueue::next_use(std::int64_t key) const {
   const auto found = turns_.find(key);
-  return found == turns_.end() ? kNever : found->second.front();
+  if (found != turns_.end()) return found->second.front();
+  const auto expected = expected_at_.find(key);
+  return expected == expected_at_.end() ? kNever : kExpected + expected->second;
 }
 
 // --- the pool -------------------------------------------------------------------------------
@@ -116,22 +146,52 @@ Buffer* BufferPool::wanted_last(const WorkQueue& queue) {
   return found;
 }
 
+Buffer* BufferPool::given_up(const WorkQueue& queue, std::uint64_t turn) {
+  if (queue.give_up() == 0) return nullptr;
+  Buffer* last = nullptr;
+  std::size_t wanted_later = 0;
+  for (Buffer& buffer : buffers_) {
+    const std::uint64_t next = queue.next_use(buffer.key);
+    if (next <= turn || next == WorkQueue::kNever) continue;
+    ++wanted_later;
+    if (buffer.state == BufferState::assigned) continue;
+    if (last == nullptr || next > queue.next_use(last->key)) last = &buffer;
+  }
+  return buffers_.size() - wanted_later < queue.give_up() ? last : nullptr;
+}
+
+const Expectation* BufferPool::first_missing(const WorkQueue& queue) const {
+  const Expectation* missing = nullptr;
+  queue.each_expected([&](const Expectation& expected) {
+    if (find(expected.key) == nullptr) missing = &expected;
+    return missing == nullptr;
+  });
+  return missing;
+}
+
 std::size_t BufferPool::shortage(const WorkQueue& queue, std::size_t limit) const {
   auto spare = static_cast<std::size_t>(std::count_if(
       buffers_.begin(), buffers_.end(),
       [&](const Buffer& buffer) { return buffer.free_at_once() && !wanted(buffer, queue); }));
   std::size_t missing = 0;
-  for (const Work& work : queue) {
-    if (missing == limit) break;
-    const StepTask& task = work.task;
-    if (!task.needs_buffer() || find(task.key) != nullptr) continue;
-    if (queue.next_use(task.key) != work.turn) continue;  // an earlier one brings its content
-    if (spare > 0) {
-      --spare;
-    } else {
-      ++missing;
+  const auto count = [&](std::int64_t key) {  // whether to go on
+    if (find(key) == nullptr) {
+      if (spare > 0) {
+        --spare;
+      } else {
+        ++missing;
+      }
     }
+    return missing < limit;
+  };
+  if (limit == 0) return 0;
+  for (const Work& work : queue) {
+    const StepTask& task = work.task;
+    if (!task.needs_buffer()) continue;
+    if (queue.next_use(task.key) != work.turn) continue;  // an earlier one brings its content
+    if (!count(task.key)) return missing;
   }
+  queue.each_expected([&](const Expectation& expected) { return count(expected.key); });
   return missing;
 }
 

@@ -5,6 +5,11 @@
 // with B buffers, N records and an order that alternates (zig-zag), a step reads and writes N - B
 // records and not one more.
 //
+// What tasks are *expected* to bring is read ahead of them, in their order: into buffers whose
+// content nobody wants, and into up to `give_up` more, whose content is wanted later. With an order
+// that is the same in every step, all but `give_up` buffers thus keep the order's end from step to
+// step, and a step reads and writes N - (B - give_up) records, if so many do not fit.
+//
 // Nothing here locks: all of it is used under the pipeline's lock.
 #pragma once
 
@@ -24,16 +29,18 @@ namespace hetero {
 
 enum class BufferState {
   idle,      // nobody's; may keep the content of `key`
+  reading,   // the engine fills it ahead of a task, until its reads are done; then idle
   assigned,  // a task's that is not updated yet: its reads fill it, its update changes it
   writing,   // the engine reads it, until its writes are done; then idle
 };
 
-// `reads` belongs to the task that has the buffer, the other fields to the pipeline's lock.
+// `reads` belongs to the task that has the buffer, if one has; all else to the pipeline's lock.
 struct Buffer {
   static constexpr std::int64_t kNoKey = -1;
   static constexpr std::int64_t kClean = -1;
 
-  // Whether it is idle, which it becomes here if its writes are done. Throws if one failed.
+  // Whether it is idle, which it becomes here if its transfers are done. Throws if a write failed;
+  // what could not be read ahead is not kept, so its task reads it again.
   bool settle();
   void drop();  // its content
   bool dirty() const { return dirty_at != kClean; }
@@ -45,6 +52,7 @@ struct Buffer {
   std::int64_t key = kNoKey;  // whose content is here, or is on its way
   bool keeps_record = false;
   bool keeps_param = false;
+  bool read_ahead = false;         // what it keeps was read for a task that did not come yet
   std::int64_t dirty_at = kClean;  // file offset where the dirty record belongs
   std::uint64_t last_used = 0;
   std::vector<std::shared_ptr<IoOp>> reads;
@@ -59,26 +67,53 @@ struct Work {
   Buffer* buffer = nullptr;  // none if the task lives in RAM
 };
 
-// Tasks in order, with an index of when each key is wanted next.
+// Tasks in order, and after them those that are expected; with an index of when each key is wanted
+// next.
 class WorkQueue {
  public:
   static constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
 
+  // The task is not expected any more.
   void push(Work work);
   Work pop();
   void clear();
+  // Replaces what is expected. For reading ahead up to `give_up` buffers may be taken whose content
+  // is wanted later.
+  void expect(std::vector<Expectation> expected, std::size_t give_up);
+  // Nobody reads ahead for the key any more, or (below 0) for any.
+  void forget_expected(std::int64_t key);
   bool empty() const { return works_.empty(); }
   std::size_t size() const { return works_.size(); }
   Work& front() { return works_.front(); }
   auto begin() const { return works_.begin(); }
   auto end() const { return works_.end(); }
-  // The turn of the first task that wants a buffer with this key's content.
+  // The turn of the first task that wants a buffer with this key's content, queued or expected.
   std::uint64_t next_use(std::int64_t key) const;
+  std::size_t give_up() const { return give_up_; }
+  // What is expected still, in order: calls visit(expectation) until it returns false.
+  template <class Visit>
+  void each_expected(Visit visit) const {
+    for (std::size_t i = expected_from_; i < expected_.size(); ++i) {
+      if (is_expected(i) && !visit(expected_[i])) return;
+    }
+  }
 
  private:
+  // The turns of what is expected: after those of all tasks.
+  static constexpr std::uint64_t kExpected = kNever / 2;
+
+  bool is_expected(std::size_t i) const {
+    const auto found = expected_at_.find(expected_[i].key);
+    return found != expected_at_.end() && found->second == i;
+  }
+
   std::deque<Work> works_;
   std::unordered_map<std::int64_t, std::deque<std::uint64_t>> turns_;
   std::uint64_t next_turn_ = 0;
+  std::vector<Expectation> expected_;
+  std::size_t expected_from_ = 0;                              // those before it have come
+  std::unordered_map<std::int64_t, std::size_t> expected_at_;  // by key: of those that have not
+  std::size_t give_up_ = 0;
 };
 
 class BufferPool {
@@ -104,10 +139,15 @@ class BufferPool {
   bool one_will_be_spare(const WorkQueue& queue) const;
   // Among the buffers that no task has, the one wanted last; nullptr if tasks have all.
   Buffer* wanted_last(const WorkQueue& queue);
+  // Likewise of those wanted after `turn`, if fewer than queue.give_up() are not; else nullptr.
+  Buffer* given_up(const WorkQueue& queue, std::uint64_t turn);
+  // The first of what is expected that no buffer has; nullptr if there is none.
+  const Expectation* first_missing(const WorkQueue& queue) const;
 
-  // By how many buffers the queued tasks that find no content need more than are spare; at most
-  // `limit`. What is kept dirty or is written follows from this figure, which staging does not
-  // change: so it depends on the order of the tasks alone, not on the disk's timing.
+  // By how many buffers the tasks that find no content, queued or expected, need more than are
+  // spare; at most `limit`. What is kept dirty or is written follows from this figure, which
+  // neither staging nor reading ahead changes: so it depends on the order of the tasks alone, not
+  // on the disk's timing.
   std::size_t shortage(const WorkQueue& queue, std::size_t limit) const;
 
  private:

@@ -68,7 +68,8 @@ class StepPipeline::Impl {
   }
 
   void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
-  void wait_updated();
+  void expect(std::vector<Expectation> expected, std::size_t give_up);
+  void wait_updated(std::int64_t key);
   void wait_written(std::int64_t key);
   void flush(std::int64_t key);
   void forget(std::int64_t key);
@@ -83,8 +84,10 @@ class StepPipeline::Impl {
 
   // The stager.
   void stage_tasks();
+  bool read_ahead(Lock& lock);
   Buffer* acquire(Lock& lock, const StepTask& task);
   Buffer* take_another(Lock& lock, std::int64_t key);
+  bool settle(Lock& lock, Buffer& buffer);
   void submit_reads(const StepTask& task, Buffer& buffer, bool read_record, bool read_param);
 
   // The updater.
@@ -96,6 +99,8 @@ class StepPipeline::Impl {
   bool stopping() const { return closing_ || failure_ != nullptr; }
   bool unfinished(std::int64_t key) const;
   void settle_all();
+  OpPtr transfer(IoKind kind, Buffer& buffer, std::size_t at, std::size_t nbytes,
+                 std::int64_t offset) const;
   void submit_write(Buffer& buffer, std::size_t at, std::size_t nbytes, std::int64_t offset);
   void submit_record_write(Buffer& buffer);
   void launder(Buffer& buffer);
@@ -142,9 +147,19 @@ void StepPipeline::Impl::submit(std::vector<StepTask> tasks, std::span<const Hyp
   changed_.notify_all();
 }
 
-void StepPipeline::Impl::wait_updated() {
+void StepPipeline::Impl::expect(std::vector<Expectation> expected, std::size_t give_up) {
+  for (const Expectation& each : expected) each.check(layout_, engine_ != nullptr);
+  std::erase_if(expected, [](const Expectation& each) { return !each.in_file(); });
+  const Lock lock(mutex_);
+  settle_all();
+  if (closing_) throw std::runtime_error("the step pipeline is closed");
+  queued_.expect(std::move(expected), give_up);
+  changed_.notify_all();
+}
+
+void StepPipeline::Impl::wait_updated(std::int64_t key) {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] { return failure_ != nullptr || !unfinished(kAnyKey); });
+  changed_.wait(lock, [&] { return failure_ != nullptr || !unfinished(key); });
   settle_all();
 }
 
@@ -184,10 +199,16 @@ void StepPipeline::Impl::flush(std::int64_t key) {
 }
 
 void StepPipeline::Impl::forget(std::int64_t key) {
+  {
+    const Lock lock(mutex_);
+    queued_.forget_expected(key);
+  }
   flush(key);
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   for (Buffer& buffer : buffers_) {
-    if (key != kAnyKey && buffer.key != key) continue;
+    const auto matches = [&] { return key == kAnyKey || buffer.key == key; };
+    while (matches() && buffer.state == BufferState::reading) settle(lock, buffer);
+    if (!matches()) continue;
     if (buffer.state != BufferState::idle || buffer.dirty()) continue;  // a task submitted since
     buffers_.forget(buffer);
   }
@@ -267,11 +288,17 @@ void StepPipeline::Impl::settle_all() {
   throw_if_failed();
 }
 
+// Starts a transfer of part of the buffer. (This one needs no lock.)
+OpPtr StepPipeline::Impl::transfer(IoKind kind, Buffer& buffer, std::size_t at, std::size_t nbytes,
+                                   std::int64_t offset) const {
+  return engine_->submit(kind, file_, buffer.memory + at, nbytes,
+                         static_cast<std::uint64_t>(offset), IoTurn::idle);
+}
+
 // Starts a write. The buffer stays whose it is until the caller changes its state.
 void StepPipeline::Impl::submit_write(Buffer& buffer, std::size_t at, std::size_t nbytes,
                                       std::int64_t offset) {
-  buffer.writes.push_back(engine_->submit(IoKind::write, file_, buffer.memory + at, nbytes,
-                                          static_cast<std::uint64_t>(offset)));
+  buffer.writes.push_back(transfer(IoKind::write, buffer, at, nbytes, offset));
   stats_.written_bytes += nbytes;
 }
 
@@ -325,7 +352,9 @@ void StepPipeline::Impl::thread_main(void (Impl::*loop)()) {
 void StepPipeline::Impl::stage_tasks() {
   Lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return stopping() || !queued_.empty(); });
+    while (!stopping() && queued_.empty()) {
+      if (!read_ahead(lock)) changed_.wait(lock);
+    }
     if (stopping()) return;
     // The task stays in the queue meanwhile: it is one of those that waiters wait for.
     if (queued_.front().task.needs_buffer()) {
@@ -335,7 +364,10 @@ void StepPipeline::Impl::stage_tasks() {
       const bool read_record = task.record.in_file() && !buffer->keeps_record;
       const bool read_param = task.param.in_file() && !buffer->keeps_param;
       const bool cacheable = task.record.in_file() || task.param.in_file();
-      if (cacheable && !read_record && !read_param) ++stats_.hits;
+      if (cacheable && !read_record && !read_param) {
+        ++(buffer->read_ahead ? stats_.ahead : stats_.hits);
+      }
+      buffer->read_ahead = false;
       if (read_record) stats_.read_bytes += layout_.record_bytes();
       if (read_param) stats_.read_bytes += layout_.param_bytes();
       if (task.grad.in_file()) stats_.read_bytes += layout_.grad_bytes();
@@ -350,24 +382,86 @@ void StepPipeline::Impl::stage_tasks() {
   }
 }
 
+// Takes one step of reading ahead; false if there is none to take before something changes.
+bool StepPipeline::Impl::read_ahead(Lock& lock) {
+  const Expectation* const next = buffers_.first_missing(queued_);
+  if (next == nullptr) return false;
+  Buffer* buffer = buffers_.given_up(queued_, queued_.next_use(next->key));
+  if (buffer == nullptr) buffer = buffers_.spare(queued_);
+  if (buffer == nullptr && queued_.give_up() > 0) {
+    const std::vector<Buffer*> dirty = buffers_.launderable(queued_);
+    if (!dirty.empty()) buffer = dirty.front();
+  }
+  if (buffer == nullptr) return false;
+  if (buffer->dirty()) launder(*buffer);
+  if (!settle(lock, *buffer)) return true;
+  buffers_.rename(*buffer, next->key);
+  // (Under the lock, so that close() sees every read that was started.)
+  buffer->state = BufferState::reading;
+  buffer->read_ahead = true;
+  buffer->keeps_record = next->record.in_file();
+  buffer->keeps_param = next->param.in_file();
+  buffer->reads.clear();
+  if (buffer->keeps_record) {
+    buffer->reads.push_back(
+        transfer(IoKind::read, *buffer, 0, layout_.record_bytes(), next->record.file_offset));
+    stats_.read_bytes += layout_.record_bytes();
+  }
+  if (buffer->keeps_param) {
+    buffer->reads.push_back(transfer(IoKind::read, *buffer, layout_.param_at(),
+                                     layout_.param_bytes(), next->param.file_offset));
+    stats_.read_bytes += layout_.param_bytes();
+  }
+  return true;
+}
+
+// Whether the buffer is idle. If not, waits without the lock until its transfers are done: all may
+// have changed then. Reads ahead are cut off, nobody wants them.
+bool StepPipeline::Impl::settle(Lock& lock, Buffer& buffer) {
+  if (buffer.settle()) return true;
+  const std::vector<OpPtr> writes = buffer.writes;
+  std::vector<OpPtr> reads;
+  if (buffer.state == BufferState::reading) {
+    reads = buffer.reads;
+    buffer.drop();
+  }
+  lock.unlock();
+  for (const OpPtr& read : reads) {
+    engine_->cancel(*read);
+    try {
+      read->wait();
+    } catch (...) {
+      // Nobody wants the bytes.
+    }
+  }
+  for (const OpPtr& write : writes) write->wait();
+  lock.lock();
+  return false;
+}
+
 // The buffer that keeps the key's content, or one to give up; nullptr when stopping.
 Buffer* StepPipeline::Impl::acquire(Lock& lock, const StepTask& task) {
   Buffer* kept = nullptr;
-  // While an earlier task with the same key has the buffer, the file is behind.
-  changed_.wait(lock, [&] {
-    kept = buffers_.find(task.key);
-    return stopping() || kept == nullptr || kept->state != BufferState::assigned;
-  });
-  if (stopping()) return nullptr;
-  if (kept == nullptr) return take_another(lock, task.key);
+  for (;;) {
+    // While an earlier task with the same key has the buffer, the file is behind.
+    changed_.wait(lock, [&] {
+      kept = buffers_.find(task.key);
+      return stopping() || kept == nullptr || kept->state != BufferState::assigned;
+    });
+    if (stopping()) return nullptr;
+    if (kept == nullptr) return take_another(lock, task.key);
+    if (kept->state != BufferState::reading || kept->read_ahead) break;
+    settle(lock, *kept);  // its reads were cut off, for forget()
+  }
   if (kept->dirty() && kept->dirty_at != task.record.file_offset) {
     throw std::logic_error("StepTask " + std::to_string(task.key) +
                            ": its record was moved while a buffer keeps what belongs to offset " +
                            std::to_string(kept->dirty_at) + "; call forget() before moving it");
   }
-  // (The updater waits for the writes of a kept buffer; reads of other parts may start now.)
+  // (The updater waits for the writes of a kept buffer, and for what is still being read ahead;
+  // reads of other parts may start now.)
+  if (kept->state != BufferState::reading) kept->reads.clear();
   kept->state = BufferState::assigned;
-  kept->reads.clear();
   return kept;
 }
 
@@ -377,7 +471,9 @@ Buffer* StepPipeline::Impl::acquire(Lock& lock, const StepTask& task) {
 // task is about to want; only if all is wanted, what is wanted last goes.
 Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key) {
   while (!stopping()) {
-    Buffer* buffer = buffers_.spare(queued_);
+    // (First, so that as many are given up however fast tasks come.)
+    Buffer* buffer = buffers_.given_up(queued_, queued_.front().turn);
+    if (buffer == nullptr) buffer = buffers_.spare(queued_);
     if (buffer == nullptr) {
       // Dirty content is left of tasks that this step has none of. All that will be needed is
       // written together: one after the other the disk would wait for us each time.
@@ -390,18 +486,14 @@ Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key) {
         changed_.wait(lock);
         continue;
       }
-      if (buffer->dirty()) launder(*buffer);
     }
-    if (buffer->settle()) {
+    if (buffer->dirty()) launder(*buffer);
+    if (settle(lock, *buffer)) {
       buffers_.rename(*buffer, key);
       buffer->state = BufferState::assigned;
       buffer->reads.clear();
       return buffer;
     }
-    const std::vector<OpPtr> writes = buffer->writes;
-    lock.unlock();
-    for (const OpPtr& write : writes) write->wait();
-    lock.lock();
   }
   return nullptr;
 }
@@ -409,8 +501,7 @@ Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key) {
 void StepPipeline::Impl::submit_reads(const StepTask& task, Buffer& buffer, bool read_record,
                                       bool read_param) {
   const auto read = [&](const Location& from, std::size_t at, std::size_t nbytes) {
-    buffer.reads.push_back(engine_->submit(IoKind::read, file_, buffer.memory + at, nbytes,
-                                           static_cast<std::uint64_t>(from.file_offset)));
+    buffer.reads.push_back(transfer(IoKind::read, buffer, at, nbytes, from.file_offset));
   };
   if (read_record) read(task.record, 0, layout_.record_bytes());
   if (read_param) read(task.param, layout_.param_at(), layout_.param_bytes());
@@ -542,7 +633,11 @@ void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hy
   impl().submit(std::move(tasks), hypers);
 }
 
-void StepPipeline::wait_updated() { impl().wait_updated(); }
+void StepPipeline::expect(std::vector<Expectation> expected, std::size_t give_up) {
+  impl().expect(std::move(expected), give_up);
+}
+
+void StepPipeline::wait_updated(std::int64_t key) { impl().wait_updated(key); }
 
 void StepPipeline::wait_written(std::int64_t key) { impl().wait_written(key); }
 

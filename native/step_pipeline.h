@@ -17,7 +17,8 @@ namespace hetero {
 
 struct StepStats {
   std::uint64_t tasks = 0;  // updated
-  std::uint64_t hits = 0;   // tasks that found their file parts in a kept buffer
+  std::uint64_t hits = 0;   // tasks that found their file parts in a buffer that kept them
+  std::uint64_t ahead = 0;  // tasks that found them read ahead
   std::uint64_t read_bytes = 0, written_bytes = 0;
   double adam_s = 0;        // computing
   double read_wait_s = 0;   // waiting for a task's reads
@@ -31,6 +32,12 @@ struct StepStats {
 // is written at once, because the next forward reads it from the file; a record only when its
 // buffer is needed for another one (step_buffers.h), or by flush(). Until then the file is behind,
 // so a key's record must not move before forget().
+//
+// What later tasks are expected to find in the file is read ahead of them when no task waits for a
+// buffer. Nobody has to wait for that, or to end it: what buffers keep is what the file has,
+// whether its task comes or not. All transfers take their turns after those of others
+// (IoTurn::idle): a backward that reads parameters meanwhile does not wait for more than is in
+// flight.
 //
 // The first failure, of a transfer or anything else, stops the pipeline: queued tasks are dropped
 // and every later call but close() and stats() rethrows it.
@@ -51,8 +58,15 @@ class StepPipeline {
   // std::invalid_argument if any is not valid.
   void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
 
-  // Until every submitted update is computed: parameters in RAM are final, gradients free.
-  void wait_updated();
+  // From now on reads ahead what `expected`, in this order, find in the file and no buffer has;
+  // replaces what was expected before. Besides buffers whose content nobody wants it takes up to
+  // `give_up` whose content is wanted later (step_buffers.h). Throws std::invalid_argument if any
+  // is not valid.
+  void expect(std::vector<Expectation> expected, std::size_t give_up);
+
+  // Until every submitted update, or those of `key`, are computed: parameters in RAM are final,
+  // gradients free.
+  void wait_updated(std::int64_t key = -1);
 
   // Until no write, or none of `key` (-1: any), is under way: parameters in the file are final.
   void wait_written(std::int64_t key = -1);
@@ -60,7 +74,8 @@ class StepPipeline {
   // Writes the records that only buffers have, then wait_written: the file has all.
   void flush(std::int64_t key = -1);
 
-  // flush, then drops the kept content: somebody else is about to use the file or the buffers.
+  // flush, then drops the kept content, and expects nothing any more: somebody else is about to use
+  // the file or the buffers.
   void forget(std::int64_t key = -1);
 
   StepStats stats() const;

@@ -42,4 +42,16 @@ struct StepTask {
   void check(const PieceLayout& layout, std::size_t hypers, bool has_file) const;
 };
 
+// What a task to come is expected to find in the file, if anything. The key and the places are the
+// task's.
+struct Expectation {
+  std::int64_t key = 0;
+  Location param, record;
+
+  bool in_file() const { return param.in_file() || record.in_file(); }
+
+  // Throws std::invalid_argument likewise.
+  void check(const PieceLayout& layout, bool has_file) const;
+};
+
 }  // namespace hetero

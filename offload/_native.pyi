@@ -361,9 +361,18 @@ class StepPipeline:
     ) -> int: ...
     def submit(self, tasks: Sequence[StepTask], hypers: Sequence[Hyper]) -> None:
         """Queues the tasks in order and returns at once."""
-    def wait_updated(self) -> None:
-        """Until every submitted update is computed: parameters in RAM are final, gradients free.
-        Raises the first failure; the pipeline then refuses further work with the same error."""
+    def expect(self, expected: Sequence[tuple[int, Location, Location]], give_up: int = 0) -> None:
+        """Reads ahead what tasks to come, in this order, will find in the file and no buffer has.
+
+        Each is (key, param, record) as in a StepTask. Replaces what was expected before; submit()
+        takes its keys out. Takes buffers whose content nobody wants, and up to `give_up` whose
+        content is wanted later: with an order that is the same in every step, all others keep the
+        order's end from step to step. Never waits; what was read for nothing does no harm. Raises
+        ValueError for what is not valid, and the pipeline's failure."""
+    def wait_updated(self, key: int = -1) -> None:
+        """Until every submitted update (or those of `key`) is computed: parameters in RAM are
+        final, gradients free. Raises the first failure; the pipeline then refuses further work with
+        the same error."""
     def wait_written(self, key: int = -1) -> None:
         """Until no write (or none of `key`) is under way: parameters in the file are final. Raises
         like wait_updated."""
@@ -371,11 +380,12 @@ class StepPipeline:
         """Writes the records (or that of `key`) which only buffers have, and waits: the file has
         all. Raises like wait_updated."""
     def forget(self, key: int = -1) -> None:
-        """flush(), then drops the kept content: somebody else is about to use the file or the
-        buffers."""
+        """flush(), then drops the kept content and what is expected: somebody else is about to
+        use the file or the buffers."""
     @property
     def stats(self) -> dict[str, float]:
-        """tasks, hits, read_bytes, written_bytes, adam_s, read_wait_s, write_wait_s"""
+        """tasks (updated), hits (of them, found in a buffer that kept their parts), ahead (found
+        read ahead), read_bytes, written_bytes, adam_s, read_wait_s, write_wait_s"""
     def inject(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
     def close(self) -> None:

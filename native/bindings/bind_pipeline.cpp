@@ -32,6 +32,7 @@ class BoundPipeline : public StepPipeline {
   }
 };
 
+using ExpectationTuple = std::tuple<std::int64_t, Location, Location>;
 using SegmentTuple = std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t>;
 
 StepTask make_task(std::int64_t key, const Location& param, const Location& grad,
@@ -42,6 +43,14 @@ StepTask make_task(std::int64_t key, const Location& param, const Location& grad
     task.segments.push_back({first, numel, hyper, index});
   }
   return task;
+}
+
+void expect(BoundPipeline& pipeline, const std::vector<ExpectationTuple>& expected,
+            std::size_t give_up) {
+  std::vector<Expectation> made;
+  made.reserve(expected.size());
+  for (const auto& [key, param, record] : expected) made.push_back({key, param, record});
+  pipeline.expect(std::move(made), give_up);
 }
 
 std::unique_ptr<BoundPipeline> make_pipeline(std::shared_ptr<IoEngine> engine, int file,
@@ -60,6 +69,7 @@ py::dict stats_dict(const BoundPipeline& pipeline) {
   py::dict dict;
   dict["tasks"] = stats.tasks;
   dict["hits"] = stats.hits;
+  dict["ahead"] = stats.ahead;
   dict["read_bytes"] = stats.read_bytes;
   dict["written_bytes"] = stats.written_bytes;
   dict["adam_s"] = stats.adam_s;
@@ -98,7 +108,8 @@ void bind_pipeline(py::module_& module) {
             self.submit(std::move(tasks), hypers);
           },
           py::arg("tasks"), py::arg("hypers"), NoGil())
-      .def("wait_updated", &BoundPipeline::wait_updated, NoGil())
+      .def("expect", &expect, py::arg("expected"), py::arg("give_up") = 0, NoGil())
+      .def("wait_updated", &BoundPipeline::wait_updated, py::arg("key") = -1, NoGil())
       .def("wait_written", &BoundPipeline::wait_written, py::arg("key") = -1, NoGil())
       .def("flush", &BoundPipeline::flush, py::arg("key") = -1, NoGil())
       .def("forget", &BoundPipeline::forget, py::arg("key") = -1, NoGil())

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from offload import _native
+from tests.native.test_reading_ahead import expected
 from tests.native.test_step_pipeline import (
     ENGINES,
     PIECE,
@@ -66,6 +67,10 @@ class PipelineMachine(RuleBasedStateMachine):
         if self.call(self.filed.pipeline.submit, self.filed.tasks(order), now):
             self.model.submit(self.pieces.tasks_in_ram(order), now)
             self.model.wait_updated()
+
+    @rule(order=st.lists(KEYS, max_size=COUNT), give_up=st.integers(0, 3))
+    def expect(self, order: list[int], give_up: int) -> None:
+        self.call(self.filed.pipeline.expect, expected(self.filed, order), give_up)
 
     @rule()
     def wait_updated(self) -> None:

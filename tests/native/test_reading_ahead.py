@@ -1,0 +1,229 @@
+"""native/step_pipeline: what is read ahead of tasks, and what is kept meanwhile."""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload import _native
+from tests.native.test_step_pipeline import (
+    ENGINES,
+    KIND,
+    PIECE,
+    Filed,
+    Pieces,
+    hypers,
+    pipeline_threads,
+    ram,
+    train_in_ram,
+    zig_zag,
+)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Filed]]:
+    """Whatever a test appends here is closed, and no thread is left."""
+    files: list[Filed] = []
+    yield files
+    for filed in files:
+        filed.close()
+    assert pipeline_threads() == []
+
+
+def expected(filed: Filed, order: Sequence[int]) -> list[tuple]:
+    """What is to be read ahead for filed.tasks(order)."""
+    return [
+        (
+            key,
+            _native.Location(file_offset=filed.param_at[key])
+            if filed.param_in_file
+            else ram(filed.params[key]),
+            _native.Location(file_offset=filed.record_at[key]),
+        )
+        for key in order
+    ]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what a thread is about to do."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("buffers", [1, 3, 5, 8])
+@pytest.mark.parametrize("param_in_file", [False, True])
+def test_reads_ahead_as_many_as_there_are_buffers(
+    tmp_path: Path, opened: list[Filed], kind: str, buffers: int, param_in_file: bool
+) -> None:
+    """Nothing is read twice, and what buffers keep from the last step is not read at all."""
+    count, steps = 5, 4
+    pieces = Pieces(count, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers, param_in_file)
+    opened.append(filed)
+    each = pieces.record_bytes + (pieces.param_bytes if param_in_file else 0)
+    ahead = min(buffers, count)
+    for step in range(1, steps + 1):
+        order = zig_zag(count, step)
+        before = filed.pipeline.stats["read_bytes"]
+        filed.pipeline.expect(expected(filed, order))
+        read = ahead * each if step == 1 else 0
+        until(lambda read=read, before=before: filed.engine.stats["read_bytes"] == before + read)
+        filed.pipeline.submit(filed.tasks(order), hypers(step))
+        filed.pipeline.wait_updated()
+        missed = count if step == 1 else count - ahead
+        assert filed.pipeline.stats["read_bytes"] == before + missed * each
+    stats = filed.pipeline.stats
+    assert (stats["ahead"], stats["hits"]) == (ahead, (steps - 1) * ahead)
+    filed.pipeline.flush()
+    train_in_ram(pieces, steps)
+    assert filed.bytes() == pieces.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("give_up", [1, 2, 3])
+@pytest.mark.parametrize("buffers", [1, 3, 5, 8, 12])
+@pytest.mark.parametrize("param_in_file", [False, True])
+def test_an_order_that_stays_the_same_keeps_its_end(
+    tmp_path: Path, opened: list[Filed], kind: str, give_up: int, buffers: int, param_in_file: bool
+) -> None:
+    """Tasks come one by one: all but `give_up` buffers keep records from step to step."""
+    count, steps = 10, 4
+    pieces = Pieces(count, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers, param_in_file)
+    opened.append(filed)
+    random = np.random.default_rng(buffers)
+    written = []
+    for step in range(1, steps + 1):
+        filed.pipeline.expect(expected(filed, range(count)), give_up)
+        for key in range(count):
+            if random.random() < 0.3:
+                time.sleep(0.002)  # the traffic must not depend on when they come
+            filed.pipeline.submit(filed.tasks([key]), hypers(step))
+        filed.pipeline.wait_updated()
+        filed.pipeline.wait_written()
+        written.append(filed.pipeline.stats["written_bytes"])
+        if step > 1:
+            params = count * pieces.param_bytes if param_in_file else 0
+            lacking = max(0, count - buffers)
+            missed = min(count, lacking + min(give_up, lacking))
+            assert written[-1] - written[-2] == missed * pieces.record_bytes + params
+    filed.pipeline.flush()
+    train_in_ram(pieces, steps)
+    assert filed.bytes() == pieces.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_what_is_expected_need_not_come(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+    pieces = Pieces(6, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=3)
+    opened.append(filed)
+    for step, order in enumerate([[5, 4, 1], [0], [2, 3, 4, 5], [1, 0, 5]], start=1):
+        filed.pipeline.expect(expected(filed, [0, 1, 2, 3]), give_up=2)
+        filed.pipeline.submit(filed.tasks(order), hypers(step))
+        filed.pipeline.wait_updated()
+        filed.pipeline.expect([])
+    filed.pipeline.flush()
+    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
+    for step, order in enumerate([[5, 4, 1], [0], [2, 3, 4, 5], [1, 0, 5]], start=1):
+        pipeline.submit(pieces.tasks_in_ram(order), hypers(step))
+        pipeline.wait_updated()
+    pipeline.close()
+    assert filed.bytes() == pieces.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_reading_ahead_is_given_up(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+    """forget() drops what was read ahead, and reads no more: the file may be written behind it."""
+    pieces = Pieces(4, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=4)
+    opened.append(filed)
+    filed.pipeline.expect(expected(filed, range(4)))
+    filed.pipeline.forget()
+    read = filed.engine.stats["read_bytes"]
+    pieces.records[2][:] = pieces.records[1]
+    os.pwrite(filed.fd, pieces.records[2].tobytes(), filed.record_at[2])
+    time.sleep(0.02)
+    assert filed.engine.stats["read_bytes"] == read
+    assert filed.engine.stats["in_flight"] == 0
+    filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
+    filed.pipeline.flush()
+    assert filed.pipeline.stats["ahead"] == 0
+    train_in_ram(pieces, 1)
+    assert filed.bytes() == pieces.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_failed_read_ahead_is_made_again(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+    """Where its task has not come for it: nothing depended on it."""
+    pieces = Pieces(2, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    opened.append(filed)
+    filed.engine.inject("read", 0, error=errno.EIO)
+    filed.pipeline.expect(expected(filed, [0]))
+    until(lambda: filed.engine.stats["errors"] == 1)
+    until(lambda: filed.engine.stats["in_flight"] == 0)
+    filed.pipeline.wait_written()
+    filed.pipeline.submit(filed.tasks(range(2)), hypers(1))
+    filed.pipeline.flush()
+    train_in_ram(pieces, 1)
+    assert filed.bytes() == pieces.bytes()
+
+
+def test_expectations_are_checked(tmp_path: Path, opened: list[Filed]) -> None:
+    pieces = Pieces(1, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", "threads", buffers=1)
+    opened.append(filed)
+    place = _native.Location(file_offset=filed.record_at[0])
+    with pytest.raises(ValueError, match="no room for it"):
+        filed.pipeline.expect([(0, place, place)])
+    with pytest.raises(ValueError, match="at least 0"):
+        filed.pipeline.expect([(-1, ram(pieces.params[0]), place)])
+    with pytest.raises(ValueError, match="not a multiple of 4096"):
+        filed.pipeline.expect([(0, ram(pieces.params[0]), _native.Location(file_offset=12))])
+    filed.pipeline.expect([(0, ram(pieces.params[0]), ram(pieces.records[0]))])  # nothing to read
+    filed.pipeline.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        filed.pipeline.expect([])
+    assert filed.engine.stats["read_bytes"] == 0
+
+
+def test_updates_of_one_key_can_be_waited_for(tmp_path: Path, opened: list[Filed]) -> None:
+    pieces = Pieces(3, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", "threads", buffers=2)
+    opened.append(filed)
+    filed.pipeline.submit(filed.tasks(range(3)), hypers(1))
+    filed.pipeline.wait_updated(1)
+    train_in_ram(pieces, 1)
+    for key in (0, 1):
+        assert filed.params[key].tobytes() == pieces.params[key].tobytes()
+
+
+def test_what_can_wait_is_transferred_after_all_else(tmp_path: Path) -> None:
+    """Another read is behind the block in flight alone, however much is to be read ahead."""
+    pieces = Pieces(8, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", "threads", buffers=8)
+    engine = _native.IoEngine("threads", queue_depth=1, threads=1, block_bytes=4096)
+    file = engine.add_file(filed.fd, "file")
+    shape = (pieces.kind, PIECE, False, False)
+    arena = _native.Arena(8 * _native.StepPipeline.buffer_bytes(*shape))
+    pipeline = _native.StepPipeline(engine, file, arena, 8, *shape)
+    # The first block makes no progress for a while, in which the other read is submitted.
+    stalls = 200
+    engine.inject("read", 0, error=errno.EAGAIN, count=stalls)
+    engine.inject("read", stalls + 1, error=errno.EIO)  # the second block's
+    pipeline.expect(expected(filed, range(8)))
+    until(lambda: engine.stats["in_flight"] == 1)
+    other = _native.Arena(4096)
+    read = engine.read(file, other.address, 4096, 0)
+    with pytest.raises(_native.NativeIoError):
+        read.wait()
+    pipeline.close()
+    engine.close()
+    filed.close()
