@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +14,20 @@ from hetero.params import SavedView
 from offload.errors import StaleGraphError
 
 
+def _nothing(_: object) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """A tensor that autograd saved and is no view of a gathered copy.
 
-    With hooks nobody else checks its version.
+    With hooks nobody else checks its version. `chunk`: it is of a home that is used in place.
     """
 
     tensor: torch.Tensor
     version: int
+    chunk: Chunk | None = None
 
 
 class AllParams:
@@ -30,11 +35,22 @@ class AllParams:
 
     def __init__(self, banks: Sequence[Bank]) -> None:
         self._banks = banks  # may grow
+        # Called before a parameter is used, and before a chunk's saved views are made again: may
+        # refuse by raising.
+        self.check_use: Callable[[ManagedParam], object] = _nothing
+        self.check_saved: Callable[[Chunk], object] = _nothing
+        # By address: homes that are used in place and may change while backward runs.
+        self.changing: dict[int, Chunk] = {}
 
     @property
     def gathers(self) -> bool:
-        """Whether some parameters are gathered, and pack() and unpack() are needed."""
+        """Whether some parameters are gathered."""
         return any(bank.params.gathers for bank in self._banks)
+
+    @property
+    def packs(self) -> bool:
+        """Whether pack() and unpack() are needed."""
+        return self.gathers or bool(self.changing)
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is in RAM, where compute uses it in place."""
@@ -46,6 +62,7 @@ class AllParams:
 
     def acquire(self, managed: ManagedParam) -> None:
         """Makes the parameter present until as many release() calls."""
+        self.check_use(managed)
         self._banks[managed.chunk.bank].params.acquire(managed)
 
     def release(self, managed: ManagedParam) -> None:
@@ -68,12 +85,18 @@ class AllParams:
                 view = bank.params.pack(tensor)
                 if view is not None:
                     return view
+            if self.changing:
+                chunk = self.changing.get(tensor.untyped_storage().data_ptr())
+                return SavedTensor(tensor, tensor._version, chunk)
         return SavedTensor(tensor, tensor._version)
 
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
         if isinstance(saved, SavedView):
+            self.check_saved(saved.chunk)
             return self._banks[saved.chunk.bank].params.unpack(saved)
+        if saved.chunk is not None:
+            self.check_saved(saved.chunk)
         if saved.tensor._version != saved.version:
             raise StaleGraphError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "

@@ -20,6 +20,10 @@ _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 Members = Sequence[ManagedParam]
 
 
+def _nothing(_: object) -> None:
+    pass
+
+
 class Clipping:
     """What may be done to gradients between backward and step.
 
@@ -36,11 +40,15 @@ class Clipping:
         banks: Sequence[Bank],
         loss_scale: LossScale,
         world: World,
+        early_updates: bool = False,
     ) -> None:
-        """`banks` may grow; each is connect()ed."""
+        """`banks` may grow; each is connect()ed. `early_updates`: gradients cannot be changed."""
         self._banks = banks
         self._loss_scale = loss_scale
         self._world = world
+        self._early_updates = early_updates
+        # Called before a gradient is taken that the user assigned: may refuse by raising.
+        self.check_assigned: Callable[[ManagedParam], object] = _nothing
         self._unsettled = False  # with several ranks: gradients came that are no means yet
         # With several ranks: of all gradients, until one changes; the same everywhere.
         self._whole_sums: dict[ManagedParam, float] = {}
@@ -68,6 +76,7 @@ class Clipping:
         """
         for m in members:
             if m.param.grad is not None and not m.has_grad:
+                self.check_assigned(m)
                 self._check_assigned(m, m.param.grad)
                 grad = m.param.grad
                 if self._banks[m.chunk.bank].placement.drain_bytes:
@@ -189,6 +198,7 @@ class Clipping:
 
         Raises NonFiniteError (with `error_if_nonfinite`), with nothing changed.
         """
+        self._require_changeable()
         norm = self.total_norm(members, norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise NonFiniteError(f"the gradient norm is {norm}")
@@ -198,6 +208,7 @@ class Clipping:
 
     def multiply(self, members: Members, factor: float) -> None:
         """Multiplies each gradient by `factor`."""
+        self._require_changeable()
         self.settle()
         for m in members:
             m.grad_factor *= factor
@@ -208,6 +219,7 @@ class Clipping:
         Where the loss is scaled by hetero, a gradient with an overflow stays as it is, because
         its step is going to be skipped.
         """
+        self._require_changeable()
         self.settle()
         if self._loss_scale.dynamic:
             sums = self.sums_of_squares(members)
@@ -238,6 +250,15 @@ class Clipping:
             for bank in self._banks:
                 bank.order.end_step()
         return overflow
+
+    def _require_changeable(self) -> None:
+        if self._early_updates:
+            raise HeteroError(
+                "gradients cannot be clipped, unscaled or multiplied with early_updates=True: "
+                "updates are made while backward runs, before the last gradient is there; leave "
+                "out early_updates, or the change (register_hook() of a parameter can make one; "
+                "optimizer.engine.grad_norm() tells the norm and changes nothing)"
+            )
 
     def forget(self, members: Members) -> None:
         """Clears the gradients."""

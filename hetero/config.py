@@ -58,7 +58,15 @@ class Config:
                       fp32 whatever `dtype` is. Those of batch normalisation always do.
     chunk_numel       elements per slot; default: found by search.
     io_engine         "io_uring", "threads", or "auto": io_uring where it works.
-    prefetch          read DISK-homed parameters ahead of their use.
+    prefetch          read what is homed on NVMe ahead of its use: parameters, and, while backward
+                      runs, what step() needs first.
+    early_updates     update parameters while backward still runs, a chunk at a time, as soon as its
+                      gradients are final; step() then updates the rest. Same bits. From the
+                      second step on; for one rank; without anything that needs all gradients
+                      first: clipping, a GradScaler, the loss scale of fp16. Backward calls of a
+                      step before the last belong into hetero.no_sync(), unless each step has as
+                      many. Between backward and step() parameters read NaN, options of param groups
+                      must not change, and what has begun cannot be undone. Default: False.
     zero_stage        over several ranks: 1 shards optimizer state, 2 gradients too, 3 (default)
                       parameters too. Budgets, like everything here, are of one rank.
     shard_strategy    "chunk" (default) shards chunks of many tensors; "tensor" every tensor by
@@ -88,6 +96,7 @@ class Config:
     chunk_numel: int | None = None
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     prefetch: bool = True
+    early_updates: bool = False
     zero_stage: int = 3
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
@@ -144,8 +153,15 @@ class Config:
                 f"initial_loss_scale must be a number from 1 on, such as 65536, or None, "
                 f"not {scale!r}"
             )
-        if not isinstance(self.prefetch, bool):
-            raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")
+        for name in ("prefetch", "early_updates"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.early_updates and compute == "fp16" and scale is not None:
+            raise ValueError(
+                "early_updates with the loss scale of fp16: whether a step overflows is known only "
+                "when all gradients are there; use dtype='bf16', or initial_loss_scale=None, which "
+                "scales nothing"
+            )
         self._check_backend()
         if self.nvme_path is not None:
             found = check_directories(_paths(self.nvme_path))

@@ -11,6 +11,8 @@ says when one waits for another. What the timeline knows:
 - The update goes through pieces, with a disk that reads and writes at once. Of T pieces whose
   record or parameter is in the file, B buffers save min(B, T) reads and writes of records, and
   reads of parameters. What is on DEVICE is updated there meanwhile.
+- With early updates backward and update overlap. Backward gives the order, so all buffers but
+  STREAMING save reads and writes.
 - Where the CPU computes, two things that go on at once slow each other down, by the profile's
   interference.
 """
@@ -26,6 +28,7 @@ from hetero.belady import Fetch, fetches
 from hetero.dtypes import Dtypes
 from hetero.layout import Layout
 from hetero.placement import Budgets, Placement, SlotBytes
+from hetero.steps import STREAMING
 from hetero.trace import Phase, Trace, Use
 from offload.profile import Profile
 from offload.tiers import Tier
@@ -188,7 +191,7 @@ class CostModel:
         for name, moved in moved_bytes.items():
             nbytes[name] += moved
         if self.problem.early_updates and phases:
-            phases[-1:] = [_together(phases[-1], update)]
+            phases[-1:] = [self._together(phases[-1], update)]
         else:
             phases.append(update)
         return StepCost(tuple(phases), Traffic(**nbytes))
@@ -260,7 +263,12 @@ class CostModel:
             for c in self.trained
             if made.record[c] is Tier.DISK or made.param[c] is Tier.DISK
         )
-        missed = max(0, cached - made.buffers) / cached if cached else 0.0
+        lacking = max(0, cached - made.buffers)
+        if problem.early_updates:
+            # The order of backward, the same in each step, does not begin with what buffers keep;
+            # gradients are used where they arrive.
+            lacking, grads = min(cached, lacking + min(STREAMING, lacking)), 0
+        missed = lacking / cached if cached else 0.0
         read = round((records * slot.record + params * slot.param) * missed) + grads * slot.grad
         written = round(records * slot.record * missed) + params * slot.param
         nvme_s = _nvme_seconds(profile, read, written)
@@ -270,7 +278,8 @@ class CostModel:
         elif made.buffers == 2:
             seconds += min(host_s, nvme_s) / 2
         if read:
-            # Before the first update there is nothing to overlap its read with.
+            # At the ends one waits for the other: for the first gradient, or the first free buffer,
+            # and for the last read.
             pieces = ceil(max(cached * missed, grads))
             seconds += nvme_s * read / (read + written) / max(1, pieces)
         seconds = min(seconds, host_s + nvme_s)
@@ -288,6 +297,22 @@ class CostModel:
             PhaseCost("update", total, busy),
             {"nvme_read": read, "nvme_written": written, "sent": sent},
         )
+
+    def _together(self, backward: PhaseCost, update: PhaseCost) -> PhaseCost:
+        """Backward and the updates that begin in it: the busiest resource of both says how long.
+
+        If the CPU computes, its updates take its time. Those of the chunk that backward comes to
+        last begin when it is over.
+        """
+        busy = {
+            name: backward.busy_s.get(name, 0.0) + update.busy_s.get(name, 0.0)
+            for name in RESOURCES
+        }
+        together = busy[COMPUTE] + busy[CPU_UPDATE]
+        busiest_s = max(*busy.values(), 0.0 if self.problem.profile.separate else together)
+        last_s = update.seconds / max(1, len(self.trained))
+        seconds = max(backward.seconds + last_s, update.seconds, busiest_s)
+        return PhaseCost("backward and update", seconds, busy)
 
     def _averaged_at_end(self) -> tuple[int, float]:
         """Bytes and seconds of what ranks send around the update: stages 1 and 2, and replicas."""
@@ -428,15 +453,6 @@ def _nvme_seconds(profile: Profile, read: int, written: int) -> float:
     mixed, _ = _disk_rates(profile, True)
     both = min(read, written)
     return 2 * both / mixed + (read - both) / reading + (written - both) / writing
-
-
-def _together(backward: PhaseCost, update: PhaseCost) -> PhaseCost:
-    """Backward and the updates that begin in it: the busiest resource of both says how long."""
-    busy = {
-        name: backward.busy_s.get(name, 0.0) + update.busy_s.get(name, 0.0) for name in RESOURCES
-    }
-    seconds = max(backward.seconds, update.seconds, *busy.values())
-    return PhaseCost("backward and update", seconds, busy)
 
 
 def _segments(trace: Trace) -> list[_Segment]:

@@ -18,12 +18,14 @@ from hetero.bank import Bank
 from hetero.clipping import Clipping, check_dense
 from hetero.config import Config
 from hetero.dtypes import Dtypes
+from hetero.early import EarlyUpdates
 from hetero.extension import extension
 from hetero.hooks import GradHook, ModuleHooks, refuse_use
 from hetero.later import Later
 from hetero.layout import Layout
 from hetero.managed import ManagedParam, can_train
 from hetero.placement import Placement
+from hetero.reading_ahead import ReadingAhead
 from hetero.scaler import LossScale
 from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
 from hetero.traffic import Traffic, traffic_of
@@ -79,7 +81,15 @@ class Engine:
         self.notes = notes
         self.world: World = banks[0].world
         self.params = AllParams(self.banks)
-        self.clipping = Clipping(self.banks, loss_scale, self.world)
+        self.clipping = Clipping(self.banks, loss_scale, self.world, config.early_updates)
+        self.early = EarlyUpdates(
+            self.banks,
+            self.params,
+            config.early_updates,
+            accumulating=lambda: bool(self._unsynced),
+        )
+        self.clipping.check_assigned = self.early.check_gradient
+        self._reading_ahead = ReadingAhead(self.banks, config.prefetch)
         self._model = weakref.ref(model)
         self._managed: dict[int, ManagedParam] = {}
         self._later = Later(self)
@@ -91,7 +101,12 @@ class Engine:
         for bank in banks:
             self._take_over(bank)
         self._module_hooks = ModuleHooks(
-            model, self.known, self.params, self.dtypes.torch_compute, self._before_forward
+            model,
+            self.known,
+            self.params,
+            self.dtypes.torch_compute,
+            self._before_forward,
+            all_modules=config.early_updates,
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         # The engine lives as long as the model; without close() it ends with it, or at exit.
@@ -101,6 +116,7 @@ class Engine:
         """Parameters of the bank point to their new homes from here on."""
         self.banks.append(bank)
         self.clipping.connect(bank)
+        self.early.connect(bank)
         for contexts in self._unsynced:
             contexts.enter_context(bank.no_sync())
         for m in bank.members:
@@ -114,15 +130,20 @@ class Engine:
                 bank.grads.add_member(m)
                 m.grad_ops = self.clipping
                 with torch.enable_grad():
-                    self._hooks.append(GradHook(m, self._check_grad, self.clipping.keep))
+                    self._hooks.append(GradHook(m, self._check_grad, self._keep_grad))
 
     def attach(self, hooks: ModelHooks) -> None:
         """Hooks on the model that close() removes."""
         self._model_hooks.append(hooks)
 
-    def follow(self, param_groups: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """`param_groups` gives the optimizer's groups as they are at the time."""
+    def follow(
+        self, param_groups: Callable[[], Sequence[dict[str, Any]]], hyper_of: HyperOf
+    ) -> None:
+        """`param_groups` gives the optimizer's groups as they are at the time, `hyper_of` what
+        their options mean.
+        """
         self._later.follow(param_groups)
+        self.early.follow(param_groups, hyper_of)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -205,6 +226,7 @@ class Engine:
 
     def _check_grad(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         check_dense(managed, grad)
+        self.early.check_gradient(managed)
         if self.loss_scale.dynamic and not self._scaled_backward:
             raise RuntimeError(
                 "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
@@ -212,6 +234,11 @@ class Engine:
                 "initialize with initial_loss_scale=None"
             )
         self.clipping.adopt([managed])
+
+    def _keep_grad(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        self._reading_ahead.begin()
+        self.clipping.keep(managed, grad, accumulate)
+        self.early.arrived(managed, accumulate)
 
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""
@@ -232,7 +259,8 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Inside the block gradients are added up on each rank and nothing is sent.
 
-        They are kept whole until the first backward outside, within host_memory.
+        They are kept whole until the first backward outside, within host_memory. With early_updates
+        more gradients of the step are known to come, so none is final.
         """
         with ExitStack() as contexts:
             for bank in self.banks:
@@ -269,11 +297,12 @@ class Engine:
                 "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
                 "'fp32', whose range is wider"
             )
-        if members and not overflow:
+        if (members or self.early.half_made) and not overflow:
             self._check_factors(members)
-            self._update(groups, members, hyper_of)
+            self._update(groups, hyper_of)
         if members:
             self.loss_scale.update(overflow)
+        self._reading_ahead.end_step()
         for bank in self.banks:
             bank.order.end_step()
 
@@ -298,17 +327,14 @@ class Engine:
                     f"ranks alike"
                 )
 
-    def _update(
-        self,
-        groups: list[tuple[dict[str, Any], list[ManagedParam]]],
-        members: list[ManagedParam],
-        hyper_of: HyperOf,
-    ) -> None:
+    def _update(self, groups: Groups, hyper_of: HyperOf) -> None:
+        groups = self.early.rest(groups)
         table = hyper_table(groups, hyper_of)
-        used = {m.chunk.bank for m in members}
+        used = {m.chunk.bank for _, members in groups for m in members} | self.early.banks
         for bank in (bank for number, bank in enumerate(self.banks) if number in used):
             mine = [(g, [m for m in some if self.bank_of(m) is bank]) for g, some in groups]
             self._update_bank(bank, mine, table)
+        self.early.finish()
 
     def _update_bank(self, bank: Bank, groups: Groups, table: HyperTable) -> None:
         members = [m for _, some in groups for m in some]
@@ -333,7 +359,7 @@ class Engine:
                 bank.grads.used(chunk)
 
     def _check_trainable(self, managed: ManagedParam) -> None:
-        if not self.params.is_in_place(managed):
+        if not (self.early.is_absent(managed) or self.params.is_in_place(managed)):
             raise HeteroError(
                 f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
                 f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
@@ -370,6 +396,7 @@ class Engine:
 
         Raises as extend(); HeteroError for a parameter that is in use.
         """
+        self.early.require_whole("add_param_group()")
         self._later.admit(params)
 
     def extend(self, params: Sequence[torch.nn.Parameter]) -> None:

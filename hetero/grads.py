@@ -50,6 +50,8 @@ class Grads:
         # Ids of those that have all of them, or will when the drain is done: to be written.
         self._complete: dict[int, None] = {}
         self._sums: dict[ManagedParam, float] = {}
+        # Makes one more gradient not needed any more; False if that cannot be. With early updates.
+        self.free_one: Callable[[], bool] | None = None
         if cache is not None:
             cache.before_write = self._before_write
 
@@ -60,6 +62,18 @@ class Grads:
     def add_member(self, managed: ManagedParam) -> None:
         """Makes a trainable parameter known."""
         self._members.setdefault(managed.chunk.id, []).append(managed)
+
+    def members(self, chunk: Chunk) -> list[ManagedParam]:
+        """Its parameters that are trained."""
+        return self._members[chunk.id]
+
+    def in_file(self, chunk: Chunk) -> bool:
+        """Whether its gradient is homed on DISK, and passes through slots."""
+        return chunk not in self._homes
+
+    def has_arrived(self, chunk: Chunk) -> bool:
+        """Whether no gradient of it is on its way from DEVICE."""
+        return self._drain is None or not any(map(self._drain.busy, self._members[chunk.id]))
 
     @torch.no_grad()  # with create_graph, hooks run with gradients enabled
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
@@ -116,12 +130,15 @@ class Grads:
         return self._cache.tensor(chunk.id, self._dtypes.torch_grad)
 
     def _make_room(self, chunk: Chunk) -> None:
-        """Waits for slots of other chunks, which gradients hold that are on their way there."""
+        """Waits for slots of other chunks, for gradients that are on their way there or in use."""
         assert self._cache is not None
-        while self._drain is not None and not self._cache.has_room(chunk.id):
-            if not self._drain.wait_one():
+        if self._drain is None and self.free_one is None:
+            return
+        while not self._cache.has_room(chunk.id):
+            if self._drain is not None and self._drain.wait_one():
+                self._write_complete()
+            elif self.free_one is None or not self.free_one():
                 break
-            self._write_complete()
 
     def _note_arrived(self, managed: ManagedParam) -> None:
         chunk = managed.chunk
@@ -135,7 +152,7 @@ class Grads:
         """Starts writing the complete chunks of which nothing is on its way any more."""
         assert self._cache is not None
         for chunk_id in list(self._complete):
-            if self._drain is None or not any(map(self._drain.busy, self._members[chunk_id])):
+            if self.has_arrived(self._layout.chunks[chunk_id]):
                 del self._complete[chunk_id]
                 if self._cache.holds(chunk_id):
                     self._cache.write_back(chunk_id)

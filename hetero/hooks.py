@@ -63,6 +63,22 @@ def _recomputing() -> bool:
     return False
 
 
+def inside_another_backward() -> bool:
+    """Whether the backward that runs was called by a node of another one, as the stack tells.
+
+    Such a node may have taken values out of what it saved, which no version protects any more. A
+    reentrant checkpoint does not count: it has none of parameters.
+    """
+    depth = 0
+    for frame in _callers():
+        code = frame.f_code
+        if code.co_filename == torch.autograd.__file__:
+            depth += code.co_name in ("backward", "grad")
+        elif code.co_filename == checkpoint_module.__file__:
+            depth -= code.co_name == "backward"
+    return depth > 1
+
+
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -111,12 +127,17 @@ class ModuleHooks:
         params: AllParams,
         dtype: torch.dtype,
         before_forward: Callable[[], None],
+        all_modules: bool = False,
     ) -> None:
-        """`before_forward` is called before each forward of the whole model, outside of others."""
+        """`before_forward` is called before each forward of the whole model, outside of others.
+
+        `all_modules`: also resident parameters are acquired, for AllParams.check_use.
+        """
         self._find = find
         self._params = params
         self._dtype = dtype
         self._before_forward = before_forward
+        self._all_modules = all_modules
         # What each hooked module needs; the lists are what its hooks have.
         self._needed: weakref.WeakKeyDictionary[torch.nn.Module, list[ManagedParam]]
         self._needed = weakref.WeakKeyDictionary()
@@ -132,12 +153,12 @@ class ModuleHooks:
         for module in model.modules():
             params = (p for p in module._parameters.values() if p is not None)
             own = [m for p in params if (m := self._find(p)) is not None]
-            absent = [m for m in own if not self._params.is_resident(m.chunk)]
+            needed = [m for m in own if self._all_modules or not self._params.is_resident(m.chunk)]
             if module in self._needed:
-                self._needed[module][:] = absent
-            elif absent or module is model:
-                self._needed[module] = absent
-                self._hook(module, absent)
+                self._needed[module][:] = needed
+            elif needed or module is model:
+                self._needed[module] = needed
+                self._hook(module, needed)
 
     def _hook(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
         self._handles.append(module.register_forward_pre_hook(partial(self._before, needed)))
@@ -161,9 +182,9 @@ class ModuleHooks:
         for managed in needed:
             self._params.acquire(managed)
             entered.acquired.append(managed)
-        if not self._params.gathers:
+        if not self._params.packs:
             return
-        if len(self._entered) == 1:
+        if self._params.gathers and len(self._entered) == 1:
             entered.contexts.enter_context(BareUses(self._find, self._params))
         hooks = self._saved_tensor_hooks()
         if hooks is not None:
@@ -258,6 +279,7 @@ class GradHook:
         self._managed = managed
         self._check = check
         self._keep = keep
+        self._nothing = False
         self._accumulating = False
         param = managed.param
         # The node that accumulates; its hooks last as long as somebody refers to it.
@@ -267,13 +289,18 @@ class GradHook:
             param.register_post_accumulate_grad_hook(self._after),
         ]
 
-    def _before(self, grads: tuple[torch.Tensor, ...]) -> None:
+    def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        self._nothing = grads[0] is None
+        if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
+            return
         self._check(self._managed, grads[0])
         self._accumulating = self._managed.has_grad
         if self._accumulating:
             self._managed.param.grad = None
 
     def _after(self, param: torch.Tensor) -> None:
+        if self._nothing:
+            return
         grad, param.grad = param.grad, None
         assert grad is not None
         try:

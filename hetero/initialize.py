@@ -15,6 +15,7 @@ from hetero.arrangement import Arrangement, arrange
 from hetero.bank import Bank, manage
 from hetero.bank_builder import build_bank
 from hetero.config import Config
+from hetero.early import check_early_updates
 from hetero.engine import Engine
 from hetero.filling import fill
 from hetero.layout import Layout, Shard
@@ -76,6 +77,7 @@ def initialize(
         for param in model.parameters():
             stage.adopt(param)
         with ExitStack() as resources:
+            check_early_updates(stage.config, stage.world)
             dtypes = optimizer.dtypes(stage.config)
             shard = Shard(
                 stage.world.rank,

@@ -46,6 +46,7 @@ class StateDictHooks:
         of = weakref.ref(module)
 
         def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+            self._engine.early.require_whole("state_dict()")
             for name, managed in self._own(module).items():
                 absent = not self._engine.params.is_resident(managed.chunk) and not managed.uses
                 if absent and prefix + name in state_dict:

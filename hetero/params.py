@@ -22,6 +22,10 @@ from offload.order import UseOrder
 _PREFETCH_CHUNKS = 4  # looked ahead; how many are really read is a matter of free slots
 
 
+def _never(_: object) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class SavedView:
     """A view of a gathered copy that autograd saved: enough to make it again."""
@@ -75,6 +79,8 @@ class Params:
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
         self._holders: dict[int, int] = {}
+        # By id, whether the chunk has begun to change: it is read again when that is over.
+        self.is_changing: Callable[[int], bool] = _never
 
     @property
     def gathers(self) -> bool:
@@ -97,7 +103,7 @@ class Params:
         self._cache.get(chunk.id)
         flat = self._lease(chunk)
         if self._prefetch:
-            self._cache.prefetch(_PREFETCH_CHUNKS)
+            self._cache.prefetch(_PREFETCH_CHUNKS, self.is_changing)
         return flat
 
     def _lease(self, chunk: Chunk) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Prediction:
         return {
             "step_s": self.step_s,
             "forward_s": self.phase_s(Phase.FORWARD.value),
-            "backward_s": self.phase_s(Phase.BACKWARD.value),
+            "backward_s": self.phase_s(Phase.BACKWARD.value) + self.phase_s("backward and update"),
             "optimizer_s": self.phase_s("update"),
             "bound": self.bound,
             "measured_computing": self.measured_computing,
@@ -81,6 +81,7 @@ def predict(
     computing: Computing | None = None,
     clipping: bool = False,
     prefetch: bool = True,
+    early_updates: bool = False,
 ) -> Prediction:
     """What a step of `banks` takes on one rank whose share of its machine is `profile`.
 
@@ -111,6 +112,7 @@ def predict(
             policy="auto",
             clipping=clipping,
             prefetch=prefetch,
+            early_updates=early_updates,
         )
         costs.append(CostModel(problem).cost(bank.placement))
     return Prediction(tuple(costs), computing is not None)

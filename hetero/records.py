@@ -102,6 +102,10 @@ class Records:
         # A rank's server reads records too. Held while an update runs, and while one is open.
         self.lock = threading.RLock()
 
+    def in_file(self, chunk: Chunk) -> bool:
+        """Whether the chunk's records are homed on DISK."""
+        return chunk not in self._homes
+
     def location(self, chunk: Chunk, piece: int) -> Location:
         """Where the optimizer finds the piece's record."""
         if chunk in self._homes:

@@ -20,6 +20,7 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
     Of all ranks' shards; the other ranks need do nothing. Each piece's record is brought in once.
     """
+    engine.early.require_whole("reading masters or optimizer states")
     for members in _by_chunk(managed):
         _read_chunk(engine, members, visit)
 
@@ -42,6 +43,7 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
 
     All ranks must do so.
     """
+    engine.early.require_whole("changing parameters or optimizer states")
     for members in _by_chunk(managed):
         _write_chunk(engine, members, visit)
 

@@ -23,6 +23,10 @@ HyperOf = Callable[[dict[str, Any], int, float], Hyper]
 HyperTable = Mapping[tuple[int, int, float], Hyper]
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
 
+# With early updates: as many buffers pass pieces on (one is read, one updated, one written), the
+# others keep what the next step needs last.
+STREAMING = 3
+
 
 def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
     """All hyper-parameters that an update of `groups` takes.
@@ -40,7 +44,8 @@ class Stepper:
     """Turns the parameters that have gradients into the pipeline's tasks.
 
     The order of pieces alternates from step to step (zig-zag): what the last step left in the
-    buffers is what this one needs first.
+    buffers is what this one needs first. With early updates backward gives the order, the same in
+    every step; what it leaves to step() goes in the order in which backward would have come to it.
     """
 
     def __init__(
@@ -70,53 +75,117 @@ class Stepper:
         for chunk in layout.chunks:
             self._first_key[chunk.id] = key
             key += chunk.slots
+        self._early = False
         self._forward = True
         self._first_number = first_number
+        self._expecting = False  # since the last step
+        # Pieces, by chunk's id and number: updated in this step, and in the last that updated any.
+        self._updated: list[tuple[int, int]] = []
+        self._last = [
+            (chunk.id, piece)
+            for chunk in layout.chunks
+            if chunk.trainable
+            for piece in range(chunk.slots)
+        ]
+
+    def follow_backward(self) -> None:
+        """From now on updates begin early, in the order of backward."""
+        self._early, self._forward = True, False
+
+    def read_ahead(self) -> None:
+        """What step() needs first comes into the pipeline's buffers, as far as they are free.
+
+        For while backward runs. As many pieces as there are buffers, those of the last step;
+        nothing that buffers keep from it, and nothing twice, however often this is called. If the
+        step does not come, or is another, what was read stays until its buffer is needed.
+        """
+        if self._expecting:
+            return
+        self._expecting = True
+        order = self._last if self._early else sorted(self._last, reverse=not self._forward)
+        chunks = self._layout.chunks
+        self._pipeline.expect(
+            [
+                (
+                    self._first_key[c] + piece,
+                    self._param_location(chunks[c], piece),
+                    self._records.location(chunks[c], piece),
+                )
+                for c, piece in order
+                if chunks[c] not in self._param_homes or self._records.in_file(chunks[c])
+            ],
+            STREAMING if self._early else 0,
+        )
 
     def run(self, groups: Groups, table: HyperTable) -> None:
         """Updates all given parameters with their groups' hyper-parameters.
 
-        Returns when parameters in RAM are final; records and DISK-homed parameters may still be on
-        their way to the file.
+        Returns when parameters in RAM are final, those of earlier submit() calls too; records and
+        DISK-homed parameters may still be on their way to the file.
         """
+        self._expect_nothing()  # all that comes is here
+        self.submit(groups, table)
+        self._pipeline.wait_updated()
+        if self._updated:
+            self._last, self._updated = self._updated, []
+        if not self._early:
+            self._forward = not self._forward
+
+    def stop(self) -> None:
+        """Until the updates that were submitted are made, which are not going to be a step."""
+        self._expect_nothing()
+        self._pipeline.wait_updated()
+        self._updated.clear()
+
+    def _expect_nothing(self) -> None:
+        if self._expecting:
+            self._pipeline.expect([], STREAMING if self._early else 0)
+            self._expecting = False
+
+    def submit(self, groups: Groups, table: HyperTable) -> None:
+        """Begins to update the given parameters. Until they are, RAM that they use must stay."""
         hypers: dict[tuple[int, int, float], int] = {}
         made: list[Hyper] = []
         segments: dict[tuple[int, int], list[Segment]] = {}
-        chunks: dict[int, Chunk] = {}
         for index, (_, members) in enumerate(groups):
             for managed in members:
                 key = (index, managed.step + 1, managed.grad_factor)
                 if key not in hypers:
                     hypers[key] = len(made)
                     made.append(table[key])
-                chunks[managed.chunk.id] = managed.chunk
                 first_number = self._first_number[managed.slice.param.index]
                 for part in parts_of(managed, self._layout):
                     number = first_number + part.in_param.start
                     segment = (part.in_piece.start, part.numel, hypers[key], number)
                     segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
         order = sorted(segments, reverse=not self._forward)
+        chunks = self._layout.chunks
         tasks = [self._task(chunks[c], piece, segments[c, piece]) for c, piece in order]
         self._pipeline.submit(tasks, made)
-        self._forward = not self._forward
+        self._updated += order
         for _, members in groups:
             for managed in members:
                 managed.step += 1
-        self._pipeline.wait_updated()
 
     def _task(self, chunk: Chunk, piece: int, segments: list[Segment]) -> StepTask:
-        if chunk in self._param_homes:
-            param = Location(self._param_homes.address(chunk, piece))
-        else:
-            offset = self._param_extents[chunk.id].offset
-            param = Location(file_offset=offset + piece * self._piece_bytes)
         return StepTask(
             self._first_key[chunk.id] + piece,
-            param,
+            self._param_location(chunk, piece),
             self._grads.location(chunk, piece),
             self._records.location(chunk, piece),
             _merged(sorted(segments)),
         )
+
+    def _param_location(self, chunk: Chunk, piece: int) -> Location:
+        if chunk in self._param_homes:
+            return Location(self._param_homes.address(chunk, piece))
+        offset = self._param_extents[chunk.id].offset
+        return Location(file_offset=offset + piece * self._piece_bytes)
+
+    def wait_updated(self, chunk: Chunk) -> None:
+        """Until its updates that were submitted are made: its gradient is not needed any more."""
+        for piece in range(chunk.slots):
+            self._pipeline.wait_updated(self._first_key[chunk.id] + piece)
 
     def wait_written(self, chunk: Chunk) -> None:
         """Until the file has what the last step computed for `chunk`."""

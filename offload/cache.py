@@ -21,6 +21,10 @@ def _nothing(chunk: int) -> None:
     pass
 
 
+def _never(chunk: int) -> bool:
+    return False
+
+
 _NEVER = 1 << 62  # the next use of what will not be used
 
 
@@ -171,10 +175,13 @@ class SlotCache:
         if chunk in self._entries:
             self._forget(chunk)
 
-    def prefetch(self, depth: int) -> None:
-        """Starts reading the next `depth` chunks expected, into room that is not needed sooner."""
+    def prefetch(self, depth: int, leave_out: Callable[[int], bool] = _never) -> None:
+        """Starts reading the next `depth` chunks expected, into room that is not needed sooner.
+
+        Not those that are to be left out.
+        """
         for chunk in self._order.upcoming(depth):
-            if chunk not in self._entries and chunk in self._runs:
+            if chunk not in self._entries and chunk in self._runs and not leave_out(chunk):
                 run = self._runs[chunk]
                 slot = self._best_window(run, chunk, demand=False)
                 if slot is None:

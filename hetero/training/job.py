@@ -138,7 +138,14 @@ def predicted_step(
             raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
         if config.link_gbps is not None and config.device_bytes is not None:
             profile = profile.with_link(config.link_gbps * 1e9, config.device_bytes)
-        made = predict(banks, profile, work, clipping=options.clip > 0, prefetch=options.prefetch)
+        made = predict(
+            banks,
+            profile,
+            work,
+            clipping=options.clip > 0,
+            prefetch=options.prefetch,
+            early_updates=options.early_updates,
+        )
     except ValueError as error:  # of another version, or without what this run uses
         notes.append(f"no step time is predicted: {error}")
         return None
@@ -168,6 +175,7 @@ def memory_config(
         chunk_numel=options.chunk_numel,
         io_engine=options.io_engine,
         prefetch=options.prefetch,
+        early_updates=options.early_updates,
         zero_stage=options.zero_stage,
     )
 

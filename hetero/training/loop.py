@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from typing import Protocol
 
 import hetero
@@ -72,13 +73,16 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
     before, gather_wait_s = _traffic_bytes(job), _gather_wait_s(job)
     memory: list[MemorySample] = []
     loss_sum = 0.0
-    for _ in range(options.accumulate):
+    for micro_batch in range(1, options.accumulate + 1):
         tokens = job.corpus.batch(options.batch_size).to(job.device)
         with clock.span("forward"):
             loss = job.model(input_ids=tokens, labels=tokens).loss
             loss_sum += loss.item()
         memory.append(_memory_sample(job, start_s))
-        with clock.span("backward"):
+        # With early updates only the last backward may begin them; else nothing need be said.
+        more = options.early_updates and micro_batch < options.accumulate
+        told = hetero.no_sync(job.model) if more else nullcontext()
+        with clock.span("backward"), told:
             job.optimizer.backward(loss / options.accumulate)
         memory.append(_memory_sample(job, start_s))
     # All ranks learn here, before any of them updates, if one of them went astray.

@@ -126,6 +126,11 @@ class TrainOptions:
     )
     io_engine: str = _option("auto", "auto, io_uring or threads", metavar="NAME", group="memory")
     prefetch: bool = _option(True, "fetch what is needed next ahead of time", group="memory")
+    early_updates: bool = _option(
+        False,
+        "update parameters while backward still runs; needs --clip 0 and one rank",
+        group="memory",
+    )
     zero_stage: int = _option(
         3,
         "what several ranks share: 1 optimizer state, 2 also gradients, 3 also parameters",
@@ -176,6 +181,11 @@ class TrainOptions:
             value = getattr(self, name)
             self._require(name, math.isfinite(value) and value >= 0, "a finite number, 0 or more")
         self._require("warmup", self.warmup >= 0, "0 or more")
+        self._require(
+            "early_updates",
+            not self.early_updates or self.clip == 0,
+            "given with --clip 0, because clipping needs all gradients before the first update",
+        )
         self._require("seed", 0 <= self.seed < 2**63, "in [0, 2**63)")
         for name, choices in (
             ("schedule", SCHEDULES),

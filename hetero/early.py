@@ -1,0 +1,326 @@
+"""Updates that begin while backward still runs (`early_updates=True`).
+
+A chunk is updated as soon as all its trained parameters have their final gradients (arrivals.py
+says when that is) and backward needs its values no more. From the first of these updates to
+step() the step is *half made*: what was updated has no values to be read, cannot get another
+gradient, and cannot be undone. step() updates the rest.
+
+Why backward needs them no more: autograd calls AccumulateGrad when all nodes that give the
+parameter a gradient have run, and these are the ones that read its value. What reads it without
+giving it a gradient (detach(), torch.no_grad() in a checkpoint's recomputation) is found out: by
+the version of what autograd saved, which the update has changed, or because an updated parameter
+reads NaN and refuses to be used by a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hetero.all_params import AllParams
+from hetero.arrivals import Arrivals
+from hetero.bank import Bank
+from hetero.config import Config
+from hetero.hooks import inside_another_backward
+from hetero.layout import Chunk
+from hetero.managed import ManagedParam
+from hetero.steps import Groups, HyperOf, hyper_table
+from hetero.world import World
+from offload.errors import HeteroError, StaleGraphError
+
+ParamGroups = Callable[[], Sequence[dict[str, Any]]]
+
+_TO_GO_ON = (
+    "call optimizer.step() first; to give the step up instead, load a checkpoint with "
+    "optimizer.load_state_dict(), because updates cannot be undone"
+)
+
+
+def check_early_updates(config: Config, world: World) -> None:
+    """Raises ValueError where updates cannot begin early."""
+    if config.early_updates and world.size > 1:
+        raise ValueError(
+            f"early_updates is for one rank, and there are {world.size}: gradients of several are "
+            f"averaged first; leave it out"
+        )
+
+
+class EarlyUpdates:
+    """Follows the gradients of each step, and begins the updates that can be."""
+
+    def __init__(
+        self,
+        banks: Sequence[Bank],
+        params: AllParams,
+        enabled: bool,
+        accumulating: Callable[[], bool],
+    ) -> None:
+        """`banks` may grow. `accumulating`: whether more gradients of the step are known to come.
+
+        Unless `enabled` all is left to step().
+        """
+        self._banks = banks
+        self._params = params
+        self._enabled = enabled
+        self._accumulating = accumulating
+        self._param_groups: ParamGroups = tuple
+        self._hyper_of: HyperOf | None = None
+        self._arrivals = Arrivals()
+        # Chunks with final gradients that are on their way to RAM, or whose values a caller of
+        # this backward may still have. By bank and chunk, as those that were updated.
+        self._ready: dict[tuple[int, int], Chunk] = {}
+        self._updated: dict[tuple[int, int], list[ManagedParam]] = {}
+        # Of those the ones whose gradients hold slots, first updated first.
+        self._holding: list[Chunk] = []
+        # By group, the options with which its parameters were updated in this step.
+        self._options: dict[int, dict[str, Any]] = {}
+        self._group_of: dict[int, int] = {}  # by id(param), in this step
+        params.check_use = self.check_use
+        params.check_saved = self.check_saved
+
+    def follow(self, param_groups: ParamGroups, hyper_of: HyperOf) -> None:
+        """What the optimizer's groups are at the time, and what they mean."""
+        self._param_groups, self._hyper_of = param_groups, hyper_of
+
+    def connect(self, bank: Bank) -> None:
+        """From now on gradients of the bank come, too."""
+        if not self._enabled:
+            return
+        bank.grads.free_one = self._free_one
+        bank.stepper.follow_backward()
+        number = self._banks.index(bank)
+        bank.params.is_changing = lambda chunk: (number, chunk) in self._updated
+        for chunk in bank.layout.chunks:
+            if chunk.trainable and bank.params.is_resident(chunk):
+                home = bank.params.flat(chunk).untyped_storage()
+                self._params.changing[home.data_ptr()] = chunk
+
+    @property
+    def half_made(self) -> bool:
+        """Whether some chunks are updated and the others wait for step()."""
+        return bool(self._updated)
+
+    @property
+    def banks(self) -> set[int]:
+        """The banks of what was updated in this step."""
+        return {bank for bank, _ in self._updated}
+
+    def has(self, managed: ManagedParam) -> bool:
+        """Whether it was updated in this step."""
+        return _key(managed.chunk) in self._updated
+
+    def is_absent(self, managed: ManagedParam) -> bool:
+        """Likewise, and it is as the update has left it."""
+        return self.has(managed) and managed.param.data_ptr() == managed.absent.data_ptr()
+
+    # What is refused while a step is half made
+
+    def require_whole(self, what: str) -> None:
+        """Raises HeteroError for `what` cannot be done while a step is half made."""
+        if self.half_made:
+            raise HeteroError(
+                f"{what} came while a step is half made: {len(self._updated)} chunks were updated "
+                f"during backward (early_updates=True), the others were not; {_TO_GO_ON}"
+            )
+
+    def check_use(self, managed: ManagedParam) -> None:
+        """Raises HeteroError if the value of an updated parameter is needed before step()."""
+        if not self.has(managed):
+            return
+        if torch._C._current_graph_task_id() == -1:
+            raise HeteroError(
+                f"{managed.name} is used after it was updated during backward "
+                f"(early_updates=True), and before step(), which updates the others; {_TO_GO_ON}"
+            )
+        raise HeteroError(_needed_later(managed.name))
+
+    def check_saved(self, chunk: Chunk) -> None:
+        """Raises StaleGraphError if backward needs what it saved of an updated chunk."""
+        if _key(chunk) in self._updated:
+            raise StaleGraphError(_needed_later(chunk.name))
+
+    def check_gradient(self, managed: ManagedParam) -> None:
+        """Raises HeteroError if a gradient of an updated parameter comes, or is assigned."""
+        if self.has(managed):
+            count = self._arrivals.expected(managed)
+            raise HeteroError(
+                f"{managed.name} gets another gradient after it was updated during backward "
+                f"(early_updates=True), because no step before brought it more than {count}; put "
+                f"all backward calls of a step but the last into `with hetero.no_sync(model):`, "
+                f"call optimizer.step() before the next step's, or leave out early_updates"
+            )
+
+    # While backward runs
+
+    def arrived(self, managed: ManagedParam, added: bool) -> None:
+        """A gradient was kept, `added` to what was there. Begins the updates that can be."""
+        if not self._enabled:
+            return
+        counts = not self._accumulating()
+        self._arrivals.note(managed, added, counts)
+        if not counts:
+            return
+        chunk = managed.chunk
+        if self._arrivals.are_final(self._members(chunk)):
+            self._ready[_key(chunk)] = chunk
+        if self._ready and not inside_another_backward():
+            self._begin_ready()
+
+    def _begin_ready(self) -> None:
+        for key, chunk in list(self._ready.items()):
+            members = self._members(chunk)
+            # (Gradients may have been cleared since, or another have come.)
+            if self._arrivals.are_final(members):
+                if not self._bank(chunk).grads.has_arrived(chunk):
+                    return
+                self._begin(chunk, members)
+            del self._ready[key]
+
+    def _begin(self, chunk: Chunk, members: list[ManagedParam]) -> None:
+        """Begins the chunk's update; leaves it to step() if that would refuse it."""
+        bank = self._bank(chunk)
+        groups = self._grouped(members)
+        if groups is None or not all(self._is_updatable(m, bank) for m in members):
+            return
+        assert self._hyper_of is not None
+        try:
+            table = hyper_table(groups, self._hyper_of)
+        except ValueError:
+            return
+        now = {index: _copied(options) for index, (options, some) in enumerate(groups) if some}
+        if any(self._options.get(index, options) != options for index, options in now.items()):
+            return
+        self._options |= now
+        # Before the update, so that nobody takes new values for old.
+        bank.params.invalidate(chunk)
+        self._updated[_key(chunk)] = members
+        if bank.grads.in_file(chunk):
+            self._holding.append(chunk)
+        for m in members:
+            if bank.params.is_resident(chunk):
+                torch.autograd.graph.increment_version(m.param)
+                m.param.data = m.absent
+            m.note_change()
+        with bank.records.lock:
+            bank.stepper.submit(groups, table)
+
+    def _is_updatable(self, m: ManagedParam, bank: Bank) -> bool:
+        free = m.uses == 0 and bank.params.is_in_place(m) and not m.changed_unnoticed
+        return free and m.grad_factor == 1.0
+
+    def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
+        """The param groups, with `members` alone; None if one is in no group."""
+        groups: list[tuple[dict[str, Any], list[ManagedParam]]]
+        groups = [(group, []) for group in self._param_groups()]
+        if not self._group_of or not self._updated:
+            self._group_of = {
+                id(p): index for index, (group, _) in enumerate(groups) for p in group["params"]
+            }
+        for m in members:
+            index = self._group_of.get(id(m.param))
+            if index is None:
+                return None
+            groups[index][1].append(m)
+        return groups
+
+    def _free_one(self) -> bool:
+        """Until the update that was begun first has used its gradient; False if none is left."""
+        if not self._holding:
+            return False
+        chunk = self._holding.pop(0)
+        bank = self._bank(chunk)
+        bank.stepper.wait_updated(chunk)
+        bank.grads.used(chunk)
+        return True
+
+    # The step
+
+    def rest(self, groups: Groups) -> Groups:
+        """`groups` without what was updated. Raises HeteroError, with nothing changed."""
+        for members in self._updated.values():
+            for m in members:
+                if not m.has_grad:
+                    raise HeteroError(
+                        f"the gradient of {m.name} was cleared after it was updated with it, "
+                        f"during backward (early_updates=True): the step is half made, and updates "
+                        f"cannot be undone; load a checkpoint with optimizer.load_state_dict()"
+                    )
+        for index, before in self._options.items():
+            now = _copied(groups[index][0])
+            changed = [key for key in before if now.get(key) != before[key]]
+            if changed:
+                raise HeteroError(
+                    f"{changed[0]} of param group {index} is {now.get(changed[0])!r} at step() and "
+                    f"was {before[changed[0]]!r} during backward, when {len(self._updated)} chunks "
+                    f"were updated with it (early_updates=True); change it, or step the "
+                    f"scheduler, after step() and before the next backward"
+                )
+        return [(options, [m for m in some if not self.has(m)]) for options, some in groups]
+
+    def finish(self) -> None:
+        """All updates are made: parameters have their values again."""
+        self._end()
+        self._arrivals.end_step()
+
+    def give_up(self, replaced: Container[ManagedParam]) -> None:
+        """The parameters `replaced` get other values and states: the step is no more half made.
+
+        Raises HeteroError if others were updated.
+        """
+        for members in self._updated.values():
+            for m in members:
+                if m not in replaced:
+                    raise HeteroError(
+                        f"the state that is loaded lacks {m.name}, which was updated already in a "
+                        f"step that is half made (early_updates=True); load one of all parameters"
+                    )
+        for number in self.banks:
+            self._banks[number].stepper.stop()
+        self._end()
+
+    def _end(self) -> None:
+        for chunk in self._holding:
+            self._bank(chunk).grads.used(chunk)
+        for members in self._updated.values():
+            chunk, bank = members[0].chunk, self._bank(members[0].chunk)
+            if bank.params.is_resident(chunk):
+                for m in members:
+                    m.param.data = m.part_of(bank.params.flat(chunk))
+                    m.note_change()
+            bank.params.changed([chunk])
+        self._holding.clear()
+        self._ready.clear()
+        self._updated.clear()
+        self._options.clear()
+        self._group_of.clear()
+
+    def _bank(self, chunk: Chunk) -> Bank:
+        return self._banks[chunk.bank]
+
+    def _members(self, chunk: Chunk) -> list[ManagedParam]:
+        return self._bank(chunk).grads.members(chunk)
+
+
+def _key(chunk: Chunk) -> tuple[int, int]:
+    return chunk.bank, chunk.id
+
+
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
+    """A param group's options as they are now."""
+    return {
+        key: float(value) if isinstance(value, torch.Tensor) else value
+        for key, value in options.items()
+        if key != "params"
+    }
+
+
+def _needed_later(name: str) -> str:
+    return (
+        f"backward needs the value of {name} after it was updated (early_updates=True), because it "
+        f"had as many gradients as in the steps before. If this is a further backward of the same "
+        f"step, put all but the last into `with hetero.no_sync(model):`; if a part of the model "
+        f"uses it without giving it a gradient (detach(), torch.no_grad()), or gives it one only "
+        f"sometimes, leave out early_updates"
+    )
