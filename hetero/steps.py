@@ -91,6 +91,7 @@ class Stepper:
     def follow_backward(self) -> None:
         """From now on updates begin early, in the order of backward."""
         self._early, self._forward = True, False
+        self._last.reverse()
 
     def read_ahead(self) -> None:
         """What step() needs first comes into the pipeline's buffers, as far as they are free.
