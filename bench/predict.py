@@ -273,7 +273,14 @@ def train(
             if computing is not None:  # of one micro-batch
                 whole = Computing(computing.forward_s * batches, computing.backward_s * batches)
             work = Work(options.batch_size * options.seq_len, batches)
-            made = predict(job.engine.banks, profile, work, whole, options.clip > 0)
+            made = predict(
+                job.engine.banks,
+                profile,
+                work,
+                whole,
+                clipping=options.clip > 0,
+                early_updates=options.early_updates,
+            )
             predictions.append(made)
         begin_s = time.perf_counter()
         steps = [one_step(job, step, begin_s) for step in range(1, options.steps + 1)]

@@ -186,6 +186,8 @@ class Migration:
                     )
             for m in members:
                 m.param.data = m.absent
+        if move.payload is Payload.PARAM:
+            bank.params.drop_copies(chunk)  # a device may be copying from it
         saved = resident and any(map(_in_a_graph, members))
         if saved or not bank.homes[move.payload].let_go(chunk):
             raise InUseError(

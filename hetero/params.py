@@ -177,7 +177,7 @@ class Params:
 
     def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """This rank's shard inside the block. If it was changed, call filled() in the block."""
-        self._drop_copies(chunk)  # a device may be copying from it
+        self.drop_copies(chunk)  # a device may be copying from it
         return self._shards.open(chunk)
 
     def filled(self, chunk: Chunk) -> None:
@@ -186,17 +186,18 @@ class Params:
         All ranks must do so.
         """
         self._version.change(chunk)
-        self._drop_copies(chunk)
+        self.drop_copies(chunk)
         self._shards.filled(chunk)
         self.changed([chunk])
 
     def invalidate(self, chunk: Chunk) -> None:
         """The optimizer is about to write new values to the shard's home."""
         self._version.change(chunk)
-        self._drop_copies(chunk)
+        self.drop_copies(chunk)
         self._shards.invalidate(chunk)
 
-    def _drop_copies(self, chunk: Chunk) -> None:
+    def drop_copies(self, chunk: Chunk) -> None:
+        """Forgets copies of the chunk, once none is being made any more."""
         for drop in self._drops:
             drop(chunk.id)
 

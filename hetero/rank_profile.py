@@ -76,22 +76,11 @@ def _find(config: Config) -> Profile | None:
 
 def _for_backend(profile: Profile, config: Config) -> Profile:
     """One rank's share as the backend uses it."""
-    if config.backend == "cpu":
-        return dataclasses.replace(
-            profile,
-            h2d_bytes_per_s=None,
-            d2h_bytes_per_s=None,
-            device_bytes=None,
-            device_update_bytes_per_s=None,
-        )
+    profile.check_backend(config.backend)
     if config.backend == "emulated":
         assert config.link_gbps is not None
         assert config.device_bytes is not None
         return profile.with_link(config.link_gbps * 1e9, config.device_bytes)
-    if not profile.separate:
-        raise ValueError(
-            f"the profile {profile.name!r} knows no device with memory of its own; measure again"
-        )
     return profile
 
 

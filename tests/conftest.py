@@ -19,7 +19,7 @@ from tests.ranks import RankPool
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 # Placements follow from sizes alone unless a test says so, whatever profile this machine has.
-os.environ["XDG_CACHE_HOME"] = "/nonexistent"
+os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 
 # For builds that run many times slower.
 settings.register_profile("sanitized", deadline=None, max_examples=20)
