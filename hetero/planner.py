@@ -115,7 +115,7 @@ def planner_for(config: Config, found: RankProfile) -> Planner | None:
         network_bytes_per_s=found.network_bytes_per_s,
         prefetch=config.prefetch,
         # (An option of engines that update during backward.)
-        early_updates=bool(getattr(config, "early_updates", False)),
+        early_updates=bool(config.early_updates),
     )
 
 
