@@ -182,6 +182,8 @@ class EarlyUpdates:
         """Begins the chunk's update; leaves it to step() if that would refuse it."""
         bank = self._bank(chunk)
         groups = self._grouped(members)
+        if bank.grads.has_lost(chunk):
+            return
         if groups is None or not all(self._is_updatable(m, bank) for m in members):
             return
         assert self._hyper_of is not None

@@ -87,6 +87,10 @@ class Grads:
         """Whether no gradient of it is on its way from DEVICE."""
         return self._drain is None or not any(map(self._drain.busy, self._members[chunk.id]))
 
+    def has_lost(self, chunk: Chunk) -> bool:
+        """Whether a gradient of it was lost on its way, which location() tells."""
+        return self._drain is not None and any(map(self._drain.lost, self._members[chunk.id]))
+
     @torch.no_grad()  # with create_graph, hooks run with gradients enabled
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -71,9 +72,10 @@ def inside_another_backward() -> bool:
     """Whether the backward that runs was called by a node of another one, as the stack tells.
 
     Such a node may have taken values out of what it saved, which no version protects any more. A
-    reentrant checkpoint does not count: it has none of parameters.
+    reentrant checkpoint does not count: it has none of parameters. In a thread that autograd has
+    started, as for a device, the outermost call has no frame.
     """
-    depth = 0
+    depth = int(isinstance(threading.current_thread(), threading._DummyThread))
     for frame in _callers():
         code = frame.f_code
         if code.co_filename == torch.autograd.__file__:

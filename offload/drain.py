@@ -124,6 +124,11 @@ class Drain:
         with self._changed:
             return owner in self._pending
 
+    def lost(self, owner: Hashable) -> bool:
+        """Whether a gradient of `owner` did not arrive, as wait() says."""
+        with self._changed:
+            return owner in self._errors
+
     def wait(self, owner: Hashable, name: str) -> None:
         """Until what is kept of `owner` has all its gradients.
 

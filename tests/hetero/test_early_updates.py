@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.early import check_early_updates
+from offload.backend import EmulatedBackend
 from offload.errors import HeteroError
 
 WIDTH = 64
@@ -612,4 +614,21 @@ def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> Non
     assert pieces // 2 <= made[0] < pieces, "not the first layer's, whose gradient is not there"
     optimizer.step()
     assert pipeline.stats["tasks"] - before == pieces
+    optimizer.engine.close()
+
+
+def test_a_chunk_whose_gradient_was_lost_is_not_taken_for_updated(tmp_path: Path) -> None:
+    model, optimizer = build(Net, tmp_path, "emulated", True)
+    backend = optimizer.engine.backend
+    assert isinstance(backend, EmulatedBackend)
+    data = torch.randn(STEPS, 8, WIDTH)
+    for x in data[:2]:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    backend.link.inject("d2h", 1, error=errno.EIO)
+    model(data[2]).float().square().mean().backward()
+    for _ in range(2):
+        with pytest.raises(HeteroError, match="the gradient of .* did not arrive in RAM"):
+            optimizer.step()
     optimizer.engine.close()
