@@ -134,6 +134,9 @@ class Engine:
             resident = bank.params.is_resident(m.chunk)
             m.param.data = m.part_of(bank.params.flat(m.chunk)) if resident else m.absent
             m.note_change()
+            old = self._managed.get(id(m.param))
+            if old is not None:
+                old.replaced = True
             self._managed[id(m.param)] = m
             self._later.note(m)
             if m.chunk.trainable:
