@@ -292,6 +292,10 @@ class Engine:
 
         Raises HeteroError, before anything is changed, for what would be lost silently: parameters
         moved or unfrozen after initialize(), a step inside gathered().
+
+        Once the step is made, and says so: BudgetError if the process needs more than
+        process_memory. Homes that could not move after it are a note; only what could not be undone
+        is raised: a read that failed, or a rank.
         """
         self._check_open()
         self._module_hooks.unwind()
