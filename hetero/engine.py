@@ -118,6 +118,7 @@ class Engine:
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
+        self.clipping.step_left_out = self._replanner.tracer.forget
         self._model_hooks.append(self._replanner)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)

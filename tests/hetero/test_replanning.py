@@ -253,6 +253,21 @@ class TestTraces:
         assert peaks[3] - peaks[2] > nbytes * 3 // 4
         optimizer.engine.close()
 
+    def test_a_step_that_is_left_out_is_no_part_of_the_next(self, tmp_path: Path) -> None:
+        """A GradScaler's: its gradients overflow."""
+        model, optimizer = start(tmp_path, host_memory="300KiB", profile=False)
+        engine = optimizer.engine
+        for factor in (float("inf"), 1.0):
+            tokens = batches(1)[0]
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            members = engine.with_grads(model.parameters())
+            assert engine.clipping.unscale(members, factor) == (factor != 1)
+            if factor == 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert engine.replanner.traces[-1].micro_batches == 1
+        engine.close()
+
     def test_inference_alone_keeps_nothing(self, tmp_path: Path) -> None:
         model, optimizer = start(tmp_path, profile=False)
         tracer = optimizer.engine.replanner.tracer
