@@ -49,6 +49,8 @@ class Clipping:
         self._early_updates = early_updates
         # Called before a gradient is taken that the user assigned: may refuse by raising.
         self.check_assigned: Callable[[ManagedParam], object] = _nothing
+        # Called when a step is going to be left out, before the orders end it.
+        self.step_left_out: Callable[[], object] = lambda: None
         self._unsettled = False  # with several ranks: gradients came that are no means yet
         # With several ranks: of all gradients, until one changes; the same everywhere.
         self._whole_sums: dict[ManagedParam, float] = {}
@@ -248,6 +250,7 @@ class Clipping:
         self.multiply(members, factor)
         overflow = self.any_non_finite(members)
         if overflow:  # GradScaler is going to leave out the step, which would say that it is over
+            self.step_left_out()
             for bank in self._banks:
                 bank.order.end_step()
         return overflow

@@ -118,6 +118,7 @@ class Engine:
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
+        self.clipping.step_left_out = self._replanner.tracer.forget
         self._model_hooks.append(self._replanner)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
@@ -134,6 +135,9 @@ class Engine:
             resident = bank.params.is_resident(m.chunk)
             m.param.data = m.part_of(bank.params.flat(m.chunk)) if resident else m.absent
             m.note_change()
+            old = self._managed.get(id(m.param))
+            if old is not None:
+                old.replaced = True
             self._managed[id(m.param)] = m
             self._later.note(m)
             if m.chunk.trainable:
@@ -289,6 +293,10 @@ class Engine:
 
         Raises HeteroError, before anything is changed, for what would be lost silently: parameters
         moved or unfrozen after initialize(), a step inside gathered().
+
+        Once the step is made, and says so: BudgetError if the process needs more than
+        process_memory. Homes that could not move after it are a note; only what could not be undone
+        is raised: a read that failed, or a rank.
         """
         self._check_open()
         self._module_hooks.unwind()

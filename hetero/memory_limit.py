@@ -68,7 +68,7 @@ class MemoryLimit:
     def __init__(self, limit: int, wanted_bytes: int, beside: BesideMemory) -> None:
         """`wanted_bytes`: of RAM for model state, if the limit allows."""
         self.limit = limit
-        self._wanted_bytes = wanted_bytes
+        self.wanted_bytes = wanted_bytes
         self._beside = beside
 
     def passed(self, beside_bytes: int) -> bool:
@@ -78,4 +78,4 @@ class MemoryLimit:
     def host_bytes(self, beside_bytes: int) -> int:
         """RAM for model state, beside so much else."""
         device = self._beside.device_bytes
-        return min(self._wanted_bytes, self.limit - self.limit // _MARGIN - beside_bytes - device)
+        return min(self.wanted_bytes, self.limit - self.limit // _MARGIN - beside_bytes - device)

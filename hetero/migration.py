@@ -117,9 +117,12 @@ class Migration:
         self._written: dict[Move, Extent] = {}
         self._stayed: list[Move] = []  # what should have come to RAM and could not be read
         self._slot = SlotBytes.of(bank.layout, bank.dtypes)
-        self._members: dict[int, list[ManagedParam]] = {}
+        self._unseated: list[Move] = []  # whose parameters were made absent to see who else looks
+        # Not those that another bank has by now: they do not point here any more.
+        self._members: dict[int, list[ManagedParam]] = {c.id: [] for c in bank.layout.chunks}
         for managed in bank.members:
-            self._members.setdefault(managed.chunk.id, []).append(managed)
+            if not managed.replaced:
+                self._members[managed.chunk.id].append(managed)
 
     @property
     def moved_bytes(self) -> int:
@@ -137,6 +140,9 @@ class Migration:
         """
         bank = self._bank
         self._require_idle()
+        for move in (*self._out, *self._back):
+            if move.payload is Payload.PARAM:
+                self._require_in_place(move.chunk)
         with bank.records.lock:
             bank.pools.pipeline.wait_updated()
             bank.pools.pipeline.forget()
@@ -172,18 +178,21 @@ class Migration:
                 f"hetero.gathered() and hetero.no_sync(), when no tensor of a graph is left"
             )
 
+    def _require_in_place(self, chunk: Chunk) -> None:
+        for m in self._members[chunk.id]:
+            if m.changed_unnoticed or not self._bank.params.is_in_place(m):
+                raise InUseError(
+                    f"{m.name} cannot move between RAM and NVMe: it was moved, or changed in "
+                    f"place, outside of hetero.gathered(..., modifier_rank=0)"
+                )
+
     def _let_go(self, move: Move) -> None:
         """Raises InUseError if somebody views the home that is to move."""
         chunk, bank = move.chunk, self._bank
         resident = move.payload is Payload.PARAM and bank.params.is_resident(chunk)
         members = self._members[chunk.id]
         if resident:
-            for m in members:
-                if m.changed_unnoticed or not bank.params.is_in_place(m):
-                    raise InUseError(
-                        f"{m.name} cannot move to NVMe: it was moved, or changed in place, outside "
-                        f"of hetero.gathered(..., modifier_rank=0)"
-                    )
+            self._unseated.append(move)
             for m in members:
                 m.param.data = m.absent
         if move.payload is Payload.PARAM:
@@ -211,7 +220,8 @@ class Migration:
         for move, extent in self._written.items():
             self._give_back(move, extent)
         self._written.clear()
-        self._seat(self._out, moved=False)
+        self._seat(self._unseated, moved=False)
+        self._unseated.clear()
 
     def _give_back(self, move: Move, extent: Extent) -> None:
         self._bank.file.give_back(extent.offset, self._space(move))

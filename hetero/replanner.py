@@ -26,7 +26,7 @@ from hetero.planner import Planner, planning_matters
 from hetero.prediction import computing_alone
 from hetero.trace import Phase, Trace, Use, completed
 from hetero.traces import Seen, StepTracer
-from offload.errors import BudgetError, HeteroError
+from offload.errors import BudgetError, HeteroError, PeerError
 from offload.heap import trim_heap
 from offload.sizes import format_bytes, parse_bytes
 from offload.tiers import Tier
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _FIRST_LOOK = 2  # steps: the first has things to do that no other has
 _LEAST_GAIN = 0.05  # of the step's seconds: predictions are not better than that
 _OTHER_SECONDS = 0.25  # of computing, more or less than was planned with
+_NO_LIMIT = (1 << 63) - 1  # bytes
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,11 @@ class Replanner:
         self._patience = _FIRST_LOOK  # steps until the look after that
         self._planned_with: Trace | None = None
         self._waiting = False  # homes were in use when they were to move
-        limit = config.process_bytes(engine.world.local_ranks)
+        # All ranks have the same limit, or none: they ask each other when they have one.
+        own_limit = config.process_bytes(engine.world.local_ranks)
+        limit = engine.world.agree(_NO_LIMIT if own_limit is None else own_limit, min, "a limit")
         self.limit: MemoryLimit | None = None
-        if limit is not None:
+        if limit != _NO_LIMIT:
             self.limit = MemoryLimit(limit, config.budget(Tier.HOST) or limit, self._beside)
         self._peak_bytes = 0  # the most RAM beside model state
         self._was_raised = False
@@ -114,20 +117,23 @@ class Replanner:
     def end_step(self) -> None:
         """A step is over.
 
-        Raises BudgetError if the process needs more than it may have, and what moving homes raises.
+        Raises BudgetError if the process needs more than it may have, once all else is done, and
+        what a migration met that could not be undone.
         """
         seen = self.tracer.end_step()
         self._beside.reset()
         for bank in self._engine.banks:
             bank.order.end_step()
         self._steps += 1
+        refusal = None
         if self.limit is not None:
-            self._keep_within(self.limit, seen, self.tracer.take_beside_bytes())
-        if self._planner is None or not planning_matters(self._engine.config):
-            return
-        trace = self._worth_a_look(seen)
-        if trace is not None:
-            self._look(trace)
+            refusal = self._keep_within(self.limit, seen, self.tracer.take_beside_bytes())
+        if self._planner is not None and planning_matters(self._engine.config):
+            trace = self._worth_a_look(seen)
+            if trace is not None:
+                self._look(trace)
+        if refusal is not None:
+            raise refusal
 
     def _worth_a_look(self, seen: Seen | None) -> Trace | None:
         """The trace to plan with; None: not now. The same on all ranks: the first one's."""
@@ -165,14 +171,14 @@ class Replanner:
 
     def _look(self, trace: Trace) -> None:
         """Plans with the trace, and goes over to what is better by so much."""
-        planner, engine = self._planner, self._engine
+        planner, engine, agree = self._planner, self._engine, self._engine.world.agree
         assert planner is not None
         host_bytes = engine.ledger.budget_bytes[Tier.HOST.value] or 0
         if self.limit is not None:
             # At first a part was left for what nobody knew.
-            allowed = self.limit.host_bytes(self._peak_bytes)
-            if not self._was_raised and allowed > host_bytes:
-                host_bytes = engine.world.agree(allowed, min, "a budget")
+            allowed = agree(self.limit.host_bytes(self._peak_bytes), min, "a budget")
+            if not self._was_raised:
+                host_bytes = max(host_bytes, allowed)
             self._was_raised = True
         planner.forget()
         budgets = self.budgets(host_bytes)
@@ -190,13 +196,8 @@ class Replanner:
         before_s = sum(each.cost.seconds for each in now)
         after_s = sum(each.cost.seconds for each in plans if each is not None)
         self._planned_with, self._waiting = trace, False
-        changed = False
-        if before_s - after_s > _LEAST_GAIN * before_s:
-            try:
-                self._change(placements, host_bytes, "a traced step", before_s, after_s)
-                changed = True
-            except InUseError:
-                self._waiting = True  # a user's tensor or graph; perhaps not for ever
+        gains = agree(int(before_s - after_s > _LEAST_GAIN * before_s), min, "a gain")
+        changed = gains and self._change(placements, host_bytes, "a traced step", before_s, after_s)
         if not changed:
             for bank, plan in zip(engine.banks, now, strict=True):
                 bank.plan = plan
@@ -210,13 +211,28 @@ class Replanner:
         why: str,
         before_s: float | None = None,
         after_s: float | None = None,
-    ) -> None:
-        """Goes over, and says so."""
-        moved = self.moved_bytes
-        self.go_over(placements, host_bytes)
+    ) -> bool:
+        """Goes over, and says so; or says why not: the step was made, and would be made twice by
+        whom an error tells to make it again.
+
+        Raises what a migration met that could not be undone, and PeerError.
+        """
+        moved, before = self.moved_bytes, [bank.placement for bank in self._engine.banks]
+        try:
+            self.go_over(placements, host_bytes)
+        except (HeteroError, OSError) as error:
+            undone = before == [bank.placement for bank in self._engine.banks]
+            if isinstance(error, PeerError) or not undone:
+                raise
+            self._waiting = True  # for a user's tensor or graph, or for space; perhaps not for ever
+            note = f"homes could not move for {why}: {error}"
+            if not isinstance(error, InUseError) and note not in self._engine.notes:
+                self._engine.notes.append(note)
+            return False
         change = Change(self._steps, why, self.moved_bytes - moved, before_s, after_s)
         self.changes.append(change)
         self._engine.notes.append(change.words())
+        return True
 
     def _by_bank(self, trace: Trace) -> dict[int, Trace]:
         """Each bank's uses, what stayed where compute is included, and its part of the seconds."""
@@ -249,36 +265,41 @@ class Replanner:
 
     # The process's memory
 
-    def _keep_within(self, limit: MemoryLimit, seen: Seen | None, beside_bytes: int) -> None:
-        """Lowers the budget of RAM if the process has passed its limit, or did in the step."""
-        engine = self._engine
+    def _keep_within(
+        self, limit: MemoryLimit, seen: Seen | None, beside_bytes: int
+    ) -> BudgetError | None:
+        """Lowers the budget of RAM if the process has passed its limit, or did in the step.
+
+        Returns what is to be raised if it cannot be so low.
+        """
+        engine, agree = self._engine, self._engine.world.agree
         needed = max(beside_bytes, 0 if seen is None else seen.trace.peak().host_bytes)
-        needed = engine.world.agree(needed, max, "memory")
+        needed = agree(needed, max, "memory")
         self._peak_bytes = max(self._peak_bytes, needed)
-        if not limit.passed(needed):
-            return
+        # What is charged may differ between ranks.
+        if not agree(int(limit.passed(needed)), max, "a limit"):
+            return None
         trim_heap()  # what the allocator keeps counts, too
-        host_bytes = limit.host_bytes(needed)
+        host_bytes = agree(limit.host_bytes(needed), min, "a budget")
         before = engine.ledger.budget_bytes[Tier.HOST.value] or 0
         try:
             placements = self.choose(self.budgets(max(1, host_bytes)))
         except PlacementError as refusal:
             least = refusal.smallest_host_bytes
-            raise BudgetError(
+            return BudgetError(
                 f"process_memory is {format_bytes(limit.limit)} ({limit.limit} bytes), and a step "
                 f"needs {format_bytes(needed)} beside the model state, for activations, "
                 f"temporaries and libraries; that leaves {format_bytes(max(0, host_bytes))} for "
                 f"model state, and the smallest that works is {format_bytes(least)} ({least} "
-                f"bytes); raise process_memory, or use smaller or checkpointed micro-batches"
-            ) from None
-        try:
-            why = (
-                f"the process needs {format_bytes(needed)} beside the model state, so host_memory "
-                f"is {format_bytes(host_bytes)} instead of {format_bytes(before)}"
+                f"bytes); raise process_memory, or use smaller or checkpointed micro-batches (this "
+                f"step was made: do not make it again)"
             )
-            self._change(placements, host_bytes, why)
-        except InUseError:
-            pass  # the next step tries again
+        why = (
+            f"the process needs {format_bytes(needed)} beside the model state, so host_memory "
+            f"is {format_bytes(host_bytes)} instead of {format_bytes(before)}"
+        )
+        self._change(placements, host_bytes, why)  # if it did not, the next step tries again
+        return None
 
     # Choosing
 
@@ -382,6 +403,10 @@ class Replanner:
                 f"{engine.config.placement_policy!r}, with {format_bytes(budgets.disk)} of NVMe"
             ) from None
         self.go_over(placements, wanted)
+        # The user has decided: it is lowered if it must be, and not raised.
+        self._was_raised = True
+        if self.limit is not None:
+            self.limit.wanted_bytes = wanted
 
     def go_over(self, placements: Sequence[Placement], host_bytes: int) -> None:
         """Makes the banks what `placements` say, within the larger of both budgets of RAM.
@@ -394,11 +419,12 @@ class Replanner:
         if engine._module_hooks.running:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
         self._together(None)  # nobody asks for anything any more
+        for bank in engine.banks:
+            bank.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
         if before is not None and host_bytes > before:
             ledger.set_budget(Tier.HOST, host_bytes)
         try:
             self._migrate(placements, host_bytes)
-            ledger.set_budget(Tier.HOST, host_bytes)
         except BaseException:
             if before is not None and ledger.in_use_bytes[Tier.HOST.value] <= before:
                 ledger.set_budget(Tier.HOST, before)
@@ -424,6 +450,10 @@ class Replanner:
             hooks.cover(engine.model)
         for bank in engine.banks:
             bank.plan = self.plan_of(bank)
+        try:
+            engine.ledger.set_budget(Tier.HOST, host_bytes)
+        except BudgetError as error:
+            failure = failure or error
         self._together(failure)
 
     def _prepare(self, migrations: Sequence[Migration]) -> None:

@@ -174,6 +174,11 @@ class StepTracer:
             return None
         return self.traces.note(trace)
 
+    def forget(self) -> None:
+        """The step is left out: what was recorded of it refers to recordings that end now."""
+        self._recorder.reset()
+        self._in_backward = False
+
     def remove(self) -> None:
         """Takes the hooks off."""
         for handle in self._handles:

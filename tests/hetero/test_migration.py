@@ -312,6 +312,25 @@ class TestInUse:
             training.optimizer.step()
         training.engine.close()
 
+    @pytest.mark.parametrize("host_memory", [LEAST, MOST])
+    def test_an_assigned_value_is_not_lost(self, tmp_path: Path, host_memory: int) -> None:
+        """Neither where it would be overwritten by what comes, nor by a migration's undoing."""
+        training = Steps(*start(tmp_path, host_memory=host_memory))
+        engine = training.engine
+        tier = Tier.DISK if host_memory == LEAST else Tier.HOST
+        param, *_ = (
+            p
+            for p in training.model.parameters()
+            if engine.placement.param[engine.find(p).chunk.id] is tier
+        )
+        param.data = torch.ones(param.shape, dtype=torch.bfloat16)
+        placed = engine.placement
+        with pytest.raises(InUseError, match="it was moved"):
+            engine.set_budget(LEAST + MOST - host_memory)
+        assert engine.placement == placed
+        assert bool((param == 1).all())
+        engine.close()
+
     def test_a_gathered_copy_keeps_its_graph(self, tmp_path: Path) -> None:
         """What was packed as a view of a copy is found again wherever it is."""
         training = Steps(*start(tmp_path, host_memory=LEAST))
@@ -350,6 +369,37 @@ def test_several_banks_move_together(tmp_path: Path) -> None:
             if moving:
                 training.engine.set_budget(host_memory)
                 assert training.engine.ledger.in_use_bytes["host"] <= host_memory
+            training.step()
+        alike.append(training.finish())
+    assert alike[0].same_bits(alike[1])
+
+
+@pytest.mark.parametrize("first", [MOST, 800 << 10])
+def test_what_was_unfrozen_is_where_it_went(first: int, tmp_path: Path) -> None:
+    """Its old chunk, which moves like any other, points no parameter to what it has."""
+    alike = []
+    for moving in (False, True):
+        torch.manual_seed(0)
+        model = tiny_gpt2()
+        model.transformer.h[0].requires_grad_(False)
+        options: dict[str, Any] = {"placement_policy": "auto", "nvme_path": str(tmp_path)}
+        options |= {"chunk_numel": CHUNK, "dtype": "bf16", "profile": False}
+        options |= {"host_memory": first, "reserve_memory": 200 << 10}
+        training = Steps(
+            *hetero.initialize(model, hetero.HybridAdam(model.parameters()), **options)
+        )
+        engine = training.engine
+        training.step()
+        model.transformer.h[0].requires_grad_(True)
+        training.step()
+        assert len(engine.banks) == 2
+        frozen = [c.id for c in engine.layout.chunks if not c.trainable]
+        for host_memory in (500 << 10, MOST, 500 << 10):
+            if moving:
+                before = engine.placement.param
+                engine.set_budget(host_memory)
+                moved = any(before[c] is not engine.placement.param[c] for c in frozen)
+                assert moved or host_memory == first
             training.step()
         alike.append(training.finish())
     assert alike[0].same_bits(alike[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -252,6 +253,21 @@ class TestTraces:
         assert peaks[3] - peaks[2] > nbytes * 3 // 4
         optimizer.engine.close()
 
+    def test_a_step_that_is_left_out_is_no_part_of_the_next(self, tmp_path: Path) -> None:
+        """A GradScaler's: its gradients overflow."""
+        model, optimizer = start(tmp_path, host_memory="300KiB", profile=False)
+        engine = optimizer.engine
+        for factor in (float("inf"), 1.0):
+            tokens = batches(1)[0]
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            members = engine.with_grads(model.parameters())
+            assert engine.clipping.unscale(members, factor) == (factor != 1)
+            if factor == 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert engine.replanner.traces[-1].micro_batches == 1
+        engine.close()
+
     def test_inference_alone_keeps_nothing(self, tmp_path: Path) -> None:
         model, optimizer = start(tmp_path, profile=False)
         tracer = optimizer.engine.replanner.tracer
@@ -370,6 +386,23 @@ class TestReplanning:
         assert Tier.DISK not in engine.placement.grad
         engine.close()
 
+    def test_what_cannot_be_written_is_a_note(self, tmp_path: Path, monkeypatch: Any) -> None:
+        """An error would say that the step, which was made, is to be made again."""
+        model, optimizer = start(tmp_path, profile=MISTAKEN)
+        engine = optimizer.engine
+        placed = engine.placement
+
+        def full(_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("hetero.replanner.Migration.prepare", full)
+        run = train(model, optimizer, batches(4 * 4), accumulate=4)
+        assert engine.placement == placed
+        assert engine.replanner.changes == []
+        assert sum("could not move" in note for note in engine.notes) == 1
+        expected = train(*build(placement_policy="cpu", dtype="bf16"), batches(4 * 4), accumulate=4)
+        assert run.same_bits(expected)
+
     @pytest.mark.parametrize("stage", [2, 3])
     def test_ranks_change_together(self, stage: int, ranks2: RankPool, tmp_path: Path) -> None:
         found = ranks2.run(on_ranks, str(tmp_path), stage)
@@ -380,6 +413,35 @@ class TestReplanning:
         plain = ranks2.run(on_ranks, str(tmp_path), stage, False)
         for mine, theirs in zip(plain, found, strict=True):
             assert all(map(torch.equal, mine[1], theirs[1]))
+
+
+def limited(rank: int, world: int, path: str) -> tuple[int, str, int]:
+    """Only one rank's system has a limit, and only its process passes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        process = Process(patch)
+        patch.setattr("hetero.config.allowed_bytes", lambda: (64 << 20) if rank else None)
+        model, optimizer = start(
+            Path(path), zero_stage=3, rank_timeout_s=60.0, process_memory="auto", host_memory="4MiB"
+        )
+        engine = process.engine = optimizer.engine
+        for step in range(4):
+            process.beside_bytes = (31 << 20) if rank and step == 1 else 0
+            tokens = batches(1, seed=rank + 10 * step)[0]
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert engine.replanner.limit is not None
+        found = engine.replanner.limit.limit, repr(engine.placement)
+        budget = engine.ledger.budget_bytes["host"]
+        engine.close()
+        return *found, budget
+
+
+def test_a_limit_of_one_rank_is_that_of_all(ranks2: RankPool, tmp_path: Path) -> None:
+    one, other = ranks2.run(limited, str(tmp_path))
+    assert one == other
+    assert one[0] == 32 << 20
+    assert one[2] < 1 << 20
 
 
 def slowly(note: Any) -> Any:
@@ -551,6 +613,7 @@ class TestProcessMemory:
         with pytest.raises(BudgetError, match=r"process_memory is 16.0 MiB .* raise") as error:
             self.step(model, optimizer, 1)
         assert "beside the model state" in str(error.value)
+        assert "this step was made" in str(error.value)
         optimizer.engine.close()
 
     def test_the_first_step_is_left_room(self, process: Process, tmp_path: Path) -> None:
@@ -558,6 +621,19 @@ class TestProcessMemory:
         _, optimizer = self.start(process, tmp_path)
         assert optimizer.engine.ledger.budget_bytes["host"] == 3 << 20
         optimizer.engine.close()
+
+    def test_a_user_s_budget_is_not_raised(self, process: Process, tmp_path: Path) -> None:
+        process.beside_bytes = self.LIMIT - (1 << 20)
+        model, optimizer = self.start(
+            process, tmp_path, profile=profile(disk=1e4), host_memory="8MiB"
+        )
+        engine = optimizer.engine
+        process.beside_bytes = 0
+        engine.set_budget("700KiB")
+        for number in range(3):
+            self.step(model, optimizer, number)
+        assert engine.ledger.budget_bytes["host"] == 700 << 10
+        engine.close()
 
     def test_what_was_left_is_used_when_steps_were_seen(
         self, process: Process, tmp_path: Path
