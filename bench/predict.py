@@ -280,6 +280,7 @@ def train(
                 whole,
                 clipping=options.clip > 0,
                 early_updates=options.early_updates,
+                late_updates=options.late_updates,
             )
             predictions.append(made)
         begin_s = time.perf_counter()

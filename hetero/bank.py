@@ -77,7 +77,7 @@ class Bank:
     @property
     def wait_s(self) -> float:
         """Seconds for which compute has waited for transfers so far."""
-        waited = self.params.wait_s + self.grads.wait_s
+        waited = self.params.wait_s + self.grads.wait_s + self.stepper.wait_s
         return waited if self.ranks is None else waited + self.ranks.buckets.wait_s
 
     @property

@@ -71,6 +71,12 @@ class Config:
                       step before the last belong into hetero.no_sync(), unless each step has as
                       many. Between backward and step() parameters read NaN, options of param groups
                       must not change, and what has begun cannot be undone. Default: False.
+    late_updates      step() returns while updates go on, in the order in which the next forward needs
+                      them: a module waits for its own parameters only. Same bits; clipping and
+                      loss scaling work; for one rank. Until then parameters read NaN outside of
+                      modules and of hetero's own calls (gathered(), state_dict(), masters() wait);
+                      optimizer.engine.synchronize() waits for all. With early_updates, too, the
+                      disk is busy all the time. Default: False.
     zero_stage        over several ranks: 1 shards optimizer state, 2 gradients too, 3 (default)
                       parameters too. Budgets, like everything here, are of one rank.
     shard_strategy    "chunk" (default) shards chunks of many tensors; "tensor" every tensor by
@@ -111,6 +117,7 @@ class Config:
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     prefetch: bool = True
     early_updates: bool = False
+    late_updates: bool = False
     zero_stage: int = 3
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
@@ -178,7 +185,7 @@ class Config:
                 f"initial_loss_scale must be a number from 1 on, such as 65536, or None, "
                 f"not {scale!r}"
             )
-        for name in ("prefetch", "early_updates"):
+        for name in ("prefetch", "early_updates", "late_updates"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.early_updates and compute == "fp16" and scale is not None:

@@ -11,8 +11,8 @@ says when one waits for another. What the timeline knows:
 - The update goes through pieces, with a disk that reads and writes at once. Of T pieces whose
   record or parameter is in the file, B buffers save min(B, T) reads and writes of records, and
   reads of parameters. What is on DEVICE is updated there meanwhile.
-- With early updates backward and update overlap. Backward gives the order, so all buffers but
-  STREAMING save reads and writes.
+- With early updates backward and update overlap, with late updates update and forward, with both
+  all three. The order is the same in every step, so all buffers but STREAMING save reads and writes.
 - Where the CPU computes, two things that go on at once slow each other down, by the profile's
   interference.
 """
@@ -48,6 +48,7 @@ class Problem:
     share of its machine, and `network_bytes_per_s` what it sends to other ranks (None: not known,
     and not counted). `min_gathered_slots` and `held` are as place() takes them. `early_updates`:
     a chunk is updated as soon as its gradient is complete, which clipping and loss scaling forbid.
+    `late_updates`: forward begins before all are updated.
     `clipping`: the norm of all gradients is taken before the update.
     """
 
@@ -61,6 +62,7 @@ class Problem:
     held: bool = False
     prefetch: bool = True
     early_updates: bool = False
+    late_updates: bool = False
     clipping: bool = False
     network_bytes_per_s: float | None = None
 
@@ -190,8 +192,11 @@ class CostModel:
         update, moved_bytes = self._update(made)
         for name, moved in moved_bytes.items():
             nbytes[name] += moved
-        if self.problem.early_updates and phases:
-            phases[-1:] = [self._together(phases[-1], update)]
+        # Forward comes first, and backward last.
+        begin = 0 if self.problem.late_updates else len(phases) - 1
+        end = len(phases) if self.problem.early_updates else 1
+        if phases and begin < end:
+            phases[begin:end] = [self._together(phases[begin:end], update)]
         else:
             phases.append(update)
         return StepCost(tuple(phases), Traffic(**nbytes))
@@ -220,7 +225,7 @@ class CostModel:
         if profile.h2d_bytes_per_s and profile.d2h_bytes_per_s:
             moving += [h2d / profile.h2d_bytes_per_s, drained / profile.d2h_bytes_per_s]
         update_s = self._update(made)[0].seconds
-        if problem.early_updates:
+        if problem.early_updates or problem.late_updates:
             return max(*moving, update_s)
         return max(moving) + update_s
 
@@ -264,10 +269,11 @@ class CostModel:
             if made.record[c] is Tier.DISK or made.param[c] is Tier.DISK
         )
         lacking = max(0, cached - made.buffers)
+        if problem.early_updates or problem.late_updates:
+            # The order, the same in each step, does not begin with what buffers keep.
+            lacking = min(cached, lacking + min(STREAMING, lacking))
         if problem.early_updates:
-            # The order of backward, the same in each step, does not begin with what buffers keep;
-            # gradients are used where they arrive.
-            lacking, grads = min(cached, lacking + min(STREAMING, lacking)), 0
+            grads = 0  # gradients are used where they arrive
         missed = lacking / cached if cached else 0.0
         read = round((records * slot.record + params * slot.param) * missed) + grads * slot.grad
         written = round(records * slot.record * missed) + params * slot.param
@@ -298,21 +304,23 @@ class CostModel:
             {"nvme_read": read, "nvme_written": written, "sent": sent},
         )
 
-    def _together(self, backward: PhaseCost, update: PhaseCost) -> PhaseCost:
-        """Backward and the updates that begin in it: the busiest resource of both says how long.
+    def _together(self, phases: Sequence[PhaseCost], update: PhaseCost) -> PhaseCost:
+        """Phases and the updates that go on in them: the busiest resource of all says how long.
 
-        If the CPU computes, its updates take its time. Those of the chunk that backward comes to
-        last begin when it is over.
+        If the CPU computes, its updates take its time. Those of one chunk go on alone: the one that
+        backward comes to last, and forward first.
         """
         busy = {
-            name: backward.busy_s.get(name, 0.0) + update.busy_s.get(name, 0.0)
+            name: sum(each.busy_s.get(name, 0.0) for each in (*phases, update))
             for name in RESOURCES
         }
         together = busy[COMPUTE] + busy[CPU_UPDATE]
         busiest_s = max(*busy.values(), 0.0 if self.problem.profile.separate else together)
-        last_s = update.seconds / max(1, len(self.trained))
-        seconds = max(backward.seconds + last_s, update.seconds, busiest_s)
-        return PhaseCost("backward and update", seconds, busy)
+        alone_s = update.seconds / max(1, len(self.trained))
+        phases_s = sum(each.seconds for each in phases)
+        seconds = max(phases_s + alone_s, update.seconds, busiest_s)
+        *names, last = [each.name for each in (*phases, update)]
+        return PhaseCost(f"{', '.join(names)} and {last}", seconds, busy)
 
     def _averaged_at_end(self) -> tuple[int, float]:
         """Bytes and seconds of what ranks send around the update: stages 1 and 2, and replicas."""

@@ -27,6 +27,7 @@ from hetero.hooks import inside_another_backward
 from hetero.layout import Chunk
 from hetero.managed import ManagedParam
 from hetero.steps import Groups, HyperOf, hyper_table
+from hetero.unfinished import Key, Unfinished, key_of
 from hetero.world import World
 from offload.errors import HeteroError, StaleGraphError
 
@@ -54,6 +55,7 @@ class EarlyUpdates:
         self,
         banks: Sequence[Bank],
         params: AllParams,
+        unfinished: Unfinished,
         enabled: bool,
         accumulating: Callable[[], bool],
     ) -> None:
@@ -63,6 +65,7 @@ class EarlyUpdates:
         """
         self._banks = banks
         self._params = params
+        self._unfinished = unfinished
         self._enabled = enabled
         self._accumulating = accumulating
         self._param_groups: ParamGroups = tuple
@@ -70,10 +73,8 @@ class EarlyUpdates:
         self._arrivals = Arrivals()
         # Chunks with final gradients that are on their way to RAM, or whose values a caller of
         # this backward may still have. By bank and chunk, as those that were updated.
-        self._ready: dict[tuple[int, int], Chunk] = {}
-        self._updated: dict[tuple[int, int], list[ManagedParam]] = {}
-        # Of those the ones whose gradients hold slots, first updated first.
-        self._holding: list[Chunk] = []
+        self._ready: dict[Key, Chunk] = {}
+        self._updated: dict[Key, list[ManagedParam]] = {}
         # By group, the options with which its parameters were updated in this step.
         self._options: dict[int, dict[str, Any]] = {}
         self._group_of: dict[int, int] = {}  # by id(param), in this step
@@ -88,10 +89,7 @@ class EarlyUpdates:
         """From now on gradients of the bank come, too."""
         if not self._enabled:
             return
-        bank.grads.free_one = self._free_one
-        bank.stepper.follow_backward()
-        number = self._banks.index(bank)
-        bank.params.is_changing = lambda chunk: (number, chunk) in self._updated
+        bank.stepper.follow(backward=True)
         for chunk in bank.layout.chunks:
             if chunk.trainable and bank.params.is_resident(chunk):
                 home = bank.params.flat(chunk).untyped_storage()
@@ -109,7 +107,7 @@ class EarlyUpdates:
 
     def has(self, managed: ManagedParam) -> bool:
         """Whether it was updated in this step."""
-        return _key(managed.chunk) in self._updated
+        return key_of(managed.chunk) in self._updated
 
     def is_absent(self, managed: ManagedParam) -> bool:
         """Likewise, and it is as the update has left it."""
@@ -138,7 +136,7 @@ class EarlyUpdates:
 
     def check_saved(self, chunk: Chunk) -> None:
         """Raises StaleGraphError if backward needs what it saved of an updated chunk."""
-        if _key(chunk) in self._updated:
+        if key_of(chunk) in self._updated:
             raise StaleGraphError(_needed_later(chunk.name))
 
     def check_gradient(self, managed: ManagedParam) -> None:
@@ -164,7 +162,7 @@ class EarlyUpdates:
             return
         chunk = managed.chunk
         if self._arrivals.are_final(self._members(chunk)):
-            self._ready[_key(chunk)] = chunk
+            self._ready[key_of(chunk)] = chunk
         if self._ready and not inside_another_backward():
             self._begin_ready()
 
@@ -195,18 +193,8 @@ class EarlyUpdates:
         if any(self._options.get(index, options) != options for index, options in now.items()):
             return
         self._options |= now
-        # Before the update, so that nobody takes new values for old.
-        bank.params.invalidate(chunk)
-        self._updated[_key(chunk)] = members
-        if bank.grads.in_file(chunk):
-            self._holding.append(chunk)
-        for m in members:
-            if bank.params.is_resident(chunk):
-                torch.autograd.graph.increment_version(m.param)
-                m.param.data = m.absent
-            m.note_change()
-        with bank.records.lock:
-            bank.stepper.submit(groups, table)
+        self._updated[key_of(chunk)] = members
+        self._unfinished.begin(bank, groups, table, last=False)
 
     def _is_updatable(self, m: ManagedParam, bank: Bank) -> bool:
         free = m.uses == 0 and bank.params.is_in_place(m) and not m.changed_unnoticed
@@ -226,16 +214,6 @@ class EarlyUpdates:
                 return None
             groups[index][1].append(m)
         return groups
-
-    def _free_one(self) -> bool:
-        """Until the update that was begun first has used its gradient; False if none is left."""
-        if not self._holding:
-            return False
-        chunk = self._holding.pop(0)
-        bank = self._bank(chunk)
-        bank.stepper.wait_updated(chunk)
-        bank.grads.used(chunk)
-        return True
 
     # The step
 
@@ -262,7 +240,7 @@ class EarlyUpdates:
         return [(options, [m for m in some if not self.has(m)]) for options, some in groups]
 
     def finish(self) -> None:
-        """All updates are made: parameters have their values again."""
+        """All updates of the step have begun."""
         self._end()
         self._arrivals.end_step()
 
@@ -281,18 +259,10 @@ class EarlyUpdates:
         for number in self.banks:
             self._banks[number].stepper.stop()
         self._end()
+        self._unfinished.release_held()
+        self._unfinished.finish_all()
 
     def _end(self) -> None:
-        for chunk in self._holding:
-            self._bank(chunk).grads.used(chunk)
-        for members in self._updated.values():
-            chunk, bank = members[0].chunk, self._bank(members[0].chunk)
-            if bank.params.is_resident(chunk):
-                for m in members:
-                    m.param.data = m.part_of(bank.params.flat(chunk))
-                    m.note_change()
-            bank.params.changed([chunk])
-        self._holding.clear()
         self._ready.clear()
         self._updated.clear()
         self._options.clear()
@@ -303,10 +273,6 @@ class EarlyUpdates:
 
     def _members(self, chunk: Chunk) -> list[ManagedParam]:
         return self._bank(chunk).grads.members(chunk)
-
-
-def _key(chunk: Chunk) -> tuple[int, int]:
-    return chunk.bank, chunk.id
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

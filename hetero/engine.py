@@ -35,6 +35,7 @@ from hetero.scaler import LossScale
 from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
 from hetero.trace import Trace
 from hetero.traffic import Traffic, traffic_of
+from hetero.unfinished import Unfinished
 from hetero.world import World
 from offload import _native
 from offload.backend import Backend
@@ -89,9 +90,11 @@ class Engine:
         self.world: World = banks[0].world
         self.params = AllParams(self.banks)
         self.clipping = Clipping(self.banks, loss_scale, self.world, config.early_updates)
+        self.unfinished = Unfinished(self.banks, config)
         self.early = EarlyUpdates(
             self.banks,
             self.params,
+            self.unfinished,
             config.early_updates,
             accumulating=lambda: bool(self._unsynced),
         )
@@ -114,7 +117,7 @@ class Engine:
             self.dtypes.torch_compute,
             self._before_forward,
             backend.device,
-            all_modules=config.early_updates,
+            all_modules=config.early_updates or config.late_updates,
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
@@ -127,6 +130,7 @@ class Engine:
         """Parameters of the bank point to their new homes from here on."""
         self.banks.append(bank)
         self.clipping.connect(bank)
+        self.unfinished.connect(bank)
         self.early.connect(bank)
         for contexts in self._unsynced:
             contexts.enter_context(bank.no_sync())
@@ -300,6 +304,7 @@ class Engine:
         """
         self._check_open()
         self._module_hooks.unwind()
+        self.unfinished.finish_all()
         self.take_in_unfrozen()
         self.clipping.settle(force=True)
         listed = [(group, self.find_all(group["params"])) for group in param_groups]
@@ -351,8 +356,14 @@ class Engine:
         used = {m.chunk.bank for _, members in groups for m in members} | self.early.banks
         for bank in (bank for number, bank in enumerate(self.banks) if number in used):
             mine = [(g, [m for m in some if self.bank_of(m) is bank]) for g, some in groups]
-            self._update_bank(bank, mine, table)
+            if self.config.late_updates:
+                self.unfinished.begin(bank, mine, table, last=True)
+            else:
+                self._update_bank(bank, mine, table)
         self.early.finish()
+        self.unfinished.end_step()
+        if not self.config.late_updates:
+            self.unfinished.finish_all()
 
     def _update_bank(self, bank: Bank, groups: Groups, table: HyperTable) -> None:
         members = [m for _, some in groups for m in some]
@@ -429,6 +440,7 @@ class Engine:
         StoreError and NativeIoError, with nothing changed.
         """
         self._check_open()
+        self.unfinished.finish_all()
         for bank in extension(self, self.model, params):
             self._take_over(bank)
         move_rest(self.model, self._managed, self.device)
@@ -445,11 +457,13 @@ class Engine:
                 )
 
     def synchronize(self) -> None:
-        """Until no transfer of the last step is under way. Raises what one met.
+        """Until no transfer or update of the last step is under way. Raises what one met.
 
-        Records that buffers keep for the next step are not written by this.
+        With late_updates parameters in RAM have values again. Records that buffers keep for the
+        next step are not written by this.
         """
         self._check_open()
+        self.unfinished.finish_all()
         for bank in self.banks:
             bank.pipeline.wait_written()
 

@@ -17,6 +17,10 @@ from offload.cache import SlotCache
 from offload.drain import Drain
 
 
+def _nothing(_: object) -> None:
+    pass
+
+
 class Grads:
     """Keeps this rank's shard of the gradients of all chunks, in the grad dtype.
 
@@ -56,8 +60,11 @@ class Grads:
         # Ids of those that have all of them, or will when the drain is done: to be written.
         self._complete: dict[int, None] = {}
         self._sums: dict[ManagedParam, float] = {}
-        # Makes one more gradient not needed any more; False if that cannot be. With early updates.
+        # Makes one more gradient not needed any more; False if that cannot be. With updates that
+        # go on during backward or forward.
         self.free_one: Callable[[], bool] | None = None
+        # Called before a chunk's gradient is changed: waits for the update that still uses it.
+        self.before_change: Callable[[Chunk], object] = _nothing
         if cache is not None:
             cache.before_write = self._before_write
 
@@ -95,6 +102,7 @@ class Grads:
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
         chunk = managed.chunk
+        self.before_change(chunk)
         self._sums.pop(managed, None)
         if chunk in self._homes:
             kept = managed.part_of(self._homes.flat(chunk))
@@ -237,6 +245,7 @@ class Grads:
     @torch.no_grad()
     def change(self, managed: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         """Calls `change` with the parameter's kept gradient, to be changed in place."""
+        self.before_change(managed.chunk)
         self._sums.pop(managed, None)
         kept = self._kept(managed)
         if managed.chunk not in self._homes:

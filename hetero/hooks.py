@@ -138,8 +138,8 @@ class ModuleHooks:
     ) -> None:
         """`before_forward` is called before each forward of the whole model, outside of others.
 
-        Compute happens on `device`. `all_modules`: also resident parameters are acquired, for
-        AllParams.check_use.
+        Compute happens on `device`. `all_modules`: also resident parameters are acquired, because
+        they may be absent until their update is made.
         """
         self._device = device
         self._find = find
@@ -191,10 +191,10 @@ class ModuleHooks:
         for managed in needed:
             self._params.acquire(managed)
             entered.acquired.append(managed)
+        if len(self._entered) == 1 and (self._params.gathers or self._all_modules):
+            entered.contexts.enter_context(BareUses(self._find, self._params))
         if not self._params.packs:
             return
-        if self._params.gathers and len(self._entered) == 1:
-            entered.contexts.enter_context(BareUses(self._find, self._params))
         hooks = self._saved_tensor_hooks()
         if hooks is not None:
             entered.contexts.enter_context(saved_tensors_hooks(*hooks))

@@ -29,6 +29,7 @@ from hetero.rank_profile import rank_profile
 from hetero.scaler import LossScale
 from hetero.stage import Stage
 from hetero.start import start_alike
+from hetero.unfinished import check_late_updates
 from hetero.world import World
 from offload.errors import HeteroError
 
@@ -82,6 +83,7 @@ def initialize(
             stage.adopt(param)
         with ExitStack() as resources:
             check_early_updates(stage.config, stage.world)
+            check_late_updates(stage.config, stage.world)
             dtypes = optimizer.dtypes(stage.config)
             shard = Shard(
                 stage.world.rank,

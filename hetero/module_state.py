@@ -48,8 +48,8 @@ class StateDictHooks:
         def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._engine.early.require_whole("state_dict()")
             for name, managed in self._own(module).items():
-                absent = not self._engine.params.is_resident(managed.chunk) and not managed.uses
-                if absent and prefix + name in state_dict:
+                found = state_dict.get(prefix + name)
+                if found is not None and found.data_ptr() == managed.absent.data_ptr():
                     state_dict[prefix + name] = self._copy(managed)
 
         def before_load(

@@ -27,6 +27,10 @@ def _never(_: object) -> bool:
     return False
 
 
+def _nothing(_: object) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class SavedView:
     """A view of a gathered copy that autograd saved: enough to make it again."""
@@ -81,7 +85,9 @@ class Params:
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
         self._holders: dict[int, int] = {}
-        # By id, whether the chunk has begun to change: it is read again when that is over.
+        # Called before a chunk's values are used or changed: waits until they are there.
+        self.before_use: Callable[[Chunk], object] = _nothing
+        # By id, whether that would take time: then nothing is read ahead.
         self.is_changing: Callable[[int], bool] = _never
 
     @property
@@ -105,6 +111,7 @@ class Params:
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's parameters now, flat; unless resident a lease on a gathered copy."""
+        self.before_use(chunk)
         if self.is_resident(chunk):
             return self._homes.flat(chunk)
         held = self._held.get(chunk.id)
@@ -130,6 +137,7 @@ class Params:
         """Makes the parameter present until as many release() calls."""
         chunk = managed.chunk
         if self.is_resident(chunk):
+            self.before_use(chunk)
             self._resident_uses += 1
             return
         if managed.uses == 0:
@@ -173,10 +181,12 @@ class Params:
 
         All ranks must do so.
         """
+        self.before_use(chunk)
         return self._shards.fill(chunk)
 
     def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """This rank's shard inside the block. If it was changed, call filled() in the block."""
+        self.before_use(chunk)
         self.drop_copies(chunk)  # a device may be copying from it
         return self._shards.open(chunk)
 

@@ -36,6 +36,7 @@ class Planner:
         network_bytes_per_s: float | None = None,
         prefetch: bool = True,
         early_updates: bool = False,
+        late_updates: bool = False,
     ) -> None:
         self.traces: Mapping[int, Trace] = {}  # by bank: its own uses and seconds
         self._profile = profile
@@ -44,6 +45,7 @@ class Planner:
         self._network_bytes_per_s = network_bytes_per_s
         self._prefetch = prefetch
         self._early_updates = early_updates
+        self._late_updates = late_updates
         self._plans: dict[tuple[Layout, Placement], Plan] = {}
 
     def __call__(
@@ -85,6 +87,7 @@ class Planner:
             held=held,
             prefetch=self._prefetch,
             early_updates=self._early_updates,
+            late_updates=self._late_updates,
             network_bytes_per_s=self._network_bytes_per_s,
         )
 
@@ -114,8 +117,8 @@ def planner_for(config: Config, found: RankProfile) -> Planner | None:
         Work(config.expected_tokens or EXPECTED_TOKENS),
         network_bytes_per_s=found.network_bytes_per_s,
         prefetch=config.prefetch,
-        # (An option of engines that update during backward.)
-        early_updates=bool(config.early_updates),
+        early_updates=config.early_updates,
+        late_updates=config.late_updates,
     )
 
 

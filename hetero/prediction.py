@@ -82,6 +82,7 @@ def predict(
     clipping: bool = False,
     prefetch: bool = True,
     early_updates: bool = False,
+    late_updates: bool = False,
 ) -> Prediction:
     """What a step of `banks` takes on one rank whose share of its machine is `profile`.
 
@@ -113,6 +114,7 @@ def predict(
             clipping=clipping,
             prefetch=prefetch,
             early_updates=early_updates,
+            late_updates=late_updates,
         )
         costs.append(CostModel(problem).cost(bank.placement))
     return Prediction(tuple(costs), computing is not None)

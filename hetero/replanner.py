@@ -418,6 +418,7 @@ class Replanner:
         before = ledger.budget_bytes[Tier.HOST.value]
         if engine._module_hooks.running:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
+        engine.unfinished.finish_all()
         self._together(None)  # nobody asks for anything any more
         for bank in engine.banks:
             bank.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,8 @@ HyperOf = Callable[[dict[str, Any], int, float], Hyper]
 HyperTable = Mapping[tuple[int, int, float], Hyper]
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
 
-# With early updates: as many buffers pass pieces on (one is read, one updated, one written), the
-# others keep what the next step needs last.
+# Where the order is the same in every step: as many buffers pass pieces on (one is read, one
+# updated, one written), the others keep what the next step needs last.
 STREAMING = 3
 
 
@@ -47,6 +48,8 @@ class Stepper:
     The order of pieces alternates from step to step (zig-zag): what the last step left in the
     buffers is what this one needs first. With early updates backward gives the order, the same in
     every step; what it leaves to step() goes in the order in which backward would have come to it.
+    With late updates, after step() and among those that wait before it, the order is that in which
+    chunks are `due`: forward's.
     """
 
     def __init__(
@@ -79,8 +82,11 @@ class Stepper:
         for chunk in layout.chunks:
             self._first_key[chunk.id] = key
             key += chunk.slots
-        self._early = False
+        self._repeats = False  # the same order in every step
         self._forward = True
+        # When a chunk's new values are needed, if that is to give the order.
+        self.due: Callable[[Chunk], int] | None = None
+        self.wait_s = 0.0  # for the update of a chunk that was needed
         self._first_number = first_number
         self._expecting = False  # since the last step
         # Pieces, by chunk's id and number: updated in this step, and in the last that updated any.
@@ -92,10 +98,10 @@ class Stepper:
             for piece in range(chunk.slots)
         ]
 
-    def follow_backward(self) -> None:
-        """From now on updates begin early, in the order of backward."""
-        self._early, self._forward = True, False
-        self._last.reverse()
+    def follow(self, backward: bool) -> None:
+        """From now on the order is that of backward, or of the next forward, in every step."""
+        self._repeats, self._forward = True, not backward
+        self._last.sort(reverse=backward)
 
     def read_ahead(self) -> None:
         """What step() needs first comes into the pipeline's buffers, as far as they are free.
@@ -107,7 +113,7 @@ class Stepper:
         if self._expecting:
             return
         self._expecting = True
-        order = self._last if self._early else sorted(self._last, reverse=not self._forward)
+        order = self._last if self._repeats else sorted(self._last, reverse=not self._forward)
         chunks = self._layout.chunks
         self._pipeline.expect(
             [
@@ -119,7 +125,7 @@ class Stepper:
                 for c, piece in order
                 if chunks[c] not in self._param_homes or self._records.in_file(chunks[c])
             ],
-            STREAMING if self._early else 0,
+            STREAMING if self._repeats else 0,
         )
 
     def run(self, groups: Groups, table: HyperTable) -> None:
@@ -128,12 +134,16 @@ class Stepper:
         Returns when parameters in RAM are final, those of earlier submit() calls too; records and
         DISK-homed parameters may still be on their way to the file.
         """
+        self.complete(groups, table)
+        self._pipeline.wait_updated()
+
+    def complete(self, groups: Groups, table: HyperTable) -> None:
+        """submit() of the last updates of a step."""
         self._expect_nothing()  # all that comes is here
         self.submit(groups, table)
-        self._pipeline.wait_updated()
         if self._updated:
             self._last, self._updated = self._updated, []
-        if not self._early:
+        if not self._repeats:
             self._forward = not self._forward
 
     def stop(self) -> None:
@@ -144,7 +154,7 @@ class Stepper:
 
     def _expect_nothing(self) -> None:
         if self._expecting:
-            self._pipeline.expect([], STREAMING if self._early else 0)
+            self._pipeline.expect([], STREAMING if self._repeats else 0)
             self._expecting = False
 
     def submit(self, groups: Groups, table: HyperTable) -> None:
@@ -163,9 +173,11 @@ class Stepper:
                     number = first_number + part.in_param.start
                     segment = (part.in_piece.start, part.numel, hypers[key], number)
                     segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
+        chunks, due = self._layout.chunks, self.due
         order = sorted(segments, reverse=not self._forward)
+        if due is not None:
+            order.sort(key=lambda each: due(chunks[each[0]]))
         order = self._update_on_device(order, segments, made)
-        chunks = self._layout.chunks
         tasks = [self._task(chunks[c], piece, segments[c, piece]) for c, piece in order]
         self._pipeline.submit(tasks, made)
         self._updated += order
@@ -202,6 +214,7 @@ class Stepper:
             self._grads.location(chunk, piece),
             self._records.location(chunk, piece),
             _merged(sorted(segments)),
+            0 if self.due is None else self.due(chunk),
         )
 
     def _param_location(self, chunk: Chunk, piece: int) -> Location:
@@ -212,8 +225,15 @@ class Stepper:
 
     def wait_updated(self, chunk: Chunk) -> None:
         """Until its updates that were submitted are made: its gradient is not needed any more."""
+        began_s = time.perf_counter()
         for piece in range(chunk.slots):
             self._pipeline.wait_updated(self._first_key[chunk.id] + piece)
+        self.wait_s += time.perf_counter() - began_s
+
+    def is_updated(self, chunk: Chunk) -> bool:
+        """Whether wait_updated() would return, or raise, at once."""
+        first = self._first_key[chunk.id]
+        return all(self._pipeline.is_updated(first + piece) for piece in range(chunk.slots))
 
     def wait_written(self, chunk: Chunk) -> None:
         """Until the file has what the last step computed for `chunk`."""

@@ -1,6 +1,7 @@
 #include "step_buffers.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace hetero {
@@ -36,15 +37,26 @@ void Buffer::drop() {
 // --- the queue ------------------------------------------------------------------------------
 
 void WorkQueue::push(Work work) {
-  work.turn = next_turn_++;
-  if (work.task.needs_buffer()) turns_[work.task.key].push_back(work.turn);
-  forget_expected(work.task.key);
-  works_.push_back(std::move(work));
+  const std::int64_t key = work.task.key;
+  work.turn = {work.task.due, pushed_++};
+  if (work.task.needs_buffer()) turns_[key].push_back(work.turn);
+  forget_expected(key);
+  // From the end, because most come in their turn.
+  auto at = works_.end();
+  const auto first = works_.begin() + (front_is_held_ ? 1 : 0);
+  while (at != first && work.turn < std::prev(at)->turn && std::prev(at)->task.key != key) --at;
+  works_.insert(at, std::move(work));
+}
+
+const StepTask& WorkQueue::hold_front() {
+  front_is_held_ = true;
+  return works_.front().task;
 }
 
 Work WorkQueue::pop() {
   Work work = std::move(works_.front());
   works_.pop_front();
+  front_is_held_ = false;
   if (work.task.needs_buffer()) {
     const auto found = turns_.find(work.task.key);
     found->second.pop_front();
@@ -55,6 +67,7 @@ Work WorkQueue::pop() {
 
 void WorkQueue::clear() {
   works_.clear();
+  front_is_held_ = false;
   turns_.clear();
   expect({}, 0);
 }
@@ -73,11 +86,11 @@ void WorkQueue::forget_expected(std::int64_t key) {
   while (expected_from_ < expected_.size() && !is_expected(expected_from_)) ++expected_from_;
 }
 
-std::uint64_t WorkQueue::next_use(std::int64_t key) const {
+Turn WorkQueue::next_use(std::int64_t key) const {
   const auto found = turns_.find(key);
   if (found != turns_.end()) return found->second.front();
   const auto expected = expected_at_.find(key);
-  return expected == expected_at_.end() ? kNever : kExpected + expected->second;
+  return expected == expected_at_.end() ? kNever : Turn{kExpected, expected->second};
 }
 
 // --- the pool -------------------------------------------------------------------------------
@@ -146,12 +159,12 @@ Buffer* BufferPool::wanted_last(const WorkQueue& queue) {
   return found;
 }
 
-Buffer* BufferPool::given_up(const WorkQueue& queue, std::uint64_t turn) {
+Buffer* BufferPool::given_up(const WorkQueue& queue, Turn turn) {
   if (queue.give_up() == 0) return nullptr;
   Buffer* last = nullptr;
   std::size_t wanted_later = 0;
   for (Buffer& buffer : buffers_) {
-    const std::uint64_t next = queue.next_use(buffer.key);
+    const Turn next = queue.next_use(buffer.key);
     if (next <= turn || next == WorkQueue::kNever) continue;
     ++wanted_later;
     if (buffer.state == BufferState::assigned) continue;

@@ -13,6 +13,7 @@
 // Nothing here locks: all of it is used under the pipeline's lock.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -59,11 +60,19 @@ struct Buffer {
   std::vector<std::shared_ptr<IoOp>> writes;
 };
 
+// When a task is taken: before those whose turn is larger.
+struct Turn {
+  std::uint64_t due = 0;     // the task's
+  std::uint64_t number = 0;  // among all tasks ever submitted
+
+  auto operator<=>(const Turn&) const = default;
+};
+
 // A submitted task.
 struct Work {
   StepTask task;
   std::shared_ptr<const std::vector<UpdateConstants>> constants;
-  std::uint64_t turn = 0;    // its place among all tasks ever submitted
+  Turn turn = {};
   Buffer* buffer = nullptr;  // none if the task lives in RAM
 };
 
@@ -71,10 +80,13 @@ struct Work {
 // next.
 class WorkQueue {
  public:
-  static constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
+  static constexpr Turn kNever = {std::numeric_limits<std::uint64_t>::max(), 0};
 
-  // The task is not expected any more.
+  // In its turn, but after a task that is held in front and those of the same piece. The task is
+  // not expected any more.
   void push(Work work);
+  // The first task, which stays first until it is popped.
+  const StepTask& hold_front();
   Work pop();
   void clear();
   // Replaces what is expected. For reading ahead up to `give_up` buffers may be taken whose content
@@ -88,7 +100,7 @@ class WorkQueue {
   auto begin() const { return works_.begin(); }
   auto end() const { return works_.end(); }
   // The turn of the first task that wants a buffer with this key's content, queued or expected.
-  std::uint64_t next_use(std::int64_t key) const;
+  Turn next_use(std::int64_t key) const;
   std::size_t give_up() const { return give_up_; }
   // What is expected still, in order: calls visit(expectation) until it returns false.
   template <class Visit>
@@ -99,8 +111,8 @@ class WorkQueue {
   }
 
  private:
-  // The turns of what is expected: after those of all tasks.
-  static constexpr std::uint64_t kExpected = kNever / 2;
+  // What is expected is due after all tasks.
+  static constexpr std::uint64_t kExpected = kNever.due - 1;
 
   bool is_expected(std::size_t i) const {
     const auto found = expected_at_.find(expected_[i].key);
@@ -108,8 +120,9 @@ class WorkQueue {
   }
 
   std::deque<Work> works_;
-  std::unordered_map<std::int64_t, std::deque<std::uint64_t>> turns_;
-  std::uint64_t next_turn_ = 0;
+  bool front_is_held_ = false;
+  std::unordered_map<std::int64_t, std::deque<Turn>> turns_;  // by key, of works_
+  std::uint64_t pushed_ = 0;
   std::vector<Expectation> expected_;
   std::size_t expected_from_ = 0;                              // those before it have come
   std::unordered_map<std::int64_t, std::size_t> expected_at_;  // by key: of those that have not
@@ -140,7 +153,7 @@ class BufferPool {
   // Among the buffers that no task has, the one wanted last; nullptr if tasks have all.
   Buffer* wanted_last(const WorkQueue& queue);
   // Likewise of those wanted after `turn`, if fewer than queue.give_up() are not; else nullptr.
-  Buffer* given_up(const WorkQueue& queue, std::uint64_t turn);
+  Buffer* given_up(const WorkQueue& queue, Turn turn);
   // The first of what is expected that no buffer has; nullptr if there is none.
   const Expectation* first_missing(const WorkQueue& queue) const;
 

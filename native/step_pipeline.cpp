@@ -70,6 +70,7 @@ class StepPipeline::Impl {
   void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
   void expect(std::vector<Expectation> expected, std::size_t give_up);
   void wait_updated(std::int64_t key);
+  bool is_updated(std::int64_t key) const;
   void wait_written(std::int64_t key);
   void flush(std::int64_t key);
   void forget(std::int64_t key);
@@ -161,6 +162,11 @@ void StepPipeline::Impl::wait_updated(std::int64_t key) {
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return failure_ != nullptr || !unfinished(key); });
   settle_all();
+}
+
+bool StepPipeline::Impl::is_updated(std::int64_t key) const {
+  const Lock lock(mutex_);
+  return failure_ != nullptr || !unfinished(key);
 }
 
 void StepPipeline::Impl::wait_written(std::int64_t key) {
@@ -356,9 +362,10 @@ void StepPipeline::Impl::stage_tasks() {
       if (!read_ahead(lock)) changed_.wait(lock);
     }
     if (stopping()) return;
-    // The task stays in the queue meanwhile: it is one of those that waiters wait for.
-    if (queued_.front().task.needs_buffer()) {
-      const StepTask task = queued_.front().task;
+    // The task stays in the queue meanwhile, the first one whatever comes: it is one of those that
+    // waiters wait for.
+    const StepTask task = queued_.hold_front();
+    if (task.needs_buffer()) {
       Buffer* const buffer = acquire(lock, task);
       if (buffer == nullptr) return;
       const bool read_record = task.record.in_file() && !buffer->keeps_record;
@@ -638,6 +645,8 @@ void StepPipeline::expect(std::vector<Expectation> expected, std::size_t give_up
 }
 
 void StepPipeline::wait_updated(std::int64_t key) { impl().wait_updated(key); }
+
+bool StepPipeline::is_updated(std::int64_t key) const { return impl().is_updated(key); }
 
 void StepPipeline::wait_written(std::int64_t key) { impl().wait_written(key); }
 

@@ -54,8 +54,9 @@ class StepPipeline {
   StepPipeline(const StepPipeline&) = delete;
   StepPipeline& operator=(const StepPipeline&) = delete;
 
-  // Queues the tasks in order; their RAM parts must stay until updated. All or nothing: throws
-  // std::invalid_argument if any is not valid.
+  // Queues the tasks, each in its turn (step_task.h) among those that have no buffer yet; their RAM
+  // parts must stay until updated. All or nothing: throws std::invalid_argument if any is not
+  // valid.
   void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
 
   // From now on reads ahead what `expected`, in this order, find in the file and no buffer has;
@@ -67,6 +68,9 @@ class StepPipeline {
   // Until every submitted update, or those of `key`, are computed: parameters in RAM are final,
   // gradients free.
   void wait_updated(std::int64_t key = -1);
+
+  // Whether wait_updated(key) would return, or throw, at once.
+  bool is_updated(std::int64_t key = -1) const;
 
   // Until no write, or none of `key` (-1: any), is under way: parameters in the file are final.
   void wait_written(std::int64_t key = -1);

@@ -29,9 +29,11 @@ struct StepSegment {
   std::uint64_t index = 0;  // number of element `first`, for the random bits of bf16 states
 };
 
-// The update of one piece. `key` names the piece (at least 0).
+// The update of one piece. `key` names the piece (at least 0). Tasks are taken in the order of
+// `due`; those with the same, or of one piece, in the order in which they were submitted.
 struct StepTask {
   std::int64_t key = 0;
+  std::uint32_t due = 0;
   Location param, grad, record;
   std::vector<StepSegment> segments;
 

@@ -340,7 +340,8 @@ class Location:
 
 class StepTask:
     """One piece's update. `segments` are (first element in the piece, numel, index into hypers,
-    number of the first element as in update())."""
+    number of the first element as in update()). Tasks are made in the order of `due`; those with
+    the same, or of one piece, in the order in which they were submitted."""
 
     def __init__(
         self,
@@ -349,6 +350,7 @@ class StepTask:
         grad: Location,
         record: Location,
         segments: Sequence[tuple[int, int, int, int]],
+        due: int = 0,
     ) -> None: ...
 
 class StepPipeline:
@@ -386,7 +388,7 @@ class StepPipeline:
         grad_in_file: bool,
     ) -> int: ...
     def submit(self, tasks: Sequence[StepTask], hypers: Sequence[Hyper]) -> None:
-        """Queues the tasks in order and returns at once."""
+        """Queues the tasks, each in its turn among those that have no buffer yet; returns at once."""
     def expect(self, expected: Sequence[tuple[int, Location, Location]], give_up: int = 0) -> None:
         """Reads ahead what tasks to come, in this order, will find in the file and no buffer has.
 
@@ -399,6 +401,8 @@ class StepPipeline:
         """Until every submitted update (or those of `key`) is computed: parameters in RAM are
         final, gradients free. Raises the first failure; the pipeline then refuses further work with
         the same error."""
+    def is_updated(self, key: int = -1) -> bool:
+        """Whether wait_updated(key) would return, or raise, at once."""
     def wait_written(self, key: int = -1) -> None:
         """Until no write (or none of `key`) is under way: parameters in the file are final. Raises
         like wait_updated."""

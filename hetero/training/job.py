@@ -174,6 +174,7 @@ def predicted_step(
             clipping=options.clip > 0,
             prefetch=options.prefetch,
             early_updates=options.early_updates,
+            late_updates=options.late_updates,
         )
     except ValueError as error:  # of another version, or without what this run uses
         notes.append(f"no step time is predicted: {error}")
@@ -205,6 +206,7 @@ def memory_config(
         io_engine=options.io_engine,
         prefetch=options.prefetch,
         early_updates=options.early_updates,
+        late_updates=options.late_updates,
         zero_stage=options.zero_stage,
         process_memory=options.process_memory,
         expected_tokens=options.tokens_per_step,

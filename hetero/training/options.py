@@ -140,6 +140,11 @@ class TrainOptions:
         "update parameters while backward still runs; needs --clip 0 and one rank",
         group="memory",
     )
+    late_updates: bool = _option(
+        False,
+        "let updates go on during the next forward; needs one rank",
+        group="memory",
+    )
     zero_stage: int = _option(
         3,
         "what several ranks share: 1 optimizer state, 2 also gradients, 3 also parameters",

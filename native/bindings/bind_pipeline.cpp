@@ -36,8 +36,9 @@ using ExpectationTuple = std::tuple<std::int64_t, Location, Location>;
 using SegmentTuple = std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t>;
 
 StepTask make_task(std::int64_t key, const Location& param, const Location& grad,
-                   const Location& record, const std::vector<SegmentTuple>& segments) {
-  StepTask task = {key, param, grad, record, {}};
+                   const Location& record, const std::vector<SegmentTuple>& segments,
+                   std::uint32_t due) {
+  StepTask task = {key, due, param, grad, record, {}};
   task.segments.reserve(segments.size());
   for (const auto& [first, numel, hyper, index] : segments) {
     task.segments.push_back({first, numel, hyper, index});
@@ -88,7 +89,7 @@ void bind_pipeline(py::module_& module) {
            py::arg("address") = 0, py::arg("file_offset") = -1);
   py::class_<StepTask>(module, "StepTask")
       .def(py::init(&make_task), py::arg("key"), py::arg("param"), py::arg("grad"),
-           py::arg("record"), py::arg("segments"));
+           py::arg("record"), py::arg("segments"), py::arg("due") = 0);
   py::class_<BoundPipeline>(module, "StepPipeline")
       .def(py::init(&make_pipeline), py::arg("engine").none(true), py::arg("file"),
            py::arg("arena").none(true), py::arg("buffers"), py::arg("kind").none(false),
@@ -110,6 +111,7 @@ void bind_pipeline(py::module_& module) {
           py::arg("tasks"), py::arg("hypers"), NoGil())
       .def("expect", &expect, py::arg("expected"), py::arg("give_up") = 0, NoGil())
       .def("wait_updated", &BoundPipeline::wait_updated, py::arg("key") = -1, NoGil())
+      .def("is_updated", &BoundPipeline::is_updated, py::arg("key") = -1, NoGil())
       .def("wait_written", &BoundPipeline::wait_written, py::arg("key") = -1, NoGil())
       .def("flush", &BoundPipeline::flush, py::arg("key") = -1, NoGil())
       .def("forget", &BoundPipeline::forget, py::arg("key") = -1, NoGil())

@@ -1,4 +1,4 @@
-"""Early updates and reading ahead in any model and any loop: not a bit differs."""
+"""Early and late updates and reading ahead in any model and any loop: not a bit differs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ LOOPS = st.lists(
 )
 
 
-def train(model_of: Model, loop: list[Step], place: str, early: bool, **options: Any) -> Any:
+def train(
+    model_of: Model, loop: list[Step], place: str, early: bool, clip: bool = False, **options: Any
+) -> Any:
     """What training makes, or the error that early updates are allowed to end with."""
     with TemporaryDirectory() as folder:
         model, optimizer = build(lambda: AnyNet(model_of), Path(folder), place, early, **options)
@@ -101,6 +103,8 @@ def train(model_of: Model, loop: list[Step], place: str, early: bool, **options:
                         loss.backward()
                     losses.append(loss.item())
                 model.end = 0
+                if clip:
+                    hetero.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
         except hetero.HeteroError as error:
@@ -123,6 +127,8 @@ def train(model_of: Model, loop: list[Step], place: str, early: bool, **options:
     dtype=st.sampled_from(["bf16", "fp32"]),
     mixed=st.booleans(),
     prefetch=st.booleans(),
+    late=st.booleans(),
+    early=st.booleans(),
     host=st.sampled_from([None, "1MiB", "1500KiB"]),
 )
 def test_any_model_in_any_loop(
@@ -132,6 +138,8 @@ def test_any_model_in_any_loop(
     dtype: str,
     mixed: bool,
     prefetch: bool,
+    late: bool,
+    early: bool,
     host: str | None,
 ) -> None:
     options: dict[str, Any] = {"dtype": dtype}
@@ -141,6 +149,8 @@ def test_any_model_in_any_loop(
         options["host_memory"] = "6MiB"
     elif place == "records" and host is not None:
         options["host_memory"] = host
-    wanted = train(model_of, loop, place, False, prefetch=prefetch, **options)
-    found = train(model_of, loop, place, True, prefetch=not prefetch, **options)
+    clip = not early
+    wanted = train(model_of, loop, place, False, clip, prefetch=prefetch, **options)
+    options["late_updates"] = late
+    found = train(model_of, loop, place, early, clip, prefetch=not prefetch, **options)
     assert found is None or same(wanted, found)

@@ -37,9 +37,10 @@ def test_elements_are_numbered_in_the_models_order(
         grad: Location,
         record: Location,
         segments: list[tuple[int, int, int, int]],
+        due: int,
     ) -> object:
         made.append((key, segments))
-        return true_task(key, param, grad, record, segments)
+        return true_task(key, param, grad, record, segments, due)
 
     made: list[tuple[int, list[tuple[int, int, int, int]]]] = []
     monkeypatch.setattr(steps, "StepTask", task)
