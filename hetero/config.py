@@ -71,8 +71,8 @@ class Config:
                       step before the last belong into hetero.no_sync(), unless each step has as
                       many. Between backward and step() parameters read NaN, options of param groups
                       must not change, and what has begun cannot be undone. Default: False.
-    late_updates      step() returns while updates go on, in the order in which the next forward needs
-                      them: a module waits for its own parameters only. Same bits; clipping and
+    late_updates      step() returns while updates go on, in the order in which the next forward
+                      needs them: a module waits for its own parameters only. Same bits; clipping and
                       loss scaling work; for one rank. Until then parameters read NaN outside of
                       modules and of hetero's own calls (gathered(), state_dict(), masters() wait);
                       optimizer.engine.synchronize() waits for all. With early_updates, too, the

@@ -12,7 +12,8 @@ says when one waits for another. What the timeline knows:
   record or parameter is in the file, B buffers save min(B, T) reads and writes of records, and
   reads of parameters. What is on DEVICE is updated there meanwhile.
 - With early updates backward and update overlap, with late updates update and forward, with both
-  all three. The order is the same in every step, so all buffers but STREAMING save reads and writes.
+  all three. The order is the same in every step, so all buffers but STREAMING save reads and
+  writes.
 - Where the CPU computes, two things that go on at once slow each other down, by the profile's
   interference.
 """
@@ -196,7 +197,7 @@ class CostModel:
         begin = 0 if self.problem.late_updates else len(phases) - 1
         end = len(phases) if self.problem.early_updates else 1
         if phases and begin < end:
-            phases[begin:end] = [self._together(phases[begin:end], update)]
+            phases[begin:end] = [self._together(phases[begin:end], update, made)]
         else:
             phases.append(update)
         return StepCost(tuple(phases), Traffic(**nbytes))
@@ -304,11 +305,14 @@ class CostModel:
             {"nvme_read": read, "nvme_written": written, "sent": sent},
         )
 
-    def _together(self, phases: Sequence[PhaseCost], update: PhaseCost) -> PhaseCost:
+    def _together(
+        self, phases: Sequence[PhaseCost], update: PhaseCost, made: Placement
+    ) -> PhaseCost:
         """Phases and the updates that go on in them: the busiest resource of all says how long.
 
         If the CPU computes, its updates take its time. Those of one chunk go on alone: the one that
-        backward comes to last, and forward first.
+        backward comes to last, and forward first. If there is a choice, gradients that have a home
+        in RAM are those that wait for forward, the others hold slots that backward needs.
         """
         busy = {
             name: sum(each.busy_s.get(name, 0.0) for each in (*phases, update))
@@ -318,6 +322,10 @@ class CostModel:
         busiest_s = max(*busy.values(), 0.0 if self.problem.profile.separate else together)
         alone_s = update.seconds / max(1, len(self.trained))
         phases_s = sum(each.seconds for each in phases)
+        if len(phases) > 1:
+            waiting = sum(self.slots[c] for c in self.trained if made.grad[c] is not Tier.DISK)
+            share = waiting / max(1, sum(self.slots[c] for c in self.trained))
+            phases_s += max(0.0, (1 - share) * update.seconds - phases[-1].seconds)
         seconds = max(phases_s + alone_s, update.seconds, busiest_s)
         *names, last = [each.name for each in (*phases, update)]
         return PhaseCost(f"{', '.join(names)} and {last}", seconds, busy)

@@ -258,6 +258,7 @@ class Engine:
         self._reading_ahead.begin()
         self.clipping.keep(managed, grad, accumulate)
         self.early.arrived(managed, accumulate)
+        self.bank_of(managed).grads.write_complete()
 
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""

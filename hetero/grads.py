@@ -117,7 +117,6 @@ class Grads:
         managed.param.grad = managed.absent_grad
         if chunk not in self._homes:
             self._note_arrived(managed)
-            self._write_complete()
 
     def changed(self, members: Iterable[ManagedParam]) -> None:
         """Their gradients were changed, at home."""
@@ -160,7 +159,7 @@ class Grads:
             return
         while not self._cache.has_room(chunk.id):
             if self._drain is not None and self._drain.wait_one():
-                self._write_complete()
+                self.write_complete()
             elif self.free_one is None or not self.free_one():
                 break
 
@@ -172,13 +171,16 @@ class Grads:
             arrived.clear()
             self._complete[chunk.id] = None
 
-    def _write_complete(self) -> None:
-        """Starts writing the complete chunks of which nothing is on its way any more."""
-        assert self._cache is not None
+    def write_complete(self) -> None:
+        """Starts writing the chunks to DISK that have all gradients, and nothing on its way.
+
+        Not those that an update uses, which are not needed afterwards.
+        """
         for chunk_id in list(self._complete):
             if self.has_arrived(self._layout.chunks[chunk_id]):
                 del self._complete[chunk_id]
-                if self._cache.holds(chunk_id):
+                assert self._cache is not None
+                if self._cache.holds(chunk_id) and not self._cache.is_pinned(chunk_id):
                     self._cache.write_back(chunk_id)
 
     def _wait(self, managed: ManagedParam) -> None:

@@ -18,6 +18,7 @@ from hetero.layout import Chunk
 from hetero.managed import ManagedParam
 from hetero.steps import Groups, HyperTable
 from hetero.world import World
+from offload import timeline
 
 Key = tuple[int, int]  # of bank and chunk
 
@@ -112,7 +113,8 @@ class Unfinished:
         if key not in self._chunks or key in self._held:
             return
         bank = self._banks[chunk.bank]
-        bank.stepper.wait_updated(chunk)
+        with timeline.span("gather"):
+            bank.stepper.wait_updated(chunk)
         self._free_gradient(chunk)
         members = self._chunks.pop(key)
         if bank.params.is_resident(chunk):

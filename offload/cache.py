@@ -167,6 +167,10 @@ class SlotCache:
         """Keeps the chunk's slots until unpin() or drop(), whatever else is needed."""
         self._entries[chunk].pinned = True
 
+    def is_pinned(self, chunk: int) -> bool:
+        """Whether the chunk, which must be held, is pinned."""
+        return self._entries[chunk].pinned
+
     def unpin(self, chunk: int) -> None:
         """Undoes pin(), if the chunk is held."""
         if chunk in self._entries:

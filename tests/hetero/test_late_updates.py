@@ -28,7 +28,11 @@ from tests.hetero.test_early_updates import (
 
 
 def late(
-    tmp_path: Path, place: str, make: Callable[[], nn.Module] = Net, early: bool = False, **more: Any
+    tmp_path: Path,
+    place: str,
+    make: Callable[[], nn.Module] = Net,
+    early: bool = False,
+    **more: Any,
 ) -> tuple[nn.Module, hetero.HybridAdam]:
     return build(make, tmp_path, place, early, late_updates=True, **more)
 
