@@ -95,6 +95,7 @@ BLOCK_BYTES = 1 << 20
 LINK_COPY_BYTES = 64 << 20
 LINK_COPIES = 4
 PICTURED_STEPS = 2
+QUIET_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ class Steps:
         made = [self.one() for _ in range(steps)]
         seconds = time.perf_counter() - begin_s
         after = self._job.engine.traffic
-        self._job.engine.synchronize()
+        self._settle()
         moved = {
             name: (getattr(after, name) - getattr(before, name)) / steps
             for name in ("h2d", "d2h", "disk_read", "disk_write")
@@ -327,6 +328,16 @@ class Steps:
             "optimizer_s": statistics.mean(step.optimizer_s for step in made),
             **moved,
         }
+
+
+    def _settle(self) -> None:
+        """Until nothing goes on in the background, which would slow down what is measured next."""
+        engine = self._job.engine
+        engine.synchronize()
+        before = None
+        while before != engine.traffic:  # of what is read ahead
+            before = engine.traffic
+            time.sleep(QUIET_S)
 
 
 class LinkAlone:

@@ -273,7 +273,7 @@ class CostModel:
         if problem.early_updates or problem.late_updates:
             # The order, the same in each step, does not begin with what buffers keep.
             lacking = min(cached, lacking + min(STREAMING, lacking))
-        if problem.early_updates:
+        if problem.early_updates and not problem.late_updates:
             grads = 0  # gradients are used where they arrive
         missed = lacking / cached if cached else 0.0
         read = round((records * slot.record + params * slot.param) * missed) + grads * slot.grad

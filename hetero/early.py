@@ -92,7 +92,7 @@ class EarlyUpdates:
         bank.stepper.follow(backward=True)
         for chunk in bank.layout.chunks:
             if chunk.trainable and bank.params.is_resident(chunk):
-                home = bank.params.flat(chunk).untyped_storage()
+                home = bank.params.home(chunk).untyped_storage()
                 self._params.changing[home.data_ptr()] = chunk
 
     @property

@@ -109,6 +109,10 @@ class Params:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
         return self._homes.whole and self._homes.has_in_place(chunk)
 
+    def home(self, chunk: Chunk) -> torch.Tensor:
+        """A resident chunk's home, flat, whether its values are there or not."""
+        return self._homes.flat(chunk)
+
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's parameters now, flat; unless resident a lease on a gathered copy."""
         self.before_use(chunk)

@@ -25,9 +25,9 @@ HyperOf = Callable[[dict[str, Any], int, float], Hyper]
 HyperTable = Mapping[tuple[int, int, float], Hyper]
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
 
-# Where the order is the same in every step: as many buffers pass pieces on (one is read, one
-# updated, one written), the others keep what the next step needs last.
-STREAMING = 3
+# Where the order is the same in every step: as many buffers pass pieces on (two are read, one is
+# updated, two are written), the others keep what the next step needs last.
+STREAMING = 5
 
 
 def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
@@ -145,6 +145,8 @@ class Stepper:
             self._last, self._updated = self._updated, []
         if not self._repeats:
             self._forward = not self._forward
+        if self.due is not None:
+            self.read_ahead()
 
     def stop(self) -> None:
         """Until the updates that were submitted are made, which are not going to be a step."""

@@ -62,7 +62,7 @@ class Unfinished:
         if not self._enabled:
             return
         number = self._banks.index(bank)
-        bank.params.before_use = self.finish
+        bank.params.before_use = self._before_use
         bank.params.is_changing = partial(self._is_changing, number)
         bank.grads.before_change = self.finish
         bank.grads.free_one = self._free_one
@@ -105,11 +105,14 @@ class Unfinished:
                 m.param.data = m.absent
             m.note_change()
 
+    def _before_use(self, chunk: Chunk) -> None:
+        if self._in_turn:
+            self._first_use.setdefault(key_of(chunk), len(self._first_use))
+        self.finish(chunk)
+
     def finish(self, chunk: Chunk) -> None:
         """Until the chunk has its new values, unless it is held. Raises what the update met."""
         key = key_of(chunk)
-        if self._in_turn:
-            self._first_use.setdefault(key, len(self._first_use))
         if key not in self._chunks or key in self._held:
             return
         bank = self._banks[chunk.bank]
@@ -118,7 +121,7 @@ class Unfinished:
         self._free_gradient(chunk)
         members = self._chunks.pop(key)
         if bank.params.is_resident(chunk):
-            flat = bank.params.flat(chunk)
+            flat = bank.params.home(chunk)
             for m in members:
                 m.param.data = m.part_of(flat)
                 m.note_change()

@@ -57,7 +57,8 @@ class StepPipeline::Impl {
         engine_(std::move(engine)),
         file_(file),
         keeper_(std::move(keeper)),
-        buffers_(memory, buffers, layout_.buffer_bytes()) {
+        buffers_(memory, buffers, layout_.buffer_bytes()),
+        most_staged_(std::max<std::size_t>(1, buffers / 2)) {
     stager_ = quiet_thread("hetero-stage", [this] { thread_main(&Impl::stage_tasks); });
     try {
       updater_ = quiet_thread("hetero-step", [this] { thread_main(&Impl::update_tasks); });
@@ -119,6 +120,9 @@ class StepPipeline::Impl {
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // any of what follows
   BufferPool buffers_;
+  // Of tasks with buffers. With all buffers the disk, whose queue is first in first out, would read
+  // all, then write all, and never both at once, which it does faster.
+  const std::size_t most_staged_;
   WorkQueue queued_;             // no buffer yet
   std::deque<Work> staged_;      // reads submitted
   std::optional<Work> current_;  // the updater's; changed by it alone
@@ -366,6 +370,8 @@ void StepPipeline::Impl::stage_tasks() {
     // waiters wait for.
     const StepTask task = queued_.hold_front();
     if (task.needs_buffer()) {
+      changed_.wait(lock, [&] { return stopping() || staged_.size() < most_staged_; });
+      if (stopping()) return;
       Buffer* const buffer = acquire(lock, task);
       if (buffer == nullptr) return;
       const bool read_record = task.record.in_file() && !buffer->keeps_record;
