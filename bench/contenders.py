@@ -60,10 +60,16 @@ def hetero_contender(options: TrainOptions, policy: str, folder: Path, ranks: in
         host_memory=None if policy == "cpu" else options.host_memory,
         run_dir=str(folder / f"hetero-{policy}"),
         json=True,
+        # One each: they would write the same file.
+        timeline=options.timeline and str(_with_policy(Path(options.timeline), policy)),
     )
     command = (sys.executable, "-m", "hetero.cli", "train", *to_arguments(own))
     log_path = folder / f"hetero-{policy}.log"
     return Contender(f"hetero {policy}", command, None, log_path, ranks=ranks)
+
+
+def _with_policy(path: Path, policy: str) -> Path:
+    return path.with_stem(f"{path.stem}-{policy}")
 
 
 def require_ranks(peer: str, ranks: int) -> None:
