@@ -37,7 +37,13 @@ _GRACE_S = 0.5  # after a failure, for the other ranks to say what they met
 _DUMP_S = 0.3  # for a rank to write where it is
 
 # What the server imports, while it has a single thread; what is missing here a rank imports itself.
-_IMPORTED = ["tests.rank_training", "transformers.models.gpt2.modeling_gpt2"]
+_IMPORTED = [
+    "tests.rank_training",
+    "tests.bank_ranks",
+    "tests.zoo.rank_loops",
+    "tests.zoo.rank_runs",
+    "transformers.models.gpt2.modeling_gpt2",
+]
 
 
 class RankFailure(Exception):
@@ -252,6 +258,7 @@ def _serve(rank: int, world: int, connection: Connection, stacks: Path) -> None:
         GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
     )
     torch.set_num_threads(1)
+    gc.freeze()
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
@@ -262,6 +269,7 @@ def _serve(rank: int, world: int, connection: Connection, stacks: Path) -> None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 gc.collect()
+                gc.freeze()  # so that the next collection need not go through modules
 
 
 def _answer(rank: int, world: int, request: bytes) -> bytes:
