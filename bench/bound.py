@@ -64,11 +64,16 @@ from hetero.training.models import (
 )
 from hetero.training.options import TrainOptions, add_train_arguments
 from hetero.training.run_folder import RunFolder
+from hetero.training.step_timeline import (
+    PICTURED_STEPS,
+    check_picture,
+    draw_steps,
+    record_steps,
+)
 from offload._native import Arena, Link
 from offload.errors import HeteroError
 from offload.sizes import format_bytes
-from offload.timeline import Timeline, record
-from offload.timeline_figure import draw_timeline
+from offload.timeline import Timeline
 
 GOAL = 1.15
 POLICIES = {"nvme": "nvme", "emulated": "auto"}
@@ -94,7 +99,6 @@ DEPTH = 32
 BLOCK_BYTES = 1 << 20
 LINK_COPY_BYTES = 64 << 20
 LINK_COPIES = 4
-PICTURED_STEPS = 2
 QUIET_S = 0.2
 
 
@@ -166,8 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--picture",
         metavar="FILE",
-        help="draws two steps' timeline, and writes it as a trace (.json) for ui.perfetto.dev; of"
-        " several cases each gets its name before the suffix",
+        help="draws two steps' timeline, and writes it as a trace (.trace.json) for"
+        " ui.perfetto.dev; of several cases each gets its name before the suffix",
     )
     return parser
 
@@ -178,6 +182,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--rounds must be 1 or more, got {arguments.rounds}")
     if arguments.backend != "cpu":
         raise ValueError("--backend follows from --settings; leave it out")
+    if arguments.timeline is not None:
+        raise ValueError("--timeline is of `hetero train`; here it is --picture")
+    if arguments.picture is not None:
+        check_picture("--picture", Path(arguments.picture))
     given = arguments.nvme_path[0] if arguments.nvme_path else None
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bound-", dir=given)
@@ -446,16 +454,13 @@ def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
     """Draws PICTURED_STEPS steps, and says how much of them overlapped."""
     steps = Steps(job)
     steps.one()
-    with record() as recording:
+
+    def pictured() -> None:
         for _ in range(PICTURED_STEPS):
             steps.one()
-        end_s = time.perf_counter()
-        job.engine.synchronize()
-    # What the last step's writes still do afterwards would be seen again in the step after it.
-    timeline = recording.timeline.between(recording.timeline.begin_s, end_s)
-    draw_timeline(timeline, picture, f"{case.name}: {PICTURED_STEPS} training steps")
-    trace = picture.with_suffix(".json")
-    timeline.save_trace(trace)
+
+    timeline = record_steps(job.engine, pictured)
+    trace = draw_steps(timeline, picture, f"{case.name}: {PICTURED_STEPS} training steps")
     return {"picture": str(picture), "trace": str(trace), **overlap(timeline)}
 
 

@@ -44,12 +44,16 @@ class Contender:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status` is "finished", "missing" or "failed"; `figures` is empty unless finished."""
+    """`status` is "finished", "missing" or "failed"; `figures` is empty unless finished.
+
+    `late`: it failed because it was not done in time.
+    """
 
     name: str
     status: str
     figures: dict[str, Any]
     error: str | None = None
+    late: bool = False
 
 
 def hetero_contender(options: TrainOptions, policy: str, folder: Path, ranks: int = 1) -> Contender:
@@ -60,10 +64,16 @@ def hetero_contender(options: TrainOptions, policy: str, folder: Path, ranks: in
         host_memory=None if policy == "cpu" else options.host_memory,
         run_dir=str(folder / f"hetero-{policy}"),
         json=True,
+        # One each: they would write the same file.
+        timeline=options.timeline and str(_with_policy(Path(options.timeline), policy)),
     )
     command = (sys.executable, "-m", "hetero.cli", "train", *to_arguments(own))
     log_path = folder / f"hetero-{policy}.log"
     return Contender(f"hetero {policy}", command, None, log_path, ranks=ranks)
+
+
+def _with_policy(path: Path, policy: str) -> Path:
+    return path.with_stem(f"{path.stem}-{policy}")
 
 
 def require_ranks(peer: str, ranks: int) -> None:
@@ -144,7 +154,7 @@ def run_contender(
         if error.exit_code == EXIT_MISSING and contender.result_path is not None:
             why = last_line(rank_log(contender.log_path, 0, contender.ranks))
             return Outcome(contender.name, "missing", {}, f"{why}; install: {DEEPSPEED_INSTALL}")
-        return Outcome(contender.name, "failed", {}, str(error))
+        return Outcome(contender.name, "failed", {}, str(error), late=error.exit_code is None)
     finally:
         if contender.swap_folder is not None:
             shutil.rmtree(contender.swap_folder, ignore_errors=True)

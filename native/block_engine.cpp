@@ -26,7 +26,7 @@ constexpr unsigned kFreeStalls = 8;
 constexpr std::chrono::seconds kStallLimit{1};
 constexpr std::chrono::milliseconds kStallPause{1};
 
-const IoOptions& checked(const IoOptions& options) {
+IoOptions checked(const IoOptions& options) {
   if (options.queue_depth == 0 || options.queue_depth > kMaxQueueDepth) {
     throw std::invalid_argument("queue_depth must be from 1 to " + std::to_string(kMaxQueueDepth) +
                                 ", not " + std::to_string(options.queue_depth));

@@ -53,6 +53,7 @@ const Isa& find(const std::string& name, const char* asked_by) {
 }
 
 const Isa& choose() {
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing here changes the environment
   if (const char* wanted = std::getenv("HETERO_ISA"); wanted != nullptr && *wanted != '\0') {
     return find(wanted, "HETERO_ISA");
   }

@@ -46,6 +46,7 @@ StripeMap::StripeMap(const std::vector<unsigned>& weights, std::uint64_t unit_by
 
 std::vector<unsigned> StripeMap::pattern() const {
   std::vector<unsigned> members;
+  members.reserve(turns_.size());
   for (const Turn& turn : turns_) members.push_back(turn.member);
   return members;
 }

@@ -21,6 +21,9 @@ _COLOURS: dict[LaneName, str] = {
     "h2d": "#56B4E9",
     "d2h": "#0072B2",
 }
+# Of pictures' names.
+SUFFIXES = (".png", ".svg", ".pdf")
+
 _BAND = 0.76  # of the height that a lane has
 # Of the width: narrower intervals have no room for their name, or for an edge.
 _LEAST_NAMED = 0.08

@@ -62,6 +62,7 @@ def pytest_collection_finish() -> None:
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """Fails if the test leaves a file, a descriptor or a thread behind."""
     gc.collect()
+    gc.freeze()  # as above: models' code is imported when it is first used
     _native.shutdown_workers()
     files, threads = open_files(), own_threads()
     yield

@@ -44,6 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
         from hetero.training.ranks import joined_ranks
         from hetero.training.report import print_report
         from hetero.training.run_folder import RunFolder
+        from hetero.training.step_timeline import (
+            draw_steps,
+            last_steps_title,
+            trace_path,
+            wanted_picture,
+        )
     except ModuleNotFoundError as error:
         raise missing_extra(error) from None
 
@@ -53,12 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
         joined_ranks() as ranks,
         RunFolder(options.run_dir, ranks) as folder,
     ):
+        # Here, because the run folder may be the picture's.
+        picture = wanted_picture(options, ranks)
         result = train(options, folder, make_observer(options.log_every, ranks), ranks)
+        if picture is not None and result.timeline is not None:
+            result.timeline_paths = [str(picture), str(trace_path(picture))]
         summary = result.as_dict()
         if result.steps and ranks.leads:
             folder.write_json("config.json", options.as_dict())
             folder.write_json("summary.json", summary)
             draw_figure(result, folder.figure_path)
+            if picture is not None and result.timeline is not None:
+                draw_steps(result.timeline, picture, last_steps_title(result))
     if result.failure is not None:
         print_error("train", result.failure)
         return EXIT_FAILED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Protocol
 
 import hetero
@@ -15,6 +16,7 @@ from hetero.training.process_memory import peak_rss_bytes, rss_bytes
 from hetero.training.ranks import ALONE, Ranks
 from hetero.training.result import Setting, TrainResult
 from hetero.training.run_folder import RunFolder
+from hetero.training.step_timeline import PICTURED_STEPS, record_steps
 from hetero.training.stopwatch import Stopwatch
 
 
@@ -60,11 +62,21 @@ def train(
 
 def _run_steps(job: Job, folder: RunFolder, observer: Observer, result: TrainResult) -> None:
     start_s = time.perf_counter()
-    for step in range(1, job.options.steps + 1):
-        metrics = one_step(job, step, start_s)
-        result.steps.append(metrics)
-        folder.append_metrics(metrics.as_dict())
-        observer.step(metrics)
+
+    def make(steps: range) -> None:
+        for step in steps:
+            metrics = one_step(job, step, start_s)
+            result.steps.append(metrics)
+            folder.append_metrics(metrics.as_dict())
+            observer.step(metrics)
+
+    end = job.options.steps + 1
+    pictured = max(1, end - PICTURED_STEPS)
+    make(range(1, pictured))
+    if job.options.timeline is None or not job.ranks.leads:
+        make(range(pictured, end))
+    else:
+        result.timeline = record_steps(job.engine, partial(make, range(pictured, end)))
 
 
 def one_step(job: Job, step: int, start_s: float) -> StepMetrics:

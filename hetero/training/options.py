@@ -176,6 +176,14 @@ class TrainOptions:
     run_dir: str | None = _option(
         None, "folder for metrics and figure (default: runs/TIME)", metavar="DIR", group="output"
     )
+    timeline: str | None = _option(
+        None,
+        "picture (.png, .svg or .pdf) of what computes, waits and moves when in the last two steps"
+        " of a run that finishes, with a trace (.trace.json) for ui.perfetto.dev beside it; of"
+        " several ranks the first one's",
+        metavar="FILE",
+        group="output",
+    )
     json: bool = _option(
         False, "print one JSON object on stdout instead of a table", group="output"
     )

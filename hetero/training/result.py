@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero.training.metrics import LINKS, MemorySample, StepMetrics
+from offload.timeline import Timeline
 
 # fp32 master, exp_avg, exp_avg_sq and gradient: what the state takes where nothing is split.
 USUAL_STATE_BYTES_PER_PARAM = 16
@@ -63,6 +64,8 @@ class TrainResult:
     status: str = "finished"  # "finished" | "interrupted" | "failed"
     failure: Exception | None = None
     placed: Placed | None = None  # None: the run failed
+    timeline: Timeline | None = None  # of the last steps, if it was wanted and the run came there
+    timeline_paths: list[str] = field(default_factory=list)  # picture and trace
 
     @property
     def predicted(self) -> dict[str, Any] | None:
@@ -156,6 +159,7 @@ class TrainResult:
             "predicted": self.predicted,
             "measured_over_predicted": self.measured_over_predicted,
             "notes": list(setting.notes),
+            "timeline": self.timeline_paths,
             "data": setting.data,
             "nvme_path": setting.nvme_path,
             "run_dir": setting.run_dir,

@@ -8,6 +8,7 @@ import signal
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,15 @@ def running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises here, also in a run in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_all_ranks(tmp_path: Path, interruptible: None) -> None:
     script = f"import signal\n{STAYS}".replace("BODY", "os.kill(os.getppid(), signal.SIGINT)")
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, script)

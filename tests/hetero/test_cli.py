@@ -107,6 +107,32 @@ def test_table_on_stdout_and_a_new_run_folder(
     assert len(list((tmp_path / "work" / "runs").iterdir())) == 1
 
 
+def test_the_last_two_steps_as_a_picture_and_a_trace(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = ("--host-memory", "800KiB", "--chunk-numel", "8192")  # so that records are on disk
+    arguments = (*memory, "--run-dir", "run", "--timeline", "run/steps.svg")
+    assert train("--json", *arguments, "--accumulate", "2") == 0
+    summary = json.loads(capsys.readouterr().out)
+    run = tmp_path / "work" / "run"
+    assert summary["timeline"] == ["run/steps.svg", "run/steps.trace.json"]
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert "<svg" in (run / "steps.svg").read_text()
+    trace = json.loads((run / "steps.trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in trace if event["ph"] == "X"]
+    for part, times in (("forward", 4), ("backward", 4), ("optimizer", 2)):  # of 3 steps, the last
+        assert names.count(part) == times
+    tracks = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert {"training loop", "NVMe read"} <= {name.rstrip(" 0123456789") for name in tracks}
+
+
+def test_a_run_of_one_step_has_a_timeline_of_one(train: Run, tmp_path: Path) -> None:
+    assert train("--policy", "cpu", "--steps", "1", "--timeline", "steps.png") == 0
+    assert (tmp_path / "work" / "steps.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((tmp_path / "work" / "steps.trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in trace].count("forward") == 1
+
+
 EMULATED = ("--backend", "emulated", "--device-memory", "64MiB", "--link-gbps", "8")
 
 
@@ -159,6 +185,9 @@ def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]
         (["--lr", "nan"], "--lr must be a finite number"),
         (["--dtype", "int8"], "int8"),
         (["--run-dir", "../in/text"], "cannot make --run-dir"),
+        (["--timeline", "none/steps.png"], "there is no folder none; make it first"),
+        (["--timeline", "steps.json"], "steps.json: a picture's name ends in .png, .svg, .pdf"),
+        (["--timeline", "../in"], "a picture's name ends in"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

@@ -68,7 +68,7 @@ def test_ranks_that_cannot_be_joined_are_refused(monkeypatch: pytest.MonkeyPatch
         pass
 
 
-def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
+def test_what_ranks_tell_each_other_and_the_first_alone_writes(tmp_path: Path) -> None:
     body = """
     assert ranks.count == 2
     assert ranks.gather(2.0**40 + ranks.rank) == [2.0**40, 2.0**40 + 1]
@@ -84,9 +84,23 @@ def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
     else:
         raise AssertionError("not refused")
     assert ranks.mean(1.0) == 1.0
+    with RunFolder(path if ranks.leads else "elsewhere", ranks) as folder:
+        assert str(folder.path) == path
+        for _ in range(2):
+            folder.append_metrics({"rank": ranks.rank})
+        folder.write_json("summary.json", {"rank": ranks.rank})
+    try:
+        with RunFolder(path, ranks):
+            raise AssertionError("not refused")
+    except ValueError as error:
+        assert "already holds a run" in str(error)
     import torch.distributed.nn.functional  # as torch's compiler does when a model loads it
     """
     two_ranks(tmp_path, *script(tmp_path, body))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"rank": 0}] * 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"rank": 0}
+    assert not Path("elsewhere").exists()
 
 
 def test_a_rank_that_is_gone_is_an_error_that_says_where_to_look(tmp_path: Path) -> None:
@@ -98,26 +112,6 @@ def test_a_rank_that_is_gone_is_an_error_that_says_where_to_look(tmp_path: Path)
     """
     with pytest.raises(RankError, match="rank 0 of 2 lost another rank, which ended or hangs"):
         two_ranks(tmp_path, *script(tmp_path, body))
-
-
-def test_the_first_rank_makes_the_folder_and_alone_writes_it(tmp_path: Path) -> None:
-    body = """
-    with RunFolder(path if ranks.leads else "elsewhere", ranks) as folder:
-        assert str(folder.path) == path
-        for _ in range(2):
-            folder.append_metrics({"rank": ranks.rank})
-        folder.write_json("summary.json", {"rank": ranks.rank})
-    try:
-        with RunFolder(path, ranks):
-            raise AssertionError("not refused")
-    except ValueError as error:
-        assert "already holds a run" in str(error)
-    """
-    two_ranks(tmp_path, *script(tmp_path, body))
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"rank": 0}] * 2
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"rank": 0}
-    assert not Path("elsewhere").exists()
 
 
 def test_ranks_but_the_first_show_nothing() -> None:
@@ -138,10 +132,14 @@ def options(tmp_path: Path) -> list[str]:
     ]
 
 
+# A budget that is too small for one process.
+FOR_A_SHARE = ("--host-memory", "400KiB", "--chunk-numel", "8192")
+
+
 @pytest.mark.parametrize(
     ("policy", "stage"),
     [
-        (("cpu",), 3),
+        (("cpu", *FOR_A_SHARE), 3),
         pytest.param(
             ("nvme", "--host-memory", "360KiB", "--chunk-numel", "8192"),
             3,
@@ -160,6 +158,7 @@ def test_hetero_train_as_two_ranks(
     stage: int,
 ) -> None:
     more = ("--policy", *policy, "--run-dir", str(tmp_path / "run"), "--zero-stage", str(stage))
+    more = (*more, "--timeline", str(tmp_path / "steps.png"))
     out, first, second = two_ranks(tmp_path, *options, *more)
     assert out.count("\n") == 1
     assert "step 3/3" in first
@@ -176,6 +175,8 @@ def test_hetero_train_as_two_ranks(
     assert [json.loads(line)["tokens"] for line in lines] == [2 * 2 * 8] * 3
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == result
     assert (tmp_path / "run" / "figure.png").exists()
+    trace = json.loads((tmp_path / "steps.trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in trace].count("forward") == 2  # steps, of the first rank
     capsys.readouterr()
     other = ("--policy", "cpu", "--run-dir", str(tmp_path / "alone"), "--accumulate", "2")
     assert main([*options[2:], *other]) == 0
@@ -186,15 +187,13 @@ def test_hetero_train_as_two_ranks(
     assert alone["losses"][-1] < alone["losses"][0] - 0.01
 
 
-def test_a_budget_for_a_share_is_not_refused_for_the_whole(
+def test_one_process_alone_is_refused_the_budget_of_a_share(
     options: list[str], tmp_path: Path
 ) -> None:
-    """What one process cannot, with this budget, two can."""
-    options += ["--policy", "cpu", "--host-memory", "400KiB", "--chunk-numel", "8192"]
+    """With which two do train: test_hetero_train_as_two_ranks."""
+    options += ["--policy", "cpu", *FOR_A_SHARE]
     with pytest.raises(BudgetError):
         train_options(options[3:], RunFolder(str(tmp_path / "alone")))
-    out, _, _ = two_ranks(tmp_path, *options, "--run-dir", str(tmp_path / "run"))
-    assert json.loads(out)["status"] == "finished"
 
 
 def train_options(arguments: list[str], folder: RunFolder, ranks: Ranks = ALONE) -> TrainResult:

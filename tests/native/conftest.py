@@ -6,6 +6,7 @@ import pytest
 
 from offload import _native
 from tests.io_tools import BLOCK, KINDS
+from tests.step_pieces import Filed, pipeline_threads
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +28,13 @@ def engine(kind: str) -> Iterator[_native.IoEngine]:
     engine = _native.IoEngine(kind, queue_depth=8, block_bytes=BLOCK)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Filed]]:
+    """Whatever a test appends here is closed, and no thread is left."""
+    files: list[Filed] = []
+    yield files
+    for filed in files:
+        filed.close()
+    assert pipeline_threads() == []

@@ -36,7 +36,7 @@ def test_it_is_torchs_to_the_bit(isa: str, dtype: str, count: int) -> None:
             sources = [s.to(DTYPES[dtype]) for s in torch.randn(count, numel) * scales]
             want = expected(sources)
             assert torch.equal(mean(sources, torch.empty_like(want), dtype), want)
-            for inside in range(count):
+            for inside in {0, count // 2, count - 1}:
                 copies = [s.clone() for s in sources]
                 assert torch.equal(mean(copies, copies[inside], dtype), want)
     finally:

@@ -85,5 +85,6 @@ def test_without_liburing_it_builds_and_transfers() -> None:
     assert "'liburing': None" in built
     tests = [str(path.relative_to(ROOT)) for path in (ROOT / "tests/native").glob("test_io_*.py")]
     assert tests
-    tests += ["tests/native/test_step_pipeline.py", "tests/offload", "tests/hetero/test_parity.py"]
+    tests += ["tests/native/test_step_pipeline.py", "tests/native/test_step_pipeline_end.py"]
+    tests += ["tests/offload", "tests/hetero/test_parity.py"]
     succeed([*inside, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests])

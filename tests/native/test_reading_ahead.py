@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.native.test_step_pipeline import (
+from tests.step_pieces import (
     ENGINES,
     KIND,
     PIECE,

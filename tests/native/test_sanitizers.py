@@ -61,9 +61,12 @@ SANITIZERS = {
         # A process that changes its user can neither write reports nor be searched for leaks. GCC
         # 12's runtime does nothing at a fork: if another thread, a starting one say, is in its
         # allocator, the child has that lock taken for good, and its own new threads wait for it.
-        # What tests of file systems start is Python alone; what two others start takes long.
+        # What tests of file systems start is Python alone; what two others start takes long. The
+        # device's kernels that a test compiles are not sanitized; order_of_additions computes in
+        # Python; and of three faults that take their seconds one is enough.
         without="locked_memory_limit or fork or RealMounts or kernel_that_refuses "
-        "or file_system_that_is_full",
+        "or file_system_that_is_full or test_cuda_update or order_of_additions "
+        "or stall_together or error_that_stays",
         options={
             "ASAN_OPTIONS": "abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",

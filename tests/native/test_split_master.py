@@ -58,12 +58,9 @@ def words(numel: st.SearchStrategy[int]) -> st.SearchStrategy[np.ndarray]:
     return hnp.arrays(np.uint32, numel, elements=any_word | tie | st.sampled_from(SPECIAL))
 
 
-@pytest.mark.parametrize("kind", BF16_KINDS, ids=repr)
 @given(bits=words(st.integers(0, 50)), kept=words(st.just(50)))
-def test_split_and_join_are_exact(
-    kind: _native.UpdateKind, bits: np.ndarray, kept: np.ndarray
-) -> None:
-    for isa in ISAS:  # not a parameter: making examples takes longest
+def test_split_and_join_are_exact(bits: np.ndarray, kept: np.ndarray) -> None:
+    for kind, isa in itertools.product(BF16_KINDS, ISAS):  # making examples takes longest
         _native.set_isa(isa)
         check_split_and_join(kind, bits, kept)
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from offload import _native
-from tests.native.test_step_pipeline import (
+from tests.step_pieces import (
     ENGINES,
     PIECE,
     SEGMENTS,
     Filed,
     Pieces,
     hypers,
-    opened,  # noqa: F401 (a fixture)
     pipeline_threads,
     ram,
     train_in_ram,
@@ -66,7 +65,7 @@ def open_fds() -> int:
 @pytest.mark.parametrize("nth", [0, 2, 4])
 def test_an_update_that_throws_changes_nothing_of_its_piece_and_stops_the_rest(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
     buffers: int,
     nth: int,
@@ -94,7 +93,7 @@ def test_an_update_that_throws_changes_nothing_of_its_piece_and_stops_the_rest(
 @pytest.mark.parametrize("nth", range(0, 50, 7))
 def test_any_failed_block_ends_in_a_typed_error(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
     op: str,
     nth: int,
@@ -119,7 +118,7 @@ def test_any_failed_block_ends_in_a_typed_error(
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_short_transfers_give_the_same_bytes(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
     op: str,
 ) -> None:
@@ -140,7 +139,7 @@ def test_short_transfers_give_the_same_bytes(
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_record_written_late_fails_at_the_flush(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
 ) -> None:
     pieces = Pieces(2, "bf16", "bf16")
@@ -158,7 +157,7 @@ def test_a_record_written_late_fails_at_the_flush(
 @pytest.mark.parametrize("kind", ENGINES)
 def test_an_engine_closed_too_early_fails_the_wait(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
 ) -> None:
     pieces = Pieces(5, "bf16", "bf16")
@@ -178,7 +177,7 @@ def test_an_engine_closed_too_early_fails_the_wait(
 @pytest.mark.parametrize("fault", ["read", "write", "update"])
 def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_records_alone(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
     fault: str,
 ) -> None:
@@ -213,7 +212,7 @@ def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_records_alon
 @pytest.mark.parametrize("kind", ENGINES)
 def test_two_pipelines_share_an_engine(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
 ) -> None:
     pieces = Pieces(8, "bf16", "bf16")
@@ -262,7 +261,7 @@ def test_failures_leak_neither_threads_nor_descriptors(tmp_path: Path, kind: str
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_child_forked_with_tasks_in_flight_can_end(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
 ) -> None:
     pieces = Pieces(5, "bf16", "bf16")
@@ -290,7 +289,7 @@ def test_a_child_forked_with_tasks_in_flight_can_end(
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_record_moved_without_forget_is_refused(
     tmp_path: Path,
-    opened: list[Filed],  # noqa: F811
+    opened: list[Filed],
     kind: str,
 ) -> None:
     pieces = Pieces(2, "bf16", "bf16")

@@ -1,0 +1,104 @@
+"""What DeepSpeed's ZeRO-3, parameters and optimizer on NVMe, trains within budgets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.climb import climb
+from bench.contenders import peer_contenders, run_contender
+from bench.rungs import MALLOC, tell
+from bench.shapes import params_of, shape_name
+from bench.train import write_workload
+from hetero.training.options import TrainOptions
+from offload.sizes import format_bytes
+
+# Where to look first; what is measured then decides.
+FLOOR_BYTES, BYTES_PER_PARAM = 1 << 30, 8
+
+
+class MissingPeer(Exception):
+    """There is no DeepSpeed, or it does not start; the message says how to get it."""
+
+
+class PeerRungs:
+    """Its runs, each of which is good for all budgets."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, folder: Path, shapes: Sequence[dict[str, Any]]
+    ) -> None:
+        self._arguments = arguments
+        self._folder = folder
+        self._shapes = shapes
+        self._runs: dict[int, dict[str, Any]] = {}
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """All that were made, the smallest first."""
+        return [self._runs[number] for number in sorted(self._runs)]
+
+    def rung(self, budget: int) -> dict[str, Any] | None:
+        """The largest run whose peak is within `budget`. Raises MissingPeer."""
+        tries = self._arguments.tries
+
+        def trains(number: int) -> bool:
+            if number not in self._runs:
+                tell(f"DeepSpeed within {format_bytes(budget)}, at most {tries} tries:")
+                self._runs[number] = self._run(self._shapes[number])
+            one = self._runs[number]
+            return bool(one["status"] == "trained" and one["peak_rss_bytes"] <= budget)
+
+        best = climb(len(self._shapes), self._guess(budget), trains, tries)
+        return None if best is None else self._runs[best]
+
+    def _guess(self, budget: int) -> int:
+        """By a line of BYTES_PER_PARAM through the run whose peak is nearest."""
+        bytes_at, params_at = FLOOR_BYTES, 0
+        trained = [run for run in self._runs.values() if run["status"] == "trained"]
+        if trained:
+            nearest = min(trained, key=lambda run: abs(run["peak_rss_bytes"] - budget))
+            bytes_at, params_at = nearest["peak_rss_bytes"], nearest["params"]
+        most = params_at + (budget - bytes_at) / BYTES_PER_PARAM
+        return sum(params_of(config) <= most for config in self._shapes) - 1
+
+    def _run(self, config: dict[str, Any]) -> dict[str, Any]:
+        arguments, folder = self._arguments, self._folder
+        tell(f"  {shape_name(config)}, {params_of(config):,} parameters")
+        config_path = folder / "model.json"
+        config_path.write_text(json.dumps(config))
+        options = TrainOptions(
+            config=str(config_path),
+            steps=arguments.steps,
+            seq_len=arguments.seq_len,
+            batch_size=arguments.batch_size,
+            warmup=0,
+        )
+        workload = folder / "workload.json"
+        write_workload(options, workload, lean=arguments.checkpointing)
+        contender = next(
+            c
+            for c in peer_contenders("deepspeed", workload, folder, arguments.peer_python)
+            if c.name == "deepspeed nvme"
+        )
+        begin_s = time.perf_counter()
+        outcome = run_contender(contender, arguments.timeout, MALLOC)
+        run: dict[str, Any] = {
+            "shape": shape_name(config),
+            "params": params_of(config),
+            "seconds": time.perf_counter() - begin_s,
+        }
+        if outcome.status == "missing":
+            raise MissingPeer(outcome.error)
+        if outcome.status != "finished":
+            status = "late" if outcome.late else "failed"
+            error = f"{outcome.error}{': it does not fit in time' if outcome.late else ''}"
+            tell(f"  {status}: {error}")
+            return {**run, "status": status, "error": error}
+        peak = max(outcome.figures["peak_rss_by_rank_bytes"])
+        tell(f"  trained, peak {format_bytes(peak)}")
+        step_s = outcome.figures["step_s"]
+        return {**run, "status": "trained", "error": None, "peak_rss_bytes": peak, "step_s": step_s}

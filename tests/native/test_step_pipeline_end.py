@@ -1,0 +1,239 @@
+"""native/step_pipeline: how it ends, after a failure or closed, and what it refuses."""
+
+import errno
+import gc
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from offload import _native
+from tests.step_pieces import (
+    ENGINES,
+    KIND,
+    PIECE,
+    Filed,
+    Pieces,
+    hypers,
+    pipeline_threads,
+    ram,
+    train_in_ram,
+)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("nth", [0, 7])
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_a_failed_read_stops_everything(
+    tmp_path: Path, opened: list[Filed], kind: str, nth: int, buffers: int
+) -> None:
+    pieces = Pieces(4, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers)
+    opened.append(filed)
+    filed.engine.inject("read", nth, error=errno.EIO)
+    filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
+    with pytest.raises(_native.NativeIoError) as caught:
+        filed.pipeline.wait_updated()
+    assert caught.value.errno == errno.EIO
+    assert caught.value.op == "read"
+    for refuses in (
+        filed.pipeline.wait_updated,
+        filed.pipeline.wait_written,
+        filed.pipeline.forget,
+        lambda: filed.pipeline.submit(filed.tasks([0]), hypers(2)),
+    ):
+        with pytest.raises(_native.NativeIoError):
+            refuses()
+    filed.pipeline.close()
+    assert pipeline_threads() == []
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("wait", ["wait_updated", "wait_written"])
+def test_a_failed_write_stops_everything(
+    tmp_path: Path, opened: list[Filed], kind: str, wait: str
+) -> None:
+    pieces = Pieces(4, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
+    opened.append(filed)
+    filed.engine.inject("write", 0, error=errno.ENOSPC)
+    filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
+    with pytest.raises(_native.NativeIoError) as caught:
+        getattr(filed.pipeline, wait)()
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.op == "write"
+    assert filed.pipeline.stats["tasks"] < 4
+    filed.pipeline.close()
+    assert pipeline_threads() == []
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_last_writes_failure_is_not_lost(
+    tmp_path: Path, opened: list[Filed], kind: str
+) -> None:
+    pieces = Pieces(1, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=1, param_in_file=True)
+    opened.append(filed)
+    filed.engine.inject("write", 0, error=errno.EIO)
+    filed.pipeline.submit(filed.tasks([0]), hypers(1))
+    while filed.pipeline.stats["tasks"] == 0:
+        time.sleep(0.001)
+    filed.pipeline.close()
+    with pytest.raises(_native.NativeIoError):
+        filed.pipeline.wait_written(0)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_close_in_the_middle_leaves_every_piece_whole(
+    tmp_path: Path, opened: list[Filed], kind: str
+) -> None:
+    rounds = 100
+    pieces = Pieces(2, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
+    opened.append(filed)
+    for step in range(1, rounds + 1):
+        filed.pipeline.submit(filed.tasks([0, 1]), hypers(step))
+    filed.pipeline.close()
+    filed.pipeline.close()
+    assert pipeline_threads() == []
+    with pytest.raises(RuntimeError, match="closed before"):
+        filed.pipeline.wait_updated()
+    with pytest.raises(RuntimeError, match="closed"):
+        filed.pipeline.submit(filed.tasks([0]), hypers(1))
+    # Every update that was made is whole: in RAM, and in the file but for the record that only the
+    # buffer had. That is older by one update, never torn.
+    made = int(filed.pipeline.stats["tasks"])
+    assert made < 2 * rounds
+    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
+    older = pieces.records[(made - 1) % 2].copy()
+    for task in range(made):
+        older = pieces.records[task % 2].copy()
+        pipeline.submit(pieces.tasks_in_ram([task % 2]), hypers(task // 2 + 1))
+        pipeline.wait_updated()
+    pipeline.close()
+    if filed.bytes() != pieces.bytes():
+        pieces.records[(made - 1) % 2][:] = older
+        assert filed.bytes() == pieces.bytes()
+
+
+def test_close_of_an_idle_pipeline_lets_waits_return() -> None:
+    pieces = Pieces(1, "fp32", "fp32")
+    pipeline = _native.StepPipeline(
+        None, 0, None, 0, _native.UpdateKind("fp32", "fp32"), PIECE, False, False
+    )
+    pipeline.submit(pieces.tasks_in_ram([0]), hypers(1))
+    pipeline.wait_updated()
+    pipeline.close()
+    pipeline.wait_updated()
+    pipeline.wait_written()
+    with pytest.raises(RuntimeError, match="closed"):
+        pipeline.submit(pieces.tasks_in_ram([0]), hypers(2))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_pipeline_keeps_engine_and_arena_alive(
+    tmp_path: Path, opened: list[Filed], kind: str
+) -> None:
+    pieces = Pieces(3, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    pipeline = filed.pipeline
+    tasks = filed.tasks(range(3))
+    del filed.engine, filed.arena
+    gc.collect()
+    pipeline.submit(tasks, hypers(1))
+    pipeline.flush()
+    train_in_ram(pieces, steps=1)
+    assert filed.bytes() == pieces.bytes()
+    pipeline.submit(tasks, hypers(2))
+    del filed.pipeline, pipeline  # the destructor closes
+    assert pipeline_threads() == []
+    os.close(filed.fd)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_forked_child_neither_works_nor_hangs(
+    tmp_path: Path, opened: list[Filed], kind: str
+) -> None:
+    pieces = Pieces(3, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    opened.append(filed)
+    filed.pipeline.submit(filed.tasks(range(3)), hypers(1))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            filed.pipeline.wait_updated()
+        except RuntimeError:
+            code = 0
+        filed.pipeline.close()
+        del filed.pipeline
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    filed.pipeline.flush()
+    train_in_ram(pieces, steps=1)
+    assert filed.bytes() == pieces.bytes()
+
+
+def test_bad_pipelines_are_refused() -> None:
+    shape = (KIND, PIECE, False, False)
+    assert _native.StepPipeline.buffer_bytes(*shape) == 10 * PIECE
+    for names, nbytes in [
+        (("fp32", "fp32"), 16),
+        (("fp16", "bf16"), 16),
+        (("bf16", "bf16", "lion", "bf16"), 8),
+    ]:
+        kind = _native.UpdateKind(*names)
+        assert _native.StepPipeline.buffer_bytes(kind, PIECE, True, True) == nbytes * PIECE
+    for numel in (0, 1000, PIECE + 1):
+        with pytest.raises(ValueError, match=f"piece_numel is {numel}"):
+            _native.StepPipeline.buffer_bytes(KIND, numel, False, False)
+    engine, arena = _native.IoEngine("threads"), _native.Arena(10 * PIECE)
+    with pytest.raises(ValueError, match="2 buffers of 40960 bytes"):
+        _native.StepPipeline(engine, 0, arena, 2, *shape)
+    with pytest.raises(ValueError, match="buffers is 0"):
+        _native.StepPipeline(engine, 0, arena, 0, *shape)
+    with pytest.raises(ValueError, match="arena"):
+        _native.StepPipeline(engine, 0, None, 1, *shape)
+    with pytest.raises(TypeError):
+        _native.StepPipeline(None, 0, None, 0, None, PIECE, False, False)
+    engine.close()
+
+
+def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
+    pieces = Pieces(1, "bf16", "bf16")
+    engine, arena = _native.IoEngine("threads"), _native.Arena(10 * PIECE)
+    pipeline = _native.StepPipeline(engine, 0, arena, 1, KIND, PIECE, False, False)
+    no_engine = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
+    lion = _native.StepPipeline(
+        None, 0, None, 0, _native.UpdateKind("bf16", "bf16", "lion"), PIECE, False, False
+    )
+    param, grad, record = ram(pieces.params[0]), ram(pieces.grads[0]), ram(pieces.records[0])
+    filed = _native.Location(file_offset=8192)
+
+    def task(key=3, param=param, grad=grad, record=record, segments=((0, PIECE, 0, 0),)):
+        return _native.StepTask(key, param, grad, record, segments)
+
+    before = pieces.bytes()
+    for bad, fact in [
+        (task(key=-1), "key"),
+        (task(param=_native.Location()), "param has neither"),
+        (task(grad=_native.Location(64, 4096)), "grad has both"),
+        (task(record=_native.Location(file_offset=100)), "100 is not a multiple of 4096"),
+        (task(param=filed), "no room"),
+        (task(segments=[(1, PIECE, 0, 0)]), "outside the piece of 4096"),
+        (task(segments=[(0, PIECE + 1, 0, 0)]), "outside"),
+        (task(segments=[(10, 10, 0, 0), (0, 11, 0, 0)]), "overlaps"),
+        (task(segments=[(0, 10, 2, 0)]), "hyper-parameters 2 of 2"),
+    ]:
+        with pytest.raises(ValueError, match=rf"StepTask (3|-1): .*{fact}"):
+            pipeline.submit([task(), bad], hypers(1))
+    with pytest.raises(ValueError, match="no engine"):
+        no_engine.submit([task(record=filed)], hypers(1))
+    with pytest.raises(ValueError, match="decoupled"):
+        lion.submit([task()], hypers(1, decoupled=False))
+    pipeline.flush()
+    assert pipeline.stats["tasks"] == 0
+    assert pieces.bytes() == before
+    for closing in (pipeline, no_engine, lion, engine):
+        closing.close()
