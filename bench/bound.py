@@ -337,7 +337,6 @@ class Steps:
             **moved,
         }
 
-
     def _settle(self) -> None:
         """Until nothing goes on in the background, which would slow down what is measured next."""
         engine = self._job.engine

@@ -72,11 +72,11 @@ class Config:
                       many. Between backward and step() parameters read NaN, options of param groups
                       must not change, and what has begun cannot be undone. Default: False.
     late_updates      step() returns while updates go on, in the order in which the next forward
-                      needs them: a module waits for its own parameters only. Same bits; clipping and
-                      loss scaling work; for one rank. Until then parameters read NaN outside of
-                      modules and of hetero's own calls (gathered(), state_dict(), masters() wait);
-                      optimizer.engine.synchronize() waits for all. With early_updates, too, the
-                      disk is busy all the time. Default: False.
+                      needs them: a module waits for its own parameters only. Same bits; clipping
+                      and loss scaling work; for one rank. Until then parameters read NaN outside
+                      of modules and of hetero's own calls (gathered(), state_dict(), masters()
+                      wait); optimizer.engine.synchronize() waits for all. With early_updates, too,
+                      the disk is busy nearly all the time. Default: False.
     zero_stage        over several ranks: 1 shards optimizer state, 2 gradients too, 3 (default)
                       parameters too. Budgets, like everything here, are of one rank.
     shard_strategy    "chunk" (default) shards chunks of many tensors; "tensor" every tensor by

@@ -584,6 +584,7 @@ void StepPipeline::Impl::update(const Work& work) const {
     whole.states[i] = record + layout_.state_at(i);
   }
   std::vector<UpdateSlice> slices;
+  slices.reserve(task.segments.size());
   for (const auto& [first, numel, hyper, index] : task.segments) {
     slices.push_back(
         {advanced(whole, layout_.kind, first), numel, (*work.constants)[hyper], index});

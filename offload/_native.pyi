@@ -388,7 +388,7 @@ class StepPipeline:
         grad_in_file: bool,
     ) -> int: ...
     def submit(self, tasks: Sequence[StepTask], hypers: Sequence[Hyper]) -> None:
-        """Queues the tasks, each in its turn among those that have no buffer yet; returns at once."""
+        """Queues the tasks, each in its turn among those without a buffer; returns at once."""
     def expect(self, expected: Sequence[tuple[int, Location, Location]], give_up: int = 0) -> None:
         """Reads ahead what tasks to come, in this order, will find in the file and no buffer has.
 
