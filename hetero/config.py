@@ -126,7 +126,9 @@ class Config:
         _check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
         for name in ("host_memory", "reserve_memory", "device_memory", "nvme_capacity"):
             value = getattr(self, name)
-            if value is not None:
+            if name == "device_memory" and value == "auto":
+                object.__setattr__(self, name, None)
+            elif value is not None:
                 try:
                     object.__setattr__(self, name, parse_bytes(value))
                 except ValueError as error:

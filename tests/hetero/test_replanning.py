@@ -430,8 +430,8 @@ def limited(rank: int, world: int, path: str) -> tuple[int, str, int]:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert engine.replanner.limit is not None
-        found = engine.replanner.limit.limit, repr(engine.placement)
+        assert Tier.HOST in engine.replanner.limits
+        found = engine.replanner.limits[Tier.HOST].limit, repr(engine.placement)
         budget = engine.ledger.budget_bytes["host"]
         engine.close()
         return *found, budget
