@@ -403,8 +403,9 @@ class Maker:
         gathered_slots = self._min_gathered + more_gathered if gathers else 0
         on_the_way = param_on_disk and (several or self.separate)
         shard_slots = rest.longest + more_gathered if on_the_way else 0
-        staged = self.separate and elsewhere and bool(rest.chunks)
-        staged_slots = rest.longest + more_gathered if staged else 0
+        # Also shards at home on DEVICE are gathered in RAM.
+        staged = self.separate and elsewhere
+        staged_slots = self._ranked_without(0).longest + more_gathered if staged else 0
         grad_slots = rest.longest_trained + more_grad if grad_on_disk else 0
         bucket_slots = receive_slots = 0
         if averaged:
