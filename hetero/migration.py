@@ -14,24 +14,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from hetero.extents import extent_sizes
-from hetero.layout import Chunk
-from hetero.managed import ManagedParam
-from hetero.movable import Link, Movable, Move, Payload, moves_between
+from hetero.movable import InUseError, Link, Movable, Move, Payload, moves_between
 from hetero.placement import Placement, SlotBytes
+from hetero.seats import Seats
 from offload._native import IoOp
 from offload.backing import Extent
-from offload.errors import BudgetError, HeteroError
+from offload.errors import BudgetError
 from offload.tiers import Tier
-
-
-class InUseError(HeteroError):
-    """Something that would have to move is in use; it may be free later."""
 
 
 class Migration:
@@ -45,12 +37,7 @@ class Migration:
         self._copied: list[Move] = []  # to second homes
         self._stayed: list[Move] = []  # what should have come to RAM and could not be read
         self._slot = SlotBytes.of(bank.layout, bank.dtypes)
-        self._unseated: list[Move] = []  # whose parameters were made absent to see who else looks
-        # Not those that another bank has by now: they do not point here any more.
-        self._members: dict[int, list[ManagedParam]] = {c.id: [] for c in bank.layout.chunks}
-        for managed in bank.members:
-            if not managed.replaced:
-                self._members[managed.chunk.id].append(managed)
+        self._seats = Seats(bank)
 
     @property
     def moved_bytes(self) -> Counter[tuple[Tier, Tier]]:
@@ -72,7 +59,7 @@ class Migration:
         self._require_idle()
         for move in self._moves:
             if move.payload is Payload.PARAM:
-                self._require_in_place(move.chunk)
+                self._seats.require_in_place(move.chunk)
         with bank.records.lock:
             self._quiesce()
             ops: list[IoOp] = []
@@ -106,14 +93,6 @@ class Migration:
                 f"hetero.gathered() and hetero.no_sync(), when no tensor of a graph is left"
             )
 
-    def _require_in_place(self, chunk: Chunk) -> None:
-        for m in self._members[chunk.id]:
-            if m.changed_unnoticed or not self._bank.params.is_in_place(m):
-                raise InUseError(
-                    f"{m.name} cannot get another home: it was moved, or changed in place, outside "
-                    f"of hetero.gathered(..., modifier_rank=0)"
-                )
-
     def _quiesce(self) -> None:
         """Nothing is under way any more, and homes alone have the latest."""
         bank = self._bank
@@ -135,16 +114,11 @@ class Migration:
     def _let_go(self, move: Move) -> None:
         """Raises InUseError if somebody views the home that is to move."""
         chunk, bank = move.chunk, self._bank
-        resident = move.payload is Payload.PARAM and bank.params.is_resident(chunk)
-        members = self._members[chunk.id]
-        if resident:
-            self._unseated.append(move)
-            for m in members:
-                m.param.data = m.absent
+        free = True
         if move.payload is Payload.PARAM:
+            free = self._seats.leave(chunk)
             bank.params.drop_copies(chunk)  # a device may be copying from it
-        saved = resident and any(map(_in_a_graph, members))
-        if saved or not bank.homes[move.payload].let_go(chunk):
+        if not (bank.homes[move.payload].let_go(chunk) and free):
             raise InUseError(
                 f"the {move.payload.name} of {chunk.name} cannot move from {move.of.name} to "
                 f"{move.to.name}: a tensor of yours, or of a graph whose backward was not made, "
@@ -230,8 +204,7 @@ class Migration:
         for move in self._moves:
             bank.homes[move.payload].abandon(move.chunk)
         self._copied.clear()
-        self._seat(self._unseated, moved=False)
-        self._unseated.clear()
+        self._seats.come_back()
         if bank.pools.gathered.slots < self._before.gathered_slots:
             bank.pools.fill_gathered(self._before.gathered_slots)
             bank.caches[0].refit()
@@ -286,7 +259,7 @@ class Migration:
         if bank.gathered_cache is not None:
             bank.gathered_cache.refit(made.gathered_slots)
         bank.params.refit()
-        self._seat(self._moves, moved=True)
+        self._seats.take(move.chunk for move in self._moves if move.payload is Payload.PARAM)
         return made, error
 
     def _bring(self) -> BaseException | None:
@@ -335,28 +308,3 @@ class Migration:
         if made.trained_param_on_disk or Tier.DISK in (*made.grad, *made.record):
             most["buffers"] = max(most["buffers"], 1)
         return replace(made, **most)
-
-    def _seat(self, moves: Sequence[Move], moved: bool) -> None:
-        """Parameters point to where they are used now."""
-        params = self._bank.params
-        for chunk in {m.chunk.id: m.chunk for m in moves if m.payload is Payload.PARAM}.values():
-            for managed in self._members[chunk.id]:
-                resident = params.is_resident(chunk)
-                managed.param.data = (
-                    managed.part_of(params.flat(chunk)) if resident else managed.absent
-                )
-                if moved:
-                    # As after a change: a backward that finds the parameter itself, not a view,
-                    # among what was saved then fails, instead of reading what is not there.
-                    torch.autograd.graph.increment_version(managed.param)
-                    managed.note_change()
-
-
-def _in_a_graph(managed: ManagedParam) -> bool:
-    """Whether autograd has saved the parameter itself: nobody can see that in what it views.
-
-    Besides the graph, Python refers to it, and the node that accumulates its gradient, which the
-    engine keeps. (Where torch does not count, such a backward fails by the version instead.)
-    """
-    count = getattr(managed.param, "_use_count", None)
-    return count is not None and count() > (2 if managed.chunk.trainable else 1)

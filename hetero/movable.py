@@ -23,6 +23,7 @@ from offload.backend import Backend, Updater
 from offload.backing import Extent
 from offload.cache import SlotCache
 from offload.drain import Drain
+from offload.errors import HeteroError
 from offload.ferry import Ferry
 from offload.tiers import Tier
 
@@ -33,6 +34,10 @@ class Payload(enum.Enum):
     PARAM = "param"
     GRAD = "grad"
     RECORD = "record"
+
+
+class InUseError(HeteroError):
+    """Something that would have to move is in use; it may be free later."""
 
 
 @dataclass(frozen=True)

@@ -259,6 +259,8 @@ class Maker:
         self._to_device = sorted(layout.chunks, key=lambda c: (c.trainable, c.slots, _spread(c.id)))
         self._ranked_without = lru_cache(maxsize=64)(self._rank)
         trained = [c for c in layout.chunks if c.trainable]
+        frozen = len(layout.chunks) - len(trained)
+        self._most_on_device = len(layout.chunks) if dtypes.device_updates else frozen
         self._longest_trained = max((c.slots for c in trained), default=0)
         numels = [s.param.numel for c in trained for s in c.slices]
         self._drained_bytes = max(numels, default=0) * dtypes.param_bytes
@@ -308,9 +310,10 @@ class Maker:
             return self.candidate(Split(count, n, n, n), comfort).device_bytes
 
         # With everything there no slots are needed: more chunks may take less.
-        if device_bytes(everything) <= self._device:
+        if self._most_on_device == everything and device_bytes(everything) <= self._device:
             return 0, everything
-        return 0, bisect_right(range(1, everything), self._device, key=device_bytes)
+        some = range(1, min(everything, self._most_on_device + 1))
+        return 0, bisect_right(some, self._device, key=device_bytes)
 
     def _all_candidates(self) -> Iterable[Candidate]:
         if self.policy in ("cpu", "auto", "cuda"):

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hetero.migration import InUseError, Migration
+from hetero.migration import Migration
+from hetero.movable import InUseError
 from hetero.placement import Placement
 from offload.errors import BudgetError, HeteroError
 from offload.sizes import format_bytes

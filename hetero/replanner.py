@@ -19,13 +19,13 @@ from hetero.arrangement import Choose
 from hetero.bank import Bank
 from hetero.cost import Problem
 from hetero.memory_limit import BesideMemory, MemoryLimit, usable_device_bytes
-from hetero.migration import InUseError
+from hetero.movable import InUseError
 from hetero.placement import Budgets, Placement, PlacementError, SlotBytes, place
 from hetero.plan import Plan, as_placed
 from hetero.planner import Planner, planning_matters
 from hetero.prediction import computing_alone
 from hetero.refusal import SAID, cannot_become, too_much
-from hetero.relocation import Change, Relocation
+from hetero.relocation import Change, Relocation, same
 from hetero.trace import Moment, Phase, Trace, Use, completed
 from hetero.traces import Seen, StepTracer
 from offload.errors import BudgetError, HeteroError, PeerError
@@ -62,6 +62,7 @@ class Replanner:
         self._patience = _FIRST_LOOK  # steps until the look after that
         self._planned_with: Trace | None = None
         self._waiting = False  # homes were in use when they were to move
+        self._keeps_records = engine.config.host_memory is not None  # in RAM that the user gave
         self.limits = self._make_limits()
 
     def _make_limits(self) -> dict[Tier, MemoryLimit]:
@@ -322,7 +323,8 @@ class Replanner:
             return
         wanted = {Tier.DEVICE: self._raised(limit)}
         placements = self.choose(self.budgets(wanted))
-        if [bank.placement for bank in self._engine.banks] != placements:
+        now = [bank.placement for bank in self._engine.banks]
+        if not all(map(same, now, placements)):
             left = format_bytes(limit.peak_bytes)
             self._change(placements, wanted, f"a step needs {left} of the device beside the state")
 
@@ -339,7 +341,7 @@ class Replanner:
             disk=limits[Tier.DISK] or 0,
             gathered=None if engine.backend.separate else device,
             device=device if engine.backend.separate else None,
-            keep_records=engine.config.host_memory is not None,
+            keep_records=self._keeps_records,
             reserved_host=max(0, engine.config.reserve_bytes - later),
             under_construction=False,
         )
@@ -417,6 +419,7 @@ class Replanner:
             raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
         words = [f"{t.value}_memory={format_bytes(nbytes)}" for t, nbytes in wanted.items()]
         self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
+        self._keeps_records = budgets.keep_records
         # The user has decided: it is lowered if it must be, and not raised.
         for tier, limit in self.limits.items():
             if tier in wanted:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hetero
-from hetero.migration import InUseError
+from hetero.movable import InUseError
 from offload.backend import EmulatedBackend
 from offload.errors import BudgetError
 from offload.tiers import Tier
