@@ -77,6 +77,7 @@ class Relocation:
         try:
             self._migrate(placements, wanted)
         except BaseException:
+            engine.backend.trim()  # of second homes that were given up
             for tier, old in before.items():
                 if old is not None and ledger.in_use_bytes[tier.value] <= old:
                     ledger.set_budget(tier, old)

@@ -235,8 +235,10 @@ class Replanner:
     ) -> None:
         """Goes over, and remembers it. Raises as Relocation.go_over()."""
         moved = self._relocation.moved.copy()
-        self._relocation.go_over(placements, wanted)
-        self._beside.reset()  # what it took meanwhile is no step's
+        try:
+            self._relocation.go_over(placements, wanted)
+        finally:
+            self._beside.reset()  # what it took meanwhile is no step's
         routes = self._relocation.moved - moved
         self.changes.append(Change(self._steps, why, routes, before_s, after_s))
 
