@@ -16,7 +16,7 @@ from hetero.gathering import Gathering
 from hetero.grads import Grads
 from hetero.layout import Chunk, Layout
 from hetero.managed import ManagedParam
-from hetero.migration import Movable
+from hetero.movable import Movable
 from hetero.params import Params
 from hetero.placement import Placement, SlotBytes
 from hetero.plan import Plan

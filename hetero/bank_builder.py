@@ -23,10 +23,10 @@ from hetero.grads import Grads
 from hetero.homes import Homes
 from hetero.host_source import HostSource
 from hetero.managed import ManagedParam
-from hetero.migration import Movable, Payload
+from hetero.movable import Clearable, Link, Movable, Payload
 from hetero.param_shards import ParamShards
 from hetero.params import Params
-from hetero.placement import SlotBytes
+from hetero.placement import SlotBytes, link_bytes
 from hetero.pools import Pools
 from hetero.records import Records
 from hetero.shard_server import ShardServer, Versions
@@ -36,7 +36,8 @@ from offload.arena import HostArena
 from offload.backend import Backend, Updater
 from offload.backing import Backing, Extent, FileBacking
 from offload.cache import SlotCache
-from offload.drain import BUFFER_BYTES, BUFFERS, Drain
+from offload.drain import BUFFERS, Drain
+from offload.ferry import Ferry
 from offload.fetching import Fetching
 from offload.ledger import Ledger
 from offload.order import UseOrder
@@ -93,7 +94,7 @@ class _Copies:
 
     cache: SlotCache | None
     drops: tuple[Callable[[int], object], ...] = ()
-    caches: tuple[SlotCache | SharedCache, ...] = ()  # those behind `drops`
+    caches: tuple[Clearable, ...] = ()  # those behind `drops`
     limited: SlotCache | None = None  # the one whose slots for every day the placement counts
 
 
@@ -155,7 +156,8 @@ class _BankBuilder:
             pools.pipeline,
             updater,
         )
-        drain = self._make_drain()
+        buffers = self._make_link_buffers()
+        drain = self._make_drain(buffers)
         grad_cache = self._file_cache(pools.grads, file_map.grad, UseOrder())
         grads = Grads(
             self._layout,
@@ -229,6 +231,7 @@ class _BankBuilder:
             gathered_cache=copies.limited,
             pipeline_users=[records, stepper],
             buckets=None if ranks is None else ranks.buckets,
+            link=self._make_link(buffers, drain, updater),
         )
         return Bank(
             members=self._members,
@@ -280,18 +283,34 @@ class _BankBuilder:
         )
 
     def _make_updater(self) -> Updater | None:
-        """What updates on DEVICE, if the CPU's pipeline cannot and something is at home there."""
-        if Tier.DEVICE not in self._placement.param:
-            return None
-        return self._backend.updater(self._dtypes.kind, self._layout.piece_numel)
+        """What updates on DEVICE, if the CPU's pipeline cannot; ready if something is there."""
+        updater = self._backend.updater(self._dtypes.kind, self._layout.piece_numel)
+        if updater is not None and Tier.DEVICE in self._placement.param:
+            updater.prepare()
+        return updater
 
-    def _make_drain(self) -> Drain | None:
-        """The way of gradients from DEVICE to RAM."""
-        if not self._placement.drain_bytes:
+    def _make_link_buffers(self) -> HostArena | None:
+        """For what is on its way between a DEVICE of its own and RAM; whoever uses them waits."""
+        if not self._backend.separate:
             return None
-        # Its buffers are of the few MiB that no budget counts.
-        buffers = self._backend.host_arena(BUFFERS, BUFFER_BYTES, self._ledger, Account.BUFFER)
-        buffers.pin(0, BUFFERS)
+        nbytes = link_bytes(self._layout, self._dtypes) // BUFFERS
+        buffers = self._backend.host_arena(BUFFERS, nbytes, self._ledger, Account.LINK)
+        self._resources.callback(buffers.close)
+        buffers.commit(0, BUFFERS)
+        return buffers
+
+    def _make_link(
+        self, buffers: HostArena | None, drain: Drain | None, updater: Updater | None
+    ) -> Link | None:
+        if buffers is None or drain is None:
+            return None
+        ferry = Ferry(self._backend, buffers, self._file)
+        return Link(self._backend, ferry, drain, updater)
+
+    def _make_drain(self, buffers: HostArena | None) -> Drain | None:
+        """The way of gradients from a DEVICE of its own to RAM."""
+        if buffers is None:
+            return None
         drain = Drain(self._backend, self._ledger, self._placement.drain_bytes, buffers)
         self._resources.callback(drain.close)
         return drain
@@ -352,8 +371,6 @@ class _BankBuilder:
                 return _Copies(shard_cache)
             cache = self._cache(pools.gathered, gathering, order, made.gathered_slots)
             return _Copies(cache, (cache.drop,), (cache,), cache)
-        if not pools.gathered.slots:  # all is on DEVICE, and stays there
-            return _Copies(None)
         in_ram = shared_shards
         drops: tuple[Callable[[int], object], ...] = ()
         caches: tuple[SharedCache, ...] = ()
@@ -369,7 +386,7 @@ class _BankBuilder:
         )
         self._resources.callback(fetching.close)
         cache = self._cache(pools.gathered, fetching, order)
-        return _Copies(cache, (cache.drop, fetching.settle, *drops), (cache, *caches))
+        return _Copies(cache, (cache.drop, fetching.settle, *drops), (cache, fetching, *caches))
 
     def _file_cache(
         self,

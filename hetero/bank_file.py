@@ -42,6 +42,11 @@ class BankFile:
         self._resources = resources.enter_context(ExitStack())
         self._free = FreeSpace()
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is, or may be, a file: there are directories."""
+        return bool(self._config.nvme_paths)
+
     def make_room(self, nbytes: int) -> None:
         """Takes care that `nbytes` are free, at once what take() would take piece by piece.
 

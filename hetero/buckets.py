@@ -141,6 +141,12 @@ class Buckets:
         means = all(bucket.state is BucketState.MEAN for bucket in self._buckets.values())
         return means and not self._sending and (self._pool is None or not self._buckets)
 
+    def let_go(self) -> None:
+        """Views no home any more, while idle; buckets that stay find theirs again."""
+        if self._pool is None:
+            for bucket in self._buckets.values():
+                bucket.flat = torch.empty(0)
+
     def refit(self, bucket_slots: int, receive_slots: int) -> None:
         """Other numbers of slots for every day, while idle. Raises BudgetError."""
         if self._pool is not None:
@@ -185,7 +191,7 @@ class Buckets:
         bucket = self._open(managed.chunk)
         into = managed.part_of(bucket.flat)
         accumulate = accumulate and managed in bucket.filled
-        if self._drain is not None:
+        if self._drain is not None and self._drain.limit_bytes:
             self._drain.take(managed, managed.name, grad, into, accumulate)
         elif accumulate:
             into.add_(grad)
@@ -217,6 +223,9 @@ class Buckets:
         bucket = self._buckets.get(chunk.id)
         if bucket is None:
             bucket = self._buckets[chunk.id] = self._make(chunk)
+        elif self._pool is None:
+            assert self._homes is not None
+            bucket.flat = self._homes.flat(chunk)  # which may have moved
         if bucket.state is BucketState.MEAN:
             self._fill_again(chunk, bucket)
         return bucket

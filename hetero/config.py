@@ -48,8 +48,10 @@ class Config:
                       a device brings can be tried without one.
     link_gbps         bandwidth of these copies in GB/s, each way; of "emulated" alone. Default: 16.
     device_memory     bytes of device memory: for parameters while they are used, gradients on their
-                      way to RAM, and what "auto" and "cuda" keep there. Needed by "emulated";
-                      default of "cuda": 70 % of what is free when the model is built. With
+                      way to RAM, and what "auto" and "cuda" keep there. Needed by "emulated".
+                      Default of "cuda", or "auto": 70 % of what is free when the model is built,
+                      and, once steps were seen, all but what they need beside it and a reserve. If
+                      less than the reserve is left, it is lowered, also one that was given. With
                       "cpu" the device's memory is RAM, so this then limits the slots for gathered
                       parameters, within host_memory.
     nvme_path         directory on NVMe; needed by "nvme", and by "auto" when RAM is not enough.
@@ -133,7 +135,9 @@ class Config:
         _check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
         for name in ("host_memory", "reserve_memory", "device_memory", "nvme_capacity"):
             value = getattr(self, name)
-            if value is not None:
+            if name == "device_memory" and value == "auto":
+                object.__setattr__(self, name, None)
+            elif value is not None:
                 try:
                     object.__setattr__(self, name, parse_bytes(value))
                 except ValueError as error:

@@ -22,7 +22,8 @@ class Dtypes:
     """One engine's dtypes: parameters are in `compute`, kept gradients in `grad`.
 
     Between ranks gradients travel in `reduce` (None: as kept). The optimizer's rule says how many
-    states a record has, and `state` is their dtype.
+    states a record has, and `state` is their dtype. `device_updates`: records may be on a DEVICE of
+    its own, which then updates them.
     """
 
     compute: DtypeName
@@ -30,6 +31,7 @@ class Dtypes:
     rule: RuleName = "adam"
     state: StateDtypeName = "fp32"
     reduce: DtypeName | None = None
+    device_updates: bool = True
 
     @property
     def torch_compute(self) -> torch.dtype:

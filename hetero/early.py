@@ -90,10 +90,20 @@ class EarlyUpdates:
         if not self._enabled:
             return
         bank.stepper.follow(backward=True)
+        self.follow_homes(bank)
+
+    def follow_homes(self, bank: Bank) -> None:
+        """Homes of the bank are where they are now: some may have moved."""
+        if not self._enabled:
+            return
+        changing = self._params.changing
+        mine = bank.layout.chunks[0].bank
+        for address in [at for at, chunk in changing.items() if chunk.bank == mine]:
+            del changing[address]
         for chunk in bank.layout.chunks:
             if chunk.trainable and bank.params.is_resident(chunk):
                 home = bank.params.home(chunk).untyped_storage()
-                self._params.changing[home.data_ptr()] = chunk
+                changing[home.data_ptr()] = chunk
 
     @property
     def half_made(self) -> bool:

@@ -30,6 +30,7 @@ from hetero.placement import Placement
 from hetero.plan import Plan
 from hetero.planner import EXPECTED_TOKENS, Planner
 from hetero.reading_ahead import ReadingAhead
+from hetero.relocation import Change
 from hetero.replanner import Replanner
 from hetero.scaler import LossScale
 from hetero.steps import Groups, HyperOf, HyperTable, hyper_table
@@ -470,19 +471,26 @@ class Engine:
 
     # Placement
 
-    def set_budget(self, host_memory: int | str) -> None:
-        """From now on `host_memory` is the budget of RAM: homes move to NVMe, or back, in place.
+    def set_budget(
+        self, host_memory: int | str | None = None, device_memory: int | str | None = None
+    ) -> None:
+        """From now on these are the budgets of RAM and DEVICE: homes move, in place.
 
-        Between steps, outside of gathered(), when no graph waits for its backward; with several
-        ranks on all of them. No bit of the training changes. The old and the new budget hold while
-        homes move.
+        What is not given stays. Between steps, outside of gathered(), when no graph waits for its
+        backward; with several ranks on all of them. No bit of the training changes. The old and the
+        new budgets hold while homes move.
 
         Raises BudgetError with the smallest budget that works, HeteroError if something that would
-        have to move is in use, StoreError or NativeIoError if it cannot be written; then nothing is
-        changed. After a failed read what could not be read stays on NVMe.
+        have to move is in use, StoreError or an OSError if it cannot be brought away; then nothing
+        is changed. After a failed read what could not be read stays on NVMe.
         """
         self._check_open()
-        self._replanner.set_budget(host_memory)
+        self._replanner.set_budget(host_memory, device_memory)
+
+    @property
+    def changes(self) -> list[Change]:
+        """When homes moved, which, and why."""
+        return list(self._replanner.changes)
 
     @property
     def plans(self) -> list[Plan | None]:

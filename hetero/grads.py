@@ -287,15 +287,15 @@ class Grads:
                     self._cache.write_back(chunk.id)
                 self._cache.drop(chunk.id)
 
-    def leaves_ram(self, chunk: Chunk) -> bool:
+    def leaves_memory(self, chunk: Chunk) -> bool:
         """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
         members = [m for m in self._members[chunk.id] if m.has_grad]
         for m in members:
             self.sum_of_squares(m)
         return bool(members)
 
-    def comes_to_ram(self, chunk: Chunk) -> bool:
-        """Whether the home, which is about to come to RAM, has gradients in the file."""
+    def comes_to_memory(self, chunk: Chunk) -> bool:
+        """Whether the home, which is about to come to RAM or DEVICE, has gradients where it is."""
         self._arrived.pop(chunk.id, None)
         return any(m.has_grad for m in self._members[chunk.id])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,14 +15,26 @@ from offload.ledger import Ledger
 from offload.tiers import Account, Tier
 
 
+@dataclass(frozen=True)
+class _Home:
+    """Slots of an arena."""
+
+    tier: Tier
+    arena: HostArena
+    first: int
+    run: int
+
+
 class Homes:
     """Slots for the chunks that `tiers` puts on HOST or DEVICE, charged when first used.
 
     `whole`: each slot holds all of a chunk's slot, of which this rank's shard is a part; else it
     holds one piece of the shard alone. For a single rank both are the same.
 
-    A chunk may leave RAM (give_up()) and come there (take()). The chunks that begin in RAM are in
-    one arena, whose slots they keep for a return; each of the others gets an arena of its own.
+    A chunk may leave memory (give_up()), and get a second home there (take()) which then becomes
+    its home (adopt()). The chunks that begin in RAM are in one arena, whose slots they keep for a
+    return; each of the others has an arena of its own, and so have all on DEVICE, because some
+    devices give memory back as a whole.
     """
 
     def __init__(
@@ -42,43 +55,44 @@ class Homes:
         self._piece_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
         self._ledger = ledger
         self._account = account
-        self._tier: dict[int, Tier] = {}
-        self._first: dict[int, int] = {}
-        slots = {Tier.HOST: 0, Tier.DEVICE: 0}
-        for chunk in layout.chunks:
-            tier = tiers[chunk.id]
-            if tier is Tier.HOST or tier is Tier.DEVICE:
-                self._tier[chunk.id] = tier
-                self._first[chunk.id] = slots[tier]
-                slots[tier] += chunk.slots
+        self._backend = backend
         self._dtype = dtype
         self._separate = backend.separate
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
-        self._arenas: dict[Tier, HostArena] = {}
-        # (Records are the only payload that never crosses the link.)
+        # (Records are no source of copies that the device makes by itself.)
         self._make = HostArena if account is Account.RECORD else backend.host_arena
-        if slots[Tier.HOST]:
-            self._arenas[Tier.HOST] = self._make(slots[Tier.HOST], slot_bytes, ledger, account)
-        if slots[Tier.DEVICE]:
-            self._arenas[Tier.DEVICE] = backend.arena(
-                slots[Tier.DEVICE], slot_bytes, ledger, account
-            )
-        self._own: dict[int, HostArena] = {}  # of chunks that came to RAM later
+        self._home: dict[int, _Home] = {}
+        self._second: dict[int, _Home] = {}
         self._flat: dict[int, torch.Tensor] = {}
+        in_ram = [c for c in layout.chunks if tiers[c.id] is Tier.HOST]
+        self._common = self._make(sum(c.slots for c in in_ram), slot_bytes, ledger, account)
+        self._place: dict[int, _Home] = {}  # there, of those that began there
+        first = 0
+        for chunk in in_ram:
+            self._place[chunk.id] = _Home(Tier.HOST, self._common, first, chunk.slots)
+            first += chunk.slots
+        self._home.update(self._place)
+        try:
+            for chunk in layout.chunks:
+                if tiers[chunk.id] is Tier.DEVICE:
+                    self._home[chunk.id] = self._own(chunk, Tier.DEVICE)
+        except BaseException:
+            self.close()
+            raise
+
+    def _own(self, chunk: Chunk, tier: Tier) -> _Home:
+        """An arena for the chunk alone."""
+        make = self._make if tier is Tier.HOST else self._backend.arena
+        arena = make(chunk.slots, self._slot_bytes, self._ledger, self._account)
+        return _Home(tier, arena, 0, chunk.slots)
 
     def __contains__(self, chunk: Chunk) -> bool:
-        return chunk.id in self._tier
+        return chunk.id in self._home
 
     def has_in_place(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is where compute happens."""
-        return self._tier.get(chunk.id) is self._compute_tier
-
-    def _place(self, chunk: Chunk) -> tuple[HostArena, int]:
-        """The arena and the first slot there."""
-        own = self._own.get(chunk.id)
-        if own is not None:
-            return own, 0
-        return self._arenas[self._tier[chunk.id]], self._first[chunk.id]
+        home = self._home.get(chunk.id)
+        return home is not None and home.tier is self._compute_tier
 
     def on_device(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is on a DEVICE that has memory of its own."""
@@ -86,22 +100,21 @@ class Homes:
 
     def commit(self, chunk: Chunk) -> None:
         """Charges the chunk's slots, if they are not yet."""
-        arena, first = self._place(chunk)
-        arena.commit(first, chunk.slots)
+        home = self._home[chunk.id]
+        home.arena.commit(home.first, home.run)
 
     def commit_all(self) -> None:
         """Charges all slots that are not charged yet."""
-        for arena in self._arenas.values():
-            arena.commit(0, arena.slots)
+        for home in self._home.values():
+            home.arena.commit(home.first, home.run)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's slots as one flat tensor; the same tensor object until let_go()."""
         flat = self._flat.get(chunk.id)
         if flat is None:
             self.commit(chunk)
-            arena, first = self._place(chunk)
-            leased = self._tier[chunk.id] is Tier.HOST
-            flat = arena.view(first, chunk.slots, self._dtype, leased)
+            home = self._home[chunk.id]
+            flat = home.arena.view(home.first, home.run, self._dtype, leased=True)
             self._flat[chunk.id] = flat
         return flat
 
@@ -112,52 +125,74 @@ class Homes:
 
     def address(self, chunk: Chunk, piece: int) -> int:
         """Address of piece number `piece` of this rank's shard."""
-        arena, first = self._place(chunk)
-        address = arena.address(first)
+        home = self._home[chunk.id]
+        address = home.arena.address(home.first)
         if self.whole:
             address += self._shard.rank * chunk.slots * self._piece_bytes
         return address + piece * self._piece_bytes
 
     # Moving
 
+    def bytes(self, chunk: Chunk, second: bool = False) -> torch.Tensor:
+        """The chunk's slots, those of its second home if wanted; for a moment: it is no lease."""
+        home = (self._second if second else self._home)[chunk.id]
+        home.arena.commit(home.first, home.run)
+        return home.arena.view(home.first, home.run, torch.uint8)
+
     def let_go(self, chunk: Chunk) -> bool:
-        """Whether nobody but this object views the chunk's home in RAM, which may thus move."""
+        """Whether nobody but this object views the chunk's home, which may thus move."""
         self._flat.pop(chunk.id, None)
-        arena, first = self._place(chunk)
-        if arena.leases[first]:
+        home = self._home[chunk.id]
+        if home.arena.leases[home.first]:
             gc.collect()  # views may hang in reference cycles, of an exception's frames say
-        return not arena.leases[first]
+        return not home.arena.leases[home.first]
 
     def give_up(self, chunk: Chunk) -> None:
-        """The chunk's home is in RAM no more; its bytes there are lost, its memory is given back.
+        """The chunk's home is in memory no more; its bytes are lost, and the memory is given back.
 
         Nobody may view it (let_go()).
         """
-        arena, first = self._place(chunk)
-        assert self._tier[chunk.id] is Tier.HOST
-        assert not arena.leases[first]
-        if chunk.id in self._own:
-            self._own.pop(chunk.id).close()
-        else:
-            arena.decommit(first, chunk.slots)
-        del self._tier[chunk.id]
+        home = self._home.pop(chunk.id)
+        assert not home.arena.leases[home.first]
+        self._give_back(home)
 
-    def take(self, chunk: Chunk) -> None:
-        """The chunk gets a home in RAM, with undefined bytes. Raises BudgetError."""
-        assert chunk.id not in self._tier
-        if chunk.id in self._first:
-            self._arenas[Tier.HOST].commit(self._first[chunk.id], chunk.slots)
+    def _give_back(self, home: _Home) -> None:
+        if home.arena is self._common:
+            home.arena.decommit(home.first, home.run)
         else:
-            own = self._make(chunk.slots, self._slot_bytes, self._ledger, self._account)
-            own.commit(0, chunk.slots)
-            self._own[chunk.id] = own
-        self._tier[chunk.id] = Tier.HOST
+            home.arena.close()
+
+    def take(self, chunk: Chunk, tier: Tier) -> None:
+        """The chunk gets a second home on `tier`, with undefined bytes. Raises BudgetError."""
+        assert chunk.id not in self._second
+        place = self._place.get(chunk.id)
+        home = place if place is not None and tier is Tier.HOST else self._own(chunk, tier)
+        assert home is not self._home.get(chunk.id)
+        try:
+            home.arena.commit(home.first, home.run)
+        except BaseException:
+            if home is not place:
+                home.arena.close()
+            raise
+        self._second[chunk.id] = home
+
+    def adopt(self, chunk: Chunk) -> None:
+        """The second home becomes the chunk's; the one that it had, if any, is given up."""
+        if chunk in self:
+            self.give_up(chunk)
+        self._home[chunk.id] = self._second.pop(chunk.id)
+
+    def abandon(self, chunk: Chunk) -> None:
+        """Gives the second home back, if there is one."""
+        home = self._second.pop(chunk.id, None)
+        if home is not None:
+            self._give_back(home)
 
     def close(self) -> None:
         """Gives the memory back once no tensor views it."""
         self._flat.clear()
-        for arena in (*self._arenas.values(), *self._own.values()):
-            arena.close()
-        self._arenas.clear()
-        self._own.clear()
-        self._tier.clear()
+        for home in (*self._home.values(), *self._second.values()):
+            home.arena.close()
+        self._common.close()
+        self._home.clear()
+        self._second.clear()

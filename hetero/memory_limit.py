@@ -1,4 +1,4 @@
-"""The limit of what the whole process holds, of which model state is a part."""
+"""Limits of what a process, and a device, hold altogether, of which model state is a part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from offload.ledger import Ledger
 from offload.process import ResidentMemory
 from offload.tiers import Tier
 
-_MARGIN = 64  # one part in so many of the limit stays free: RSS is never twice the same
+_MARGIN = 64  # one part in so many of the limit stays free: memory is never twice the same
+_RESERVE = 32  # one part in so many of a device: for what its allocator cannot use, and for others
 
 
 class BesideMemory:
@@ -29,25 +30,24 @@ class BesideMemory:
 
     def __call__(self) -> tuple[int, int]:
         """(in RAM, on a DEVICE that is not RAM) now."""
-        device = getattr(self._backend, "beside_bytes", None)
-        host = self._resident.nbytes() - self.managed_bytes
-        return max(0, host), 0 if device is None else int(device())
+        host = self._resident.nbytes() - self.managed_bytes(Tier.HOST)
+        return max(0, host), self.device_bytes()
+
+    def device_bytes(self) -> int:
+        """On a DEVICE that is not RAM: the most since the last reset()."""
+        return self._backend.beside_bytes()
 
     def reset(self) -> None:
         """What a DEVICE says is its most since the last call."""
-        reset = getattr(self._backend, "reset_beside", None)
-        if reset is not None:
-            reset()
+        self._backend.reset_beside()
 
-    @property
-    def managed_bytes(self) -> int:
-        """Of RAM, that the ledger has charged."""
-        return self._ledger.in_use_bytes[Tier.HOST.value] + self.device_bytes
+    def managed_bytes(self, tier: Tier) -> int:
+        """Of that memory, that the ledger has charged."""
+        return self._ledger.in_use_bytes[tier.value] + self.shared_bytes(tier)
 
-    @property
-    def device_bytes(self) -> int:
-        """Of them, those of an emulated DEVICE."""
-        if self._backend.kind != "emulated":
+    def shared_bytes(self, tier: Tier) -> int:
+        """Of them, those of another tier: an emulated DEVICE is in RAM."""
+        if self._backend.kind != "emulated" or tier is not Tier.HOST:
             return 0
         return self._ledger.in_use_bytes[Tier.DEVICE.value]
 
@@ -58,24 +58,33 @@ class BesideMemory:
 
 
 class MemoryLimit:
-    """Says how much RAM model state may have, so that the process stays within its limit.
+    """Says how much of `tier` model state may have, so that all stays within the limit.
 
     It lowers that as soon as a step needed more beside it, by what is missing and a 64th of the
     limit; it never raises it by itself, but once: after the first steps, when what they need is
     known. So it does not go up and down.
     """
 
-    def __init__(self, limit: int, wanted_bytes: int, beside: BesideMemory) -> None:
-        """`wanted_bytes`: of RAM for model state, if the limit allows."""
+    def __init__(self, tier: Tier, limit: int, wanted_bytes: int, beside: BesideMemory) -> None:
+        """`wanted_bytes`: for model state, if the limit allows."""
+        self.tier = tier
         self.limit = limit
         self.wanted_bytes = wanted_bytes
+        self.was_raised = False
+        self.peak_bytes = 0  # the most beside model state
         self._beside = beside
 
     def passed(self, beside_bytes: int) -> bool:
         """Whether a step that had so much beside model state passed the limit."""
-        return beside_bytes + self._beside.managed_bytes > self.limit
+        return beside_bytes + self._beside.managed_bytes(self.tier) > self.limit
 
-    def host_bytes(self, beside_bytes: int) -> int:
-        """RAM for model state, beside so much else."""
-        device = self._beside.device_bytes
-        return min(self.wanted_bytes, self.limit - self.limit // _MARGIN - beside_bytes - device)
+    def state_bytes(self, beside_bytes: int) -> int:
+        """For model state, beside so much else."""
+        others = self._beside.shared_bytes(self.tier)
+        return min(self.wanted_bytes, self.limit - self.limit // _MARGIN - beside_bytes - others)
+
+
+def usable_device_bytes(backend: Backend) -> int | None:
+    """What a device may hold altogether: all that it has but for a reserve; None: nobody says."""
+    total = backend.device_bytes()
+    return None if total is None else total - total // _RESERVE

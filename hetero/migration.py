@@ -1,108 +1,29 @@
-"""Moving chunks' homes between RAM and the file, between steps; bits do not change.
+"""Moving chunks' homes between DEVICE, RAM and the file, between steps; bits do not change.
 
 A migration has three parts, so that several banks, and ranks, can go through them together and the
 budgets hold in between:
 
-prepare    what leaves RAM is written to the file. Until all of it is there nothing has changed, and
-           abandon() makes it as it was.
-leave      memory is given back: of homes that left, and all slots.
-arrive     what comes to RAM is read; slots get their new sizes.
+prepare    what leaves memory is written to the file, or copied to a second home in RAM; what comes
+           to DEVICE is copied to a second home there, for which slots there are given up. Until all
+           of it is there nothing has changed, and abandon() makes it as it was.
+leave      second homes become homes; memory is given back: of homes that left, and all slots.
+arrive     what comes from the file to RAM is read; slots get their new sizes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections import Counter
+from dataclasses import replace
 
-import torch
-
-from hetero.bank_file import BankFile
-from hetero.buckets import Buckets
-from hetero.dtypes import Dtypes
 from hetero.extents import extent_sizes
-from hetero.grads import Grads
-from hetero.homes import Homes
-from hetero.layout import Chunk, Layout
-from hetero.managed import ManagedParam
-from hetero.params import Params
+from hetero.movable import InUseError, Link, Movable, Move, Payload, moves_between
 from hetero.placement import Placement, SlotBytes
-from hetero.pools import Pools
-from hetero.records import Records
-from offload._native import IoOp, StepPipeline
+from hetero.seats import Seats
+from offload._native import IoOp
 from offload.backing import Extent
-from offload.cache import SlotCache
-from offload.errors import HeteroError
+from offload.errors import BudgetError
 from offload.tiers import Tier
-
-
-class Payload(enum.Enum):
-    """What of a chunk moves by itself; the values are Placement's names."""
-
-    PARAM = "param"
-    GRAD = "grad"
-    RECORD = "record"
-
-
-class InUseError(HeteroError):
-    """Something that would have to move is in use; it may be free later."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """One payload of one chunk leaves RAM, or comes there."""
-
-    payload: Payload
-    chunk: Chunk
-    to: Tier
-
-
-class Clearable(Protocol):
-    """A cache of copies."""
-
-    def clear(self) -> None: ...
-    def refit(self) -> None: ...
-
-
-class PipelineUser(Protocol):
-    """Who needs to know of a new pipeline."""
-
-    def use(self, pipeline: StepPipeline) -> None: ...
-
-
-@dataclass(frozen=True)
-class Movable:
-    """The parts of a bank that migrations change, as its builder has made them."""
-
-    layout: Layout
-    dtypes: Dtypes
-    members: Sequence[ManagedParam]
-    homes: Mapping[Payload, Homes]
-    extents: Mapping[Payload, dict[int, Extent]]  # of what is on DISK
-    file: BankFile
-    pools: Pools
-    params: Params
-    grads: Grads
-    records: Records
-    caches: Sequence[Clearable]  # of parameters, the nearest to compute first
-    grad_cache: Clearable
-    gathered_cache: SlotCache | None  # the one whose slots for every day the placement counts
-    pipeline_users: Sequence[PipelineUser]
-    buckets: Buckets | None
-
-
-def moves_between(layout: Layout, before: Placement, after: Placement) -> list[Move]:
-    """What moves; homes on DEVICE never do."""
-    moves = []
-    for payload in Payload:
-        old, new = getattr(before, payload.value), getattr(after, payload.value)
-        for chunk in layout.chunks:
-            if old[chunk.id] is not new[chunk.id]:
-                assert {old[chunk.id], new[chunk.id]} == {Tier.HOST, Tier.DISK}
-                moves.append(Move(payload, chunk, new[chunk.id]))
-    return moves
 
 
 class Migration:
@@ -111,51 +32,45 @@ class Migration:
     def __init__(self, bank: Movable, before: Placement, after: Placement) -> None:
         self._bank = bank
         self._before, self._after = before, after
-        moves = moves_between(bank.layout, before, after)
-        self._out = [move for move in moves if move.to is Tier.DISK]
-        self._back = [move for move in moves if move.to is Tier.HOST]
+        self._moves = moves_between(bank.layout, before, after)
         self._written: dict[Move, Extent] = {}
+        self._copied: list[Move] = []  # to second homes
         self._stayed: list[Move] = []  # what should have come to RAM and could not be read
         self._slot = SlotBytes.of(bank.layout, bank.dtypes)
-        self._unseated: list[Move] = []  # whose parameters were made absent to see who else looks
-        # Not those that another bank has by now: they do not point here any more.
-        self._members: dict[int, list[ManagedParam]] = {c.id: [] for c in bank.layout.chunks}
-        for managed in bank.members:
-            if not managed.replaced:
-                self._members[managed.chunk.id].append(managed)
+        self._seats = Seats(bank)
 
     @property
-    def moved_bytes(self) -> int:
-        """Of homes, both ways."""
-        return sum(
-            move.chunk.slots * getattr(self._slot, move.payload.value)
-            for move in (*self._out, *self._back)
-        )
+    def moved_bytes(self) -> Counter[tuple[Tier, Tier]]:
+        """Of homes, by where they were and where they are."""
+        found: Counter[tuple[Tier, Tier]] = Counter()
+        for move in self._moves:
+            nbytes = move.chunk.slots * getattr(self._slot, move.payload.value)
+            found[move.of, move.to] += nbytes
+        return found
 
     def prepare(self) -> None:
-        """Writes what leaves RAM. Between steps, outside of gathered(), with no graph alive.
+        """Brings what leaves where it goes. Between steps, outside of gathered(), with no graph
+        alive.
 
-        Raises InUseError for what is in use, BudgetError or StoreError for want of file space,
-        NativeIoError; with nothing changed.
+        Raises InUseError for what is in use, BudgetError or StoreError for want of file space or of
+        room to move in, an OSError if a transfer failed; with nothing changed.
         """
         bank = self._bank
         self._require_idle()
-        for move in (*self._out, *self._back):
+        for move in self._moves:
             if move.payload is Payload.PARAM:
-                self._require_in_place(move.chunk)
+                self._seats.require_in_place(move.chunk)
         with bank.records.lock:
-            bank.pools.pipeline.wait_updated()
-            bank.pools.pipeline.forget()
-            for cache in bank.caches:
-                cache.clear()
-            bank.grads.flush()
+            self._quiesce()
             ops: list[IoOp] = []
             try:
-                for move in self._out:
-                    self._let_go(move)
-                bank.file.make_room(sum(self._space(move) for move in self._out))
-                for move in self._out:
-                    ops += self._write(move)
+                for move in self._moves:
+                    if move.of is not Tier.DISK:
+                        self._let_go(move)
+                self._take_ram()
+                self._write_out(ops)
+                self._copy_to_ram()
+                self._copy_to_device()
                 for op in ops:
                     op.wait()
             except BaseException:
@@ -178,50 +93,121 @@ class Migration:
                 f"hetero.gathered() and hetero.no_sync(), when no tensor of a graph is left"
             )
 
-    def _require_in_place(self, chunk: Chunk) -> None:
-        for m in self._members[chunk.id]:
-            if m.changed_unnoticed or not self._bank.params.is_in_place(m):
-                raise InUseError(
-                    f"{m.name} cannot move between RAM and NVMe: it was moved, or changed in "
-                    f"place, outside of hetero.gathered(..., modifier_rank=0)"
-                )
+    def _quiesce(self) -> None:
+        """Nothing is under way any more, and homes alone have the latest."""
+        bank = self._bank
+        bank.pools.pipeline.wait_updated()
+        bank.pools.pipeline.forget()
+        for cache in bank.caches:
+            cache.clear()
+        bank.grads.flush()
+        if bank.buckets is not None:
+            bank.buckets.let_go()
+        if bank.link is not None:
+            bank.link.backend.settle()
+
+    @property
+    def _link(self) -> Link:
+        assert self._bank.link is not None
+        return self._bank.link
 
     def _let_go(self, move: Move) -> None:
         """Raises InUseError if somebody views the home that is to move."""
         chunk, bank = move.chunk, self._bank
-        resident = move.payload is Payload.PARAM and bank.params.is_resident(chunk)
-        members = self._members[chunk.id]
-        if resident:
-            self._unseated.append(move)
-            for m in members:
-                m.param.data = m.absent
+        free = True
         if move.payload is Payload.PARAM:
+            free = self._seats.leave(chunk)
             bank.params.drop_copies(chunk)  # a device may be copying from it
-        saved = resident and any(map(_in_a_graph, members))
-        if saved or not bank.homes[move.payload].let_go(chunk):
+        if not (bank.homes[move.payload].let_go(chunk) and free):
             raise InUseError(
-                f"the {move.payload.name} of {chunk.name} cannot move to NVMe: a tensor of yours, "
-                f"or of a graph whose backward was not made, still views it"
+                f"the {move.payload.name} of {chunk.name} cannot move from {move.of.name} to "
+                f"{move.to.name}: a tensor of yours, or of a graph whose backward was not made, "
+                f"still views it"
             )
 
-    def _write(self, move: Move) -> list[IoOp]:
-        """Starts writing what moves to the file, unless there is nothing worth keeping."""
-        bank, chunk = self._bank, move.chunk
-        space, used = extent_sizes(bank.layout, bank.dtypes, move.payload.value, chunk)
-        extent = Extent(bank.file.take(space), used, chunk.slots)
-        self._written[move] = extent
-        if move.payload is Payload.GRAD and not bank.grads.leaves_ram(chunk):
-            return []
-        address = bank.homes[move.payload].address(chunk, 0)
-        return [bank.file.write(address, extent.nbytes, extent.offset)]
+    def _take_ram(self) -> None:
+        """Second homes for what comes from DEVICE to RAM; what has no room goes to the file."""
+        for move in self._moves:
+            if (move.of, move.to) == (Tier.DEVICE, Tier.HOST):
+                try:
+                    self._bank.homes[move.payload].take(move.chunk, Tier.HOST)
+                except BudgetError as error:
+                    if self._bank.file.is_possible:
+                        continue
+                    raise BudgetError(
+                        f"while homes move, the {move.payload.name} of {move.chunk.name} has no "
+                        f"room in RAM beside what is there, and there is no nvme_path: {error}"
+                    ) from None
+                self._copied.append(move)
+
+    def _write_out(self, ops: list[IoOp]) -> None:
+        """Writes what leaves memory, or starts to: `ops`."""
+        bank, copied = self._bank, set(self._copied)
+        out = [m for m in self._moves if m.of is not Tier.DISK and m.to is not Tier.DEVICE]
+        out = [move for move in out if move not in copied]
+        bank.file.make_room(sum(map(self._space, out)))
+        for move in out:
+            extent = self._written[move] = self._new_extent(move)
+            if move.payload is Payload.GRAD and not bank.grads.leaves_memory(move.chunk):
+                continue  # there is nothing worth keeping
+            home = bank.homes[move.payload].bytes(move.chunk)[: extent.nbytes]
+            if move.of is Tier.HOST:
+                ops.append(bank.file.write(home.data_ptr(), extent.nbytes, extent.offset))
+            else:
+                self._link.ferry.to_file(home, extent.offset)
+
+    def _copy_to_ram(self) -> None:
+        """What comes from DEVICE to second homes in RAM."""
+        for move in self._copied:
+            home = self._bank.homes[move.payload]
+            if self._has_bytes(move):
+                to = home.bytes(move.chunk, second=True)
+                self._link.ferry.to_ram(home.bytes(move.chunk), to)
+
+    def _copy_to_device(self) -> None:
+        """What comes to DEVICE, to second homes there, for which slots make room."""
+        bank = self._bank
+        moves = [move for move in self._moves if move.to is Tier.DEVICE]
+        if not moves:
+            return
+        if self._link.updater is not None:
+            self._link.updater.prepare()
+        bank.pools.fill_gathered(0)
+        for move in moves:
+            bank.homes[move.payload].take(move.chunk, Tier.DEVICE)
+            self._copied.append(move)
+        for move in moves:
+            if self._has_bytes(move):
+                homes = bank.homes[move.payload]
+                to = homes.bytes(move.chunk, second=True)
+                if move.of is Tier.HOST:
+                    self._link.ferry.from_ram(homes.bytes(move.chunk), to)
+                else:
+                    extent = bank.extents[move.payload][move.chunk.id]
+                    self._link.ferry.from_file(extent.offset, to[: extent.nbytes])
+
+    def _has_bytes(self, move: Move) -> bool:
+        """Whether what comes to memory has bytes where it is."""
+        return move.payload is not Payload.GRAD or self._bank.grads.comes_to_memory(move.chunk)
+
+    def _new_extent(self, move: Move) -> Extent:
+        bank = self._bank
+        space, used = extent_sizes(bank.layout, bank.dtypes, move.payload.value, move.chunk)
+        return Extent(bank.file.take(space), used, move.chunk.slots)
 
     def abandon(self) -> None:
-        """Undoes prepare(); idempotent."""
+        """Undoes prepare(); idempotent. Raises BudgetError if others have the DEVICE's room now."""
+        bank = self._bank
         for move, extent in self._written.items():
             self._give_back(move, extent)
         self._written.clear()
-        self._seat(self._unseated, moved=False)
-        self._unseated.clear()
+        for move in self._moves:
+            bank.homes[move.payload].abandon(move.chunk)
+        self._copied.clear()
+        self._seats.come_back()
+        if bank.pools.gathered.slots < self._before.gathered_slots:
+            bank.pools.fill_gathered(self._before.gathered_slots)
+            bank.caches[0].refit()
 
     def _give_back(self, move: Move, extent: Extent) -> None:
         self._bank.file.give_back(extent.offset, self._space(move))
@@ -236,6 +222,10 @@ class Migration:
         for move, extent in self._written.items():
             bank.extents[move.payload][move.chunk.id] = extent
             bank.homes[move.payload].give_up(move.chunk)
+        for move in self._copied:
+            bank.homes[move.payload].adopt(move.chunk)
+            if move.of is Tier.DISK:
+                self._give_back(move, bank.extents[move.payload].pop(move.chunk.id))
         bank.pools.empty()
         if bank.buckets is not None:
             bank.buckets.refit(0, 0)
@@ -248,18 +238,20 @@ class Migration:
         """
         bank, error = self._bank, self._bring()
         made = self._after
+        for move in self._stayed:
+            tiers = list(getattr(made, move.payload.value))
+            tiers[move.chunk.id] = Tier.DISK
+            made = replace(made, **{move.payload.value: tuple(tiers)})  # type: ignore[arg-type]
         if error is not None:
-            made = _with_pools_of_both(self._before, made)
-            for move in self._stayed:
-                tiers = list(getattr(made, move.payload.value))
-                tiers[move.chunk.id] = Tier.DISK
-                made = replace(made, **{move.payload.value: tuple(tiers)})  # type: ignore[arg-type]
+            made = self._with_pools_for(made)
         try:
             bank.pools.fill(made, spare_bytes)
             if bank.buckets is not None:
                 bank.buckets.refit(made.bucket_slots, made.receive_slots)
         except BaseException as failure:
             error = error or failure
+        if bank.link is not None:
+            bank.link.drain.limit_bytes = made.drain_bytes
         for user in bank.pipeline_users:
             user.use(bank.pools.pipeline)
         for cache in (*bank.caches, bank.grad_cache):
@@ -267,25 +259,26 @@ class Migration:
         if bank.gathered_cache is not None:
             bank.gathered_cache.refit(made.gathered_slots)
         bank.params.refit()
-        self._seat([*self._out, *self._back], moved=True)
+        self._seats.take(move.chunk for move in self._moves if move.payload is Payload.PARAM)
         return made, error
 
     def _bring(self) -> BaseException | None:
-        """Reads what comes to RAM; returns the first error."""
+        """Reads what comes from the file to RAM; returns the first error."""
         bank, first_error = self._bank, None
         reads: list[tuple[Move, IoOp | None]] = []
-        for move in self._back:
+        for move in self._moves:
+            if move.to is not Tier.HOST or (move.of is not Tier.DISK and move not in self._written):
+                continue
             homes, extent = bank.homes[move.payload], bank.extents[move.payload][move.chunk.id]
             try:
-                homes.take(move.chunk)
+                homes.take(move.chunk, Tier.HOST)
                 op = None
-                if move.payload is not Payload.GRAD or bank.grads.comes_to_ram(move.chunk):
-                    address = homes.address(move.chunk, 0)
+                if self._has_bytes(move):
+                    address = homes.bytes(move.chunk, second=True).data_ptr()
                     op = bank.file.read(address, extent.nbytes, extent.offset)
                 reads.append((move, op))
             except BaseException as error:
-                if move.chunk in homes:
-                    homes.give_up(move.chunk)
+                homes.abandon(move.chunk)
                 self._stayed.append(move)
                 first_error = first_error or error
         for move, op in reads:
@@ -293,42 +286,25 @@ class Migration:
                 if op is not None:
                     op.wait()
             except BaseException as error:
-                bank.homes[move.payload].give_up(move.chunk)
+                bank.homes[move.payload].abandon(move.chunk)
                 self._stayed.append(move)
                 first_error = first_error or error
             else:
+                bank.homes[move.payload].adopt(move.chunk)
                 self._give_back(move, bank.extents[move.payload].pop(move.chunk.id))
         return first_error
 
-    def _seat(self, moves: Sequence[Move], moved: bool) -> None:
-        """Parameters point to where they are used now."""
-        params = self._bank.params
-        for chunk in {m.chunk.id: m.chunk for m in moves if m.payload is Payload.PARAM}.values():
-            for managed in self._members[chunk.id]:
-                resident = params.is_resident(chunk)
-                managed.param.data = (
-                    managed.part_of(params.flat(chunk)) if resident else managed.absent
-                )
-                if moved:
-                    # As after a change: a backward that finds the parameter itself, not a view,
-                    # among what was saved then fails, instead of reading what is not there.
-                    torch.autograd.graph.increment_version(managed.param)
-                    managed.note_change()
-
-
-def _in_a_graph(managed: ManagedParam) -> bool:
-    """Whether autograd has saved the parameter itself: nobody can see that in what it views.
-
-    Besides the graph, Python refers to it, and the node that accumulates its gradient, which the
-    engine keeps. (Where torch does not count, such a backward fails by the version instead.)
-    """
-    count = getattr(managed.param, "_use_count", None)
-    return count is not None and count() > (2 if managed.chunk.trainable else 1)
-
-
-def _with_pools_of_both(before: Placement, after: Placement) -> Placement:
-    """Enough for whatever either has on DISK."""
-    names = ("gathered_slots", "grad_slots", "buffers", "shard_slots", "staged_slots")
-    return replace(
-        after, **{name: max(getattr(before, name), getattr(after, name)) for name in names}
-    )
+    def _with_pools_for(self, made: Placement) -> Placement:
+        """`made` with enough RAM for whatever is on DISK now, be it from before, or on its way."""
+        names = ["grad_slots", "buffers", "shard_slots", "staged_slots"]
+        if self._bank.link is None:
+            names.append("gathered_slots")
+        most = {name: max(getattr(self._before, name), getattr(made, name)) for name in names}
+        if self._bank.link is not None and Tier.DISK in made.param:
+            longest = max(c.slots for c in self._bank.layout.chunks)
+            most["shard_slots"] = max(most["shard_slots"], longest)
+        if Tier.DISK in made.grad:
+            most["grad_slots"] = max(most["grad_slots"], made.longest_trained)
+        if made.trained_param_on_disk or Tier.DISK in (*made.grad, *made.record):
+            most["buffers"] = max(most["buffers"], 1)
+        return replace(made, **most)

@@ -29,6 +29,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[RuleName]
     state_names: ClassVar[tuple[str, ...]]  # as in state_dict(), in the order of the record
+    device_updates: ClassVar[bool] = True  # of what is at home on DEVICE
 
     def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
         self._engine: Engine | None = None
@@ -44,8 +45,21 @@ class HybridOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def dtypes(self, config: Config) -> Dtypes:
-        """The configuration's dtypes with this optimizer's records."""
-        return replace(config.dtypes, rule=self.rule, state=self.state_dtype)
+        """The configuration's dtypes with this optimizer's records.
+
+        Raises ValueError for a policy that wants records where this optimizer does not update them.
+        """
+        if config.placement_policy == "cuda" and not self.device_updates:
+            raise ValueError(
+                f"placement_policy='cuda' updates all parameters on DEVICE, and "
+                f"{type(self).__name__} updates on the CPU; use HybridAdam, or another policy"
+            )
+        return replace(
+            config.dtypes,
+            rule=self.rule,
+            state=self.state_dtype,
+            device_updates=self.device_updates,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. After initialize(): of frozen parameters, or of modules added since.

@@ -34,6 +34,7 @@ def _require_betas(options: Mapping[str, Any]) -> None:
 class HybridAdam(HybridOptimizer):
     """AdamW, or Adam with adamw_mode=False. Two states: exp_avg, exp_avg_sq.
 
+    What is at home on a DEVICE of its own is updated there, with the same bits as by the CPU.
     `state_dtype` "bf16" keeps them in half the bytes, rounded stochastically and reproducibly.
 
     Raises ValueError for options out of range.
@@ -83,7 +84,12 @@ class HybridAdam(HybridOptimizer):
 
 
 class CPUAdam(HybridAdam):
-    """HybridAdam whose updates always run on the CPU, whatever the compute device."""
+    """HybridAdam whose updates always run on the CPU, whatever the compute device.
+
+    So nothing that is trained is at home on DEVICE: records stay in RAM and on NVMe.
+    """
+
+    device_updates = False
 
 
 class HybridLion(HybridOptimizer):

@@ -16,6 +16,7 @@ from itertools import accumulate, product
 from hetero.dtypes import Dtypes
 from hetero.layout import Chunk, Layout
 from hetero.refusal import closest, words
+from offload.drain import BUFFERS, buffer_bytes
 from offload.errors import BudgetError
 from offload.tiers import Tier
 
@@ -63,7 +64,6 @@ class Budgets:
     taken_device: int = 0
     waiting: int = 0
     under_construction: bool = True
-    on_device: int | None = None  # just so many chunks are on DEVICE; None: as many as are best
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,12 @@ class SlotBytes:
             whole * dtypes.param_bytes,
             whole * dtypes.reduce_bytes,
         )
+
+
+def link_bytes(layout: Layout, dtypes: Dtypes) -> int:
+    """Of RAM, for the buffers of what is on its way between a DEVICE of its own and RAM."""
+    largest = max(s.param.numel for c in layout.chunks for s in c.slices)
+    return BUFFERS * buffer_bytes(largest * dtypes.param_bytes)
 
 
 @dataclass(frozen=True)
@@ -253,9 +259,12 @@ class Maker:
         self._to_device = sorted(layout.chunks, key=lambda c: (c.trainable, c.slots, _spread(c.id)))
         self._ranked_without = lru_cache(maxsize=64)(self._rank)
         trained = [c for c in layout.chunks if c.trainable]
+        frozen = len(layout.chunks) - len(trained)
+        self._most_on_device = len(layout.chunks) if dtypes.device_updates else frozen
         self._longest_trained = max((c.slots for c in trained), default=0)
         numels = [s.param.numel for c in trained for s in c.slices]
         self._drained_bytes = max(numels, default=0) * dtypes.param_bytes
+        self._link_bytes = 0 if self._device is None else link_bytes(layout, dtypes)
         self._held_slots = sum(c.slots for c in trained) if held else None
         self._several = layout.shard.ranks * layout.shard.replicas > 1
 
@@ -289,8 +298,6 @@ class Maker:
 
     def device_counts(self, comfort: Comfort) -> tuple[int, int]:
         """The least and the most chunks that the policy has on DEVICE, as far as there is room."""
-        if self.budgets.on_device is not None:
-            return self.budgets.on_device, self.budgets.on_device
         everything = len(self.layout.chunks)
         if self.policy == "cuda":
             return everything, everything
@@ -303,9 +310,10 @@ class Maker:
             return self.candidate(Split(count, n, n, n), comfort).device_bytes
 
         # With everything there no slots are needed: more chunks may take less.
-        if device_bytes(everything) <= self._device:
+        if self._most_on_device == everything and device_bytes(everything) <= self._device:
             return 0, everything
-        return 0, bisect_right(range(1, everything), self._device, key=device_bytes)
+        some = range(1, min(everything, self._most_on_device + 1))
+        return 0, bisect_right(some, self._device, key=device_bytes)
 
     def _all_candidates(self) -> Iterable[Candidate]:
         if self.policy in ("cpu", "auto", "cuda"):
@@ -398,8 +406,9 @@ class Maker:
         gathered_slots = self._min_gathered + more_gathered if gathers else 0
         on_the_way = param_on_disk and (several or self.separate)
         shard_slots = rest.longest + more_gathered if on_the_way else 0
-        staged = self.separate and elsewhere and bool(rest.chunks)
-        staged_slots = rest.longest + more_gathered if staged else 0
+        # Also shards at home on DEVICE are gathered in RAM.
+        staged = self.separate and elsewhere
+        staged_slots = self._ranked_without(0).longest + more_gathered if staged else 0
         grad_slots = rest.longest_trained + more_grad if grad_on_disk else 0
         bucket_slots = receive_slots = 0
         if averaged:
@@ -413,6 +422,7 @@ class Maker:
         buffer_bytes += slot.grad if grad_on_disk else 0
 
         pools = grad_slots * slot.grad + shard_slots * slot.param + staged_slots * slot.gathered
+        pools += self._link_bytes
         pools += (bucket_slots + receive_slots) * slot.bucket + buffers * buffer_bytes
         if averaged and shard.replicas > 1:
             pools += self._longest_trained * slot.bucket // shard.ranks
@@ -521,7 +531,9 @@ class Maker:
         budgets = self.budgets
         building = 0
         if budgets.under_construction:
-            building = _building_bytes(self.layout, self.slot, made, budgets.disk > 0)
+            building = _building_bytes(
+                self.layout, self.slot, made, budgets.disk > 0, self._link_bytes
+            )
         made = replace(made, host_bytes=max(made.host_bytes, building))
         total = replace(
             made,
@@ -537,12 +549,14 @@ class Maker:
         return _Ranked.of(self._to_device[device:])
 
 
-def _building_bytes(layout: Layout, slot: SlotBytes, made: Placement, disk: bool) -> int:
+def _building_bytes(
+    layout: Layout, slot: SlotBytes, made: Placement, disk: bool, link_bytes: int
+) -> int:
     """The most RAM while chunks are made, one by one, from fp32 parameters.
 
     Of several ranks each keeps its part of the parameters that wait; with a disk they wait there,
     all but the largest, or, of several ranks, the part of a chunk that is being made. Pools are
-    there from the start if there are several ranks, gradients not yet.
+    there from the start if there are several ranks, and the `link_bytes`, gradients not yet.
     """
     shard = layout.shard
     params = [[s.param.numel * CONSTRUCTION_BYTES for s in c.slices] for c in layout.chunks]
@@ -551,7 +565,7 @@ def _building_bytes(layout: Layout, slot: SlotBytes, made: Placement, disk: bool
     if disk and alone:
         return largest
     waiting = 0 if disk else sum(map(sum, params)) // shard.ranks
-    bytes_now = 0 if alone else made.pool_bytes
+    bytes_now = link_bytes if alone else made.pool_bytes
     most = 0
     for chunk, sizes in zip(layout.chunks, params, strict=True):
         # Rounding up, and what is sent and received at a time.

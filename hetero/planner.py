@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from hetero.config import Config
 from hetero.cost import Problem
@@ -98,10 +97,6 @@ class Planner:
     def plan_of(self, layout: Layout, placement: Placement) -> Plan:
         """The plan that `placement` came of, or, after a change, what it is expected to take."""
         return self._plans[layout, placement]
-
-    def changed(self, layout: Layout, before: Placement, after: Placement) -> None:
-        """`after` is carried out in place of the planned `before`: it has the same homes."""
-        self._plans[layout, after] = replace(self._plans[layout, before], placement=after)
 
     def forget(self) -> None:
         """Lets go of plans that nobody carries out."""

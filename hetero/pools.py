@@ -19,7 +19,7 @@ class Pools:
     """One arena per purpose, without slots where a placement needs none.
 
     Between steps, when no slot is in use, they may get other sizes: empty(), then fill(). Slots on
-    a DEVICE of its own keep theirs.
+    a DEVICE of its own may be given up before the others.
     """
 
     def __init__(
@@ -56,15 +56,9 @@ class Pools:
         self.shards = arena(Account.SHARD)
         self.grads = arena(Account.GRAD_SLOT)
         self.buffers = arena(Account.BUFFER, linked=False)
-        slots = placement.gathered_slots
-        self.gathered = (  # where compute happens
-            backend.arena(slots, self._slot.gathered, ledger, Account.GATHERED)
-            if self._separate and slots
-            else HostArena(0, self._slot.gathered, ledger, Account.GATHERED)
-        )
+        # Where compute happens.
+        self.gathered = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.gathered.close)
-        if self._separate:
-            self.gathered.commit(0, slots)
         self.pipeline: StepPipeline
         self.fill(placement, spare_bytes)
         resources.callback(lambda: self.pipeline.close())
@@ -72,12 +66,10 @@ class Pools:
     def fill(self, placement: Placement, spare_bytes: int) -> None:
         """Takes the sizes of `placement`, and a new pipeline. Raises BudgetError."""
         made, slot = placement, self._slot
-        if not self._separate:
-            spare_slots = 0
-            if self._layout.shard.ranks > 1 and made.gathered_slots:
-                spare_slots = min(self._layout.slot_count, max(0, spare_bytes) // slot.gathered)
-            self.gathered.resize(made.gathered_slots + spare_slots)
-            self.gathered.commit(0, made.gathered_slots)
+        spare_slots = 0
+        if self._layout.shard.ranks > 1 and made.gathered_slots and not self._separate:
+            spare_slots = min(self._layout.slot_count, max(0, spare_bytes) // slot.gathered)
+        self.fill_gathered(made.gathered_slots, spare_slots)
         shape = self._buffer_shape(made)
         for arena, slots, nbytes in (
             (self.staged, made.staged_slots, slot.gathered),
@@ -98,22 +90,22 @@ class Pools:
             *shape,
         )
 
+    def fill_gathered(self, slots: int, spare_slots: int = 0) -> None:
+        """Takes slots where compute happens; `spare_slots` may be used for a while, too."""
+        self.gathered.resize(slots + spare_slots)
+        self.gathered.commit(0, slots)
+
     def empty(self) -> None:
-        """Gives all slots back, but those of a DEVICE of its own; the pipeline is closed.
+        """Gives all slots back; the pipeline is closed.
 
         Nobody may use them; the pipeline must have nothing that the file has not.
         """
         self.pipeline.close()
         disk = self._file.parts
-        for arena in self._in_ram:
-            if disk is not None and arena.slots:
+        for arena in (self.gathered, self.staged, self.shards, self.grads, self.buffers):
+            if disk is not None and arena.slots and arena.tier is Tier.HOST:
                 disk.io.unregister(arena.memory)
             arena.resize(0)
-
-    @property
-    def _in_ram(self) -> list[HostArena]:
-        arenas = [self.staged, self.shards, self.grads, self.buffers]
-        return arenas if self._separate else [self.gathered, *arenas]
 
     def _register(self) -> None:
         """What the file is read into and written from."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.sizes import format_bytes
+from offload.tiers import Tier
 
 if TYPE_CHECKING:
     from hetero.layout import Layout
-    from hetero.placement import Budgets, Placement, SlotBytes
+    from hetero.placement import Budgets, Placement, PlacementError, SlotBytes
 
 
 def closest(tried: Sequence[Placement], budgets: Budgets) -> Placement:
@@ -81,3 +82,46 @@ def words(
             f"of host_memory, which is then left for parameters that come later"
         )
     return " ".join([*parts, fixes])
+
+
+# Whose memory a limit is of, and the budget that gives way.
+SAID = {Tier.HOST: ("process", "host_memory"), Tier.DEVICE: ("device", "device_memory")}
+
+
+def too_much(tier: Tier, limit: int, needed: int, left: int, refusal: PlacementError) -> str:
+    """What is to be said if no placement of what is `left` on `tier` by a limit will do."""
+    least, name, fix = refusal.smallest_host_bytes, "process_memory", "raise process_memory, or"
+    if tier is Tier.DEVICE:
+        least = refusal.smallest_device_bytes
+        name, fix = "what the device may hold altogether", "free what else is there, or"
+    return (
+        f"{name} is {format_bytes(limit)} ({limit} bytes), and a step "
+        f"needs {format_bytes(needed)} beside the model state, for activations, "
+        f"temporaries and libraries; that leaves {format_bytes(max(0, left))} for "
+        f"model state, and the smallest that works is {format_bytes(least)} ({least} "
+        f"bytes); {fix} use smaller or checkpointed micro-batches (this "
+        f"step was made: do not make it again)"
+    )
+
+
+def cannot_become(
+    wanted: Mapping[Tier, int], budgets: Budgets, policy: str, refusal: PlacementError
+) -> str:
+    """What is to be said if no placement fits the budgets that a user wants."""
+    for tier, least in (
+        (Tier.DEVICE, refusal.smallest_device_bytes),
+        (Tier.HOST, refusal.smallest_host_bytes),
+    ):
+        now = wanted.get(tier)
+        if now is not None and least > now:
+            return (
+                f"{tier.value}_memory cannot become {format_bytes(now)} ({now} bytes): the "
+                f"smallest that works is {format_bytes(least)} ({least} bytes), under policy "
+                f"{policy!r}, with {format_bytes(budgets.disk)} of NVMe"
+            )
+    # It is the disk, or the budget that stays.
+    words = " and ".join(
+        f"{tier.value}_memory cannot become {format_bytes(now)} ({now} bytes)"
+        for tier, now in wanted.items()
+    )
+    return f"{words}: {refusal}"

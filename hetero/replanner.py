@@ -9,8 +9,8 @@ move. Each time that it changes little, the next look is twice as many steps awa
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +18,15 @@ import torch
 from hetero.arrangement import Choose
 from hetero.bank import Bank
 from hetero.cost import Problem
-from hetero.memory_limit import BesideMemory, MemoryLimit
-from hetero.migration import InUseError, Migration
+from hetero.memory_limit import BesideMemory, MemoryLimit, usable_device_bytes
+from hetero.movable import InUseError
 from hetero.placement import Budgets, Placement, PlacementError, SlotBytes, place
 from hetero.plan import Plan, as_placed
 from hetero.planner import Planner, planning_matters
 from hetero.prediction import computing_alone
-from hetero.trace import Phase, Trace, Use, completed
+from hetero.refusal import SAID, cannot_become, too_much
+from hetero.relocation import Change, Relocation, same
+from hetero.trace import Moment, Phase, Trace, Use, completed
 from hetero.traces import Seen, StepTracer
 from offload.errors import BudgetError, HeteroError, PeerError
 from offload.heap import trim_heap
@@ -40,24 +42,6 @@ _OTHER_SECONDS = 0.25  # of computing, more or less than was planned with
 _NO_LIMIT = (1 << 63) - 1  # bytes
 
 
-@dataclass(frozen=True)
-class Change:
-    """Homes that moved after step number `step` (from 1), with the seconds predicted for a step."""
-
-    step: int
-    why: str
-    moved_bytes: int
-    before_s: float | None = None
-    after_s: float | None = None
-
-    def words(self) -> str:
-        """A sentence for people."""
-        said = f"after step {self.step} homes of {format_bytes(self.moved_bytes)} moved: {self.why}"
-        if self.before_s is None or self.after_s is None:
-            return said
-        return f"{said} is predicted to take {self.after_s:.3f} s instead of {self.before_s:.3f} s"
-
-
 class Replanner:
     """Chooses placements for an engine's banks anew and carries them out.
 
@@ -66,27 +50,39 @@ class Replanner:
 
     def __init__(self, engine: Engine, planner: Planner | None) -> None:
         """Without a `planner` placements are chosen by sizes, as place() does."""
-        config = engine.config
         self._engine = engine
         self._beside = BesideMemory(engine.ledger, engine.backend)
         self.tracer = StepTracer(engine.model, engine.banks, self._beside)
         self._planner = planner
         self._first_banks = len(engine.banks)
-        self.moved_bytes = 0  # of homes, so far
+        self._relocation = Relocation(engine)
         self.changes: list[Change] = []
         self._steps = 0
         self._next_look = _FIRST_LOOK  # the first step after which it is looked again
         self._patience = _FIRST_LOOK  # steps until the look after that
         self._planned_with: Trace | None = None
         self._waiting = False  # homes were in use when they were to move
-        # All ranks have the same limit, or none: they ask each other when they have one.
-        own_limit = config.process_bytes(engine.world.local_ranks)
-        limit = engine.world.agree(_NO_LIMIT if own_limit is None else own_limit, min, "a limit")
-        self.limit: MemoryLimit | None = None
-        if limit != _NO_LIMIT:
-            self.limit = MemoryLimit(limit, config.budget(Tier.HOST) or limit, self._beside)
-        self._peak_bytes = 0  # the most RAM beside model state
-        self._was_raised = False
+        self._keeps_records = engine.config.host_memory is not None  # in RAM that the user gave
+        self.limits = self._make_limits()
+
+    def _make_limits(self) -> dict[Tier, MemoryLimit]:
+        """All ranks have the same limits, or none: they ask each other when they have one."""
+        engine, config = self._engine, self._engine.config
+        found = {}
+        for tier, own in (
+            (Tier.HOST, config.process_bytes(engine.world.local_ranks)),
+            (Tier.DEVICE, usable_device_bytes(engine.backend)),
+        ):
+            limit = engine.world.agree(_NO_LIMIT if own is None else own, min, "a limit")
+            if limit != _NO_LIMIT:
+                wanted = config.budget(tier) or limit
+                found[tier] = MemoryLimit(tier, limit, wanted, self._beside)
+        return found
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of homes, so far."""
+        return self._relocation.moved.total()
 
     @property
     def chooser(self) -> Choose:
@@ -121,13 +117,16 @@ class Replanner:
         what a migration met that could not be undone.
         """
         seen = self.tracer.end_step()
+        needed = {tier: self._needed_bytes(tier, seen) for tier in self.limits}
         self._beside.reset()
         for bank in self._engine.banks:
             bank.order.end_step()
         self._steps += 1
         refusal = None
-        if self.limit is not None:
-            refusal = self._keep_within(self.limit, seen, self.tracer.take_beside_bytes())
+        for tier, limit in self.limits.items():
+            refusal = self._keep_within(limit, needed[tier]) or refusal
+        if self._steps == _FIRST_LOOK and self._planner is None:
+            self._raise_device()
         if self._planner is not None and planning_matters(self._engine.config):
             trace = self._worth_a_look(seen)
             if trace is not None:
@@ -173,15 +172,9 @@ class Replanner:
         """Plans with the trace, and goes over to what is better by so much."""
         planner, engine, agree = self._planner, self._engine, self._engine.world.agree
         assert planner is not None
-        host_bytes = engine.ledger.budget_bytes[Tier.HOST.value] or 0
-        if self.limit is not None:
-            # At first a part was left for what nobody knew.
-            allowed = agree(self.limit.host_bytes(self._peak_bytes), min, "a budget")
-            if not self._was_raised:
-                host_bytes = max(host_bytes, allowed)
-            self._was_raised = True
+        wanted = {tier: self._raised(limit) for tier, limit in self.limits.items()}
         planner.forget()
-        budgets = self.budgets(host_bytes)
+        budgets = self.budgets(wanted)
         planner.traces = self._by_bank(trace)
         planner.traces = {
             number: computing_alone(self._problem(bank, budgets), bank.placement)
@@ -197,7 +190,7 @@ class Replanner:
         after_s = sum(each.cost.seconds for each in plans if each is not None)
         self._planned_with, self._waiting = trace, False
         gains = agree(int(before_s - after_s > _LEAST_GAIN * before_s), min, "a gain")
-        changed = gains and self._change(placements, host_bytes, "a traced step", before_s, after_s)
+        changed = gains and self._change(placements, wanted, "a traced step", before_s, after_s)
         if not changed:
             for bank, plan in zip(engine.banks, now, strict=True):
                 bank.plan = plan
@@ -207,7 +200,7 @@ class Replanner:
     def _change(
         self,
         placements: Sequence[Placement],
-        host_bytes: int,
+        wanted: Mapping[Tier, int],
         why: str,
         before_s: float | None = None,
         after_s: float | None = None,
@@ -217,9 +210,9 @@ class Replanner:
 
         Raises what a migration met that could not be undone, and PeerError.
         """
-        moved, before = self.moved_bytes, [bank.placement for bank in self._engine.banks]
+        before = [bank.placement for bank in self._engine.banks]
         try:
-            self.go_over(placements, host_bytes)
+            self._go_over(placements, wanted, why, before_s, after_s)
         except (HeteroError, OSError) as error:
             undone = before == [bank.placement for bank in self._engine.banks]
             if isinstance(error, PeerError) or not undone:
@@ -229,10 +222,25 @@ class Replanner:
             if not isinstance(error, InUseError) and note not in self._engine.notes:
                 self._engine.notes.append(note)
             return False
-        change = Change(self._steps, why, self.moved_bytes - moved, before_s, after_s)
-        self.changes.append(change)
-        self._engine.notes.append(change.words())
+        self._engine.notes.append(self.changes[-1].words())
         return True
+
+    def _go_over(
+        self,
+        placements: Sequence[Placement],
+        wanted: Mapping[Tier, int],
+        why: str,
+        before_s: float | None = None,
+        after_s: float | None = None,
+    ) -> None:
+        """Goes over, and remembers it. Raises as Relocation.go_over()."""
+        moved = self._relocation.moved.copy()
+        try:
+            self._relocation.go_over(placements, wanted)
+        finally:
+            self._beside.reset()  # what it took meanwhile is no step's
+        routes = self._relocation.moved - moved
+        self.changes.append(Change(self._steps, why, routes, before_s, after_s))
 
     def _by_bank(self, trace: Trace) -> dict[int, Trace]:
         """Each bank's uses, what stayed where compute is included, and its part of the seconds."""
@@ -263,57 +271,79 @@ class Replanner:
             bank.held,
         )
 
-    # The process's memory
+    # What a process, and a device, hold altogether
 
-    def _keep_within(
-        self, limit: MemoryLimit, seen: Seen | None, beside_bytes: int
-    ) -> BudgetError | None:
-        """Lowers the budget of RAM if the process has passed its limit, or did in the step.
+    def _needed_bytes(self, tier: Tier, seen: Seen | None) -> int:
+        """The most that the step had beside the model state."""
+        peak = Moment(0, 0, 0) if seen is None else seen.trace.peak()
+        if tier is Tier.DEVICE:
+            return max(peak.device_bytes, self._beside.device_bytes())
+        return max(peak.host_bytes, self.tracer.take_beside_bytes())
+
+    def _keep_within(self, limit: MemoryLimit, needed: int) -> BudgetError | None:
+        """Lowers a budget if its limit is passed, or was in the step that had `needed` beside it.
 
         Returns what is to be raised if it cannot be so low.
         """
-        engine, agree = self._engine, self._engine.world.agree
-        needed = max(beside_bytes, 0 if seen is None else seen.trace.peak().host_bytes)
+        engine, agree, tier = self._engine, self._engine.world.agree, limit.tier
         needed = agree(needed, max, "memory")
-        self._peak_bytes = max(self._peak_bytes, needed)
+        limit.peak_bytes = max(limit.peak_bytes, needed)
         # What is charged may differ between ranks.
         if not agree(int(limit.passed(needed)), max, "a limit"):
             return None
-        trim_heap()  # what the allocator keeps counts, too
-        host_bytes = agree(limit.host_bytes(needed), min, "a budget")
-        before = engine.ledger.budget_bytes[Tier.HOST.value] or 0
+        if tier is Tier.HOST:
+            trim_heap()  # what the allocator keeps counts, too
+        left = agree(limit.state_bytes(needed), min, "a budget")
+        before = engine.ledger.budget_bytes[tier.value] or 0
         try:
-            placements = self.choose(self.budgets(max(1, host_bytes)))
+            placements = self.choose(self.budgets({tier: max(1, left)}))
         except PlacementError as refusal:
-            least = refusal.smallest_host_bytes
-            return BudgetError(
-                f"process_memory is {format_bytes(limit.limit)} ({limit.limit} bytes), and a step "
-                f"needs {format_bytes(needed)} beside the model state, for activations, "
-                f"temporaries and libraries; that leaves {format_bytes(max(0, host_bytes))} for "
-                f"model state, and the smallest that works is {format_bytes(least)} ({least} "
-                f"bytes); raise process_memory, or use smaller or checkpointed micro-batches (this "
-                f"step was made: do not make it again)"
-            )
+            return BudgetError(too_much(tier, limit.limit, needed, left, refusal))
+        who, name = SAID[tier]
         why = (
-            f"the process needs {format_bytes(needed)} beside the model state, so host_memory "
-            f"is {format_bytes(host_bytes)} instead of {format_bytes(before)}"
+            f"the {who} needs {format_bytes(needed)} beside the model state, so {name} "
+            f"is {format_bytes(left)} instead of {format_bytes(before)}"
         )
-        self._change(placements, host_bytes, why)  # if it did not, the next step tries again
+        # If it cannot be now, the next step tries again.
+        self._change(placements, {tier: left}, why)
         return None
+
+    def _raised(self, limit: MemoryLimit) -> int:
+        """The budget of the limit's tier; once it may be more: at first a part was left for what
+        nobody knew."""
+        budget = self._engine.ledger.budget_bytes[limit.tier.value] or 0
+        allowed = self._engine.world.agree(limit.state_bytes(limit.peak_bytes), min, "a budget")
+        if not limit.was_raised:
+            budget = max(budget, allowed)
+        limit.was_raised = True
+        return budget
+
+    def _raise_device(self) -> None:
+        """Without a profile, too, a device is used as far as steps have shown that it can be."""
+        limit = self.limits.get(Tier.DEVICE)
+        if limit is None or limit.was_raised:
+            return
+        wanted = {Tier.DEVICE: self._raised(limit)}
+        placements = self.choose(self.budgets(wanted))
+        now = [bank.placement for bank in self._engine.banks]
+        if not all(map(same, now, placements)):
+            left = format_bytes(limit.peak_bytes)
+            self._change(placements, wanted, f"a step needs {left} of the device beside the state")
 
     # Choosing
 
-    def budgets(self, host_bytes: int) -> Budgets:
-        """The engine's, with other RAM."""
-        engine, limits = self._engine, self._engine.ledger.budget_bytes
+    def budgets(self, wanted: Mapping[Tier, int]) -> Budgets:
+        """The engine's, but for those that are `wanted`."""
+        engine = self._engine
+        limits = {tier: engine.ledger.budget_bytes[tier.value] for tier in Tier} | dict(wanted)
         later = sum(bank.placement.host_bytes for bank in engine.banks[self._first_banks :])
-        device = limits[Tier.DEVICE.value]
+        device = limits[Tier.DEVICE]
         return Budgets(
-            host=host_bytes,
-            disk=limits[Tier.DISK.value] or 0,
+            host=limits[Tier.HOST] or 0,
+            disk=limits[Tier.DISK] or 0,
             gathered=None if engine.backend.separate else device,
             device=device if engine.backend.separate else None,
-            keep_records=engine.config.host_memory is not None,
+            keep_records=self._keeps_records,
             reserved_host=max(0, engine.config.reserve_bytes - later),
             under_construction=False,
         )
@@ -321,7 +351,7 @@ class Replanner:
     def choose(self, budgets: Budgets) -> list[Placement]:
         """A placement for each bank, as plan_banks() does: the last first, the first gets the rest.
 
-        What is on DEVICE stays there. Raises PlacementError.
+        Raises PlacementError.
         """
         banks = self._engine.banks
         for thrifty in (False, True):
@@ -348,153 +378,55 @@ class Replanner:
         raise AssertionError("unreachable")
 
     def _choose_for(self, bank: Bank, budgets: Budgets, smallest: bool) -> Placement:
-        choose = self.chooser
-        policy, before = self._engine.config.placement_policy, bank.placement
-        budgets = replace(budgets, on_device=before.param.count(Tier.DEVICE))
-
         def placed(budgets: Budgets) -> Placement:
-            return choose(
-                bank.layout, bank.dtypes, policy, budgets, bank.min_gathered_slots, bank.held
+            return self.chooser(
+                bank.layout,
+                bank.dtypes,
+                self._engine.config.placement_policy,
+                budgets,
+                bank.min_gathered_slots,
+                bank.held,
             )
 
-        if smallest:
-            try:
-                made = placed(replace(budgets, host=0))
-            except PlacementError as refusal:
-                made = placed(replace(budgets, host=refusal.smallest_host_bytes))
-        else:
-            made = placed(budgets)
-        if not self._engine.backend.separate:
-            return made
-        # Slots on DEVICE stay, too.
-        kept = replace(
-            made,
-            gathered_slots=before.gathered_slots,
-            drain_bytes=before.drain_bytes,
-            device_bytes=before.device_bytes,
-        )
-        if self._planner is not None:
-            self._planner.changed(bank.layout, made, kept)
-        return kept
+        if not smallest:
+            return placed(budgets)
+        try:
+            return placed(replace(budgets, host=0))
+        except PlacementError as refusal:
+            return placed(replace(budgets, host=refusal.smallest_host_bytes))
 
-    # Carrying out
-
-    def set_budget(self, host_memory: int | str) -> None:
+    def set_budget(
+        self, host_memory: int | str | None = None, device_memory: int | str | None = None
+    ) -> None:
         """As Engine.set_budget()."""
         engine = self._engine
         engine.early.require_whole("set_budget()")
-        try:
-            wanted = parse_bytes(host_memory)
-        except ValueError as error:
-            raise ValueError(f"host_memory: {error}") from None
-        wanted = engine.world.agree(wanted, min, "a budget")
-        budgets = replace(self.budgets(wanted), keep_records=True)
+        wanted: dict[Tier, int] = {}
+        for tier, value in ((Tier.HOST, host_memory), (Tier.DEVICE, device_memory)):
+            if value is not None:
+                try:
+                    wanted[tier] = parse_bytes(value)
+                except ValueError as error:
+                    raise ValueError(f"{tier.value}_memory: {error}") from None
+        if not wanted:
+            raise ValueError("set_budget() needs host_memory, device_memory, or both")
+        wanted = {t: engine.world.agree(nbytes, min, "a budget") for t, nbytes in wanted.items()}
+        budgets = self.budgets(wanted)
+        if Tier.HOST in wanted:
+            budgets = replace(budgets, keep_records=True)
         try:
             placements = self.choose(budgets)
         except PlacementError as refusal:
-            least = refusal.smallest_host_bytes
-            if least <= wanted:  # it is the disk
-                raise BudgetError(
-                    f"host_memory cannot become {format_bytes(wanted)} ({wanted} bytes): {refusal}"
-                ) from None
-            raise BudgetError(
-                f"host_memory cannot become {format_bytes(wanted)} ({wanted} bytes): the smallest "
-                f"that works is {format_bytes(least)} ({least} bytes), under policy "
-                f"{engine.config.placement_policy!r}, with {format_bytes(budgets.disk)} of NVMe"
-            ) from None
-        self.go_over(placements, wanted)
+            policy = engine.config.placement_policy
+            raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
+        words = [f"{t.value}_memory={format_bytes(nbytes)}" for t, nbytes in wanted.items()]
+        self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
+        self._keeps_records = budgets.keep_records
         # The user has decided: it is lowered if it must be, and not raised.
-        self._was_raised = True
-        if self.limit is not None:
-            self.limit.wanted_bytes = wanted
-
-    def go_over(self, placements: Sequence[Placement], host_bytes: int) -> None:
-        """Makes the banks what `placements` say, within the larger of both budgets of RAM.
-
-        From then on `host_bytes` are the budget. Raises as Engine.set_budget(); if nothing could be
-        written, or something is in use, nothing is changed.
-        """
-        engine, ledger = self._engine, self._engine.ledger
-        before = ledger.budget_bytes[Tier.HOST.value]
-        if engine._module_hooks.running:
-            raise InUseError("homes cannot move while a forward is running; call it between steps")
-        engine.unfinished.finish_all()
-        self._together(None)  # nobody asks for anything any more
-        for bank in engine.banks:
-            bank.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
-        if before is not None and host_bytes > before:
-            ledger.set_budget(Tier.HOST, host_bytes)
-        try:
-            self._migrate(placements, host_bytes)
-        except BaseException:
-            if before is not None and ledger.in_use_bytes[Tier.HOST.value] <= before:
-                ledger.set_budget(Tier.HOST, before)
-            raise
-
-    def _migrate(self, placements: Sequence[Placement], host_bytes: int) -> None:
-        engine = self._engine
-        spare_bytes = host_bytes - sum(made.host_bytes for made in placements)
-        ways = [
-            (bank, Migration(bank.movable, bank.placement, made))
-            for bank, made in zip(engine.banks, placements, strict=True)
-            if not _same(bank.placement, made)
-        ]
-        self._prepare([migration for _, migration in ways])
-        failure: BaseException | None = None
-        for _, migration in ways:
-            migration.leave()
-        for bank, migration in ways:
-            bank.placement, error = migration.arrive(spare_bytes)
-            failure = failure or error
-            self.moved_bytes += migration.moved_bytes
-        for hooks in engine._model_hooks:
-            hooks.cover(engine.model)
-        for bank in engine.banks:
-            bank.plan = self.plan_of(bank)
-        try:
-            engine.ledger.set_budget(Tier.HOST, host_bytes)
-        except BudgetError as error:
-            failure = failure or error
-        self._together(failure)
-
-    def _prepare(self, migrations: Sequence[Migration]) -> None:
-        """All migrations of all ranks, or none."""
-        begun: list[Migration] = []
-        failure: Exception | None = None
-        try:
-            for migration in migrations:
-                migration.prepare()
-                begun.append(migration)
-        except Exception as error:
-            failure = error
-        except BaseException:
-            for migration in begun:
-                migration.abandon()
-            raise
-        try:
-            self._together(failure)
-        except BaseException:
-            for migration in begun:
-                migration.abandon()
-            raise
-
-    def _together(self, failure: BaseException | None) -> None:
-        """Until all ranks are here; raises what this one met, or that another one met something."""
-        engine = self._engine
-        everyone = engine.world.everyone
-        if everyone is None:
-            if failure is not None:
-                raise failure
-            return
-        engine.params.settle()
-        mine = "" if failure is None else f"{isinstance(failure, InUseError):d}{failure}"
-        found = everyone.all_gather_bytes(mine.encode(), "moving homes")
-        if failure is not None:
-            raise failure
-        for peer, theirs in enumerate(found):
-            if theirs:
-                kind = InUseError if theirs[:1] == b"1" else HeteroError
-                raise kind(f"{everyone.name(peer)} cannot move homes: {theirs[1:].decode()}")
+        for tier, limit in self.limits.items():
+            if tier in wanted:
+                limit.was_raised = True
+                limit.wanted_bytes = wanted[tier]
 
 
 def _encoded(trace: Trace) -> bytes:
@@ -510,8 +442,3 @@ def _decoded(content: bytes) -> Trace:
         forward_s,
         backward_s,
     )
-
-
-def _same(one: Placement, other: Placement) -> bool:
-    """Whether homes and slots are the same; bytes may differ by what construction took."""
-    return replace(one, host_bytes=0) == replace(other, host_bytes=0)

@@ -56,12 +56,6 @@ class HostArena:
             for s in fresh:
                 self._committed[s] = True
 
-    def pin(self, slot: int, run: int) -> None:
-        """Makes slots [slot, slot + run), charged or not, fit for copies of a device; here all are.
-
-        Committed slots are that anyway.
-        """
-
     def decommit(self, slot: int, run: int) -> None:
         """Gives back charge and pages of slots [slot, slot + run); their content is lost."""
         charged = [s for s in range(slot, slot + run) if self._committed[s]]
@@ -74,14 +68,21 @@ class HostArena:
         """The arena has `slots` slots from now on, other ones, of which none is charged.
 
         What was in it is lost, but for tensors that view it: they keep their memory, which is not
-        accounted any more.
+        accounted any more. Raises BudgetError if a device has no room; then there are no slots.
         """
         self.close()
-        self.slots = slots
-        self.slot_bytes = self.slot_bytes if slot_bytes is None else slot_bytes
+        self._shape(slots, self.slot_bytes if slot_bytes is None else slot_bytes)
+        if slots:
+            try:
+                self._memory = self._map(slots * self.slot_bytes)
+            except BaseException:
+                self._shape(0, self.slot_bytes)
+                raise
+
+    def _shape(self, slots: int, slot_bytes: int) -> None:
+        self.slots, self.slot_bytes = slots, slot_bytes
         self.leases = Leases(slots)
         self._committed = [False] * slots
-        self._memory = self._map(slots * self.slot_bytes) if slots else None
 
     def address(self, slot: int) -> int:
         """Address of the first byte of `slot`."""

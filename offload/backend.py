@@ -37,6 +37,9 @@ class Updater(Protocol):
     """Does on the device what the CPU's kernels cannot, with the same bits. It waits for nothing:
     what the caller gives to the device afterwards comes after it."""
 
+    def prepare(self) -> None:
+        """Does what takes long and is done but once. Raises HeteroError if it cannot work."""
+
     def update(self, tasks: Sequence[DeviceTask], hypers: Sequence[Hyper]) -> None:
         """Starts all updates."""
 
@@ -105,11 +108,20 @@ class Backend(Protocol):
     def updater(self, kind: UpdateKind, piece_numel: int) -> Updater | None:
         """What updates homes on DEVICE, of pieces of `piece_numel`; None: the CPU can."""
 
+    def settle(self) -> None:
+        """Until the device has done all that it was given, by whomever."""
+
+    def device_bytes(self) -> int | None:
+        """All that the device has; None: nothing says."""
+
     def beside_bytes(self) -> int:
         """The most that was taken on the device beside arenas, since reset_beside(); 0: no idea."""
 
     def reset_beside(self) -> None:
         """Begins to measure anew."""
+
+    def trim(self) -> None:
+        """What libraries keep of the device's memory, and do not use, is free again."""
 
     def close(self) -> None:
         """Abandons copies under way; idempotent."""
@@ -136,12 +148,21 @@ class _OnTheCpu:
     def updater(self, kind: UpdateKind, piece_numel: int) -> None:
         """The CPU can."""
 
+    def settle(self) -> None:
+        """Who gave it has waited for it."""
+
+    def device_bytes(self) -> None:
+        """Nothing says."""
+
     def beside_bytes(self) -> int:
         """Nothing says."""
         return 0
 
     def reset_beside(self) -> None:
         """Nothing to measure."""
+
+    def trim(self) -> None:
+        """Nothing is kept."""
 
 
 class CpuBackend(_OnTheCpu):

@@ -132,6 +132,19 @@ class CudaBackend:
             self._updaters[key] = DeviceUpdater(self.runtime, kind, piece_numel)
         return self._updaters[key]
 
+    def settle(self) -> None:
+        """Until the device has done all that it was given. What that met who uses it next meets."""
+        with suppress(RuntimeError):
+            self.runtime.synchronize_all()
+        with self._lock:
+            for under_way in self._under_way:
+                while under_way and under_way[0].done():
+                    under_way.popleft()
+
+    def device_bytes(self) -> int:
+        """All that the device has."""
+        return self.runtime.memory()[1]
+
     def beside_bytes(self) -> int:
         """The most that was taken on the device beside our arenas, since reset_beside().
 
@@ -147,6 +160,10 @@ class CudaBackend:
     def reset_beside(self) -> None:
         """Begins to measure anew."""
         self.runtime.reset_peak()
+
+    def trim(self) -> None:
+        """What torch's allocator has reserved and no tensor uses is free again."""
+        self.runtime.empty_cache()
 
     def _taken_by_others(self) -> int:
         """Bytes of the device that are not torch's: context, libraries, other processes."""

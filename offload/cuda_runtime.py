@@ -67,6 +67,9 @@ class Runtime(Protocol):
     def reset_peak(self) -> None:
         """Starts the most bytes taken anew."""
 
+    def empty_cache(self) -> None:
+        """CUDA gets back what torch has taken and no tensor uses."""
+
     def kernels(self, kind: UpdateKind) -> Kernels:
         """Those of one kind of update. Raises HeteroError if they cannot be compiled."""
 
@@ -149,6 +152,10 @@ class CudaRuntime:
     def reset_peak(self) -> None:
         """As Runtime."""
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def empty_cache(self) -> None:
+        """As Runtime."""
+        torch.cuda.empty_cache()
 
     def kernels(self, kind: UpdateKind) -> Kernels:
         """As Runtime."""

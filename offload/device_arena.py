@@ -140,10 +140,9 @@ class PinnedArena(HostArena):
             while fresh and fresh[0] == first + length:
                 fresh.pop(0)
                 length += 1
-            self.pin(first, length)
+            self._pin(first, length)
 
-    def pin(self, slot: int, run: int) -> None:
-        """Pins slots [slot, slot + run), charged or not."""
+    def _pin(self, slot: int, run: int) -> None:
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)
         if failure is None:
             self._pinned[slot] = run
@@ -161,9 +160,9 @@ class PinnedArena(HostArena):
             if first < slot + run and slot < first + length:
                 self._unpin(first)
                 if first < slot:
-                    self.pin(first, slot - first)
+                    self._pin(first, slot - first)
                 if slot + run < first + length:
-                    self.pin(slot + run, first + length - slot - run)
+                    self._pin(slot + run, first + length - slot - run)
         super().decommit(slot, run)
 
     def _unpin(self, first: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from offload._native import Hyper, UpdateKind, update_constants
 from offload.backend import DeviceTask
-from offload.cuda_module import THREADS
+from offload.cuda_module import THREADS, Kernels
 
 if TYPE_CHECKING:
     from offload.cuda_runtime import Runtime
@@ -84,17 +84,30 @@ class DeviceUpdater:
     """
 
     def __init__(self, runtime: Runtime, kind: UpdateKind, piece_numel: int) -> None:
-        """Compiles the kernels. Raises HeteroError."""
+        """The kernels are compiled when they are first needed, or by prepare()."""
         self._runtime = runtime
         self._kind = kind
-        self._kernels = runtime.kernels(kind)
+        self._made: Kernels | None = None
         state_bytes = _BYTES[kind.state_dtype] * piece_numel
         master_bytes = kind.record_bytes * piece_numel - kind.states * state_bytes
         self._has_master = master_bytes > 0
         self._state_at = [master_bytes + i * state_bytes for i in range(kind.states)]
 
+    def prepare(self) -> None:
+        """Compiles the kernels, unless that was done. Raises HeteroError."""
+        if self._made is None:
+            self._made = self._runtime.kernels(self._kind)
+
+    @property
+    def _kernels(self) -> Kernels:
+        self.prepare()
+        assert self._made is not None
+        return self._made
+
     def update(self, tasks: Sequence[DeviceTask], hypers: Sequence[Hyper]) -> None:
         """Starts all updates."""
+        if not tasks:
+            return
         constants = [update_constants(self._kind, hyper) for hyper in hypers]
         stream = self._runtime.current_stream()
         for task in tasks:

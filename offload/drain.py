@@ -16,11 +16,16 @@ from offload.backend import Backend
 from offload.backing import Operation
 from offload.errors import BudgetError, HeteroError
 from offload.ledger import Ledger
-from offload.sizes import format_bytes
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.tiers import Account, Tier
 
 BUFFERS = 2  # in RAM: one receives a piece while the one before it is added
-BUFFER_BYTES = 4 << 20
+_MOST_BUFFER_BYTES = 4 << 20
+
+
+def buffer_bytes(largest_bytes: int) -> int:
+    """Of one buffer, if the largest gradient that comes has `largest_bytes`: whole pages."""
+    return min(_MOST_BUFFER_BYTES, round_up(largest_bytes, PAGE_BYTES))
 
 
 @dataclass(eq=False)
@@ -60,10 +65,10 @@ class Drain:
     def __init__(
         self, backend: Backend, ledger: Ledger, limit_bytes: int, buffers: HostArena
     ) -> None:
-        """`buffers` has BUFFERS slots in RAM. A single gradient may pass the limit."""
+        """`buffers` has BUFFERS slots in RAM, and lasts longer. One gradient may pass the limit."""
         self._backend = backend
         self._ledger = ledger
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes  # may change; 0: nothing is to come
         self._buffers = buffers
         self._next_buffer = 0
         self._changed = threading.Condition()  # guards all below
@@ -87,7 +92,7 @@ class Drain:
         grad, kept = grad.detach().contiguous().view(-1), kept.view(-1)
         with self._changed:
             began_s = time.perf_counter()
-            while self._in_flight_bytes and self._in_flight_bytes + grad.nbytes > self._limit_bytes:
+            while self._in_flight_bytes and self._in_flight_bytes + grad.nbytes > self.limit_bytes:
                 self._changed.wait()
             self.wait_s += time.perf_counter() - began_s
             straight = not add and grad.dtype is kept.dtype
@@ -250,4 +255,3 @@ class Drain:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._buffers.close()

@@ -236,6 +236,20 @@ class Fetching:
         if fetch.error is not None:
             raise fetch.error
 
+    def clear(self) -> None:
+        """Until nothing is under way, once nobody wants anything: RAM may then be given back.
+
+        A device that works in order is told to copy, and copies later.
+        """
+        with self._changed:
+            while self._queue or self._under_way:
+                self._changed.wait()
+        for chunk in list(self._from_home):
+            self.settle(chunk)
+
+    def refit(self) -> None:
+        """The slots were resized while nothing was under way: nothing is known of them here."""
+
     def close(self) -> None:
         """Ends the threads, when all fetches are done; idempotent."""
         self._stagers.close()

@@ -43,5 +43,6 @@ class Account(enum.Enum):
     BUCKET = "bucket"  # whole gradients, of this rank and from others, while they are averaged
     GRAD_SLOT = "grad_slot"  # slots for DISK-homed gradients on their way
     BUFFER = "buffer"  # the optimizer pipeline's buffers
+    LINK = "link"  # buffers for what is on its way between DEVICE and RAM
     FILE = "file"  # the file of all DISK homes
     INIT = "init"  # parameters under construction, in their construction dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_uint, c_void_p
@@ -49,9 +50,11 @@ class FakeRuntime:
         """`total` bytes of memory; not `eager`: compute is given by give()."""
         self.total = total
         self.pinnable = pinnable
-        self.taken: list[tuple[int, int]] = []
+        self.taken: dict[int, int] = {}  # by address, of tensors that live
+        self.cached = 0  # given back by tensors, and not to the device
         self.peak = 0
         self.pinned: dict[int, int] = {}
+        self.copying: list[tuple[int, int]] = []  # addresses and bytes of copies to come
         self.synchronized = 0  # how often the host waited
         self.compute = FakeStream(eager)
         self.streams = [self.compute]
@@ -130,7 +133,15 @@ class FakeRuntime:
         self._check_pinned(to, source)
         if self.compute.eager:  # who reads it before it is there, reads this
             to.view(torch.uint8).fill_(0xFF)
-        self.give(stream, lambda: to.copy_(source))
+        sides = [(side.data_ptr(), side.nbytes) for side in (to, source)]
+        self.copying += sides
+
+        def work() -> None:
+            to.copy_(source)
+            for side in sides:
+                self.copying.remove(side)
+
+        self.give(stream, work)
 
     def _check_pinned(self, *sides: torch.Tensor) -> None:
         """One side is within one range of pinned RAM."""
@@ -147,15 +158,30 @@ class FakeRuntime:
     # Memory
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        if sum(n for _, n in self.taken) + nbytes > self.total:
-            raise torch.OutOfMemoryError(f"fake CUDA out of memory: tried to allocate {nbytes}")
-        # Page by page, as arenas want it.
-        raw = torch.full((nbytes + PAGE,), 0xFF, dtype=torch.uint8)
-        begin = -raw.data_ptr() % PAGE
-        block = raw[begin : begin + nbytes]
-        self.taken.append((block.data_ptr(), nbytes))
-        self.peak = max(self.peak, sum(n for _, n in self.taken))
+        with self.lock:
+            in_use = sum(self.taken.values())
+            if in_use + nbytes > self.total:
+                raise torch.OutOfMemoryError(f"fake CUDA out of memory: tried to allocate {nbytes}")
+            # As torch: what was given back is used again, and goes to the device before it is full.
+            self.cached = min(max(0, self.cached - nbytes), self.total - in_use - nbytes)
+            # Page by page, as arenas want it.
+            raw = torch.full((nbytes + PAGE,), 0xFF, dtype=torch.uint8)
+            begin = -raw.data_ptr() % PAGE
+            block = raw[begin : begin + nbytes]
+            self.taken[block.data_ptr()] = nbytes
+            self.peak = max(self.peak, self._reserved())
+        weakref.finalize(block, self._free, block.data_ptr())
         return block
+
+    def _free(self, address: int) -> None:
+        with self.lock:
+            self.cached += self.taken.pop(address, 0)
+
+    def _reserved(self) -> int:
+        return sum(self.taken.values()) + self.cached
+
+    def empty_cache(self) -> None:
+        self.cached = 0
 
     def register(self, address: int, nbytes: int) -> str | None:
         assert address % PAGE == nbytes % PAGE == 0
@@ -167,17 +193,21 @@ class FakeRuntime:
         return None
 
     def unregister(self, address: int) -> None:
-        del self.pinned[address]
+        end = address + self.pinned.pop(address)
+        with self.lock:
+            assert not any(a < end and address < a + n for a, n in self.copying), "a copy uses it"
 
     def memory(self) -> tuple[int, int]:
-        return self.total - sum(n for _, n in self.taken), self.total
+        with self.lock:
+            return self.total - self._reserved(), self.total
 
     def torch_bytes(self) -> tuple[int, int, int]:
-        now = sum(n for _, n in self.taken)
-        return now, now, self.peak
+        with self.lock:
+            return sum(self.taken.values()), self._reserved(), self.peak
 
     def reset_peak(self) -> None:
-        self.peak = sum(n for _, n in self.taken)
+        with self.lock:
+            self.peak = self._reserved()
 
     # Kernels
 

@@ -5,6 +5,8 @@ What only a true device shows is in tests/cuda.
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +214,106 @@ def test_what_compute_takes_beside_the_arenas(runtime: FakeRuntime, tmp_path: Pa
     assert backend.beside_bytes() == 12345
     del activations
     optimizer.engine.close()
+
+
+# Homes that move
+
+
+@pytest.mark.parametrize("policy", ["auto", "nvme"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_homes_and_slots_move_and_bits_are_the_same(
+    runtime: FakeRuntime, dtype: str, policy: str, tmp_path: Path
+) -> None:
+    """Between backward and step: gradients move, too, and records, which are not pinned."""
+    given = options(tmp_path, {"placement_policy": policy}, dtype=dtype)
+    model, optimizer = build(**{**given, "device_memory": "2MiB", "host_memory": "16MiB"})
+    engine = optimizer.engine
+    ways = [("1MiB", "600KiB"), ("16MiB", "600KiB"), ("1MiB", LARGE), ("16MiB", "1MiB")]
+    run, counts = Run(), []
+    for number, x in enumerate(batches(6)):
+        loss = model(input_ids=x, labels=x).loss
+        optimizer.backward(loss)
+        run.losses.append(loss.item())
+        del loss
+        engine.set_budget(*ways[number % len(ways)])
+        counts.append(engine.placement.param.count(Tier.DEVICE))
+        arenas = sum(runtime.taken.values())
+        assert arenas == engine.ledger.in_use_bytes["device"]
+        run.norms.append(hetero.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = reference(dtype, 1)
+    run.masters = hetero.masters(model.parameters())
+    assert (run.losses, run.norms) == (expected.losses, expected.norms)
+    assert all(map(torch.equal, run.masters, expected.masters))
+    assert len(set(counts)) > 1 or policy == "nvme"
+    ledger = engine.ledger
+    engine.close()
+    assert set(ledger.in_use_bytes.values()) == {0}
+    assert runtime.pinned == {}
+    assert runtime.taken == {}
+
+
+def test_a_copy_that_failed_leaves_homes_where_they_were(
+    runtime: FakeRuntime, tmp_path: Path
+) -> None:
+    model, optimizer = build(
+        **options(tmp_path, {"placement_policy": "auto"}, dtype="bf16", device_memory=LARGE)
+    )
+    engine = optimizer.engine
+    placed = engine.placement
+    runtime.failure = "CUDA error: unspecified launch failure"
+    with pytest.raises(OSError, match="unspecified launch failure"):
+        engine.set_budget(device_memory="600KiB")
+    assert engine.placement == placed
+    runtime.failure = None
+    engine.set_budget(device_memory="600KiB")
+    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+
+
+def test_a_device_without_room_for_homes_leaves_them_where_they_were(
+    runtime: FakeRuntime, tmp_path: Path
+) -> None:
+    """Others have taken what the budget promises."""
+    model, optimizer = build(**options(tmp_path, {"placement_policy": "auto"}, dtype="bf16"))
+    engine = optimizer.engine
+    placed = engine.placement
+    runtime.total = sum(runtime.taken.values()) + (500 << 10)
+    with pytest.raises(BudgetError, match="the device has no room"):
+        engine.set_budget(device_memory=LARGE)
+    assert engine.placement == placed
+    runtime.total = 1 << 30
+    engine.set_budget(device_memory=LARGE)
+    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+
+
+def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
+    runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies from slots where the file is read are under way when homes move, and take long."""
+    settings = {"placement_policy": "nvme", "host_memory": "500KiB"}
+    _model, optimizer = build(**options(tmp_path, settings, dtype="bf16"))
+    engine = optimizer.engine
+    go_on, synchronize = threading.Event(), runtime.synchronize
+
+    def slowly(event: Any) -> None:
+        if threading.current_thread().name == "hetero-copying":
+            assert go_on.wait(30)
+        synchronize(event)
+
+    monkeypatch.setattr(runtime, "synchronize", slowly)
+    monkeypatch.setattr(CudaBackend, "settle", lambda _: None)  # which would do them all
+    cache = engine.banks[0].params._cache
+    assert cache is not None
+    cache.start(0)
+    deadline_s = time.monotonic() + 30
+    while not runtime.copying and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert runtime.copying
+    later = threading.Timer(0.3, go_on.set)
+    later.start()
+    engine.set_budget("700KiB")
+    assert go_on.is_set()
+    later.join()
+    monkeypatch.undo()
+    engine.close()

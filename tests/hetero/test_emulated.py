@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetero
+from hetero.placement import link_bytes
 from offload._native import NativeLinkError
 from offload.backend import EmulatedBackend
 from offload.cache import SlotCache
@@ -24,6 +25,7 @@ from offload.errors import BudgetError, HeteroError
 from offload.tiers import Account, Tier
 from tests import rank_training
 from tests.ranks import RankPool
+from tests.smallest import smallest_host_memory
 from tests.training import Run, batches, build, tiny_gpt2, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -196,6 +198,19 @@ def test_gradients_under_way_are_charged_to_the_device(tmp_path: Path) -> None:
     assert 0 < max(seen) <= engine.placement.drain_bytes
     assert engine.ledger.used(Tier.DEVICE, Account.GRAD_SLOT) == 0
     engine.close()
+
+
+@pytest.mark.parametrize("policy", ["nvme", "auto"])
+def test_buffers_of_the_link_are_within_the_smallest_budget(tmp_path: Path, policy: str) -> None:
+    options = emulated(tmp_path, {"placement_policy": policy}, dtype="bf16")
+    least = smallest_host_memory(lambda: build(**options, host_memory=100 << 10))
+    model, optimizer = build(**options, host_memory=least)
+    engine = optimizer.engine
+    held = engine.ledger.used(Tier.HOST, Account.LINK)
+    assert held == link_bytes(engine.layout, engine.dtypes) > 0
+    run = train(model, optimizer, batches(6), clip=1.0)
+    assert run.same_bits(reference("bf16", 1))
+    assert engine.ledger.peak_bytes["host"] <= least
 
 
 # Faults

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hetero
-from hetero.migration import InUseError
+from hetero.movable import InUseError
 from hetero.placement import Placement
 from offload.errors import BudgetError, HeteroError
 from offload.free_space import FreeSpace

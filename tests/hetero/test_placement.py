@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from hetero.dtypes import Dtypes
 from hetero.layout import Chunk, Layout, ParamSpec, pack
-from hetero.placement import Budgets, Placement, SlotBytes, concurrent_slots, place
+from hetero.placement import (
+    Budgets,
+    Placement,
+    SlotBytes,
+    concurrent_slots,
+    link_bytes,
+    place,
+)
 from offload._native import StepPipeline
 from offload.errors import BudgetError
 from offload.tiers import Tier
@@ -310,6 +317,22 @@ class TestRefusals:
         host = 30 * SLOT
         p = place(self.LAYOUT, self.BF16, "nvme", Budgets(host, AMPLE, needed), 3)
         assert p.gathered_slots in (0, 3)
+
+
+def test_buffers_of_the_link_are_in_ram():
+    """Also where all is on DEVICE: it may have to move."""
+    layout = pack([ParamSpec(i, f"p{i}", SLOT - i, True) for i in range(10)], SLOT)
+    large = pack([ParamSpec(0, "p0", 5 << 20, True)], SLOT)
+    dtypes = Dtypes("bf16", "bf16")
+    assert link_bytes(layout, dtypes) == 2 * SLOT * 2
+    assert link_bytes(large, dtypes) == 2 * (4 << 20)
+    for policy in ("auto", "cuda"):
+        p = place(layout, dtypes, policy, Budgets(AMPLE, 0, device=AMPLE), 1)
+        assert set(p.record) == {Tier.DEVICE}
+        assert p.pool_bytes == link_bytes(layout, dtypes)
+    with_device = place(layout, dtypes, "cpu", Budgets(AMPLE, 0, device=AMPLE), 1)
+    without = place(layout, dtypes, "cpu", Budgets(AMPLE, 0), 1)
+    assert with_device.pool_bytes - without.pool_bytes == link_bytes(layout, dtypes)
 
 
 class TestKeptRecords:

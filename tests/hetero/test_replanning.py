@@ -395,7 +395,7 @@ class TestReplanning:
         def full(_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("hetero.replanner.Migration.prepare", full)
+        monkeypatch.setattr("hetero.relocation.Migration.prepare", full)
         run = train(model, optimizer, batches(4 * 4), accumulate=4)
         assert engine.placement == placed
         assert engine.replanner.changes == []
@@ -415,6 +415,54 @@ class TestReplanning:
             assert all(map(torch.equal, mine[1], theirs[1]))
 
 
+def undecided(rank: int, world: int, path: str, reluctant: int) -> tuple[Any, list[Any], list[int]]:
+    """One rank finds the gain too small."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == reluctant:
+            patch.setattr("hetero.replanner._LEAST_GAIN", 2.0)
+        return on_ranks(rank, world, path, 3)
+
+
+@pytest.mark.parametrize("reluctant", [0, 1])
+def test_ranks_change_only_if_all_gain(reluctant: int, ranks2: RankPool, tmp_path: Path) -> None:
+    found = ranks2.run(undecided, str(tmp_path), reluctant)
+    assert [changes for _, _, changes in found] == [[], []]
+    plain = ranks2.run(on_ranks, str(tmp_path), 3, False)
+    for mine, theirs in zip(plain, found, strict=True):
+        assert all(map(torch.equal, mine[1], theirs[1]))
+
+
+def with_spare_copies(rank: int, world: int, path: str) -> tuple[int, int, int, bool]:
+    """One rank alone has gathered all parameters, in RAM that is nobody's, when it becomes less."""
+    model, optimizer = start(
+        Path(path), zero_stage=3, rank_timeout_s=60.0, host_memory="8MiB", profile=False
+    )
+    engine = optimizer.engine
+    planned, placed = engine.placement.host_bytes, engine.placement
+    if rank == 0:
+        with hetero.gathered(list(model.parameters())):
+            pass
+    before = engine.ledger.in_use_bytes["host"]
+    engine.set_budget(planned)
+    after = engine.ledger.in_use_bytes["host"]
+    same = engine.placement == placed
+    for tokens in batches(2, seed=rank):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.ledger.budget_bytes["host"] == planned
+    engine.close()
+    return planned, before, after, same
+
+
+def test_spare_copies_of_one_rank_give_way_to_a_budget(ranks2: RankPool, tmp_path: Path) -> None:
+    for rank, found in enumerate(ranks2.run(with_spare_copies, str(tmp_path))):
+        planned, before, after, same = found
+        assert same, "nothing else has to move"
+        assert (before > planned) == (rank == 0)
+        assert after <= planned
+
+
 def limited(rank: int, world: int, path: str) -> tuple[int, str, int]:
     """Only one rank's system has a limit, and only its process passes it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -430,8 +478,8 @@ def limited(rank: int, world: int, path: str) -> tuple[int, str, int]:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert engine.replanner.limit is not None
-        found = engine.replanner.limit.limit, repr(engine.placement)
+        assert Tier.HOST in engine.replanner.limits
+        found = engine.replanner.limits[Tier.HOST].limit, repr(engine.placement)
         budget = engine.ledger.budget_bytes["host"]
         engine.close()
         return *found, budget

@@ -190,3 +190,16 @@ def test_a_device_is_measured() -> None:
     assert profile.device_bytes == runtime.total
     assert set(profile.device_update_bytes_per_s or {}) == {"bf16", "fp16", "fp32"}
     assert runtime.pinned == {}
+
+
+def test_an_arena_that_finds_no_room_has_no_slots() -> None:
+    runtime = FakeRuntime(total=1 << 20)
+    ledger = Ledger({Tier.DEVICE: None})
+    arena = DeviceArena(runtime, 2, 4096, ledger, Account.GATHERED)
+    with pytest.raises(BudgetError, match="the device has no room"):
+        arena.resize(1 << 10)
+    assert (arena.slots, arena.is_open, arena.slot_of(4096)) == (0, False, None)
+    assert ledger.in_use_bytes["device"] == 0
+    arena.resize(3)
+    assert ledger.in_use_bytes["device"] == 3 * 4096
+    arena.close()

@@ -39,6 +39,7 @@ class Rig:
     def close(self) -> None:
         self.drain.close()
         self.backend.close()
+        self.buffers.close()
         assert set(self.ledger.in_use_bytes.values()) == {0}
 
 
