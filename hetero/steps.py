@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hetero.grads import Grads
@@ -146,7 +147,9 @@ class Stepper:
         if not self._repeats:
             self._forward = not self._forward
         if self.due is not None:
-            self.read_ahead()
+            # The next step's is read as soon as nothing waits, in forward's last part.
+            with suppress(RuntimeError, OSError):  # a failed pipeline says so to who waits for it
+                self.read_ahead()
 
     def stop(self) -> None:
         """Until the updates that were submitted are made, which are not going to be a step."""
