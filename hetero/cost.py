@@ -280,16 +280,18 @@ class CostModel:
         written = round(records * slot.record * missed) + params * slot.param
         nvme_s = _nvme_seconds(profile, read, written)
         seconds = max(host_s, nvme_s)
+        # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.
+        alone_s = 2 * host_s if problem.early_updates or problem.late_updates else host_s
         if made.buffers == 1:
-            seconds = host_s + nvme_s
+            seconds = alone_s + nvme_s
         elif made.buffers == 2:
-            seconds += min(host_s, nvme_s) / 2
+            seconds += min(alone_s, nvme_s) / 2
         if read:
             # At the ends one waits for the other: for the first gradient, or the first free buffer,
             # and for the last read.
             pieces = ceil(max(cached * missed, grads))
             seconds += nvme_s * read / (read + written) / max(1, pieces)
-        seconds = min(seconds, host_s + nvme_s)
+        seconds = min(seconds, alone_s + nvme_s)
         together = max(0.0, host_s + nvme_s - seconds)
         seconds += profile.update_interference * min(together, host_s, nvme_s)
         sent, network_s = self._averaged_at_end()
