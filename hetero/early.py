@@ -75,6 +75,9 @@ class EarlyUpdates:
         # this backward may still have. By bank and chunk, as those that were updated.
         self._ready: dict[Key, Chunk] = {}
         self._updated: dict[Key, list[ManagedParam]] = {}
+        # Whose update is about to begin: set for good if that was interrupted, as by Ctrl-C, and
+        # nobody knows whether it has begun.
+        self._beginning = ""
         # By group, the options with which its parameters were updated in this step.
         self._options: dict[int, dict[str, Any]] = {}
         self._group_of: dict[int, int] = {}  # by id(param), in this step
@@ -203,8 +206,10 @@ class EarlyUpdates:
         if any(self._options.get(index, options) != options for index, options in now.items()):
             return
         self._options |= now
+        self._beginning = f"the update of {chunk.name}"
         self._updated[key_of(chunk)] = members
         self._unfinished.begin(bank, groups, table, last=False)
+        self._beginning = ""
 
     def _is_updatable(self, m: ManagedParam, bank: Bank) -> bool:
         free = m.uses == 0 and bank.params.is_in_place(m) and not m.changed_unnoticed
@@ -229,6 +234,12 @@ class EarlyUpdates:
 
     def rest(self, groups: Groups) -> Groups:
         """`groups` without what was updated. Raises HeteroError, with nothing changed."""
+        if self._beginning:
+            raise HeteroError(
+                f"{self._beginning} was interrupted in a step that is half made "
+                f"(early_updates=True), and nobody knows whether it was made; load a checkpoint "
+                f"with optimizer.load_state_dict()"
+            )
         for members in self._updated.values():
             for m in members:
                 if not m.has_grad:
@@ -248,6 +259,11 @@ class EarlyUpdates:
                     f"scheduler, after step() and before the next backward"
                 )
         return [(options, [m for m in some if not self.has(m)]) for options, some in groups]
+
+    def interrupted(self) -> None:
+        """Ctrl-C came while step() updated the rest."""
+        if self.half_made:
+            self._beginning = "optimizer.step()"
 
     def finish(self) -> None:
         """All updates of the step have begun."""
@@ -273,6 +289,7 @@ class EarlyUpdates:
         self._unfinished.finish_all()
 
     def _end(self) -> None:
+        self._beginning = ""
         self._ready.clear()
         self._updated.clear()
         self._options.clear()

@@ -355,6 +355,19 @@ class Engine:
     def _update(self, groups: Groups, hyper_of: HyperOf) -> None:
         groups = self.early.rest(groups)
         table = hyper_table(groups, hyper_of)
+        try:
+            self._update_banks(groups, table)
+        except Exception:
+            raise
+        except BaseException:
+            self.early.interrupted()
+            raise
+        self.early.finish()
+        self.unfinished.end_step()
+        if not self.config.late_updates:
+            self.unfinished.finish_all()
+
+    def _update_banks(self, groups: Groups, table: HyperTable) -> None:
         used = {m.chunk.bank for _, members in groups for m in members} | self.early.banks
         for bank in (bank for number, bank in enumerate(self.banks) if number in used):
             mine = [(g, [m for m in some if self.bank_of(m) is bank]) for g, some in groups]
@@ -362,10 +375,6 @@ class Engine:
                 self.unfinished.begin(bank, mine, table, last=True)
             else:
                 self._update_bank(bank, mine, table)
-        self.early.finish()
-        self.unfinished.end_step()
-        if not self.config.late_updates:
-            self.unfinished.finish_all()
 
     def _update_bank(self, bank: Bank, groups: Groups, table: HyperTable) -> None:
         members = [m for _, some in groups for m in some]
@@ -390,7 +399,8 @@ class Engine:
                 bank.grads.used(chunk)
 
     def _check_trainable(self, managed: ManagedParam) -> None:
-        if not (self.early.is_absent(managed) or self.params.is_in_place(managed)):
+        in_place = managed.uses == 0 and self.params.is_in_place(managed)
+        if not (in_place or self.early.is_absent(managed)):
             raise HeteroError(
                 f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
                 f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "

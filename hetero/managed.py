@@ -86,6 +86,18 @@ class ManagedParam:
         written = looks and not bool(torch.isnan(self.absent).all())
         return written or self.param._version != self.version
 
+    def was_written_while_absent(self) -> bool:
+        """Whether somebody changed it, or pointed it elsewhere, since it was made absent.
+
+        torch lets fill_() write to an absent tensor of any size; it reads NaN again afterwards.
+        """
+        one = self.absent.as_strided((), ())
+        filled = one.device.type == "cpu" and not bool(one.isnan())
+        if filled:
+            one.fill_(float("nan"))
+        moved = self.param.data_ptr() != self.absent.data_ptr()
+        return filled or moved or self.param._version != self.version
+
     def in_shard(self, layout: Layout, rank: int | None = None) -> tuple[Range, Range]:
         """Its elements in a rank's shard (default: this rank's), and which of its own they are.
 

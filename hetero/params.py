@@ -143,6 +143,7 @@ class Params:
         if self.is_resident(chunk):
             self.before_use(chunk)
             self._resident_uses += 1
+            managed.uses += 1
             return
         if managed.uses == 0:
             flat = self.flat(chunk)
@@ -156,6 +157,7 @@ class Params:
         chunk = managed.chunk
         if self.is_resident(chunk):
             self._resident_uses -= 1
+            managed.uses -= 1
             return
         managed.uses -= 1
         if managed.uses == 0:

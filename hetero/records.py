@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,10 @@ from offload._native import Location, StepPipeline, join_master, split_master
 from offload.arena import HostArena
 from offload.backend import Updater
 from offload.backing import Extent, FileTransfers
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,8 @@ class Records:
         self._pipeline = pipeline
         # A rank's server reads records too. Held while an update runs, and while one is open.
         self.lock = threading.RLock()
+        # Called when the pipeline was made to forget what it has read ahead.
+        self.after_forget: Callable[[], object] = _nothing
 
     def in_file(self, chunk: Chunk) -> bool:
         """Whether the chunk's records are homed on DISK."""
@@ -156,6 +162,7 @@ class Records:
         with self.lock:
             if write or chunk not in self._homes:
                 self._pipeline.forget()
+                self.after_forget()
             if chunk in self._homes:
                 begin = piece * self._piece_bytes
                 raw = self._homes.flat(chunk)[begin : begin + self._piece_bytes]

@@ -90,6 +90,7 @@ class Stepper:
         self.wait_s = 0.0  # for the update of a chunk that was needed
         self._first_number = first_number
         self._expecting = False  # since the last step
+        records.after_forget = self.note_forgotten
         # Pieces, by chunk's id and number: updated in this step, and in the last that updated any.
         self._updated: list[tuple[int, int]] = []
         self._last = [
@@ -156,6 +157,10 @@ class Stepper:
         self._expect_nothing()
         self._pipeline.wait_updated()
         self._updated.clear()
+
+    def note_forgotten(self) -> None:
+        """The pipeline was made to forget what it has read ahead."""
+        self._expecting = False
 
     def _expect_nothing(self) -> None:
         if self._expecting:
@@ -235,10 +240,11 @@ class Stepper:
             self._pipeline.wait_updated(self._first_key[chunk.id] + piece)
         self.wait_s += time.perf_counter() - began_s
 
-    def is_updated(self, chunk: Chunk) -> bool:
-        """Whether wait_updated() would return, or raise, at once."""
-        first = self._first_key[chunk.id]
-        return all(self._pipeline.is_updated(first + piece) for piece in range(chunk.slots))
+    def is_readable(self, chunk: Chunk) -> bool:
+        """Whether its parameters can be read now from their home without waiting."""
+        pipeline, first = self._pipeline, self._first_key[chunk.id]
+        done = pipeline.is_updated if chunk in self._param_homes else pipeline.is_written
+        return all(done(first + piece) for piece in range(chunk.slots))
 
     def wait_written(self, chunk: Chunk) -> None:
         """Until the file has what the last step computed for `chunk`."""

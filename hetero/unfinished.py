@@ -19,6 +19,7 @@ from hetero.managed import ManagedParam
 from hetero.steps import Groups, HyperTable
 from hetero.world import World
 from offload import timeline
+from offload.errors import HeteroError
 
 Key = tuple[int, int]  # of bank and chunk
 
@@ -119,13 +120,29 @@ class Unfinished:
         with timeline.span("gather"):
             bank.stepper.wait_updated(chunk)
         self._free_gradient(chunk)
-        members = self._chunks.pop(key)
-        if bank.params.is_resident(chunk):
-            flat = bank.params.home(chunk)
-            for m in members:
-                m.param.data = m.part_of(flat)
-                m.note_change()
+        changed = self._seat(bank, chunk) if bank.params.is_resident(chunk) else []
         bank.params.changed([chunk])
+        del self._chunks[key]  # last, so that all of it is done again after Ctrl-C
+        if changed:
+            raise HeteroError(
+                f"{changed[0]} was changed, moved or converted while its update was under way; "
+                f"that change is lost, and the parameter has its updated value; change it inside "
+                f"hetero.gathered(..., modifier_rank=0)"
+            )
+
+    def _seat(self, bank: Bank, chunk: Chunk) -> list[str]:
+        """Points parameters to their home again; returns those that were changed meanwhile."""
+        flat, changed = bank.params.home(chunk), []
+        with torch._C.DisableTorchFunction():  # BareUses would take this for a use
+            for m in self._chunks[key_of(chunk)]:
+                part = m.part_of(flat)
+                if m.param.data_ptr() == part.data_ptr():
+                    continue  # Ctrl-C came when it was there
+                if m.was_written_while_absent():
+                    changed.append(m.name)
+                m.param.data = part
+                m.note_change()
+        return changed
 
     def finish_all(self) -> None:
         """Until all that is not held has its new values."""
@@ -147,7 +164,7 @@ class Unfinished:
         if key not in self._chunks:
             return False
         chunk = self._chunks[key][0].chunk
-        if key in self._held or not self._banks[bank].stepper.is_updated(chunk):
+        if key in self._held or not self._banks[bank].stepper.is_readable(chunk):
             return True
         self.finish(chunk)
         return False

@@ -72,6 +72,7 @@ class StepPipeline::Impl {
   void expect(std::vector<Expectation> expected, std::size_t give_up);
   void wait_updated(std::int64_t key);
   bool is_updated(std::int64_t key) const;
+  bool is_written(std::int64_t key);
   void wait_written(std::int64_t key);
   void flush(std::int64_t key);
   void forget(std::int64_t key);
@@ -100,6 +101,7 @@ class StepPipeline::Impl {
   // With the lock held.
   bool stopping() const { return closing_ || failure_ != nullptr; }
   bool unfinished(std::int64_t key) const;
+  std::size_t staged_with_buffers() const;
   void settle_all();
   OpPtr transfer(IoKind kind, Buffer& buffer, std::size_t at, std::size_t nbytes,
                  std::int64_t offset) const;
@@ -171,6 +173,14 @@ void StepPipeline::Impl::wait_updated(std::int64_t key) {
 bool StepPipeline::Impl::is_updated(std::int64_t key) const {
   const Lock lock(mutex_);
   return failure_ != nullptr || !unfinished(key);
+}
+
+bool StepPipeline::Impl::is_written(std::int64_t key) {
+  const Lock lock(mutex_);
+  if (failure_ != nullptr) return true;
+  const std::vector<OpPtr> writes = writes_of(key);
+  return !unfinished(key) && std::all_of(writes.begin(), writes.end(),
+                                         [](const OpPtr& write) { return write->done(); });
 }
 
 void StepPipeline::Impl::wait_written(std::int64_t key) {
@@ -288,6 +298,11 @@ bool StepPipeline::Impl::unfinished(std::int64_t key) const {
          std::any_of(queued_.begin(), queued_.end(), matches);
 }
 
+std::size_t StepPipeline::Impl::staged_with_buffers() const {
+  return static_cast<std::size_t>(std::count_if(
+      staged_.begin(), staged_.end(), [](const Work& work) { return work.buffer != nullptr; }));
+}
+
 // Notices the writes that are done, so that a failed one is not overlooked. Throws the failure.
 void StepPipeline::Impl::settle_all() {
   try {
@@ -370,7 +385,7 @@ void StepPipeline::Impl::stage_tasks() {
     // waiters wait for.
     const StepTask task = queued_.hold_front();
     if (task.needs_buffer()) {
-      changed_.wait(lock, [&] { return stopping() || staged_.size() < most_staged_; });
+      changed_.wait(lock, [&] { return stopping() || staged_with_buffers() < most_staged_; });
       if (stopping()) return;
       Buffer* const buffer = acquire(lock, task);
       if (buffer == nullptr) return;
@@ -654,6 +669,8 @@ void StepPipeline::expect(std::vector<Expectation> expected, std::size_t give_up
 void StepPipeline::wait_updated(std::int64_t key) { impl().wait_updated(key); }
 
 bool StepPipeline::is_updated(std::int64_t key) const { return impl().is_updated(key); }
+
+bool StepPipeline::is_written(std::int64_t key) const { return impl().is_written(key); }
 
 void StepPipeline::wait_written(std::int64_t key) { impl().wait_written(key); }
 

@@ -71,6 +71,8 @@ class StepPipeline {
 
   // Whether wait_updated(key) would return, or throw, at once.
   bool is_updated(std::int64_t key = -1) const;
+  // Likewise of wait_written(key).
+  bool is_written(std::int64_t key = -1) const;
 
   // Until no write, or none of `key` (-1: any), is under way: parameters in the file are final.
   void wait_written(std::int64_t key = -1);

@@ -403,6 +403,8 @@ class StepPipeline:
         the same error."""
     def is_updated(self, key: int = -1) -> bool:
         """Whether wait_updated(key) would return, or raise, at once."""
+    def is_written(self, key: int = -1) -> bool:
+        """Likewise of wait_written(key)."""
     def wait_written(self, key: int = -1) -> None:
         """Until no write (or none of `key`) is under way: parameters in the file are final. Raises
         like wait_updated."""

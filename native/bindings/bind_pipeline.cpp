@@ -112,6 +112,7 @@ void bind_pipeline(py::module_& module) {
       .def("expect", &expect, py::arg("expected"), py::arg("give_up") = 0, NoGil())
       .def("wait_updated", &BoundPipeline::wait_updated, py::arg("key") = -1, NoGil())
       .def("is_updated", &BoundPipeline::is_updated, py::arg("key") = -1, NoGil())
+      .def("is_written", &BoundPipeline::is_written, py::arg("key") = -1, NoGil())
       .def("wait_written", &BoundPipeline::wait_written, py::arg("key") = -1, NoGil())
       .def("flush", &BoundPipeline::flush, py::arg("key") = -1, NoGil())
       .def("forget", &BoundPipeline::forget, py::arg("key") = -1, NoGil())

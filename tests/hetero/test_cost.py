@@ -192,6 +192,34 @@ def test_early_updates_overlap_backward():
     assert CostModel(normal).cost(on_disk).traffic.nvme_read == (CHUNKS - 3) * BYTES.record
 
 
+def test_late_updates_overlap_forward():
+    """Alone the next forward, with early updates the whole step."""
+    on_disk = made(record=DISK, buffers=3)
+    profile = disk(6.0)
+    nvme_s = CostModel(problem(profile)).cost(on_disk).busy_s[NVME]
+    assert nvme_s > 24, "the disk decides"
+    late = CostModel(problem(profile, late_updates=True)).cost(on_disk)
+    assert [p.name for p in late.phases] == ["forward and update", "backward"]
+    both = CostModel(problem(profile, early_updates=True, late_updates=True)).cost(on_disk)
+    assert [p.name for p in both.phases] == ["forward, backward and update"]
+    assert late.seconds == pytest.approx(late.phases[0].seconds + 16)
+    assert both.seconds == pytest.approx(late.phases[0].seconds)
+    # Gradients without homes in RAM cannot wait for forward.
+    grads = made(grad=DISK, record=DISK, buffers=3)
+    early = CostModel(problem(profile, early_updates=True)).cost(grads)
+    crowded = CostModel(problem(profile, early_updates=True, late_updates=True)).cost(grads)
+    assert crowded.seconds >= early.seconds > both.seconds
+
+
+def test_few_buffers_hide_less_of_the_update_beside_computing():
+    on_disk = [made(record=DISK, buffers=count) for count in (1, 2, 3)]
+    for late, share in ((False, 1), (True, 2)):
+        model = CostModel(problem(disk(0.1), late_updates=late))
+        updates = [model._update(each)[0] for each in on_disk]
+        assert updates[0].seconds > updates[1].seconds > updates[2].seconds
+        assert updates[0].seconds == pytest.approx(share * UPDATE_S + updates[0].busy_s[NVME])
+
+
 def test_ranks_send_what_the_others_need():
     shard = Shard(0, 2)
     layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)

@@ -13,18 +13,40 @@ from torch import nn
 
 import hetero
 from hetero.unfinished import check_late_updates
-from offload.errors import StaleGraphError
+from offload.errors import HeteroError, StaleGraphError
+from offload.tiers import Tier
 from tests.hetero.test_early_updates import (
     PLACES,
     STEPS,
     WIDTH,
     Net,
-    build,
     loss_of,
     one_step,
     result,
     same,
 )
+from tests.hetero.test_early_updates import build as build_in
+
+# A part of all state is at home on DEVICE.
+EVERYWHERE = PLACES | {
+    "device": {
+        "placement_policy": "auto",
+        "backend": "emulated",
+        "link_gbps": 4.0,
+        "device_memory": "1MiB",
+        "host_memory": "3MiB",
+    }
+}
+
+
+def build(
+    make: Callable[[], nn.Module], path: Path, place: str, early: bool, **options: Any
+) -> tuple[nn.Module, hetero.HybridAdam]:
+    if place in PLACES:
+        return build_in(make, path, place, early, **options)
+    model, optimizer = build_in(make, path, "ram", early, **{**EVERYWHERE[place], **options})
+    assert Tier.DEVICE in optimizer.engine.placement.record
+    return model, optimizer
 
 
 def late(
@@ -41,7 +63,7 @@ def unfinished(optimizer: hetero.HybridAdam) -> int:
     return len(optimizer.engine.unfinished._chunks)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("early", [False, True])
 def test_same_bits(tmp_path: Path, place: str, kind: str, early: bool) -> None:
@@ -66,7 +88,7 @@ def test_same_bits(tmp_path: Path, place: str, kind: str, early: bool) -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("clip", ["norm", "value", "scaler"])
 def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
     results = []
@@ -87,7 +109,7 @@ def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 def test_modules_that_a_step_leaves_out(tmp_path: Path, place: str) -> None:
     """Their updates are waited for by the next step()."""
     results = []
@@ -104,7 +126,7 @@ def test_modules_that_a_step_leaves_out(tmp_path: Path, place: str) -> None:
     assert same(*results)
 
 
-@pytest.fixture(params=["ram", "records", "disk", "emulated"])
+@pytest.fixture(params=list(EVERYWHERE))
 def pair(request: Any, tmp_path: Path) -> Iterator[Callable[[], Any]]:
     """Two trainings of some steps, with late updates under way, and without."""
     made = []
@@ -186,6 +208,76 @@ def test_parameters_read_nan_until_they_are_waited_for(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
+def fill(p: nn.Parameter) -> None:
+    p.fill_(0.0)
+
+
+def fill_data(p: nn.Parameter) -> None:
+    p.data.zero_()
+
+
+def point_elsewhere(p: nn.Parameter) -> None:
+    p.data = torch.zeros(p.shape, dtype=p.dtype)
+
+
+@pytest.mark.parametrize("change", [fill, fill_data, point_elsewhere])
+def test_a_change_while_the_update_goes_on_is_told(
+    tmp_path: Path, change: Callable[[nn.Parameter], None]
+) -> None:
+    """It is lost, and the parameter has its updated value."""
+    made = []
+    for wrong in (True, False):
+        model, optimizer = late(tmp_path, "records", lambda: Net(tied=False))
+        one_step(model, optimizer, 0)
+        weight = model.blocks[1].up.weight
+        if wrong:
+            with torch.no_grad():
+                change(weight)
+            with pytest.raises(HeteroError, match=r"blocks.1.up.weight was changed, moved or conv"):
+                loss_of(model, 1)
+        assert not loss_of(model, 1).isnan()
+        one_step(model, optimizer, 1)
+        assert weight.isnan().all(), "nobody takes an old value for the new one"
+        made.append(result(model, optimizer))
+    assert same(*made)
+
+
+def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
+    for overlap in (False, True):
+        model, optimizer = build(Net, tmp_path, "ram", False, late_updates=overlap)
+        one_step(model, optimizer, 0)
+        with hetero.gathered(model.inner.weight):
+            loss_of(model, 1).backward()
+            with pytest.raises(HeteroError, match=r"step\(\) runs inside hetero.gathered"):
+                optimizer.step()
+        optimizer.step()
+        assert not loss_of(model, 2).isnan()
+        optimizer.engine.close()
+
+
+@pytest.mark.parametrize("at", ["home", "changed"])
+def test_an_interrupt_while_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The wait can be repeated."""
+    results = []
+    for interrupts in (True, False):
+        model, optimizer = late(tmp_path, "records")
+        one_step(model, optimizer, 0)
+        params = optimizer.engine.banks[0].params
+        if interrupts:
+
+            def interrupt(*args: Any) -> None:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(params, at, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, 1)
+            monkeypatch.undo()
+        results.append([torch.tensor([one_step(model, optimizer, 1)]), *result(model, optimizer)])
+    assert same(*results)
+
+
 class Bare(nn.Module):
     """Uses a weight outside of the module that owns it."""
 
@@ -199,7 +291,7 @@ class Bare(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
     results = []
     for overlap in (False, True):
@@ -257,7 +349,7 @@ def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
     results = []
     for overlap in (False, True):
@@ -270,6 +362,8 @@ def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
         more = {"host_memory": "4MiB", "reserve_memory": "1MiB"}
         if place == "emulated":
             more["device_memory"] = "600KiB"
+        elif place == "device":
+            more["device_memory"] = "2MiB"
         model, optimizer = build(make, tmp_path, place, False, late_updates=overlap, **more)
         one_step(model, optimizer, 0)
         model.blocks[1].requires_grad_(True)
