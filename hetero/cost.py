@@ -173,6 +173,8 @@ class CostModel:
         began_s = 0.0
         for segment, busy in zip(self.segments, walked, strict=True):
             seconds = busy.ended_s - began_s
+            if segment.weight > 1:  # of several in a row none can leave work to what comes after
+                seconds = max(seconds, *busy.seconds.values())
             began_s = busy.ended_s
             compute_s, nvme_s = busy.seconds[COMPUTE], busy.seconds[NVME]
             if not self.problem.profile.separate:
