@@ -399,7 +399,9 @@ class Engine:
                 bank.grads.used(chunk)
 
     def _check_trainable(self, managed: ManagedParam) -> None:
-        in_place = managed.uses == 0 and self.params.is_in_place(managed)
+        # (With late updates who uses it now would see its values vanish.)
+        kept = managed.uses == 0 or not self.config.late_updates
+        in_place = kept and self.params.is_in_place(managed)
         if not (in_place or self.early.is_absent(managed)):
             raise HeteroError(
                 f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
