@@ -3,7 +3,7 @@
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +17,10 @@ from tests.step_pieces import (
     Filed,
     Pieces,
     hypers,
-    pipeline_threads,
     ram,
     train_in_ram,
     zig_zag,
 )
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Filed]]:
-    """Whatever a test appends here is closed, and no thread is left."""
-    files: list[Filed] = []
-    yield files
-    for filed in files:
-        filed.close()
-    assert pipeline_threads() == []
 
 
 def expected(filed: Filed, order: Sequence[int]) -> list[tuple]:
