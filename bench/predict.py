@@ -246,14 +246,17 @@ def _row(
         predictions: list[Prediction] = []
         measured = train(options, folder, profile, computing, predictions)
     except HeteroError as error:
+        _tell(f"  refused: {error}")
         return {**row, "status": "refused", "reason": str(error)}
     (made,) = predictions
+    off = made.step_s / measured.step_s - 1
+    _tell(f"  a step took {measured.step_s:.3f} s, predicted {made.step_s:.3f} s: {off:+.0%}")
     return {
         **row,
         "status": "measured",
         "measured": vars(measured),
         "predicted": made.as_dict(),
-        "error": made.step_s / measured.step_s - 1,
+        "error": off,
     }
 
 

@@ -1,7 +1,11 @@
-"""Step time and memory of the main job beside its peers, one after the other on one machine.
+"""Step time and memory of the main job beside its peers, in turns on one machine.
 
-usage: python -m bench.train [options of `hetero train`] [--ranks N] [--variants cpu,nvme]
-                             [--peers torch,ddp,fsdp2,deepspeed] [--json]
+usage: python -m bench.train [options of `hetero train`] [--rounds N] [--ranks N]
+                             [--variants cpu,nvme] [--peers torch,ddp,fsdp2,deepspeed] [--json]
+
+In a round every contender runs once, each round beginning with another one. Ratios are taken
+within a round and their median counts; a contender's other figures are those of its run with the
+median step time.
 
 With --ranks N every contender is N processes on this machine, each with 1/N of the threads and
 with micro-batches of its own: a step takes N x batch x seq x accumulate tokens. Rank r gets the
@@ -60,18 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         options, variants = _options(arguments)
-        outcomes = run(options, variants, arguments)
+        rounds = run(options, variants, arguments)
     except KeyboardInterrupt:
         return 130
     except (ValueError, HeteroError, OSError) as error:
         print(f"bench.train: error: {error}", file=sys.stderr)
         return 2
-    summary = summarize(outcomes, f"hetero {options.policy}", arguments.skip_steps)
+    summary = summarize(rounds, f"hetero {options.policy}", arguments.skip_steps)
     if arguments.json:
         print(json.dumps(summary))
     else:
         print_table(summary)
-    return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
+    return 1 if any(c["status"] == "failed" for c in summary["contenders"].values()) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_train_arguments(parser, DEFAULTS)
     group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs of every contender, in turns (default: %(default)s)",
+    )
     group.add_argument(
         "--ranks",
         type=int,
@@ -118,8 +129,9 @@ def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
     variants = names(arguments.variants or given or "cpu,nvme")
     if arguments.skip_steps < 0:
         raise ValueError(f"--skip-steps must be 0 or more, got {arguments.skip_steps}")
-    if arguments.ranks < 1:
-        raise ValueError(f"--ranks must be 1 or more, got {arguments.ranks}")
+    for name in ("ranks", "rounds"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} must be 1 or more, got {getattr(arguments, name)}")
     if not variants:
         raise ValueError("--variants names no policy")
     arguments.policy = given if given in variants else variants[-1]
@@ -131,26 +143,55 @@ def _options(arguments: argparse.Namespace) -> tuple[TrainOptions, list[str]]:
     return options, variants
 
 
-def run(options: TrainOptions, variants: list[str], arguments: argparse.Namespace) -> list[Outcome]:
-    """Runs all contenders one after the other; their files stay in the run folder."""
+def run(
+    options: TrainOptions, variants: list[str], arguments: argparse.Namespace
+) -> list[list[Outcome]]:
+    """The outcomes of each round, in one order; a contender that failed once is not run again.
+
+    Its last outcome then stands for it in the rounds to come. What contenders write stays in the
+    run folder, in a folder per round.
+    """
     folder = Path(options.run_dir or time.strftime("runs/bench-%Y%m%d-%H%M%S"))
     workload = folder / "workload.json"
+    rounds: list[list[Outcome]] = []
+    for number in range(1, arguments.rounds + 1):
+        round_folder = folder / f"round-{number}"
+        contenders = _contenders(options, variants, arguments, workload, round_folder)
+        round_folder.mkdir(parents=True, exist_ok=True)
+        if number == 1:
+            write_workload(options, workload, arguments.ranks)
+        outcomes = {}
+        first = (number - 1) % len(contenders)
+        for place in (*range(first, len(contenders)), *range(first)):
+            contender = contenders[place]
+            if rounds and rounds[-1][place].status != "finished":
+                outcomes[place] = rounds[-1][place]
+                continue
+            print(f"[round {number}/{arguments.rounds}] {contender.name}", end=": ",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            outcome = run_contender(contender, arguments.timeout)
+            said = outcome.error
+            if said is None:
+                said = f"{_steady_s(outcome, 'step_s', arguments.skip_steps):.3f} s per step"
+            print(outcome.status, said, sep=", ", file=sys.stderr, flush=True)
+            outcomes[place] = outcome
+        rounds.append([outcomes[place] for place in range(len(contenders))])
+    return rounds
+
+
+def _contenders(
+    options: TrainOptions,
+    variants: list[str],
+    arguments: argparse.Namespace,
+    workload: Path,
+    folder: Path,
+) -> list[Contender]:
+    """Raises ValueError for peers that are unknown or cannot run as that many ranks."""
     ranks = arguments.ranks
-    contenders: list[Contender] = [
-        hetero_contender(options, name, folder, ranks) for name in variants
-    ]
+    contenders = [hetero_contender(options, name, folder, ranks) for name in variants]
     for peer in chosen_peers(arguments.peers, PEERS):
         contenders += peer_contenders(peer, workload, folder, arguments.peer_python, ranks)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_workload(options, workload, ranks)
-    outcomes = []
-    for number, contender in enumerate(contenders, start=1):
-        print(f"[{number}/{len(contenders)}] {contender.name}", file=sys.stderr, flush=True)
-        outcome = run_contender(contender, arguments.timeout)
-        if outcome.error is not None:
-            print(f"  {outcome.status}: {outcome.error}", file=sys.stderr, flush=True)
-        outcomes.append(outcome)
-    return outcomes
+    return contenders
 
 
 def write_workload(options: TrainOptions, path: Path, ranks: int = 1, lean: bool = False) -> None:
@@ -181,34 +222,58 @@ def write_workload(options: TrainOptions, path: Path, ranks: int = 1, lean: bool
     ).write(path)
 
 
-def summarize(outcomes: list[Outcome], main_name: str, skip_steps: int) -> dict[str, Any]:
+def _steady_s(outcome: Outcome, key: str, skip_steps: int) -> float:
+    """The median of a list of seconds per step, without the first ones."""
+    seconds: list[float] = outcome.figures[key]
+    # At least one step stays, however many are to be left out.
+    return statistics.median(seconds[min(skip_steps, len(seconds) - 1) :])
+
+
+def summarize(rounds: Sequence[list[Outcome]], main_name: str, skip_steps: int) -> dict[str, Any]:
     """The keys of `hetero train --json` for the main variant, and every contender's figures.
 
-    A contender's `ratio_to` is its median step time over that of each peer that finished.
+    `rounds` have the same contenders in the same order. A contender's figures are those of its run
+    with the median step time (of an even number of runs the faster one of the two in the middle),
+    its `round_step_s` the median step time of each of its runs. Its `ratio_to` is its median step
+    time over that of each peer that finished in all rounds: the median of the rounds' ratios.
     """
     contenders: dict[str, dict[str, Any]] = {}
-    for outcome in outcomes:
-        figures: dict[str, Any] = {"status": outcome.status, "error": outcome.error}
-        if outcome.status == "finished":
-            figures |= outcome.figures
-            for key in ("step_s", "forward_s", "backward_s", "optimizer_s"):
-                seconds = outcome.figures[key]
-                # At least one step stays, however many are to be left out.
-                steady = seconds[min(skip_steps, len(seconds) - 1) :]
-                figures[f"median_{key}"] = statistics.median(steady)
-            peaks = outcome.figures["peak_rss_by_rank_bytes"]
-            figures |= {"peak_rss_max_bytes": max(peaks), "peak_rss_sum_bytes": sum(peaks)}
-        contenders[outcome.name] = figures
+    for runs in zip(*rounds, strict=True):
+        broken = next((outcome for outcome in runs if outcome.status != "finished"), None)
+        if broken is not None:
+            contenders[broken.name] = {"status": broken.status, "error": broken.error}
+            continue
+        step_s = [_steady_s(outcome, "step_s", skip_steps) for outcome in runs]
+        middle = runs[step_s.index(statistics.median_low(step_s))]
+        peaks = middle.figures["peak_rss_by_rank_bytes"]
+        contenders[middle.name] = {
+            "status": "finished",
+            "error": None,
+            **middle.figures,
+            **{
+                f"median_{key}": _steady_s(middle, key, skip_steps)
+                for key in ("step_s", "forward_s", "backward_s", "optimizer_s")
+            },
+            "round_step_s": step_s,
+            "peak_rss_max_bytes": max(peaks),
+            "peak_rss_sum_bytes": sum(peaks),
+        }
     finished = {name: c for name, c in contenders.items() if c["status"] == "finished"}
     for name, figures in finished.items():
         figures["ratio_to"] = {
-            peer: figures["median_step_s"] / finished[peer]["median_step_s"]
+            peer: statistics.median(
+                own / theirs
+                for own, theirs in zip(
+                    figures["round_step_s"], finished[peer]["round_step_s"], strict=True
+                )
+            )
             for peer in finished
             if peer != name and not peer.startswith("hetero ")
         }
     return {
         **contenders[main_name],
         "main": main_name,
+        "rounds": len(rounds),
         "skipped_steps": skip_steps,
         "contenders": contenders,
     }
@@ -219,7 +284,10 @@ def print_table(summary: dict[str, Any]) -> None:
     contenders = summary["contenders"]
     peers = [name for name, c in contenders.items() if not name.startswith("hetero ")
              and c["status"] == "finished"]  # fmt: skip
-    table = Table(title="bench.train", title_justify="left")
+    title = "bench.train"
+    if summary["rounds"] > 1:
+        title += f", {summary['rounds']} rounds; step s: the median round (all of them)"
+    table = Table(title=title, title_justify="left")
     table.add_column("contender", no_wrap=True)
     for heading in ("step s", "fwd", "bwd", "opt", "peak RSS", "NVMe read", "written", "loss"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -232,10 +300,13 @@ def print_table(summary: dict[str, Any]) -> None:
             notes.append(f"{name}: {figures['error']}")
             continue
         moved = figures["bytes_per_step"]
+        every = figures["round_step_s"]
         table.add_row(
             name,
-            *(f"{figures[f'median_{part}_s']:.2f}"
-              for part in ("step", "forward", "backward", "optimizer")),
+            f"{figures['median_step_s']:.2f}"
+            + (f" ({', '.join(f'{s:.2f}' for s in every)})" if len(every) > 1 else ""),
+            *(f"{figures[f'median_{part}_s']:.2f}" for part in ("forward", "backward",
+                                                                "optimizer")),
             format_bytes(figures["peak_rss_max_bytes"]),
             format_bytes(moved["disk_read"]),
             format_bytes(moved["disk_write"]),

@@ -61,7 +61,7 @@ OUTCOMES = [
 
 
 def test_summary_has_medians_without_the_first_steps_and_ratios() -> None:
-    summary = summarize(OUTCOMES, "hetero nvme", skip_steps=2)
+    summary = summarize([OUTCOMES], "hetero nvme", skip_steps=2)
     assert summary["main"] == "hetero nvme"
     assert summary["median_step_s"] == 4.0
     assert summary["step_s"] == [9.0, 9.0, 3.0, 5.0]
@@ -73,12 +73,12 @@ def test_summary_has_medians_without_the_first_steps_and_ratios() -> None:
 
 
 def test_one_step_is_left_however_many_are_skipped() -> None:
-    summary = summarize(OUTCOMES[:1], "hetero cpu", skip_steps=99)
+    summary = summarize([OUTCOMES[:1]], "hetero cpu", skip_steps=99)
     assert summary["median_step_s"] == 2.0
 
 
 def test_table_shows_all_and_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_train.print_table(summarize(OUTCOMES, "hetero nvme", skip_steps=2))
+    bench_train.print_table(summarize([OUTCOMES], "hetero nvme", skip_steps=2))
     out = capsys.readouterr().out
     for outcome in OUTCOMES:
         assert outcome.name in out
@@ -87,9 +87,58 @@ def test_table_shows_all_and_says_what_is_missing(capsys: pytest.CaptureFixture[
     assert "ranks" not in out
 
 
+def test_ratios_are_of_runs_in_the_same_round(capsys: pytest.CaptureFixture[str]) -> None:
+    def outcomes(own_s: float, peer_s: float, other: str = "finished") -> list[Outcome]:
+        return [
+            Outcome("hetero cpu", "finished", figures([own_s])),
+            Outcome("torch bf16", "finished", figures([peer_s], loss=peer_s)),
+            Outcome("torch autocast", other, figures([1.0]), None if other == "finished" else "x"),
+        ]
+
+    # The machine was slow in the second round; the last contender failed in the third.
+    rounds = [outcomes(1.0, 2.0), outcomes(30.0, 40.0), outcomes(2.0, 3.0, "failed")]
+    summary = summarize(rounds, "hetero cpu", skip_steps=0)
+    contenders = summary["contenders"]
+    assert contenders["hetero cpu"]["ratio_to"] == {"torch bf16": 2.0 / 3.0}
+    assert contenders["hetero cpu"]["round_step_s"] == [1.0, 30.0, 2.0]
+    assert contenders["torch bf16"]["losses"] == [3.0]  # of the run with the median step time
+    assert contenders["torch autocast"] == {"status": "failed", "error": "x"}
+    bench_train.print_table(summary)
+    out = capsys.readouterr().out
+    for text in ("3 rounds", "2.00 (1.00, 30.00, 2.00)", "0.67"):
+        assert text in out
+
+
+def test_every_round_begins_with_another_contender_and_leaves_out_who_failed(
+    inputs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = []
+
+    def run_contender(contender: Contender, timeout_s: float) -> Outcome:
+        assert contender.log_path.parent.is_dir()
+        turns.append((contender.log_path.parent.name, contender.name))
+        if contender.name == "torch bf16":
+            return Outcome(contender.name, "failed", {}, "too big")
+        return Outcome(contender.name, "finished", figures([1.0]))
+
+    monkeypatch.setattr(bench_train, "run_contender", run_contender)
+    assert main([*inputs, "--json", "--policy", "cpu", "--peers", "torch", "--rounds", "2"]) == 1
+    assert turns == [
+        ("round-1", "hetero cpu"),
+        ("round-1", "torch bf16"),
+        ("round-1", "torch autocast"),
+        ("round-2", "torch autocast"),
+        ("round-2", "hetero cpu"),
+    ]
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["rounds"] == 2
+    assert summary["contenders"]["torch bf16"]["error"] == "too big"
+    assert list(summary["contenders"]) == ["hetero cpu", "torch bf16", "torch autocast"]
+
+
 def test_several_ranks_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = [Outcome("hetero nvme", "finished", figures([1.0], ranks=2)), OUTCOMES[-1]]
-    summary = summarize(outcomes, "hetero nvme", skip_steps=0)
+    summary = summarize([outcomes], "hetero nvme", skip_steps=0)
     assert summary["peak_rss_max_bytes"] == 2 << 30
     assert summary["peak_rss_sum_bytes"] == 3 << 30
     bench_train.print_table(summary)
@@ -218,6 +267,7 @@ def test_bad_options_are_one_line(inputs: list[str], capsys: pytest.CaptureFixtu
         (["--skip-steps", "-1"], "--skip-steps must be 0 or more, got -1"),
         (["--variants", ","], "--variants names no policy"),
         (["--ranks", "0"], "--ranks must be 1 or more, got 0"),
+        (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
         (
             ["--ranks", "2", "--peers", "torch"],
             "--peers torch is one process, but --ranks is 2; name ddp or fsdp2",
