@@ -315,8 +315,9 @@ class CostModel:
         """Phases and the updates that go on in them: the busiest resource of all says how long.
 
         If the CPU computes, its updates take its time. Those of one chunk go on alone: the one that
-        backward comes to last, and forward first. If there is a choice, gradients that have a home
-        in RAM are those that wait for forward, the others hold slots that backward needs.
+        backward comes to last, and forward first; it is the first that buffers keep. If there is a
+        choice, gradients that have a home in RAM are those that wait for forward, the others hold
+        slots that backward needs.
         """
         busy = {
             name: sum(each.busy_s.get(name, 0.0) for each in (*phases, update))
@@ -324,7 +325,7 @@ class CostModel:
         }
         together = busy[COMPUTE] + busy[CPU_UPDATE]
         busiest_s = max(*busy.values(), 0.0 if self.problem.profile.separate else together)
-        alone_s = update.seconds / max(1, len(self.trained))
+        alone_s = self._first_alone_s(update, made)
         phases_s = sum(each.seconds for each in phases)
         if len(phases) > 1:
             waiting = sum(self.slots[c] for c in self.trained if made.grad[c] is not Tier.DISK)
@@ -333,6 +334,23 @@ class CostModel:
         seconds = max(phases_s + alone_s, update.seconds, busiest_s)
         *names, last = [each.name for each in (*phases, update)]
         return PhaseCost(f"{', '.join(names)} and {last}", seconds, busy)
+
+    def _first_alone_s(self, update: PhaseCost, made: Placement) -> float:
+        """The updates of the chunk that forward needs first."""
+        uses = (c for segment in self.segments for c in segment.chunks if c in self.trained)
+        first = next(uses, None)
+        if first is None:
+            return 0.0
+        share = self.numel[first] / sum(self.numel[c] for c in self.trained)
+        slot, missed = self.slot, 0
+        if made.record[first] is Tier.DISK:
+            missed = max(0, self.slots[first] - max(0, made.buffers - STREAMING))
+        param = slot.param if made.param[first] is Tier.DISK else 0
+        read, written = missed * (slot.record + param), missed * slot.record
+        written += self.slots[first] * param
+        nvme_s = _nvme_seconds(self.problem.profile, read, written)
+        on_cpu_s = update.busy_s[CPU_UPDATE] * share
+        return max(nvme_s, 0.0 if made.record[first] is Tier.DEVICE else on_cpu_s)
 
     def _averaged_at_end(self) -> tuple[int, float]:
         """Bytes and seconds of what ranks send around the update: stages 1 and 2, and replicas."""

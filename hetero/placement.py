@@ -359,14 +359,17 @@ class Maker:
             in_ram[payload] += bisect_right(more, self._host, key=host_bytes)
         return self.with_more_buffers(self.candidate(Split(device, *in_ram), comfort))
 
-    def with_records(self, device: int, param: int, grad: int, comfort: Comfort) -> Candidate:
-        """Just `param` and `grad` chunks in RAM, and as many records as fit."""
+    def with_records(
+        self, device: int, param: int, grad: int, comfort: Comfort, homes: bool = True
+    ) -> Candidate:
+        """Just `param` and `grad` chunks in RAM, and as many records as fit: at home there, or in
+        buffers alone."""
 
         def host_bytes(count: int) -> int:
             return self.candidate(Split(device, param, grad, count), comfort).host_bytes
 
         record = 0
-        if self.policy != "nvme":
+        if self.policy != "nvme" and homes:
             more = range(1, len(self.ranked(device)) + 1)
             record = bisect_right(more, self._host, key=host_bytes)
         return self.with_more_buffers(self.candidate(Split(device, param, grad, record), comfort))

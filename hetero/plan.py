@@ -175,14 +175,22 @@ class _Search:
         return [(buffers, n * longest, more_grad) for n in (1, 2) if n * longest > more_gathered]
 
     def _made(self, split: Split, comfort: Comfort) -> Iterable[Candidate]:
-        """The placement of so many parameters and gradients, filled up with records."""
+        """Placements of so many parameters and gradients, filled up with records.
+
+        These are at home in RAM or, where the order of updates repeats, kept by buffers: piece by
+        piece, and just those that forward would wait for.
+        """
         least, most = self._maker.device_counts(comfort)
         n = len(self._maker.ranked(split.device))
         inside = 0 <= split.param <= n and 0 <= split.grad <= n
         if least <= split.device <= most and inside and self._maker.allows(split):
-            made = self._maker.with_records(split.device, split.param, split.grad, comfort)
-            if self._maker.fits(made):
-                yield made
+            repeats = self._problem.early_updates or self._problem.late_updates
+            for homes in (True, False) if repeats else (True,):
+                made = self._maker.with_records(
+                    split.device, split.param, split.grad, comfort, homes
+                )
+                if self._maker.fits(made):
+                    yield made
 
     def _refine(self) -> None:
         """Varies the best one's counts in ever smaller steps."""

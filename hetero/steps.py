@@ -27,7 +27,7 @@ HyperTable = Mapping[tuple[int, int, float], Hyper]
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
 
 # Where the order is the same in every step: as many buffers pass pieces on (two are read, one is
-# updated, two are written), the others keep what the next step needs last.
+# updated, two are written), the others keep what the next step needs last: what forward waits for.
 STREAMING = 5
 
 
@@ -123,6 +123,7 @@ class Stepper:
                     self._first_key[c] + piece,
                     self._param_location(chunks[c], piece),
                     self._records.location(chunks[c], piece),
+                    self._due(chunks[c]),
                 )
                 for c, piece in order
                 if chunks[c] not in self._param_homes or self._records.in_file(chunks[c])
@@ -224,8 +225,11 @@ class Stepper:
             self._grads.location(chunk, piece),
             self._records.location(chunk, piece),
             _merged(sorted(segments)),
-            0 if self.due is None else self.due(chunk),
+            self._due(chunk),
         )
+
+    def _due(self, chunk: Chunk) -> int:
+        return 0 if self.due is None else self.due(chunk)
 
     def _param_location(self, chunk: Chunk, piece: int) -> Location:
         if chunk in self._param_homes:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 namespace hetero {
@@ -69,19 +70,40 @@ void WorkQueue::clear() {
   works_.clear();
   front_is_held_ = false;
   turns_.clear();
-  expect({}, 0);
+  expect({});
 }
 
-void WorkQueue::expect(std::vector<Expectation> expected, std::size_t give_up) {
+void WorkQueue::expect(std::vector<Expectation> expected) {
+  set_expected(std::move(expected));
+  repeats_ = false;
+  kept_.clear();
+}
+
+void WorkQueue::expect_again(std::vector<Expectation> expected, std::size_t keep) {
+  if (!expected.empty()) {
+    std::vector<std::size_t> places(expected.size());
+    std::iota(places.begin(), places.end(), 0);
+    keep = std::min(keep, places.size());
+    std::partial_sort(places.begin(), places.begin() + keep, places.end(),
+                      [&](std::size_t a, std::size_t b) {
+                        return std::pair(expected[a].due, b) < std::pair(expected[b].due, a);
+                      });
+    kept_.clear();
+    for (std::size_t i = 0; i < keep; ++i) kept_.insert(expected[places[i]].key);
+  }
+  set_expected(std::move(expected));
+  repeats_ = true;
+}
+
+void WorkQueue::set_expected(std::vector<Expectation> expected) {
   expected_ = std::move(expected);
   expected_from_ = 0;
   expected_at_.clear();
   for (std::size_t i = 0; i < expected_.size(); ++i) expected_at_.emplace(expected_[i].key, i);
-  give_up_ = give_up;
 }
 
 void WorkQueue::forget_expected(std::int64_t key) {
-  if (key < 0) return expect({}, give_up_);
+  if (key < 0) return set_expected({});
   expected_at_.erase(key);
   while (expected_from_ < expected_.size() && !is_expected(expected_from_)) ++expected_from_;
 }
@@ -149,28 +171,27 @@ bool BufferPool::one_will_be_spare(const WorkQueue& queue) const {
 }
 
 Buffer* BufferPool::wanted_last(const WorkQueue& queue) {
+  const auto rank = [&](const Buffer& buffer) {
+    return std::pair(!queue.keeps(buffer.key), queue.next_use(buffer.key));
+  };
   Buffer* found = nullptr;
   for (Buffer& buffer : buffers_) {
     if (buffer.state == BufferState::assigned) continue;
-    if (found == nullptr || queue.next_use(buffer.key) > queue.next_use(found->key)) {
-      found = &buffer;
-    }
+    if (found == nullptr || rank(buffer) > rank(*found)) found = &buffer;
   }
   return found;
 }
 
 Buffer* BufferPool::given_up(const WorkQueue& queue, Turn turn) {
-  if (queue.give_up() == 0) return nullptr;
+  if (!queue.repeats()) return nullptr;
   Buffer* last = nullptr;
-  std::size_t wanted_later = 0;
   for (Buffer& buffer : buffers_) {
+    if (buffer.state == BufferState::assigned || queue.keeps(buffer.key)) continue;
     const Turn next = queue.next_use(buffer.key);
     if (next <= turn || next == WorkQueue::kNever) continue;
-    ++wanted_later;
-    if (buffer.state == BufferState::assigned) continue;
     if (last == nullptr || next > queue.next_use(last->key)) last = &buffer;
   }
-  return buffers_.size() - wanted_later < queue.give_up() ? last : nullptr;
+  return last;
 }
 
 const Expectation* BufferPool::first_missing(const WorkQueue& queue) const {

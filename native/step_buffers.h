@@ -5,10 +5,12 @@
 // with B buffers, N records and an order that alternates (zig-zag), a step reads and writes N - B
 // records and not one more.
 //
-// What tasks are *expected* to bring is read ahead of them, in their order: into buffers whose
-// content nobody wants, and into up to `give_up` more, whose content is wanted later. With an order
-// that is the same in every step, all but `give_up` buffers thus keep the order's end from step to
-// step, and a step reads and writes N - (B - give_up) records, if so many do not fit.
+// What tasks are *expected* to bring is read ahead of them, in their order. If the order alternates,
+// into buffers whose content nobody wants. If it *repeats*, the same in every step, some buffers
+// are for what streams through: what is updated there is written at once, and what is wanted later
+// makes room for what is wanted sooner. All others *keep* what they have from step to step, which is
+// what is due first, or else the order's end: that is what somebody waits for. So a step reads and
+// writes N - (B - streaming) records, if so many do not fit.
 //
 // Nothing here locks: all of it is used under the pipeline's lock.
 #pragma once
@@ -20,6 +22,7 @@
 #include <limits>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "io_engine.h"
@@ -89,9 +92,11 @@ class WorkQueue {
   const StepTask& hold_front();
   Work pop();
   void clear();
-  // Replaces what is expected. For reading ahead up to `give_up` buffers may be taken whose content
-  // is wanted later.
-  void expect(std::vector<Expectation> expected, std::size_t give_up);
+  // Replaces what is expected, in an order that alternates; nothing is kept.
+  void expect(std::vector<Expectation> expected);
+  // Likewise in an order that repeats. So many are kept, those that are due first, and of those
+  // that are due together the last; if nothing is expected, the same as before.
+  void expect_again(std::vector<Expectation> expected, std::size_t keep);
   // Nobody reads ahead for the key any more, or (below 0) for any.
   void forget_expected(std::int64_t key);
   bool empty() const { return works_.empty(); }
@@ -101,7 +106,9 @@ class WorkQueue {
   auto end() const { return works_.end(); }
   // The turn of the first task that wants a buffer with this key's content, queued or expected.
   Turn next_use(std::int64_t key) const;
-  std::size_t give_up() const { return give_up_; }
+  bool is_queued(std::int64_t key) const { return turns_.contains(key); }
+  bool repeats() const { return repeats_; }
+  bool keeps(std::int64_t key) const { return kept_.contains(key); }
   // What is expected still, in order: calls visit(expectation) until it returns false.
   template <class Visit>
   void each_expected(Visit visit) const {
@@ -114,6 +121,7 @@ class WorkQueue {
   // What is expected is due after all tasks.
   static constexpr std::uint64_t kExpected = kNever.due - 1;
 
+  void set_expected(std::vector<Expectation> expected);
   bool is_expected(std::size_t i) const {
     const auto found = expected_at_.find(expected_[i].key);
     return found != expected_at_.end() && found->second == i;
@@ -126,13 +134,15 @@ class WorkQueue {
   std::vector<Expectation> expected_;
   std::size_t expected_from_ = 0;                              // those before it have come
   std::unordered_map<std::int64_t, std::size_t> expected_at_;  // by key: of those that have not
-  std::size_t give_up_ = 0;
+  bool repeats_ = false;
+  std::unordered_set<std::int64_t> kept_;  // keys whose content stays, if the order repeats
 };
 
 class BufferPool {
  public:
   BufferPool(char* memory, std::size_t count, std::size_t buffer_bytes);
 
+  std::size_t size() const { return buffers_.size(); }
   auto begin() { return buffers_.begin(); }
   auto end() { return buffers_.end(); }
 
@@ -150,9 +160,10 @@ class BufferPool {
   std::vector<Buffer*> launderable(const WorkQueue& queue);
   // Whether some task has a buffer whose content no queued task wants.
   bool one_will_be_spare(const WorkQueue& queue) const;
-  // Among the buffers that no task has, the one wanted last; nullptr if tasks have all.
+  // Among the buffers that no task has, the one wanted last, which is kept only if all are; nullptr
+  // if tasks have all.
   Buffer* wanted_last(const WorkQueue& queue);
-  // Likewise of those wanted after `turn`, if fewer than queue.give_up() are not; else nullptr.
+  // Likewise of those that are wanted after `turn` and not kept, if the order repeats; or nullptr.
   Buffer* given_up(const WorkQueue& queue, Turn turn);
   // The first of what is expected that no buffer has; nullptr if there is none.
   const Expectation* first_missing(const WorkQueue& queue) const;

@@ -69,7 +69,7 @@ class StepPipeline::Impl {
   }
 
   void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
-  void expect(std::vector<Expectation> expected, std::size_t give_up);
+  void expect(std::vector<Expectation> expected, std::size_t streaming);
   void wait_updated(std::int64_t key);
   bool is_updated(std::int64_t key) const;
   bool is_written(std::int64_t key);
@@ -102,6 +102,7 @@ class StepPipeline::Impl {
   bool stopping() const { return closing_ || failure_ != nullptr; }
   bool unfinished(std::int64_t key) const;
   std::size_t staged_with_buffers() const;
+  bool write_at_once(std::int64_t key) const;
   void settle_all();
   OpPtr transfer(IoKind kind, Buffer& buffer, std::size_t at, std::size_t nbytes,
                  std::int64_t offset) const;
@@ -122,9 +123,9 @@ class StepPipeline::Impl {
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // any of what follows
   BufferPool buffers_;
-  // Of tasks with buffers. With all buffers the disk, whose queue is first in first out, would read
-  // all, then write all, and never both at once, which it does faster.
-  const std::size_t most_staged_;
+  // Of tasks with buffers: half of those that are not kept. With all of them the disk, whose queue
+  // is first in first out, would read all, then write all, and never both at once, which is faster.
+  std::size_t most_staged_;
   WorkQueue queued_;             // no buffer yet
   std::deque<Work> staged_;      // reads submitted
   std::optional<Work> current_;  // the updater's; changed by it alone
@@ -154,13 +155,21 @@ void StepPipeline::Impl::submit(std::vector<StepTask> tasks, std::span<const Hyp
   changed_.notify_all();
 }
 
-void StepPipeline::Impl::expect(std::vector<Expectation> expected, std::size_t give_up) {
+void StepPipeline::Impl::expect(std::vector<Expectation> expected, std::size_t streaming) {
   for (const Expectation& each : expected) each.check(layout_, engine_ != nullptr);
   std::erase_if(expected, [](const Expectation& each) { return !each.in_file(); });
   const Lock lock(mutex_);
   settle_all();
   if (closing_) throw std::runtime_error("the step pipeline is closed");
-  queued_.expect(std::move(expected), give_up);
+  const std::size_t buffers = buffers_.size();
+  streaming = std::min(streaming, buffers);
+  most_staged_ = std::max<std::size_t>(1, (streaming == 0 ? buffers : streaming) / 2);
+  if (streaming == 0) {
+    queued_.expect(std::move(expected));
+  } else {
+    const std::size_t lacking = expected.size() - std::min(expected.size(), buffers);
+    queued_.expect_again(std::move(expected), buffers - std::min(streaming, lacking));
+  }
   changed_.notify_all();
 }
 
@@ -414,9 +423,9 @@ void StepPipeline::Impl::stage_tasks() {
 bool StepPipeline::Impl::read_ahead(Lock& lock) {
   const Expectation* const next = buffers_.first_missing(queued_);
   if (next == nullptr) return false;
-  Buffer* buffer = buffers_.given_up(queued_, queued_.next_use(next->key));
-  if (buffer == nullptr) buffer = buffers_.spare(queued_);
-  if (buffer == nullptr && queued_.give_up() > 0) {
+  Buffer* buffer = buffers_.spare(queued_);
+  if (buffer == nullptr) buffer = buffers_.given_up(queued_, queued_.next_use(next->key));
+  if (buffer == nullptr && queued_.repeats()) {
     const std::vector<Buffer*> dirty = buffers_.launderable(queued_);
     if (!dirty.empty()) buffer = dirty.front();
   }
@@ -499,9 +508,8 @@ Buffer* StepPipeline::Impl::acquire(Lock& lock, const StepTask& task) {
 // task is about to want; only if all is wanted, what is wanted last goes.
 Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key) {
   while (!stopping()) {
-    // (First, so that as many are given up however fast tasks come.)
-    Buffer* buffer = buffers_.given_up(queued_, queued_.front().turn);
-    if (buffer == nullptr) buffer = buffers_.spare(queued_);
+    Buffer* buffer = buffers_.spare(queued_);
+    if (buffer == nullptr) buffer = buffers_.given_up(queued_, queued_.front().turn);
     if (buffer == nullptr) {
       // Dirty content is left of tasks that this step has none of. All that will be needed is
       // written together: one after the other the disk would wait for us each time.
@@ -607,14 +615,19 @@ void StepPipeline::Impl::update(const Work& work) const {
   hetero::update(layout_.kind, slices);
 }
 
+// Whether an update's record is not to stay dirty.
+bool StepPipeline::Impl::write_at_once(std::int64_t key) const {
+  if (queued_.repeats()) return !queued_.keeps(key) && !queued_.is_queued(key);
+  return queued_.next_use(key) == WorkQueue::kNever && buffers_.shortage(queued_, 1) > 0;
+}
+
 // With the lock held, so that close() sees every write that was started.
 void StepPipeline::Impl::submit_writes(const StepTask& task, Buffer& buffer) {
-  const bool wanted = queued_.next_use(buffer.key) != WorkQueue::kNever;
   buffer.keeps_record = task.record.in_file();
   buffer.keeps_param = task.param.in_file();
   if (buffer.keeps_record) {
     buffer.dirty_at = task.record.file_offset;
-    if (!wanted && buffers_.shortage(queued_, 1) > 0) submit_record_write(buffer);
+    if (write_at_once(buffer.key)) submit_record_write(buffer);
   }
   if (buffer.keeps_param) {
     submit_write(buffer, layout_.param_at(), layout_.param_bytes(), task.param.file_offset);
@@ -662,8 +675,8 @@ void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hy
   impl().submit(std::move(tasks), hypers);
 }
 
-void StepPipeline::expect(std::vector<Expectation> expected, std::size_t give_up) {
-  impl().expect(std::move(expected), give_up);
+void StepPipeline::expect(std::vector<Expectation> expected, std::size_t streaming) {
+  impl().expect(std::move(expected), streaming);
 }
 
 void StepPipeline::wait_updated(std::int64_t key) { impl().wait_updated(key); }

@@ -60,10 +60,10 @@ class StepPipeline {
   void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
 
   // From now on reads ahead what `expected`, in this order, find in the file and no buffer has;
-  // replaces what was expected before. Besides buffers whose content nobody wants it takes up to
-  // `give_up` whose content is wanted later (step_buffers.h). Throws std::invalid_argument if any
-  // is not valid.
-  void expect(std::vector<Expectation> expected, std::size_t give_up);
+  // replaces what was expected before. With `streaming` 0 it takes buffers whose content nobody
+  // wants. Else the order is the same in every step, and all buffers but `streaming` keep what is due
+  // first (step_buffers.h). Throws std::invalid_argument if any is not valid.
+  void expect(std::vector<Expectation> expected, std::size_t streaming);
 
   // Until every submitted update, or those of `key`, are computed: parameters in RAM are final,
   // gradients free.

@@ -48,6 +48,7 @@ struct StepTask {
 // task's.
 struct Expectation {
   std::int64_t key = 0;
+  std::uint32_t due = 0;  // as a task's
   Location param, record;
 
   bool in_file() const { return param.in_file() || record.in_file(); }

@@ -389,14 +389,16 @@ class StepPipeline:
     ) -> int: ...
     def submit(self, tasks: Sequence[StepTask], hypers: Sequence[Hyper]) -> None:
         """Queues the tasks, each in its turn among those without a buffer; returns at once."""
-    def expect(self, expected: Sequence[tuple[int, Location, Location]], give_up: int = 0) -> None:
+    def expect(
+        self, expected: Sequence[tuple[int, Location, Location, int]], streaming: int = 0
+    ) -> None:
         """Reads ahead what tasks to come, in this order, will find in the file and no buffer has.
 
-        Each is (key, param, record) as in a StepTask. Replaces what was expected before; submit()
-        takes its keys out. Takes buffers whose content nobody wants, and up to `give_up` whose
-        content is wanted later: with an order that is the same in every step, all others keep the
-        order's end from step to step. Never waits; what was read for nothing does no harm. Raises
-        ValueError for what is not valid, and the pipeline's failure."""
+        Each is (key, param, record, due) as in a StepTask. Replaces what was expected before;
+        submit() takes its keys out. With `streaming` 0 it takes buffers whose content nobody wants.
+        Else the order is the same in every step, and all buffers but so many keep what is due
+        first, of that which is due together the last (of nothing: what they kept before). Never waits; what was read for nothing does no harm.
+        Raises ValueError for what is not valid, and the pipeline's failure."""
     def wait_updated(self, key: int = -1) -> None:
         """Until every submitted update (or those of `key`) is computed: parameters in RAM are
         final, gradients free. Raises the first failure; the pipeline then refuses further work with

@@ -96,6 +96,11 @@ def add_command(commands: Commands) -> None:
     work.add_argument(
         "--checkpointing", action="store_true", help="backward computes forward once more"
     )
+    for name, what in (
+        ("--early-updates", "updates begin while backward still runs"),
+        ("--late-updates", "updates go on during the next forward"),
+    ):
+        work.add_argument(name, action="store_true", help=f"{what}, as `hetero train` says")
     work.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     work.add_argument("--state-dtype", choices=STATE_DTYPES, default=STATE_DTYPES[0])
     command.add_argument(
@@ -128,6 +133,9 @@ def run(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
         accumulate=arguments.accumulate,
         optimizer=arguments.optimizer,
+        early_updates=arguments.early_updates,
+        late_updates=arguments.late_updates,
+        clip=0.0,  # (plans leave clipping out)
     )
     # Under --json nothing else may reach stdout, whatever a library prints.
     with contextlib.redirect_stdout(sys.stderr):
@@ -289,6 +297,8 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
         dtype=options.dtype,
         chunk_numel=options.chunk_numel,
         zero_stage=options.zero_stage,
+        early_updates=options.early_updates,
+        late_updates=options.late_updates,
     )
     architecture = model_config(options)
     with torch.device("meta"):
@@ -297,7 +307,14 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
     stage = config.zero_stage
     shard = Shard(0, machine.ranks, grads=stage >= 2, params=stage >= 3)
     work = Work(options.batch_size * options.seq_len, options.accumulate, checkpointing)
-    planner = Planner(machine.rank_profile, work, policy, machine.network_bytes_per_s)
+    planner = Planner(
+        machine.rank_profile,
+        work,
+        policy,
+        machine.network_bytes_per_s,
+        early_updates=options.early_updates,
+        late_updates=options.late_updates,
+    )
 
     def arrange_with(**budgets: int) -> Arrangement:
         sizes = {"host_bytes": machine.host_bytes, "device_bytes": machine.device_bytes, **budgets}

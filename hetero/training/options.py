@@ -92,7 +92,7 @@ class TrainOptions:
     )
     device_memory: str | None = _option(
         None,
-        "memory of the device for model state (default: no limit; of cuda 70 % of what is free;"
+        "memory of the device for model state (default: no limit; of cuda 70 %% of what is free;"
         " needed by --backend emulated)",
         metavar="BYTES",
         group="memory",

@@ -32,7 +32,7 @@ class BoundPipeline : public StepPipeline {
   }
 };
 
-using ExpectationTuple = std::tuple<std::int64_t, Location, Location>;
+using ExpectationTuple = std::tuple<std::int64_t, Location, Location, std::uint32_t>;
 using SegmentTuple = std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t>;
 
 StepTask make_task(std::int64_t key, const Location& param, const Location& grad,
@@ -47,11 +47,13 @@ StepTask make_task(std::int64_t key, const Location& param, const Location& grad
 }
 
 void expect(BoundPipeline& pipeline, const std::vector<ExpectationTuple>& expected,
-            std::size_t give_up) {
+            std::size_t streaming) {
   std::vector<Expectation> made;
   made.reserve(expected.size());
-  for (const auto& [key, param, record] : expected) made.push_back({key, param, record});
-  pipeline.expect(std::move(made), give_up);
+  for (const auto& [key, param, record, due] : expected) {
+    made.push_back({key, due, param, record});
+  }
+  pipeline.expect(std::move(made), streaming);
 }
 
 std::unique_ptr<BoundPipeline> make_pipeline(std::shared_ptr<IoEngine> engine, int file,
@@ -109,7 +111,7 @@ void bind_pipeline(py::module_& module) {
             self.submit(std::move(tasks), hypers);
           },
           py::arg("tasks"), py::arg("hypers"), NoGil())
-      .def("expect", &expect, py::arg("expected"), py::arg("give_up") = 0, NoGil())
+      .def("expect", &expect, py::arg("expected"), py::arg("streaming") = 0, NoGil())
       .def("wait_updated", &BoundPipeline::wait_updated, py::arg("key") = -1, NoGil())
       .def("is_updated", &BoundPipeline::is_updated, py::arg("key") = -1, NoGil())
       .def("is_written", &BoundPipeline::is_written, py::arg("key") = -1, NoGil())

@@ -307,3 +307,13 @@ def test_unknown_option_and_missing_command_are_usage_errors() -> None:
         with pytest.raises(SystemExit) as raised:
             main(arguments)
         assert raised.value.code == 2
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["plan"], ["profile"]])
+def test_every_command_prints_its_help(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([*command, "--help"])
+    assert raised.value.code == 0
+    assert "usage: hetero" in capsys.readouterr().out

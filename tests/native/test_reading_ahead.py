@@ -3,8 +3,9 @@
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from tests.step_pieces import (
 )
 
 
-def expected(filed: Filed, order: Sequence[int]) -> list[tuple]:
+def expected(
+    filed: Filed, order: Sequence[int], due: Mapping[int, int] = MappingProxyType({})
+) -> list[tuple]:
     """What is to be read ahead for filed.tasks(order)."""
     return [
         (
@@ -32,6 +35,7 @@ def expected(filed: Filed, order: Sequence[int]) -> list[tuple]:
             if filed.param_in_file
             else ram(filed.params[key]),
             _native.Location(file_offset=filed.record_at[key]),
+            due.get(key, 0),
         )
         for key in order
     ]
@@ -76,13 +80,18 @@ def test_reads_ahead_as_many_as_there_are_buffers(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("give_up", [1, 2, 3])
+@pytest.mark.parametrize("streaming", [1, 2, 3])
 @pytest.mark.parametrize("buffers", [1, 3, 5, 8, 12])
 @pytest.mark.parametrize("param_in_file", [False, True])
 def test_an_order_that_stays_the_same_keeps_its_end(
-    tmp_path: Path, opened: list[Filed], kind: str, give_up: int, buffers: int, param_in_file: bool
+    tmp_path: Path,
+    opened: list[Filed],
+    kind: str,
+    streaming: int,
+    buffers: int,
+    param_in_file: bool,
 ) -> None:
-    """Tasks come one by one: all but `give_up` buffers keep records from step to step."""
+    """Tasks come one by one: all but `streaming` buffers keep records from step to step."""
     count, steps = 10, 4
     pieces = Pieces(count, "bf16", "bf16")
     filed = Filed(pieces, tmp_path / "file", kind, buffers, param_in_file)
@@ -90,7 +99,7 @@ def test_an_order_that_stays_the_same_keeps_its_end(
     random = np.random.default_rng(buffers)
     written = []
     for step in range(1, steps + 1):
-        filed.pipeline.expect(expected(filed, range(count)), give_up)
+        filed.pipeline.expect(expected(filed, range(count)), streaming)
         for key in range(count):
             if random.random() < 0.3:
                 time.sleep(0.002)  # the traffic must not depend on when they come
@@ -101,10 +110,36 @@ def test_an_order_that_stays_the_same_keeps_its_end(
         if step > 1:
             params = count * pieces.param_bytes if param_in_file else 0
             lacking = max(0, count - buffers)
-            missed = min(count, lacking + min(give_up, lacking))
+            missed = min(count, lacking + min(streaming, lacking))
             assert written[-1] - written[-2] == missed * pieces.record_bytes + params
     filed.pipeline.flush()
     train_in_ram(pieces, steps)
+    assert filed.bytes() == pieces.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_what_is_due_first_is_kept(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+    """Whatever its place in the order, and whatever comes between."""
+    pieces = Pieces(10, "bf16", "bf16")
+    filed = Filed(pieces, tmp_path / "file", kind, buffers=5)
+    opened.append(filed)
+    order = [9, 8, 1, 7, 2, 6, 0, 5, 4, 3]
+    for step in range(1, 5):
+        filed.pipeline.expect(expected(filed, order, {key: key for key in order}), streaming=2)
+        before = dict(filed.pipeline.stats)
+        filed.pipeline.submit(filed.tasks(order), hypers(step))
+        filed.pipeline.wait_updated()
+        filed.pipeline.expect([], streaming=2)  # which lets go of nothing
+        filed.pipeline.wait_written()
+        after = filed.pipeline.stats
+        if step > 1:
+            assert after["hits"] - before["hits"] == 3  # of keys 0, 1 and 2
+            assert after["written_bytes"] - before["written_bytes"] == 7 * pieces.record_bytes
+    filed.pipeline.expect([])  # an order that alternates: they are as any others
+    filed.pipeline.submit(filed.tasks(order), hypers(5))
+    filed.pipeline.wait_updated()
+    filed.pipeline.flush()
+    train_in_ram(pieces, 5)
     assert filed.bytes() == pieces.bytes()
 
 
@@ -114,7 +149,7 @@ def test_what_is_expected_need_not_come(tmp_path: Path, opened: list[Filed], kin
     filed = Filed(pieces, tmp_path / "file", kind, buffers=3)
     opened.append(filed)
     for step, order in enumerate([[5, 4, 1], [0], [2, 3, 4, 5], [1, 0, 5]], start=1):
-        filed.pipeline.expect(expected(filed, [0, 1, 2, 3]), give_up=2)
+        filed.pipeline.expect(expected(filed, [0, 1, 2, 3]), streaming=2)
         filed.pipeline.submit(filed.tasks(order), hypers(step))
         filed.pipeline.wait_updated()
         filed.pipeline.expect([])
@@ -171,12 +206,14 @@ def test_expectations_are_checked(tmp_path: Path, opened: list[Filed]) -> None:
     opened.append(filed)
     place = _native.Location(file_offset=filed.record_at[0])
     with pytest.raises(ValueError, match="no room for it"):
-        filed.pipeline.expect([(0, place, place)])
+        filed.pipeline.expect([(0, place, place, 0)])
     with pytest.raises(ValueError, match="at least 0"):
-        filed.pipeline.expect([(-1, ram(pieces.params[0]), place)])
+        filed.pipeline.expect([(-1, ram(pieces.params[0]), place, 0)])
     with pytest.raises(ValueError, match="not a multiple of 4096"):
-        filed.pipeline.expect([(0, ram(pieces.params[0]), _native.Location(file_offset=12))])
-    filed.pipeline.expect([(0, ram(pieces.params[0]), ram(pieces.records[0]))])  # nothing to read
+        filed.pipeline.expect([(0, ram(pieces.params[0]), _native.Location(file_offset=12), 0)])
+    filed.pipeline.expect(
+        [(0, ram(pieces.params[0]), ram(pieces.records[0]), 0)]
+    )  # nothing to read
     filed.pipeline.close()
     with pytest.raises(RuntimeError, match="closed"):
         filed.pipeline.expect([])

@@ -68,9 +68,9 @@ class PipelineMachine(RuleBasedStateMachine):
             self.model.submit(self.pieces.tasks_in_ram(order), now)
             self.model.wait_updated()
 
-    @rule(order=st.lists(KEYS, max_size=COUNT), give_up=st.integers(0, 3))
-    def expect(self, order: list[int], give_up: int) -> None:
-        self.call(self.filed.pipeline.expect, expected(self.filed, order), give_up)
+    @rule(order=st.lists(KEYS, max_size=COUNT), streaming=st.integers(0, 3))
+    def expect(self, order: list[int], streaming: int) -> None:
+        self.call(self.filed.pipeline.expect, expected(self.filed, order), streaming)
 
     @rule()
     def wait_updated(self) -> None:

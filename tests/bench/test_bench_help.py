@@ -1,0 +1,17 @@
+"""Every benchmark that has options says which."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "name", ["adam", "bound", "cuda", "io", "ladder", "predict", "step", "train"]
+)
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        importlib.import_module(f"bench.{name}").main(["--help"])
+    assert raised.value.code == 0
+    assert f"python -m bench.{name}" in capsys.readouterr().out
