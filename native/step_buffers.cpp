@@ -49,11 +49,6 @@ void WorkQueue::push(Work work) {
   works_.insert(at, std::move(work));
 }
 
-const StepTask& WorkQueue::hold_front() {
-  front_is_held_ = true;
-  return works_.front().task;
-}
-
 Work WorkQueue::pop() {
   Work work = std::move(works_.front());
   works_.pop_front();
@@ -141,7 +136,7 @@ void BufferPool::forget(Buffer& buffer) {
 }
 
 bool BufferPool::wanted(const Buffer& buffer, const WorkQueue& queue) const {
-  return queue.next_use(buffer.key) != WorkQueue::kNever;
+  return queue.next_use(buffer.key) != WorkQueue::kNever || queue.keeps(buffer.key);
 }
 
 Buffer* BufferPool::spare(const WorkQueue& queue) {
@@ -184,14 +179,21 @@ Buffer* BufferPool::wanted_last(const WorkQueue& queue) {
 
 Buffer* BufferPool::given_up(const WorkQueue& queue, Turn turn) {
   if (!queue.repeats()) return nullptr;
+  const bool for_task = turn.due < WorkQueue::kExpected;
   Buffer* last = nullptr;
   for (Buffer& buffer : buffers_) {
     if (buffer.state == BufferState::assigned || queue.keeps(buffer.key)) continue;
+    if (for_task && buffer.read_ahead) continue;
     const Turn next = queue.next_use(buffer.key);
     if (next <= turn || next == WorkQueue::kNever) continue;
     if (last == nullptr || next > queue.next_use(last->key)) last = &buffer;
   }
   return last;
+}
+
+std::size_t BufferPool::read_ahead() const {
+  return static_cast<std::size_t>(std::count_if(
+      buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.read_ahead; }));
 }
 
 const Expectation* BufferPool::first_missing(const WorkQueue& queue) const {

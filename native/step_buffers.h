@@ -84,12 +84,14 @@ struct Work {
 class WorkQueue {
  public:
   static constexpr Turn kNever = {std::numeric_limits<std::uint64_t>::max(), 0};
+  // What is expected is due after all tasks.
+  static constexpr std::uint64_t kExpected = kNever.due - 1;
 
   // In its turn, but after a task that is held in front and those of the same piece. The task is
   // not expected any more.
   void push(Work work);
-  // The first task, which stays first until it is popped.
-  const StepTask& hold_front();
+  // The first task stays first until it is popped.
+  void hold_front() { front_is_held_ = true; }
   Work pop();
   void clear();
   // Replaces what is expected, in an order that alternates; nothing is kept.
@@ -102,10 +104,12 @@ class WorkQueue {
   bool empty() const { return works_.empty(); }
   std::size_t size() const { return works_.size(); }
   Work& front() { return works_.front(); }
+  const Work& front() const { return works_.front(); }
   auto begin() const { return works_.begin(); }
   auto end() const { return works_.end(); }
   // The turn of the first task that wants a buffer with this key's content, queued or expected.
   Turn next_use(std::int64_t key) const;
+  std::size_t expected() const { return expected_at_.size(); }  // have not come
   bool is_queued(std::int64_t key) const { return turns_.contains(key); }
   bool repeats() const { return repeats_; }
   bool keeps(std::int64_t key) const { return kept_.contains(key); }
@@ -118,9 +122,6 @@ class WorkQueue {
   }
 
  private:
-  // What is expected is due after all tasks.
-  static constexpr std::uint64_t kExpected = kNever.due - 1;
-
   void set_expected(std::vector<Expectation> expected);
   bool is_expected(std::size_t i) const {
     const auto found = expected_at_.find(expected_[i].key);
@@ -154,9 +155,10 @@ class BufferPool {
   void forget(Buffer& buffer);
   void touch(Buffer& buffer) { buffer.last_used = ++clock_; }
 
-  // The least recently used buffer that is free at once and that no queued task wants.
+  // The least recently used buffer that is free at once, not kept and that no task wants.
   Buffer* spare(const WorkQueue& queue);
-  // The dirty ones among those that no task has or wants, least recently used first.
+  // The dirty ones among those that no task has or wants, and that are not kept, least recently
+  // used first.
   std::vector<Buffer*> launderable(const WorkQueue& queue);
   // Whether some task has a buffer whose content no queued task wants.
   bool one_will_be_spare(const WorkQueue& queue) const;
@@ -164,7 +166,10 @@ class BufferPool {
   // if tasks have all.
   Buffer* wanted_last(const WorkQueue& queue);
   // Likewise of those that are wanted after `turn` and not kept, if the order repeats; or nullptr.
+  // (What was read ahead makes room for nothing but what is to be read ahead.)
   Buffer* given_up(const WorkQueue& queue, Turn turn);
+  // How many have what was read ahead for a task that did not come yet.
+  std::size_t read_ahead() const;
   // The first of what is expected that no buffer has; nullptr if there is none.
   const Expectation* first_missing(const WorkQueue& queue) const;
 
@@ -175,7 +180,7 @@ class BufferPool {
   std::size_t shortage(const WorkQueue& queue, std::size_t limit) const;
 
  private:
-  bool wanted(const Buffer& buffer, const WorkQueue& queue) const;
+  bool wanted(const Buffer& buffer, const WorkQueue& queue) const;  // or kept
 
   std::vector<Buffer> buffers_;
   std::unordered_map<std::int64_t, Buffer*> by_key_;

@@ -87,9 +87,10 @@ class StepPipeline::Impl {
 
   // The stager.
   void stage_tasks();
+  bool reads_ahead_first();
   bool read_ahead(Lock& lock);
-  Buffer* acquire(Lock& lock, const StepTask& task);
-  Buffer* take_another(Lock& lock, std::int64_t key);
+  Buffer* acquire(Lock& lock, const StepTask& task, Turn turn);
+  Buffer* take_another(Lock& lock, std::int64_t key, Turn turn);
   bool settle(Lock& lock, Buffer& buffer);
   void submit_reads(const StepTask& task, Buffer& buffer, bool read_record, bool read_param);
 
@@ -100,6 +101,9 @@ class StepPipeline::Impl {
 
   // With the lock held.
   bool stopping() const { return closing_ || failure_ != nullptr; }
+  bool is_first(Turn turn) const {
+    return !stopping() && !queued_.empty() && queued_.front().turn == turn;
+  }
   bool unfinished(std::int64_t key) const;
   std::size_t staged_with_buffers() const;
   bool write_at_once(std::int64_t key) const;
@@ -126,6 +130,7 @@ class StepPipeline::Impl {
   // Of tasks with buffers: half of those that are not kept. With all of them the disk, whose queue
   // is first in first out, would read all, then write all, and never both at once, which is faster.
   std::size_t most_staged_;
+  std::size_t streaming_ = 0;    // buffers that keep nothing, if the order repeats
   WorkQueue queued_;             // no buffer yet
   std::deque<Work> staged_;      // reads submitted
   std::optional<Work> current_;  // the updater's; changed by it alone
@@ -168,7 +173,8 @@ void StepPipeline::Impl::expect(std::vector<Expectation> expected, std::size_t s
     queued_.expect(std::move(expected));
   } else {
     const std::size_t lacking = expected.size() - std::min(expected.size(), buffers);
-    queued_.expect_again(std::move(expected), buffers - std::min(streaming, lacking));
+    streaming_ = std::min(streaming, lacking);
+    queued_.expect_again(std::move(expected), buffers - streaming_);
   }
   changed_.notify_all();
 }
@@ -386,18 +392,23 @@ void StepPipeline::Impl::thread_main(void (Impl::*loop)()) {
 void StepPipeline::Impl::stage_tasks() {
   Lock lock(mutex_);
   for (;;) {
-    while (!stopping() && queued_.empty()) {
-      if (!read_ahead(lock)) changed_.wait(lock);
+    while (!stopping() && (queued_.empty() || reads_ahead_first())) {
+      if (read_ahead(lock)) continue;
+      if (!queued_.empty()) break;
+      changed_.wait(lock);
     }
     if (stopping()) return;
-    // The task stays in the queue meanwhile, the first one whatever comes: it is one of those that
-    // waiters wait for.
-    const StepTask task = queued_.hold_front();
+    if (queued_.front().task.needs_buffer() && staged_with_buffers() >= most_staged_) {
+      changed_.wait(lock);  // another task may be the first then
+      continue;
+    }
+    const StepTask task = queued_.front().task;
     if (task.needs_buffer()) {
-      changed_.wait(lock, [&] { return stopping() || staged_with_buffers() < most_staged_; });
+      Buffer* const buffer = acquire(lock, task, queued_.front().turn);
       if (stopping()) return;
-      Buffer* const buffer = acquire(lock, task);
-      if (buffer == nullptr) return;
+      if (buffer == nullptr) continue;
+      // It stays in the queue until it is staged: it is one of those that waiters wait for.
+      queued_.hold_front();
       const bool read_record = task.record.in_file() && !buffer->keeps_record;
       const bool read_param = task.param.in_file() && !buffer->keeps_param;
       const bool cacheable = task.record.in_file() || task.param.in_file();
@@ -417,6 +428,16 @@ void StepPipeline::Impl::stage_tasks() {
     staged_.push_back(queued_.pop());
     changed_.notify_all();
   }
+}
+
+// Whether what comes next is read before what is queued. That is so at the end of an order that
+// repeats, for what will be taken before all that is queued: somebody waits for just that, while
+// the disk has plenty of time for the rest. Some buffers stay for what is queued.
+bool StepPipeline::Impl::reads_ahead_first() {
+  if (!queued_.repeats() || queued_.expected() > buffers_.size() + streaming_) return false;
+  const Expectation* const next = buffers_.first_missing(queued_);
+  return next != nullptr && next->due < queued_.front().task.due &&
+         buffers_.read_ahead() + 2 < streaming_;
 }
 
 // Takes one step of reading ahead; false if there is none to take before something changes.
@@ -476,17 +497,18 @@ bool StepPipeline::Impl::settle(Lock& lock, Buffer& buffer) {
   return false;
 }
 
-// The buffer that keeps the key's content, or one to give up; nullptr when stopping.
-Buffer* StepPipeline::Impl::acquire(Lock& lock, const StepTask& task) {
+// The buffer that keeps the content of the first task's key, or one to give up; nullptr when
+// stopping, or when a task came meanwhile that goes first.
+Buffer* StepPipeline::Impl::acquire(Lock& lock, const StepTask& task, Turn turn) {
   Buffer* kept = nullptr;
   for (;;) {
     // While an earlier task with the same key has the buffer, the file is behind.
     changed_.wait(lock, [&] {
       kept = buffers_.find(task.key);
-      return stopping() || kept == nullptr || kept->state != BufferState::assigned;
+      return !is_first(turn) || kept == nullptr || kept->state != BufferState::assigned;
     });
-    if (stopping()) return nullptr;
-    if (kept == nullptr) return take_another(lock, task.key);
+    if (!is_first(turn)) return nullptr;
+    if (kept == nullptr) return take_another(lock, task.key, turn);
     if (kept->state != BufferState::reading || kept->read_ahead) break;
     settle(lock, *kept);  // its reads were cut off, for forget()
   }
@@ -502,14 +524,14 @@ Buffer* StepPipeline::Impl::acquire(Lock& lock, const StepTask& task) {
   return kept;
 }
 
-// A buffer for the content of `key`, which none has; nullptr when stopping. Of the buffers that no
+// A buffer for the content of `key`, which none has; nullptr likewise. Of the buffers that no
 // queued task wants the one used least recently, even if it is still being written, for the reason
 // given at shortage(). To wait for a task's buffer is better than to give up content that another
 // task is about to want; only if all is wanted, what is wanted last goes.
-Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key) {
-  while (!stopping()) {
+Buffer* StepPipeline::Impl::take_another(Lock& lock, std::int64_t key, Turn turn) {
+  while (is_first(turn)) {
     Buffer* buffer = buffers_.spare(queued_);
-    if (buffer == nullptr) buffer = buffers_.given_up(queued_, queued_.front().turn);
+    if (buffer == nullptr) buffer = buffers_.given_up(queued_, turn);
     if (buffer == nullptr) {
       // Dirty content is left of tasks that this step has none of. All that will be needed is
       // written together: one after the other the disk would wait for us each time.
