@@ -5,12 +5,12 @@
 // with B buffers, N records and an order that alternates (zig-zag), a step reads and writes N - B
 // records and not one more.
 //
-// What tasks are *expected* to bring is read ahead of them, in their order. If the order alternates,
-// into buffers whose content nobody wants. If it *repeats*, the same in every step, some buffers
-// are for what streams through: what is updated there is written at once, and what is wanted later
-// makes room for what is wanted sooner. All others *keep* what they have from step to step, which is
-// what is due first, or else the order's end: that is what somebody waits for. So a step reads and
-// writes N - (B - streaming) records, if so many do not fit.
+// What tasks are *expected* to bring is read ahead of them, in their order. If the order
+// alternates, into buffers whose content nobody wants. If it *repeats*, the same in every step,
+// some buffers are for what streams through: what is updated there is written at once, and what is
+// wanted later makes room for what is wanted sooner. All others *keep* what they have from step to
+// step, which is what is due first, or else the order's end: that is what somebody waits for. So a
+// step writes N - (B - streaming) records, if so many do not fit, and reads as many or a few less.
 //
 // Nothing here locks: all of it is used under the pipeline's lock.
 #pragma once

@@ -397,8 +397,9 @@ class StepPipeline:
         Each is (key, param, record, due) as in a StepTask. Replaces what was expected before;
         submit() takes its keys out. With `streaming` 0 it takes buffers whose content nobody wants.
         Else the order is the same in every step, and all buffers but so many keep what is due
-        first, of that which is due together the last (of nothing: what they kept before). Never waits; what was read for nothing does no harm.
-        Raises ValueError for what is not valid, and the pipeline's failure."""
+        first, of that which is due together the last (of nothing: what they kept before). Never
+        waits; what was read for nothing does no harm. Raises ValueError for what is not valid, and
+        the pipeline's failure."""
     def wait_updated(self, key: int = -1) -> None:
         """Until every submitted update (or those of `key`) is computed: parameters in RAM are
         final, gradients free. Raises the first failure; the pipeline then refuses further work with

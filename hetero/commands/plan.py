@@ -66,7 +66,7 @@ def add_command(commands: Commands) -> None:
         memory.add_argument(
             name,
             metavar="BYTES",
-            help=f"{what}, for model state (default: {_DEFAULT_SHARE:.0%} of what there is)",
+            help=f"{what}, for model state (default: {_DEFAULT_SHARE:.0%}% of what there is)",
         )
     memory.add_argument(
         "--nvme-path",
@@ -77,7 +77,7 @@ def add_command(commands: Commands) -> None:
     memory.add_argument(
         "--nvme-capacity",
         metavar="BYTES",
-        help=f"file space there (default: {_DEFAULT_DISK_SHARE:.0%} of what is free)",
+        help=f"file space there (default: {_DEFAULT_DISK_SHARE:.0%}% of what is free)",
     )
     memory.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default: %(default)s)")
     memory.add_argument("--chunk-numel", type=int, metavar="N", help="elements per chunk")

@@ -139,7 +139,7 @@ def test_same_bits_with_and_without(tmp_path: Path, place: str, early: bool) -> 
 
 
 def test_early_updates_keep_most_buffers(tmp_path: Path) -> None:
-    """All but some buffers keep the order's end; the traffic does not depend on timing."""
+    """All but some buffers keep the order's end; what is written does not depend on timing."""
     model, optimizer = build(lambda: Net(blocks=8), tmp_path, "records", True, host_memory="2MiB")
     pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
     records = len(optimizer.engine.layout.chunks)
@@ -153,8 +153,10 @@ def test_early_updates_keep_most_buffers(tmp_path: Path) -> None:
         one_step(model, optimizer, step)
         pipeline.wait_written()
         missed = (lacking + STREAMING) * piece_bytes(optimizer)
-        assert pipeline.stats["read_bytes"] - before["read_bytes"] == missed
         assert pipeline.stats["written_bytes"] - before["written_bytes"] == missed
+        # What streamed through last may still be there.
+        read = pipeline.stats["read_bytes"] - before["read_bytes"]
+        assert missed - STREAMING * piece_bytes(optimizer) <= read <= missed
     optimizer.engine.close()
 
 
