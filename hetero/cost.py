@@ -266,18 +266,10 @@ class CostModel:
             return sum(self.slots[c] for c in self.trained if homes[c] is Tier.DISK)
 
         records, params, grads = slots(made.record), slots(made.param), slots(made.grad)
-        cached = sum(
-            self.slots[c]
-            for c in self.trained
-            if made.record[c] is Tier.DISK or made.param[c] is Tier.DISK
-        )
-        lacking = max(0, cached - made.buffers)
-        if problem.early_updates or problem.late_updates:
-            # The order, the same in each step, does not begin with what buffers keep.
-            lacking = min(cached, lacking + min(STREAMING, lacking))
+        cached, kept = self._kept(made)
+        missed = (cached - kept) / cached if cached else 0.0
         if problem.early_updates and not problem.late_updates:
             grads = 0  # gradients are used where they arrive
-        missed = lacking / cached if cached else 0.0
         read = round((records * slot.record + params * slot.param) * missed) + grads * slot.grad
         written = round(records * slot.record * missed) + params * slot.param
         nvme_s = _nvme_seconds(profile, read, written)
@@ -291,7 +283,7 @@ class CostModel:
         if read:
             # At the ends one waits for the other: for the first gradient, or the first free buffer,
             # and for the last read.
-            pieces = ceil(max(cached * missed, grads))
+            pieces = ceil(max(cached - kept, grads))
             seconds += nvme_s * read / (read + written) / max(1, pieces)
         seconds = min(seconds, alone_s + nvme_s)
         together = max(0.0, host_s + nvme_s - seconds)
@@ -308,6 +300,18 @@ class CostModel:
             PhaseCost("update", total, busy),
             {"nvme_read": read, "nvme_written": written, "sent": sent},
         )
+
+    def _kept(self, made: Placement) -> tuple[int, int]:
+        """Pieces whose updates take a buffer, and how many of them stay there for the next step."""
+        cached = sum(
+            self.slots[c]
+            for c in self.trained
+            if made.record[c] is Tier.DISK or made.param[c] is Tier.DISK
+        )
+        lacking = max(0, cached - made.buffers)
+        if self.problem.early_updates or self.problem.late_updates:
+            lacking = min(cached, lacking + min(STREAMING, lacking))
+        return cached, cached - lacking
 
     def _together(
         self, phases: Sequence[PhaseCost], update: PhaseCost, made: Placement
@@ -344,7 +348,7 @@ class CostModel:
         share = self.numel[first] / sum(self.numel[c] for c in self.trained)
         slot, missed = self.slot, 0
         if made.record[first] is Tier.DISK:
-            missed = max(0, self.slots[first] - max(0, made.buffers - STREAMING))
+            missed = max(0, self.slots[first] - self._kept(made)[1])
         param = slot.param if made.param[first] is Tier.DISK else 0
         read, written = missed * (slot.record + param), missed * slot.record
         written += self.slots[first] * param

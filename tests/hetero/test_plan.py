@@ -20,6 +20,7 @@ from hetero.placement import (
     place,
 )
 from hetero.plan import plan, smallest_budgets
+from hetero.steps import STREAMING
 from offload.tiers import Tier
 from tests.planning import (
     AMPLE,
@@ -221,6 +222,22 @@ def test_compute_that_hides_the_disk_lets_parameters_go_there_first():
     forward, backward = made.cost.phases[:2]
     assert forward.seconds == pytest.approx(forward.busy_s["compute"], rel=0.01)
     assert backward.seconds == pytest.approx(backward.busy_s["compute"], rel=0.01)
+
+
+def test_where_forward_waits_for_a_large_chunk_buffers_keep_its_records():
+    layout = layout_of(12 * SLOT, *[SLOT] * 36)
+    each = SlotBytes.of(layout, BF16)
+    host = layout.slot_count * (each.param + each.grad) + 17 * each.record
+    for repeats in (False, True):
+        problem = make_problem(
+            layout, Budgets(host, AMPLE), early_updates=repeats, late_updates=repeats
+        )
+        # Computing hides the disk, but not from the first chunk.
+        trace = replace(problem.trace, forward_s=3e6, backward_s=6e6)
+        made = plan(replace(problem, trace=trace)).placement
+        kept = made.buffers - STREAMING
+        assert (kept >= 12) is repeats
+        assert (Tier.HOST in made.record) is not repeats
 
 
 def test_everything_on_the_device_is_fastest_where_it_fits():

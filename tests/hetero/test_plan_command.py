@@ -85,6 +85,21 @@ def test_people_get_a_table_that_says_what_bounds_the_step(
         assert part in out
 
 
+def test_early_and_late_updates_are_planned(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = ("--host-memory", "1MiB", "--nvme-path", "/nowhere")
+    names = []
+    for options in ((), ("--late-updates",), ("--early-updates", "--late-updates")):
+        found = planned(capsys, *budget, *options)
+        names.append([phase["name"] for phase in found["phases"]])
+    assert names == [
+        ["forward", "backward", "update"],
+        ["forward and update", "backward"],
+        ["forward, backward and update"],
+    ]
+
+
 @pytest.mark.parametrize("nvme", [(), ("--nvme-path", "/nowhere")])
 def test_the_smallest_budget_works_and_one_byte_less_does_not(
     here: Path, capsys: pytest.CaptureFixture[str], nvme: tuple[str, ...]
