@@ -345,16 +345,17 @@ class CostModel:
         first = next(uses, None)
         if first is None:
             return 0.0
-        share = self.numel[first] / sum(self.numel[c] for c in self.trained)
-        slot, missed = self.slot, 0
-        if made.record[first] is Tier.DISK:
-            missed = max(0, self.slots[first] - self._kept(made)[1])
-        param = slot.param if made.param[first] is Tier.DISK else 0
-        read, written = missed * (slot.record + param), missed * slot.record
-        written += self.slots[first] * param
-        nvme_s = _nvme_seconds(self.problem.profile, read, written)
-        on_cpu_s = update.busy_s[CPU_UPDATE] * share
-        return max(nvme_s, 0.0 if made.record[first] is Tier.DEVICE else on_cpu_s)
+        slot, record, param = self.slot, made.record[first], made.param[first]
+        in_buffers = slot.record if record is Tier.DISK else 0
+        in_buffers += slot.param if param is Tier.DISK else 0
+        missed = max(0, self.slots[first] - self._kept(made)[1]) if in_buffers else 0
+        written = missed * slot.record if record is Tier.DISK else 0
+        written += self.slots[first] * slot.param if param is Tier.DISK else 0
+        nvme_s = _nvme_seconds(self.problem.profile, missed * in_buffers, written)
+        if record is Tier.DEVICE:
+            return nvme_s
+        on_cpu = sum(self.numel[c] for c in self.trained if made.record[c] is not Tier.DEVICE)
+        return max(nvme_s, update.busy_s[CPU_UPDATE] * self.numel[first] / on_cpu)
 
     def _averaged_at_end(self) -> tuple[int, float]:
         """Bytes and seconds of what ranks send around the update: stages 1 and 2, and replicas."""

@@ -28,7 +28,6 @@ from hetero.layout import Chunk
 from hetero.managed import ManagedParam
 from hetero.steps import Groups, HyperOf, hyper_table
 from hetero.unfinished import Key, Unfinished, key_of
-from hetero.world import World
 from offload.errors import HeteroError, StaleGraphError
 
 ParamGroups = Callable[[], Sequence[dict[str, Any]]]
@@ -39,11 +38,11 @@ _TO_GO_ON = (
 )
 
 
-def check_early_updates(config: Config, world: World) -> None:
+def check_early_updates(config: Config, ranks: int) -> None:
     """Raises ValueError where updates cannot begin early."""
-    if config.early_updates and world.size > 1:
+    if config.early_updates and ranks > 1:
         raise ValueError(
-            f"early_updates is for one rank, and there are {world.size}: gradients of several are "
+            f"early_updates is for one rank, and there are {ranks}: gradients of several are "
             f"averaged first; leave it out"
         )
 

@@ -82,8 +82,8 @@ def initialize(
         for param in model.parameters():
             stage.adopt(param)
         with ExitStack() as resources:
-            check_early_updates(stage.config, stage.world)
-            check_late_updates(stage.config, stage.world)
+            check_early_updates(stage.config, stage.world.size)
+            check_late_updates(stage.config, stage.world.size)
             dtypes = optimizer.dtypes(stage.config)
             shard = Shard(
                 stage.world.rank,

@@ -17,7 +17,6 @@ from hetero.config import Config
 from hetero.layout import Chunk
 from hetero.managed import ManagedParam
 from hetero.steps import Groups, HyperTable
-from hetero.world import World
 from offload import timeline
 from offload.errors import HeteroError
 
@@ -31,11 +30,11 @@ def key_of(chunk: Chunk) -> Key:
     return chunk.bank, chunk.id
 
 
-def check_late_updates(config: Config, world: World) -> None:
+def check_late_updates(config: Config, ranks: int) -> None:
     """Raises ValueError where updates cannot go on after step()."""
-    if config.late_updates and world.size > 1:
+    if config.late_updates and ranks > 1:
         raise ValueError(
-            f"late_updates is for one rank, and there are {world.size}: others need new values "
+            f"late_updates is for one rank, and there are {ranks}: others need new values "
             f"that this one does not wait for; leave it out"
         )
 

@@ -10,7 +10,9 @@
 // some buffers are for what streams through: what is updated there is written at once, and what is
 // wanted later makes room for what is wanted sooner. All others *keep* what they have from step to
 // step, which is what is due first, or else the order's end: that is what somebody waits for. So a
-// step writes N - (B - streaming) records, if so many do not fit, and reads as many or a few less.
+// step writes N - (B - streaming) records, if so many do not fit, and reads about as many: a few
+// less if what streamed through last is still there, a few more if what was read ahead had to make
+// room.
 //
 // Nothing here locks: all of it is used under the pipeline's lock.
 #pragma once

@@ -146,6 +146,7 @@ def problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
         micro_batches=draw(st.sampled_from([1, 1, 2, 3, 7])),
         prefetch=draw(st.booleans()),
         early_updates=draw(st.booleans()),
+        late_updates=draw(st.booleans()),
         held=shard.ranks > 1 and draw(st.booleans()),
         network_bytes_per_s=draw(st.none() | rates),
     )

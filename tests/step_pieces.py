@@ -144,7 +144,9 @@ class Filed:
         self.arena = _native.Arena(buffers * _native.StepPipeline.buffer_bytes(*shape))
         self.pipeline = _native.StepPipeline(self.engine, self.file, self.arena, buffers, *shape)
 
-    def tasks(self, order: Sequence[int]) -> list[_native.StepTask]:
+    def tasks(self, order: Sequence[int], due: Sequence[int] = ()) -> list[_native.StepTask]:
+        """In this order, or as they are `due`."""
+
         def payload(in_file: bool, offsets: list[int], arrays: list[np.ndarray], key: int):
             if in_file:
                 return _native.Location(file_offset=offsets[key])
@@ -157,8 +159,9 @@ class Filed:
                 payload(self.grad_in_file, self.grad_at, self.pieces.grads, key),
                 _native.Location(file_offset=self.record_at[key]),
                 SEGMENTS,
+                *due[place : place + 1],
             )
-            for key in order
+            for place, key in enumerate(order)
         ]
 
     def in_file(self, array: np.ndarray, offset: int) -> bytes:

@@ -287,8 +287,10 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
     import torch
 
     from hetero.arrangement import arrange
+    from hetero.early import check_early_updates
     from hetero.training.job import make_optimizer
     from hetero.training.models import build_model, model_config
+    from hetero.unfinished import check_late_updates
 
     if policy == "nvme" and not machine.disk_bytes:
         raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
@@ -300,6 +302,8 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
         early_updates=options.early_updates,
         late_updates=options.late_updates,
     )
+    check_early_updates(config, machine.ranks)
+    check_late_updates(config, machine.ranks)
     architecture = model_config(options)
     with torch.device("meta"):
         shape = build_model(architecture)

@@ -211,6 +211,26 @@ def test_late_updates_overlap_forward():
     assert crowded.seconds >= early.seconds > both.seconds
 
 
+def test_forward_waits_for_what_buffers_do_not_keep_of_its_first_chunk():
+    layout = layout_of(12 * SLOT, *[SLOT] * 20)
+    each, chunks = SlotBytes.of(layout, BF16), len(layout.chunks)
+    profile = replace(disk(1.0), update_bytes_per_s={"bf16": 1e12})
+    base = make_problem(
+        layout, Budgets(AMPLE, AMPLE), profile, early_updates=True, late_updates=True
+    )
+    model = CostModel(replace(base, trace=replace(base.trace, forward_s=1e6, backward_s=1e6)))
+
+    def waited_s(buffers: int, param=HOST, record=DISK) -> float:
+        homes = [(home,) * chunks for home in (param, HOST, record)]
+        return model.cost(Placement(*homes, 12, 0, buffers, 0, 0)).seconds - 2e6
+
+    for buffers, missed in ((3, 12), (5, 12), (11, 6), (17, 0)):
+        assert waited_s(buffers) == pytest.approx(missed * 2 * each.record / PARAM, abs=1e-3)
+    # All parameters are written, and those that are not kept are read.
+    forward_s = waited_s(99, param=DISK, record=HOST) - 12
+    assert waited_s(11, param=DISK, record=HOST) == pytest.approx(forward_s + 12 + 6, abs=1e-3)
+
+
 def test_few_buffers_hide_less_of_the_update_beside_computing():
     on_disk = [made(record=DISK, buffers=count) for count in (1, 2, 3)]
     for late, share in ((False, 1), (True, 2)):

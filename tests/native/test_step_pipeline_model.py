@@ -60,17 +60,22 @@ class PipelineMachine(RuleBasedStateMachine):
         assert not self.failed
         return True
 
-    @rule(order=st.lists(KEYS, min_size=1, max_size=12))
-    def submit(self, order: list[int]) -> None:
+    @rule(order=st.lists(KEYS, min_size=1, max_size=12), due=st.lists(st.integers(0, 3)))
+    def submit(self, order: list[int], due: list[int]) -> None:
+        """(Tasks of one piece stay in their order, however they are due.)"""
         self.step += 1
         now = hypers(self.step)
-        if self.call(self.filed.pipeline.submit, self.filed.tasks(order), now):
+        if self.call(self.filed.pipeline.submit, self.filed.tasks(order, due), now):
             self.model.submit(self.pieces.tasks_in_ram(order), now)
             self.model.wait_updated()
 
-    @rule(order=st.lists(KEYS, max_size=COUNT), streaming=st.integers(0, 3))
-    def expect(self, order: list[int], streaming: int) -> None:
-        self.call(self.filed.pipeline.expect, expected(self.filed, order), streaming)
+    @rule(
+        order=st.lists(KEYS, max_size=COUNT),
+        streaming=st.integers(0, 6),
+        due=st.dictionaries(KEYS, st.integers(0, 3)),
+    )
+    def expect(self, order: list[int], streaming: int, due: dict[int, int]) -> None:
+        self.call(self.filed.pipeline.expect, expected(self.filed, order, due), streaming)
 
     @rule()
     def wait_updated(self) -> None:
