@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.climb import climb
 from bench.contenders import peer_contenders, run_contender
 from bench.rungs import MALLOC, tell
 from bench.shapes import params_of, shape_name
@@ -44,25 +43,38 @@ class PeerRungs:
     def rung(self, budget: int) -> dict[str, Any] | None:
         """The largest run whose peak is within `budget`. Raises MissingPeer."""
         tries = self._arguments.tries
+        for _ in range(tries):
+            low, high = self._between(budget)
+            if high - low <= 1:
+                break
+            number = min(max(self._guess(budget), low + 1), high - 1)
+            tell(f"DeepSpeed within {format_bytes(budget)}, at most {tries} tries:")
+            self._runs[number] = self._run(self._shapes[number])
+        best = self._between(budget)[0]
+        return self._runs[best] if best >= 0 else None
 
-        def trains(number: int) -> bool:
-            if number not in self._runs:
-                tell(f"DeepSpeed within {format_bytes(budget)}, at most {tries} tries:")
-                self._runs[number] = self._run(self._shapes[number])
-            one = self._runs[number]
-            return bool(one["status"] == "trained" and one["peak_rss_bytes"] <= budget)
-
-        best = climb(len(self._shapes), self._guess(budget), trains, tries)
-        return None if best is None else self._runs[best]
+    def _between(self, budget: int) -> tuple[int, int]:
+        """The largest shape's number that is known to work, and the smallest that is not to."""
+        works = {
+            n: _trained(run) and run["peak_rss_bytes"] <= budget for n, run in self._runs.items()
+        }
+        high = min((n for n, does in works.items() if not does), default=len(self._shapes))
+        return max((n for n, does in works.items() if does and n < high), default=-1), high
 
     def _guess(self, budget: int) -> int:
-        """By a line of BYTES_PER_PARAM through the run whose peak is nearest."""
-        bytes_at, params_at = FLOOR_BYTES, 0
-        trained = [run for run in self._runs.values() if run["status"] == "trained"]
-        if trained:
-            nearest = min(trained, key=lambda run: abs(run["peak_rss_bytes"] - budget))
-            bytes_at, params_at = nearest["peak_rss_bytes"], nearest["params"]
-        most = params_at + (budget - bytes_at) / BYTES_PER_PARAM
+        """By a line through the runs whose peaks are nearest, or of BYTES_PER_PARAM."""
+        trained = sorted(
+            (abs(run["peak_rss_bytes"] - budget), run["peak_rss_bytes"], run["params"])
+            for run in self._runs.values()
+            if _trained(run)
+        )
+        _, bytes_at, params_at = trained[0] if trained else (0, FLOOR_BYTES, 0)
+        bytes_per_param = float(BYTES_PER_PARAM)
+        if len(trained) > 1:
+            _, other_bytes, other_params = trained[1]
+            slope = (other_bytes - bytes_at) / (other_params - params_at)
+            bytes_per_param = slope if slope > 0 else bytes_per_param
+        most = params_at + (budget - bytes_at) / bytes_per_param
         return sum(params_of(config) <= most for config in self._shapes) - 1
 
     def _run(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -102,3 +114,7 @@ class PeerRungs:
         tell(f"  trained, peak {format_bytes(peak)}")
         step_s = outcome.figures["step_s"]
         return {**run, "status": "trained", "error": None, "peak_rss_bytes": peak, "step_s": step_s}
+
+
+def _trained(run: dict[str, Any]) -> bool:
+    return bool(run["status"] == "trained")
