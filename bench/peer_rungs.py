@@ -74,7 +74,7 @@ class PeerRungs:
             _, other_bytes, other_params = trained[1]
             slope = (other_bytes - bytes_at) / (other_params - params_at)
             bytes_per_param = slope if slope > 0 else bytes_per_param
-        most = params_at + (budget - bytes_at) / bytes_per_param
+        most: float = params_at + (budget - bytes_at) / bytes_per_param
         return sum(params_of(config) <= most for config in self._shapes) - 1
 
     def _run(self, config: dict[str, Any]) -> dict[str, Any]:
