@@ -61,8 +61,8 @@ class StepPipeline {
 
   // From now on reads ahead what `expected`, in this order, find in the file and no buffer has;
   // replaces what was expected before. With `streaming` 0 it takes buffers whose content nobody
-  // wants. Else the order is the same in every step, and all buffers but `streaming` keep what is due
-  // first (step_buffers.h). Throws std::invalid_argument if any is not valid.
+  // wants. Else the order is the same in every step, and all buffers but `streaming` keep what is
+  // due first (step_buffers.h). Throws std::invalid_argument if any is not valid.
   void expect(std::vector<Expectation> expected, std::size_t streaming);
 
   // Until every submitted update, or those of `key`, are computed: parameters in RAM are final,
