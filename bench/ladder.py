@@ -13,8 +13,9 @@ which hetero's placement says that the budget is enough, beside the framework as
 activations by a formula. From there tries go up or down until one works and one does not, and halve
 what is between. (bench.rungs.MALLOC says what glibc is told, here and for peers.)
 
-DeepSpeed's ZeRO-3, with parameters and optimizer on NVMe, is searched for in the same way, with
---peers deepspeed. A try that is not done after --timeout counts as one that does not fit in time.
+DeepSpeed's ZeRO-3, with parameters and optimizer on NVMe, is searched for with --peers deepspeed,
+along the line through the runs nearest to a budget. A try that is not done after --timeout counts
+as one that does not fit in time.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import hetero
 from hetero.early import check_early_updates
 from offload.backend import EmulatedBackend
 from offload.errors import HeteroError
+from tests.interrupts import interrupt_in
 
 WIDTH = 64
 STEPS = 4
@@ -462,25 +463,13 @@ def test_an_exception_in_backward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("submitted", [False, True])
-def test_an_interrupt_when_an_update_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submitted: bool
-) -> None:
+def test_an_interrupt_when_an_update_begins(tmp_path: Path, submitted: bool) -> None:
     """Nobody knows whether that update is lost; that is told until a checkpoint is loaded."""
     model, optimizer = build(lambda: Net(tied=False), tmp_path, "records", True)
     one_step(model, optimizer, 0)
     state = optimizer.state_dict()
-    unfinished = optimizer.engine.unfinished
-    begin = unfinished.begin
-
-    def interrupted(*args: Any, **more: Any) -> None:
-        if submitted:
-            begin(*args, **more)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(unfinished, "begin", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupt_in(optimizer.engine.unfinished, "begin", done=submitted):
         loss_of(model, 1).backward()
-    monkeypatch.undo()
     for _ in range(2):
         with pytest.raises(HeteroError, match="the update of .* was interrupted"):
             optimizer.step()
@@ -490,23 +479,14 @@ def test_an_interrupt_when_an_update_begins(
     optimizer.engine.close()
 
 
-def test_an_interrupt_in_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_step(tmp_path: Path) -> None:
     """What step() updates after backward may be made: it is not made again."""
     model, optimizer = build(lambda: Net(tied=False), tmp_path, "records", True)
     one_step(model, optimizer, 0)
     state = optimizer.state_dict()
     loss_of(model, 1).backward()
-    stepper = optimizer.engine.banks[0].stepper
-    run = stepper.run
-
-    def interrupted(*args: Any) -> None:
-        run(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stepper, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupt_in(optimizer.engine.banks[0].stepper, "run"):
         optimizer.step()
-    monkeypatch.undo()
     with pytest.raises(HeteroError, match=r"optimizer.step\(\) was interrupted"):
         optimizer.step()
     optimizer.load_state_dict(state)

@@ -26,6 +26,7 @@ from tests.hetero.test_early_updates import (
     same,
 )
 from tests.hetero.test_early_updates import build as build_in
+from tests.interrupts import interrupt_in
 
 # A part of all state is at home on DEVICE.
 EVERYWHERE = PLACES | {
@@ -255,9 +256,7 @@ def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["home", "changed"])
-def test_an_interrupt_while_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
+def test_an_interrupt_while_waiting(tmp_path: Path, at: str) -> None:
     """The wait can be repeated."""
     results = []
     for interrupts in (True, False):
@@ -265,14 +264,8 @@ def test_an_interrupt_while_waiting(
         one_step(model, optimizer, 0)
         params = optimizer.engine.banks[0].params
         if interrupts:
-
-            def interrupt(*args: Any) -> None:
-                raise KeyboardInterrupt
-
-            monkeypatch.setattr(params, at, interrupt)
-            with pytest.raises(KeyboardInterrupt):
+            with interrupt_in(params, at, done=False):
                 loss_of(model, 1)
-            monkeypatch.undo()
         results.append([torch.tensor([one_step(model, optimizer, 1)]), *result(model, optimizer)])
     assert same(*results)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hetero
+from tests.interrupts import interrupt_in
 from tests.small_net import SETTINGS, Net, Settings, assert_same, loss_of, managed, plain
 
 pytestmark = [
@@ -184,23 +185,13 @@ def test_reading_gathered_parameters_only_reads(net: Callable) -> None:
     optimizer.engine.close()
 
 
-def test_interruption_after_an_update_leaves_no_old_values_in_use(
-    net: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruption_after_an_update_leaves_no_old_values_in_use(net: Callable) -> None:
     model, optimizer = net()
     expected, expected_optimizer = net()
     for each in (model, expected):
         loss_of(each).backward()
     expected_optimizer.step()
-    stepper = optimizer.engine.banks[0].stepper
-    run = stepper.run
-
-    def interrupted(*arguments: object) -> None:
-        run(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stepper, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupt_in(optimizer.engine.banks[0].stepper, "run"):
         optimizer.step()
     with torch.no_grad():
         assert loss_of(model, 5) == loss_of(expected, 5)
