@@ -357,10 +357,9 @@ class Engine:
         table = hyper_table(groups, hyper_of)
         try:
             self._update_banks(groups, table)
-        except Exception:
-            raise
-        except BaseException:
-            self.early.interrupted()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C
+                self.early.interrupted()
             raise
         self.early.finish()
         self.unfinished.end_step()
