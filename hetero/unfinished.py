@@ -46,10 +46,11 @@ class Unfinished:
     """
 
     def __init__(self, banks: Sequence[Bank], config: Config) -> None:
-        """`banks` may grow. With late updates, the one that forward needs first is made first."""
+        """`banks` may grow. With late updates, the one that forward needs first is made first, but
+        after those that begin early and hold a slot which backward waits for."""
         self._banks = banks
         self._enabled = config.early_updates or config.late_updates
-        self._in_turn = config.late_updates
+        self._early, self._in_turn = config.early_updates, config.late_updates
         self._chunks: dict[Key, list[ManagedParam]] = {}
         self._held: set[Key] = set()
         # Of those whose gradients are in slots, first begun first.
@@ -169,7 +170,9 @@ class Unfinished:
         return False
 
     def _due(self, chunk: Chunk) -> int:
-        return self._first_use.get(key_of(chunk), _NOT_USED_YET + chunk.id)
+        if self._early and self._banks[chunk.bank].grads.in_file(chunk):
+            return 0  # backward waits for the slot, forward has not begun
+        return 1 + self._first_use.get(key_of(chunk), _NOT_USED_YET + chunk.id)
 
     def _free_one(self) -> bool:
         """Until the update that was begun first has used its gradient; False if none is left."""

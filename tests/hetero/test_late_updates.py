@@ -329,6 +329,29 @@ def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_what_is_due_first(tmp_path: Path, early: bool) -> None:
+    """What forward used first, after what holds slots in backward."""
+    model, optimizer = late(
+        tmp_path, "records", lambda: Net(blocks=7, tied=False), early, host_memory="800KiB"
+    )
+    one_step(model, optimizer, 0)
+    loss = loss_of(model, 1)
+    engine = optimizer.engine
+    chunks, grad, due_of = engine.layout.chunks, engine.placement.grad, engine.banks[0].stepper.due
+    assert due_of is not None
+    assert grad.count(Tier.DISK) > 5
+    assert grad.count(Tier.HOST) > 5
+    due = {chunk.id: due_of(chunk) for chunk in chunks}
+    in_slots = {c.id for c in chunks if early and grad[c.id] is Tier.DISK}
+    assert {chunk for chunk in due if due[chunk] == 0} == in_slots
+    others = [due[c.id] for c in chunks if c.id not in in_slots]
+    assert others == sorted(set(others)), "chunks are in the order of forward"
+    loss.backward()
+    optimizer.step()
+    engine.close()
+
+
 def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
     results = []
     for overlap in (False, True):
