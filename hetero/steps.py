@@ -85,7 +85,7 @@ class Stepper:
             key += chunk.slots
         self._repeats = False  # the same order in every step
         self._forward = True
-        # When a chunk's new values are needed, if that is to give the order.
+        # When a chunk's new values, or its gradient's slot, are needed, if that gives the order.
         self.due: Callable[[Chunk], int] | None = None
         self.wait_s = 0.0  # for the update of a chunk that was needed
         self._first_number = first_number
