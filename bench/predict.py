@@ -69,6 +69,10 @@ CONFIGURATIONS: tuple[tuple[str, float | None, int], ...] = (
 )
 
 
+# Names of what is measured, and of what is predicted.
+PHASES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
+
+
 @dataclass(frozen=True)
 class Measured:
     """Medians of the steps of one configuration, in seconds and bytes."""
@@ -332,8 +336,8 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{measured['step_s']:.3f} / {predicted['step_s']:.3f}",
             f"{row['error']:+.0%} ({min(row['errors']):+.0%} to {max(row['errors']):+.0%})",
             *(
-                f"{measured[f'{part}_s']:.2f} / {predicted[f'{part}_s']:.2f}"
-                for part in ("forward", "backward", "optimizer")
+                _beside(measured[f"{part}_s"], predicted["phases_s"].get(phase))
+                for part, phase in PHASES.items()
             ),
             *(
                 f"{measured[f'nvme_{verb}_bytes'] / 1e9:.2f} / "
@@ -358,6 +362,11 @@ def show(result: dict[str, Any], console: Console) -> None:
             markup=False,
             highlight=False,
         )
+
+
+def _beside(measured_s: float, predicted_s: float | None) -> str:
+    """(None: the phase was predicted together with others.)"""
+    return f"{measured_s:.2f}" + ("" if predicted_s is None else f" / {predicted_s:.2f}")
 
 
 def _tell(text: str) -> None:

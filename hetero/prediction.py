@@ -47,9 +47,15 @@ class Prediction:
         """Seconds of the whole step."""
         return sum(cost.seconds for cost in self.costs)
 
-    def phase_s(self, name: str) -> float:
-        """Seconds of "forward", "backward" or "update"."""
-        return sum(p.seconds for cost in self.costs for p in cost.phases if p.name == name)
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Seconds of "forward", "backward" and "update"; of those that go on together, as one, such
+        as "backward and update"."""
+        seconds: dict[str, float] = {}
+        for cost in self.costs:
+            for phase in cost.phases:
+                seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
+        return seconds
 
     @property
     def bound(self) -> str:
@@ -64,9 +70,7 @@ class Prediction:
         """For programs."""
         return {
             "step_s": self.step_s,
-            "forward_s": self.phase_s(Phase.FORWARD.value),
-            "backward_s": self.phase_s(Phase.BACKWARD.value) + self.phase_s("backward and update"),
-            "optimizer_s": self.phase_s("update"),
+            "phases_s": self.phases_s,
             "bound": self.bound,
             "measured_computing": self.measured_computing,
             "nvme_read_bytes": sum(cost.traffic.nvme_read for cost in self.costs),

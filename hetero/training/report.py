@@ -98,8 +98,7 @@ def _predicted(result: TrainResult) -> list[tuple[str, str]]:
     predicted, ratio = result.predicted, result.measured_over_predicted
     if predicted is None or ratio is None:
         return []
-    parts = ("forward", "backward", "optimizer")
-    split = ", ".join(f"{name} {predicted[f'{name}_s']:.3f}" for name in parts)
+    split = "; ".join(f"{name} {seconds:.3f}" for name, seconds in predicted["phases_s"].items())
     return [
         (
             "predicted",

@@ -69,7 +69,9 @@ def test_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert len(result["rounds"]) == 2
     cpu = rows["cpu, all in RAM, 2 micro-batches"]
     traced = [2 * made["traced"]["forward_s"] for made in result["rounds"]]
-    assert any(cpu["predicted"]["forward_s"] == pytest.approx(seconds) for seconds in traced)
+    assert any(
+        cpu["predicted"]["phases_s"]["forward"] == pytest.approx(seconds) for seconds in traced
+    )
     assert cpu["error"] == min(cpu["errors"])
     assert len(cpu["errors"]) == 2
     errors = [abs(row["error"]) for row in rows.values() if row["status"] == "measured"]

@@ -31,12 +31,12 @@ def bank(*numels: int, disk: bool = False) -> BankPlan:
 def test_computing_is_shared_out_over_banks_by_their_elements() -> None:
     banks = [bank(3 * SLOT, 3 * SLOT), bank(2 * SLOT)]
     made = predict(banks, make_profile(), WORK, Computing(8.0, 16.0))
-    assert made.phase_s("forward") == pytest.approx(8)
-    assert made.phase_s("backward") == pytest.approx(16)
+    assert made.phases_s["forward"] == pytest.approx(8)
+    assert made.phases_s["backward"] == pytest.approx(16)
     assert made.costs[1].phases[0].seconds == pytest.approx(2)
     update_s = 8 * SLOT * BF16.kind.bytes_moved / 10
     assert made.step_s == pytest.approx(24 + update_s)
-    assert made.as_dict()["optimizer_s"] == pytest.approx(update_s)
+    assert made.as_dict()["phases_s"]["update"] == pytest.approx(update_s)
     assert made.as_dict()["measured_computing"] is True
 
 
@@ -109,8 +109,8 @@ class TestTrain:
         assert train("--json") == 0
         summary = json.loads(capsys.readouterr().out)
         predicted = summary["predicted"]
-        parts = ("forward_s", "backward_s", "optimizer_s")
-        assert predicted["step_s"] == pytest.approx(sum(predicted[part] for part in parts))
+        assert list(predicted["phases_s"]) == ["forward", "backward", "update"]
+        assert predicted["step_s"] == pytest.approx(sum(predicted["phases_s"].values()))
         steady = sorted(summary["step_s"][1:])
         assert summary["measured_over_predicted"] == pytest.approx(
             sum(steady) / len(steady) / predicted["step_s"]
@@ -121,6 +121,13 @@ class TestTrain:
         out = capsys.readouterr().out
         assert "predicted" in out
         assert "times as much" in out
+
+    def test_phases_that_go_on_together_are_shown_as_one(
+        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.save(tmp_path)
+        assert train("--early-updates", "--late-updates", "--clip", "0") == 0
+        assert "s: forward, backward and update " in capsys.readouterr().out
 
     def test_without_a_profile_nothing_is_said(
         self, train, capsys: pytest.CaptureFixture[str]
