@@ -199,7 +199,8 @@ class CostModel:
         begin = 0 if self.problem.late_updates else len(phases) - 1
         end = len(phases) if self.problem.early_updates else 1
         if phases and begin < end:
-            phases[begin:end] = [self._together(phases[begin:end], update, made)]
+            others = [*phases[:begin], *phases[end:]]
+            phases[begin:end] = [self._together(phases[begin:end], others, update, made)]
         else:
             phases.append(update)
         return StepCost(tuple(phases), Traffic(**nbytes))
@@ -314,14 +315,19 @@ class CostModel:
         return cached, cached - lacking
 
     def _together(
-        self, phases: Sequence[PhaseCost], update: PhaseCost, made: Placement
+        self,
+        phases: Sequence[PhaseCost],
+        others: Sequence[PhaseCost],
+        update: PhaseCost,
+        made: Placement,
     ) -> PhaseCost:
         """Phases and the updates that go on in them: the busiest resource of all says how long.
 
         If the CPU computes, its updates take its time. Those of one chunk go on alone: the one that
         backward comes to last, and forward first; it is the first that buffers keep. If there is a
         choice, gradients that have a home in RAM are those that wait for forward, the others hold
-        slots that backward needs.
+        slots that backward needs. What the `others` leave to them, of several micro-batches, keeps
+        its resource busy, too.
         """
         busy = {
             name: sum(each.busy_s.get(name, 0.0) for each in (*phases, update))
@@ -329,6 +335,10 @@ class CostModel:
         }
         together = busy[COMPUTE] + busy[CPU_UPDATE]
         busiest_s = max(*busy.values(), 0.0 if self.problem.profile.separate else together)
+        others_s = sum(each.seconds for each in others)
+        for name, busy_s in busy.items():
+            beside_s = sum(each.busy_s.get(name, 0.0) for each in others)
+            busiest_s = max(busiest_s, busy_s + beside_s - others_s)
         alone_s = self._first_alone_s(update, made)
         phases_s = sum(each.seconds for each in phases)
         if len(phases) > 1:

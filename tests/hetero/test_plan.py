@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hetero.cost import CostModel, Problem
+from hetero.layout import Shard
 from hetero.placement import (
     COMFORTS,
     Budgets,
@@ -180,6 +181,31 @@ def test_no_resource_is_busy_longer_than_the_step(problem):
     model = CostModel(problem)
     if problem.trace.micro_batches <= 3:
         assert model.lower_bound_s(made.placement) <= made.cost.seconds * (1 + 1e-9)
+
+
+def test_what_backward_leaves_to_the_next_forward_keeps_the_network_busy():
+    """Late updates beside forward do not get what gradients before still take of the network."""
+    layout = layout_of(1, 1, 1, 1, shard=Shard(0, 2, grads=True, params=False))
+    profile = separate_profile(
+        update_bytes_per_s={"bf16": 5.0},
+        h2d_bytes_per_s=3.0,
+        d2h_bytes_per_s=2.0,
+        device_update_bytes_per_s={"bf16": 45.0},
+    )
+    problem = make_problem(
+        layout,
+        Budgets(393_216, 0, device=262_144, keep_records=False, under_construction=False),
+        profile,
+        policy="cpu",
+        micro_batches=3,
+        prefetch=False,
+        late_updates=True,
+        network_bytes_per_s=1.0,
+    )
+    trace = replace(problem.trace, forward_s=24.0, backward_s=48.0)
+    cost = plan(replace(problem, trace=trace)).cost
+    assert cost.bound == "network"
+    assert cost.seconds >= cost.lower_bound_s
 
 
 @settings(max_examples=200, deadline=None)
