@@ -122,6 +122,11 @@ def shadow(name: str) -> Path:
     return build_extension(f"sanitized-{name}", {"HETERO_SANITIZE": SANITIZERS[name].flags})
 
 
+# It stops all threads at the end of the process and reads their stacks, and seldom crashes itself
+# when one of them is just ending. That is no finding, and says nothing about leaks either.
+LEAK_CHECKER_CRASHED = "LeakSanitizer has encountered a fatal error"
+
+
 def run(name: str, shadow: Path, reports: Path, arguments: list[str]) -> tuple[int, str, str]:
     """Runs Python on the shadow: exit status, output, findings."""
     environment = {**SANITIZERS[name].environment(reports), "PYTHONPATH": str(shadow)}
@@ -167,6 +172,10 @@ def test_native_tests_have_no_findings(name: str, shadow: Path, tmp_path: Path) 
     chosen = ["-m", "not slow", "-k", f"not ({sanitizer.without})", *sanitizer.tests]
     arguments = ["-m", "pytest", *quiet, *ignored, *chosen, "--hypothesis-profile=sanitized"]
     status, output, found = run(name, shadow, tmp_path, arguments)
+    if LEAK_CHECKER_CRASHED in found:
+        again = tmp_path / "again"
+        again.mkdir()
+        status, output, found = run(name, shadow, again, arguments)
     assert (status, found) == (0, ""), f"{output[-10_000:]}\n{found}"
 
 
