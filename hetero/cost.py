@@ -225,7 +225,9 @@ class CostModel:
             if backward_times and profile.separate:
                 leaving = sum([self.numel[c] for c in used & self.trained - on_device])
                 drained += backward_times * leaving * problem.dtypes.param_bytes
-        moving = [self._compute_s, read / _disk_rates(profile, False)[0] if read else 0.0]
+        # (Beside writes some disks read faster than alone.)
+        reading = max(_disk_rates(profile, both)[0] for both in (False, True))
+        moving = [self._compute_s, read / reading if read else 0.0]
         if profile.h2d_bytes_per_s and profile.d2h_bytes_per_s:
             moving += [h2d / profile.h2d_bytes_per_s, drained / profile.d2h_bytes_per_s]
         update_s = self._update(made)[0].seconds
