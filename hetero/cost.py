@@ -335,12 +335,13 @@ class CostModel:
             name: sum(each.busy_s.get(name, 0.0) for each in (*phases, update))
             for name in RESOURCES
         }
-        together = busy[COMPUTE] + busy[CPU_UPDATE]
-        busiest_s = max(*busy.values(), 0.0 if self.problem.profile.separate else together)
         others_s = sum(each.seconds for each in others)
-        for name, busy_s in busy.items():
-            beside_s = sum(each.busy_s.get(name, 0.0) for each in others)
-            busiest_s = max(busiest_s, busy_s + beside_s - others_s)
+        left = {
+            name: max(0.0, sum(each.busy_s.get(name, 0.0) for each in others) - others_s)
+            for name in RESOURCES
+        }
+        together = 0.0 if self.problem.profile.separate else busy[COMPUTE] + busy[CPU_UPDATE]
+        busiest_s = max(together, *(busy[name] + left[name] for name in RESOURCES))
         alone_s = self._first_alone_s(update, made)
         phases_s = sum(each.seconds for each in phases)
         if len(phases) > 1:
