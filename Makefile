@@ -8,7 +8,7 @@ TORCH_VERSION := 2.13.0
 
 # What decides whether the installed package is still the one of this tree.
 BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
-	$(wildcard native/*.h native/*.cpp native/*/*.h native/*/*.cpp native/*/*.in native/cuda/*)
+	$(shell find native -type f)
 
 # Files of tests at a time, in order: the long ones are in the middle. Tests of one file may share
 # builds.
@@ -74,7 +74,7 @@ lint: $(VENV)/test.stamp
 tidy: $(VENV)/test.stamp
 	$(BIN)/cmake -S. -Bbuild/tidy -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 		-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DHETERO_PYTHON=OFF
-	$(BIN)/clang-tidy -p build/tidy --quiet $(filter-out %_neon.cpp,$(wildcard native/*.cpp))
+	$(BIN)/clang-tidy -p build/tidy --quiet $(filter-out %_neon.cpp,$(shell find native -name "*.cpp"))
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)

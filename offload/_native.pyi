@@ -224,7 +224,7 @@ class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.
 
     Rules and their states: "adam" (Adam and AdamW: exp_avg, exp_avg_sq), "lion" (exp_avg),
-    "adagrad" (sum). native/update_rules.inl.h has the formulas and their order. States in bf16 are
+    "adagrad" (sum). native/update/kernels/update_rules.inl.h has the formulas and their order. States in bf16 are
     rounded stochastically.
     """
 
@@ -299,12 +299,12 @@ def update(
     """
 
 def update_constants(kind: UpdateKind, hyper: Hyper) -> bytes:
-    """UpdateConstants of native/kernels.h: what an update is computed with, rounded to fp32 once.
+    """UpdateConstants of native/update/kernels/kernels.h: what an update is computed with, rounded to fp32 once.
 
     Raises ValueError for weight decay that the rule does not have."""
 
 def cuda_sources() -> dict[str, str]:
-    """native/cuda/update.cu and all that it includes, by the names that it includes them by."""
+    """native/update/cuda/update.cu and all that it includes, by the names that it includes them by."""
 
 def split_master(
     kind: UpdateKind, source: int, param: int, remainder: int, carrier: int, numel: int

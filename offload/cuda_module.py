@@ -14,7 +14,7 @@ from offload._native import UpdateKind, cuda_sources
 from offload.errors import HeteroError
 from offload.nvrtc import Nvrtc
 
-THREADS = 256  # of a block, as native/cuda/update.cu has it
+THREADS = 256  # of a block, as native/update/cuda/update.cu has it
 _PROTOTYPES = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxGetCurrent": (POINTER(c_void_p),),
@@ -33,7 +33,7 @@ _PROTOTYPES = {
 
 
 class Kernels(Protocol):
-    """The kernels of native/cuda/update.cu, for one kind."""
+    """The kernels of native/update/cuda/update.cu, for one kind."""
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any], stream: Any) -> None:
         """Starts `blocks` blocks of THREADS threads on `stream`; `arguments` are ctypes objects."""

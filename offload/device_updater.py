@@ -16,7 +16,7 @@ from offload.cuda_module import THREADS, Kernels
 if TYPE_CHECKING:
     from offload.cuda_runtime import Runtime
 
-# As native/cuda/update.cu has them.
+# As native/update/cuda/update.cu has them.
 _GROUP = 4
 _MOST_SEGMENTS = 64
 _MOST_CONSTANTS = 16

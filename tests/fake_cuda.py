@@ -1,6 +1,6 @@
 """A device of CUDA's kind without one: streams that do their work as late as they may.
 
-Its memory is RAM, and its kernels are native/cuda/update.cu compiled for the host. Compute, which
+Its memory is RAM, and its kernels are native/update/cuda/update.cu compiled for the host. Compute, which
 is torch on the CPU, is done at once, or, for tests of the order alone, is given as functions.
 """
 
@@ -236,7 +236,7 @@ class HostKernels:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """native/cuda/update.cu for the host."""
+    """native/update/cuda/update.cu for the host."""
     target = BUILD / f"cuda-on-host-{os.getpid()}.so"
     BUILD.mkdir(exist_ok=True)
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]

@@ -11,7 +11,7 @@
 #include <system_error>
 #include <utility>
 
-#include "link.h"
+#include "link/link.h"
 
 namespace py = pybind11;
 

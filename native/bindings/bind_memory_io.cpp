@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "arena.h"
-#include "io_engine.h"
-#include "stripe_map.h"
+#include "io/io_engine.h"
+#include "io/stripe_map.h"
+#include "memory/arena.h"
 
 namespace py = pybind11;
 

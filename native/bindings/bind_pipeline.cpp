@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "arena.h"
-#include "io_engine.h"
-#include "piece_layout.h"
-#include "step_pipeline.h"
-#include "update.h"
+#include "io/io_engine.h"
+#include "memory/arena.h"
+#include "pipeline/step_pipeline.h"
+#include "update/state_layout.h"
+#include "update/update.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "timeline.h"
+#include "base/timeline.h"
 
 namespace py = pybind11;
 

@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "isa.h"
-#include "mean.h"
-#include "stream.h"
-#include "sum_of_squares.h"
-#include "update.h"
-#include "worker_pool.h"
+#include "base/worker_pool.h"
+#include "update/isa/isa.h"
+#include "update/mean.h"
+#include "update/sum_of_squares.h"
+#include "update/update.h"
+#include "update/yardstick.h"
 
 namespace py = pybind11;
 

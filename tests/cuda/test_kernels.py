@@ -1,4 +1,4 @@
-"""What NVRTC makes of native/cuda/update.cu has the bits of the CPU's kernels."""
+"""What NVRTC makes of native/update/cuda/update.cu has the bits of the CPU's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""native/cuda/update.cu, compiled for the host, against the CPU's kernels: the same bits.
+"""native/update/cuda/update.cu, compiled for the host, against the CPU's kernels: the same bits.
 
 What NVRTC makes of it is compared in tests/cuda, where there is a device.
 """

@@ -1,6 +1,6 @@
-// native/cuda/update.cu as C++: every thread of a launch, one after another. Under a name of its
-// own, so that tests can launch any kind.
-#include "cuda/update.cu"
+// native/update/cuda/update.cu as C++: every thread of a launch, one after another.
+// Under a name of its own, so that tests can launch any kind.
+#include "update/cuda/update.cu"
 
 #include <cstddef>
 #include <cstdint>

@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "float_state.h"
-#include "isa.h"
-#include "kernels.h"
-#include "update.h"
+#include "base/float_state.h"
+#include "update/isa/isa.h"
+#include "update/kernels/kernels.h"
+#include "update/update.h"
 
 namespace hetero {
 namespace {

@@ -1,0 +1,44 @@
+// What an engine has of a file: duplicated descriptors, and how the bytes lie in them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/io_engine.h"
+#include "io/stripe_map.h"
+
+namespace hetero {
+
+// A duplicated file descriptor.
+struct OpenFile {
+  // Throws std::system_error when `fd` cannot be duplicated.
+  OpenFile(int fd, const std::string& path);
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+  ~OpenFile();
+
+  // Whether `position` is at or past the end; false for what has no size (devices, pipes).
+  bool ends_at(std::uint64_t position) const;
+  std::int64_t free_bytes() const;  // of the filesystem; -1 if unknown
+
+  const int fd;
+  const std::shared_ptr<const std::string> path;  // shared with errors, which outlive the file
+  bool regular = false;
+  std::size_t alignment = 1;  // transfers resume at multiples of this
+};
+
+// One logical file of one or several members; the members are closed when nobody uses it any more.
+struct IoFile {
+  // Throws std::invalid_argument when there are not as many members as in `stripes`.
+  IoFile(const std::vector<FileMember>& members, const StripeMap& stripes);
+
+  const StripeMap stripes;
+  std::vector<std::unique_ptr<OpenFile>> members;
+  std::shared_ptr<const std::string> path;  // of all members, for messages
+  std::size_t pending = 0;                  // operations not yet settled
+};
+
+}  // namespace hetero

@@ -1,0 +1,86 @@
+// The pieces an engine works with: operations and the blocks they are split into.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "io/io_engine.h"
+#include "io/io_file.h"
+
+namespace hetero {
+
+// Why an operation failed. Noted by the engine's threads, so it allocates nothing; the waiter makes
+// the exception of it.
+struct Failure {
+  std::shared_ptr<const std::string> path;
+  std::uint64_t offset;
+  std::size_t wanted_bytes;
+  std::size_t got_bytes;
+  int error;
+  std::int64_t free_bytes;
+};
+
+// One submitted operation. Its plain members belong to the engine (under its mutex); the waiter
+// sees the error through the release/acquire pair on `settled_`.
+class Operation final : public IoOp {
+ public:
+  Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address, std::size_t nbytes,
+            std::uint64_t offset, std::uint64_t serial);
+
+  bool done() const override;
+  void wait() override;
+
+  bool all_launched() const { return launched == nbytes; }
+  // Whether nobody wants what its blocks may still transfer: it failed, or was cancelled.
+  bool abandoned() const { return cancelled_ || failure_.has_value(); }
+  // Keeps the first failure only, and launches no further block.
+  void fail(Failure failure);
+  // Launches no further block. Nothing if it has failed.
+  void cancel();
+  // Wakes the waiters. Called once, when no block is in flight: the memory may be reused.
+  void settle();
+
+  const IoKind kind;
+  std::shared_ptr<IoFile> file;  // let go when settled
+  std::byte* const address;
+  const std::size_t nbytes;
+  const std::uint64_t offset;
+  const std::uint64_t serial;
+  std::size_t launched = 0;                     // bytes handed to blocks so far
+  std::size_t moved = 0;                        // bytes transferred by blocks that are back
+  unsigned in_flight = 0;                       // blocks
+  std::chrono::steady_clock::time_point begun;  // for the timeline: the first block's transfer
+
+ private:
+  const pid_t owner_;
+  bool cancelled_ = false;
+  std::optional<Failure> failure_;
+  std::atomic<int> settled_{0};
+};
+
+// A place in the queue: the block that occupies it, or nothing (`op` is null).
+struct Block {
+  std::size_t slot = 0;
+  std::shared_ptr<Operation> op;
+  const OpenFile* file = nullptr;  // the member, which `op` keeps open
+  std::byte* address = nullptr;
+  std::uint64_t offset = 0;  // in the member
+  std::size_t nbytes = 0;
+  std::size_t done_bytes = 0;
+  unsigned stalls = 0;                               // attempts since the last progress
+  std::chrono::steady_clock::time_point give_up_at;  // if stalls != 0
+  Block* next = nullptr;                             // in the one list that has it
+
+  std::byte* rest_address() const { return address + done_bytes; }
+  std::uint64_t rest_offset() const { return offset + done_bytes; }
+  std::size_t rest_bytes() const { return nbytes - done_bytes; }
+};
+
+}  // namespace hetero

@@ -1,0 +1,71 @@
+// Memory that is exported piecewise as tensors: an anonymous mapping of the host's, or what
+// somebody else has, on a device say.
+//
+// Vocabulary: a *lease* is one live export that holds a slot; a *pin* is a user of the physical
+// pages (a registered buffer) that would go on using the old pages if they were discarded.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "memory/dlpack.h"
+
+namespace hetero {
+
+// Atomic counters: how many live exports hold each slot.
+class Leases {
+ public:
+  explicit Leases(std::size_t slots);
+  std::size_t size() const { return slots_; }
+  // The accessors throw std::out_of_range for a slot that does not exist.
+  std::int64_t count(std::size_t slot) const;
+  void take(std::size_t slot);
+  void drop(std::size_t slot);
+
+ private:
+  std::atomic<std::int64_t>& counter(std::size_t slot) const;
+
+  std::size_t slots_;
+  std::unique_ptr<std::atomic<std::int64_t>[]> counts_;
+};
+
+// Memory of a fixed size. What it maps itself is anonymous and page-aligned, huge pages advised,
+// populated on first touch. The memory lives until the arena and everything exported or pinned from
+// it are gone.
+class Arena {
+ public:
+  // Throws std::invalid_argument for zero bytes and std::bad_alloc (its text has the size) when
+  // the memory cannot be mapped.
+  explicit Arena(std::size_t nbytes);
+  // Over `nbytes` at `address` on `device`, which nothing here touches. `release` is called when
+  // nobody needs them any more, on any thread. Throws std::invalid_argument for zero bytes.
+  Arena(std::byte* address, std::size_t nbytes, dlpack::Device device,
+        std::function<void()> release);
+
+  std::size_t nbytes() const;  // what it maps itself is rounded up to the page size
+  std::byte* address() const;
+
+  // A uint8[nbytes] tensor at `offset` that keeps the memory alive. With `leases`, `slot` is held
+  // until the deleter runs, which may be on any thread.
+  dlpack::ManagedTensor* export_tensor(std::size_t offset, std::size_t nbytes,
+                                       std::shared_ptr<Leases> leases, std::size_t slot) const;
+
+  // Gives the pages wholly inside the range back to the system; they read zero afterwards.
+  // Throws std::logic_error while the arena is pinned, and for memory that is somebody else's.
+  void discard(std::size_t offset, std::size_t nbytes);
+
+  // Keeps the memory mapped, and its pages in place, for as long as the result lives.
+  std::shared_ptr<const void> pin() const;
+
+ private:
+  struct Mapping;
+
+  void check_range(std::size_t offset, std::size_t nbytes) const;
+
+  std::shared_ptr<Mapping> mapping_;
+};
+
+}  // namespace hetero

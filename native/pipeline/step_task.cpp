@@ -1,0 +1,75 @@
+#include "pipeline/step_task.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace hetero {
+namespace {
+
+constexpr std::size_t kPageBytes = 4096;
+
+[[noreturn]] void refuse(std::int64_t key, const std::string& fact) {
+  throw std::invalid_argument("StepTask " + std::to_string(key) + ": " + fact);
+}
+
+void check_key(std::int64_t key) {
+  if (key < 0) refuse(key, "the key must be at least 0");
+}
+
+void check_location(std::int64_t key, const Location& location, const char* name, bool has_room,
+                    bool has_file) {
+  const bool offset_given = location.file_offset >= 0;
+  if (location.in_file() != offset_given) {
+    refuse(key, std::string(name) + (offset_given ? " has both an address and a file offset"
+                                                  : " has neither an address nor a file offset"));
+  }
+  if (!location.in_file()) return;
+  if (!has_file) {
+    refuse(key, std::string(name) + " is in the file, but the pipeline has no engine");
+  }
+  if (!has_room) {
+    refuse(key, std::string(name) + " is in the file, but the buffers have no room for it");
+  }
+  if (location.file_offset % static_cast<std::int64_t>(kPageBytes) != 0) {
+    refuse(key, std::string(name) + "'s file offset " + std::to_string(location.file_offset) +
+                    " is not a multiple of " + std::to_string(kPageBytes));
+  }
+}
+
+}  // namespace
+
+void StepTask::check(const PieceLayout& layout, std::size_t hypers, bool has_file) const {
+  check_key(key);
+  check_location(key, param, "param", layout.param_in_file, has_file);
+  check_location(key, grad, "grad", layout.grad_in_file, has_file);
+  check_location(key, record, "record", true, has_file);
+  std::vector<StepSegment> sorted = segments;
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::size_t end = 0;  // of the segments before
+  for (const auto& [first, numel, hyper, index] : sorted) {
+    const std::string segment =
+        "segment (" + std::to_string(first) + ", " + std::to_string(numel) + ") ";
+    if (numel > layout.piece_numel || first > layout.piece_numel - numel) {
+      refuse(key, segment + "is outside the piece of " + std::to_string(layout.piece_numel) +
+                      " elements");
+    }
+    if (first < end) {
+      refuse(key, segment + "overlaps another that ends at " + std::to_string(end));
+    }
+    if (hyper >= hypers) {
+      refuse(key, segment + "wants hyper-parameters " + std::to_string(hyper) + " of " +
+                      std::to_string(hypers));
+    }
+    end = first + numel;
+  }
+}
+
+void Expectation::check(const PieceLayout& layout, bool has_file) const {
+  check_key(key);
+  check_location(key, param, "param", layout.param_in_file, has_file);
+  check_location(key, record, "record", true, has_file);
+}
+
+}  // namespace hetero

@@ -1,0 +1,78 @@
+// How a rule's states are kept: in fp32, or rounded to bf16; with the carry of the bf16 split in a
+// spare bit, or without.
+//
+// Everything is done on fp32 bits, of which a bf16 array keeps the upper half. The carry is
+//
+//     Carrier::sign     the sign bit of a state that is never negative
+//     Carrier::lowest   the lowest bit that is kept: an fp32 state is cut off before it, a bf16
+//                       state is rounded one bit sooner
+//
+// Rounding to bf16 is stochastic: the magnitude goes up with the probability of its dropped bits,
+// so its expectation is the value. `bits + random` and dropping the low bits does that:
+//
+//     * an infinity stays one, because its low bits are 0;
+//     * a finite value beyond the largest bf16 may become infinite, as if 2^128 were the next one;
+//     * a NaN becomes 0x7fc0 (the sum might wrap around).
+#pragma once
+
+#include <cstdint>
+
+#include "update/kernels/kernels.h"
+
+namespace hetero {
+
+template <class V, Dtype dtype, Carrier carrier>
+struct StateCodec {
+  using F = typename V::F;
+  using U = typename V::U;
+
+  static constexpr int dropped =
+      (dtype == Dtype::bf16 ? 16 : 0) + (carrier == Carrier::lowest ? 1 : 0);
+  static constexpr int carry_bit = carrier == Carrier::lowest ? dropped - 1 : 31;
+  static constexpr std::uint32_t carry_mask = std::uint32_t{1} << carry_bit;
+
+  static U load(const char* p) {
+    if constexpr (dtype == Dtype::bf16) return V::template shift_left<16>(V::load_u16(p));
+    return V::bits(V::load(p));
+  }
+
+  static void store(char* p, U bits) {
+    if constexpr (dtype == Dtype::bf16) {
+      V::store_u16(p, V::template shift_right<16>(bits));
+    } else {
+      V::store(p, V::from_bits(bits));
+    }
+  }
+
+  static U carry(U bits) {
+    if constexpr (carry_bit != 0) bits = V::template shift_right<carry_bit>(bits);
+    if constexpr (carry_bit == 31) return bits;
+    return V::bit_and(bits, V::set_bits(1));
+  }
+
+  // The number, without the carry.
+  static F value(U bits) {
+    if constexpr (carrier == Carrier::none) return V::from_bits(bits);
+    return V::from_bits(V::bit_and(bits, V::set_bits(~carry_mask)));
+  }
+
+  // Bits to store, but for the carry. `random` is used from bit 0 on.
+  static U round(F x, U random) {
+    if constexpr (dtype != Dtype::bf16) return V::bits(x);
+    constexpr std::uint32_t low = (std::uint32_t{1} << dropped) - 1;
+    const U sum = V::add(V::bits(x), V::bit_and(random, V::set_bits(low)));
+    return V::if_nan(x, V::set_bits(0x7fc00000), V::bit_and(sum, V::set_bits(~low)));
+  }
+
+  static U with_carry(U bits, U carry) {
+    if constexpr (carrier == Carrier::none) return bits;
+    if constexpr (carrier == Carrier::lowest) {
+      // A NaN that has no other bit would become an infinity.
+      bits = V::if_nan(V::from_bits(bits), V::bit_or(bits, V::set_bits(0x00400000)), bits);
+    }
+    if constexpr (carry_bit != 0) carry = V::template shift_left<carry_bit>(carry);
+    return V::bit_or(V::bit_and(bits, V::set_bits(~carry_mask)), carry);
+  }
+};
+
+}  // namespace hetero

@@ -1,0 +1,109 @@
+// The update of an array, written once over a vector type, a rule and the dtypes.
+//
+// update_rules.inl.h has the formulas, split_master.inl.h and state_codec.inl.h how the numbers are
+// kept. The order of operations is the same for every instruction set, no lane sees its neighbours,
+// and an element's random bits come from its number; so the bits of the result do not depend on the
+// instruction set, on threads, or on where blocks begin. (The payload of a NaN may.)
+//
+// Where the fp32 master w lives:
+//
+//     fp32   the parameter is w
+//     fp16   w is an array of its own; the parameter is w rounded to nearest even
+//     bf16   parameter, remainder and carry together are w
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "update/kernels/kernels.h"
+#include "update/kernels/load.inl.h"
+#include "update/kernels/prefetch.inl.h"
+#include "update/kernels/random_bits.inl.h"
+#include "update/kernels/split_master.inl.h"
+#include "update/kernels/state_codec.inl.h"
+#include "update/kernels/update_rules.inl.h"
+
+namespace hetero {
+
+// One vector: load, update, store. Inlined by force, or the loop would load the constants anew for
+// every vector.
+template <class V, UpdateKind kind>
+[[gnu::always_inline]] inline void update_vector(const UpdateArrays& at,
+                                                 const UpdateRule<V, kind.rule>& rule,
+                                                 RandomBits<V>& random_bits) {
+  constexpr std::size_t last = kind.states() - 1;
+  using First = StateCodec<V, kind.state_dtype, kind.carrier(0)>;
+  using Last = StateCodec<V, kind.state_dtype, kind.carrier(last)>;
+
+  const auto g = load_as_fp32<V, kind.grad_dtype>(at.grad);
+  typename V::F states[kind.states()];
+  const auto last_bits = Last::load(at.states[last]);
+  states[last] = Last::value(last_bits);
+  if constexpr (last == 1) states[0] = First::value(First::load(at.states[0]));
+
+  auto carry = V::set_bits(0);
+  if constexpr (kind.dtype == Dtype::bf16) {
+    auto w =
+        SplitMaster<V>::join(V::load_u16(at.param), V::load_u16(at.master), Last::carry(last_bits));
+    rule.apply(g, w, states);
+    const auto split = SplitMaster<V>::of(w);
+    V::store_u16(at.param, split.param);
+    V::store_u16(at.master, split.remainder);
+    carry = split.carry;
+  } else if constexpr (kind.dtype == Dtype::fp16) {
+    auto w = V::load(at.master);
+    rule.apply(g, w, states);
+    V::store(at.master, w);
+    V::store_f16(at.param, w);
+  } else {
+    auto w = V::load(at.param);
+    rule.apply(g, w, states);
+    V::store(at.param, w);
+  }
+
+  auto random = V::set_bits(0);
+  if constexpr (kind.state_dtype == Dtype::bf16) random = random_bits.next();
+  if constexpr (last == 1) {
+    First::store(at.states[0], First::round(states[0], random));
+    random = V::template shift_right<16>(random);
+  }
+  Last::store(at.states[last], Last::with_carry(Last::round(states[last], random), carry));
+}
+
+template <class V, UpdateKind kind>
+void update_block(const UpdateArrays& at, std::size_t numel, const UpdateConstants& constants,
+                  std::uint64_t index) {
+  constexpr std::size_t param_size = element_bytes(kind.dtype);
+  constexpr std::size_t grad_size = element_bytes(kind.grad_dtype);
+  constexpr std::size_t master_size = master_bytes(kind.dtype);
+  constexpr std::size_t state_size = element_bytes(kind.state_dtype);
+  const UpdateRule<V, kind.rule> rule(constants);
+  RandomBits<V> random_bits(index, constants.random_key);
+  UpdateArrays here = at;
+  std::size_t left = numel;
+  for (; left >= V::lanes; left -= V::lanes) {
+    prefetch<kind>(here);
+    update_vector<V, kind>(here, rule, random_bits);
+    here.param += V::lanes * param_size;
+    here.grad += V::lanes * grad_size;
+    if constexpr (master_size != 0) here.master += V::lanes * master_size;
+    for (std::size_t i = 0; i < kind.states(); ++i) here.states[i] += V::lanes * state_size;
+  }
+  if (left == 0) return;
+  char param[kPadBytes] = {}, grad[kPadBytes] = {}, master[kPadBytes] = {};
+  char states[kMaxStates][kPadBytes] = {};
+  __builtin_memcpy(param, here.param, left * param_size);
+  __builtin_memcpy(grad, here.grad, left * grad_size);
+  if constexpr (master_size != 0) __builtin_memcpy(master, here.master, left * master_size);
+  for (std::size_t i = 0; i < kind.states(); ++i) {
+    __builtin_memcpy(states[i], here.states[i], left * state_size);
+  }
+  update_vector<V, kind>({param, grad, master, {states[0], states[1]}}, rule, random_bits);
+  __builtin_memcpy(here.param, param, left * param_size);
+  if constexpr (master_size != 0) __builtin_memcpy(here.master, master, left * master_size);
+  for (std::size_t i = 0; i < kind.states(); ++i) {
+    __builtin_memcpy(here.states[i], states[i], left * state_size);
+  }
+}
+
+}  // namespace hetero

@@ -1,0 +1,57 @@
+// The optimizer's update over the worker pool. update_rules.inl.h states the formulas.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "update/kernels/kernels.h"
+#include "update/update_kind.h"
+
+namespace hetero {
+
+// Hyper-parameters of one update. A rule ignores the fields that it does not have.
+struct Hyper {
+  double lr = 1e-3;
+  double weight_decay = 0.0;
+  bool decoupled = false;  // decay the weights, not the gradient
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  bool bias_correction = true;
+  double lr_decay = 0.0;
+  std::int64_t step = 1;    // number of the update, from 1
+  double grad_scale = 1.0;  // factor on the gradient: unscaling and clipping
+
+  // Throws std::invalid_argument that names the first field out of its range.
+  void validate() const;
+};
+
+// Throws std::invalid_argument for a kind of weight decay that the rule does not have. `hyper` has
+// been validated.
+UpdateConstants make_constants(const UpdateKind& kind, const Hyper& hyper);
+
+// A contiguous run of elements with hyper-parameters of its own.
+struct UpdateSlice {
+  UpdateArrays at;
+  std::size_t numel = 0;
+  UpdateConstants constants;
+  std::uint64_t index = 0;  // number of the first element, for the random bits of bf16 states
+};
+
+// The arrays from element `numel` on.
+UpdateArrays advanced(UpdateArrays at, const UpdateKind& kind, std::size_t numel);
+
+// Updates all slices in place, in one use of the worker pool.
+void update(const UpdateKind& kind, std::span<const UpdateSlice> slices);
+
+// fp32 source -> bf16 param, uint16 remainder, and the carry into its bit of the carrier, whose
+// other bits are kept (of a NaN only that it is one). Throws std::invalid_argument unless the
+// kind's parameters are bf16.
+void split_master(const UpdateKind& kind, const char* source, const SplitArrays& at,
+                  std::size_t numel);
+
+// The exact fp32 values that split_master took apart. Throws likewise.
+void join_master(const UpdateKind& kind, const SplitArrays& at, char* target, std::size_t numel);
+
+}  // namespace hetero

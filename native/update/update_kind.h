@@ -1,0 +1,73 @@
+// Which update: the rule, the types of its arrays, and what follows from them.
+//
+// Part of kernels.h: nothing here may define a function that is not constexpr.
+#pragma once
+
+#include <cstddef>
+
+#include "base/dtype.h"
+
+namespace hetero {
+
+enum class Rule {
+  adam,     // Adam and AdamW; states exp_avg, exp_avg_sq
+  lion,     // state exp_avg
+  adagrad,  // state sum
+};
+inline constexpr std::size_t kRules = 3;
+inline constexpr std::size_t kMaxStates = 2;
+inline constexpr std::size_t kStateDtypes = 2;  // fp32 and bf16, the first of Dtype
+
+// Where a bf16 parameter's split keeps its 17th bit (split_master.inl.h): in a bit that the rule's
+// last state can spare.
+enum class Carrier {
+  none,
+  sign,    // of a state that is never negative
+  lowest,  // bit of the mantissa, which is then a bit shorter
+};
+
+struct UpdateKind {
+  Dtype dtype = Dtype::fp32;
+  Dtype grad_dtype = Dtype::fp32;
+  Rule rule = Rule::adam;
+  Dtype state_dtype = Dtype::fp32;  // fp32 or bf16
+
+  constexpr std::size_t states() const { return rule == Rule::adam ? 2 : 1; }
+
+  constexpr Carrier carrier(std::size_t state) const {
+    if (dtype != Dtype::bf16 || state != states() - 1) return Carrier::none;
+    return rule == Rule::lion ? Carrier::lowest : Carrier::sign;
+  }
+
+  // Bytes per element of the record: what makes the parameter an fp32 master, and the states.
+  constexpr std::size_t record_bytes() const {
+    return master_bytes(dtype) + states() * element_bytes(state_dtype);
+  }
+
+  // Bytes per element that one update moves: record and parameter in and out, the gradient in. (An
+  // fp16 parameter is not read, but storing to it brings it in.)
+  constexpr std::size_t bytes_moved() const {
+    return 2 * (record_bytes() + element_bytes(dtype)) + element_bytes(grad_dtype);
+  }
+
+  bool operator==(const UpdateKind&) const = default;
+};
+
+// Kinds are numbered, for tables.
+inline constexpr std::size_t kUpdateKinds = kRules * kDtypes * kDtypes * kStateDtypes;
+
+constexpr std::size_t number_of(const UpdateKind& kind) {
+  std::size_t number = static_cast<std::size_t>(kind.rule);
+  number = number * kDtypes + static_cast<std::size_t>(kind.dtype);
+  number = number * kDtypes + static_cast<std::size_t>(kind.grad_dtype);
+  return number * kStateDtypes + static_cast<std::size_t>(kind.state_dtype);
+}
+
+constexpr UpdateKind kind_of(std::size_t number) {
+  return {.dtype = static_cast<Dtype>(number / (kDtypes * kStateDtypes) % kDtypes),
+          .grad_dtype = static_cast<Dtype>(number / kStateDtypes % kDtypes),
+          .rule = static_cast<Rule>(number / (kDtypes * kDtypes * kStateDtypes)),
+          .state_dtype = static_cast<Dtype>(number % kStateDtypes)};
+}
+
+}  // namespace hetero
