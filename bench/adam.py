@@ -40,7 +40,7 @@ from bench.rounds import Rounds, Sample, run_rounds
 from bench.updates import Updates, update_name
 from offload import _native
 from offload._native import UpdateKind
-from offload.sizes import format_bytes
+from offload.memory.sizes import format_bytes
 
 PEERS = ("torch", "deepspeed")
 

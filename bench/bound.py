@@ -52,19 +52,19 @@ from bench.program import (
 from bench.rounds import Rounds, Sample, run_rounds
 from bench.step import Stream
 from bench.transfers import HeteroTransfers, Shape, measured_file
-from hetero.dtypes import Dtypes
-from hetero.training.job import Job, open_job
-from hetero.training.loop import one_step
-from hetero.training.metrics import StepMetrics
-from hetero.training.models import (
+from hetero.chunks.dtypes import Dtypes
+from hetero.cli.job.job import Job, open_job
+from hetero.cli.job.loop import one_step
+from hetero.cli.job.metrics import StepMetrics
+from hetero.cli.job.models import (
     count_parameters,
     model_config,
     model_label,
     wanted_vocab_size,
 )
-from hetero.training.options import TrainOptions, add_train_arguments
-from hetero.training.run_folder import RunFolder
-from hetero.training.step_timeline import (
+from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.job.run_folder import RunFolder
+from hetero.cli.job.step_timeline import (
     PICTURED_STEPS,
     check_picture,
     draw_steps,
@@ -72,7 +72,7 @@ from hetero.training.step_timeline import (
 )
 from offload._native import Arena, Link
 from offload.errors import HeteroError
-from offload.sizes import format_bytes
+from offload.memory.sizes import format_bytes
 from offload.timeline import Timeline
 
 GOAL = 1.15

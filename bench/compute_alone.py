@@ -20,10 +20,10 @@ import torch
 
 from bench.rounds import Sample
 from bench.updates import Updates
-from hetero.dtypes import Dtypes
-from hetero.training.data import Corpus, load_corpus
-from hetero.training.models import build_model, count_parameters, model_config
-from hetero.training.options import TrainOptions
+from hetero.chunks.dtypes import Dtypes
+from hetero.cli.job.data import Corpus, load_corpus
+from hetero.cli.job.models import build_model, count_parameters, model_config
+from hetero.cli.job.options import TrainOptions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

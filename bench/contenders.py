@@ -14,7 +14,7 @@ from typing import Any
 from bench.peer_process import path_beside, python_path
 from bench.peers.serve import EXIT_MISSING
 from bench.ranks import RankError, last_line, rank_log, run_ranks
-from hetero.training.options import TrainOptions, to_arguments
+from hetero.cli.job.options import TrainOptions, to_arguments
 
 PEERS = ("torch", "ddp", "fsdp2", "deepspeed")
 ONE_RANK_PEERS = ("torch",)

@@ -32,8 +32,8 @@ import torch
 from bench.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
 from bench.machine import ROOT, describe_machine, header
 from bench.program import command_line, names
-from offload.cuda import cuda_available
-from offload.sizes import format_bytes
+from offload.device.cuda_backend import cuda_available
+from offload.memory.sizes import format_bytes
 
 WARM_UP, STEPS = 2, 5
 ENOUGH_S = 15.0  # of measured steps

@@ -34,7 +34,7 @@ from bench.program import (
 )
 from bench.rounds import Rounds, Sample, run_rounds
 from bench.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
-from offload.sizes import format_bytes
+from offload.memory.sizes import format_bytes
 
 PEERS = ("fio", "aiofiles", "deepspeed")
 ENGINES = ("io_uring", "threads")

@@ -44,9 +44,9 @@ from bench.program import (
     run_program,
 )
 from bench.rungs import LIMIT_PER_BUDGET, MALLOC, Rungs, run_child
-from hetero.training.models import GPT2_VOCAB_SIZE, MODEL_NAMES
-from offload.directories import free_bytes
-from offload.sizes import format_bytes
+from hetero.cli.job.models import GPT2_VOCAB_SIZE, MODEL_NAMES
+from offload.disk.directories import free_bytes
+from offload.memory.sizes import format_bytes
 
 PEERS = ("deepspeed",)
 

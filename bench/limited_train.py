@@ -91,9 +91,9 @@ def run(spec: Spec) -> dict[str, Any]:
     """Trains, and says what it took; "status" is "trained", "refused" or "failed"."""
     import torch
 
-    from hetero.training.process_memory import peak_rss_bytes, rss_bytes
+    from hetero.cli.job.process_memory import peak_rss_bytes, rss_bytes
     from offload.errors import HeteroError
-    from offload.heap import trim_heap
+    from offload.memory.c_heap import trim_heap
 
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)

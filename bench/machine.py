@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from offload import _native
-from offload.sizes import format_bytes
+from offload.memory.sizes import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 

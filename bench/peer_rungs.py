@@ -13,8 +13,8 @@ from bench.contenders import peer_contenders, run_contender
 from bench.rungs import MALLOC, tell
 from bench.shapes import params_of, shape_name
 from bench.train import write_workload
-from hetero.training.options import TrainOptions
-from offload.sizes import format_bytes
+from hetero.cli.job.options import TrainOptions
+from offload.memory.sizes import format_bytes
 
 # Where to look first; what is measured then decides.
 FLOOR_BYTES, BYTES_PER_PARAM = 1 << 30, 8

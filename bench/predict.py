@@ -29,23 +29,23 @@ from rich.table import Table
 
 from bench.machine import describe_machine
 from bench.program import add_json_argument, command_line, print_header, run_program
-from hetero.prediction import Computing, Prediction, predict
-from hetero.profiles import find_profile
-from hetero.trace import Work
-from hetero.training.job import open_job
-from hetero.training.loop import one_step
-from hetero.training.models import (
+from hetero.cli.job.job import open_job
+from hetero.cli.job.loop import one_step
+from hetero.cli.job.models import (
     MODEL_NAMES,
     count_parameters,
     model_config,
     wanted_vocab_size,
 )
-from hetero.training.options import TrainOptions
-from hetero.training.run_folder import RunFolder
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.run_folder import RunFolder
+from hetero.planning.predict import Computing, Prediction, predict
+from hetero.planning.profiles import find_profile
+from hetero.planning.trace import Work
 from offload.errors import HeteroError
-from offload.measure import measure_profile
-from offload.profile import Profile
-from offload.sizes import format_bytes
+from offload.memory.sizes import format_bytes
+from offload.profile.machine_profile import Profile
+from offload.profile.measure import measure_profile
 
 SKIPPED_STEPS = 2
 STATE_BYTES = {"bf16": 14, "fp16": 16, "fp32": 16}  # of parameter, gradient and record, with AdamW

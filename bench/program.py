@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bench.machine import header
 from offload.errors import HeteroError
-from offload.sizes import parse_bytes
+from offload.memory.sizes import parse_bytes
 
 
 def run_program(

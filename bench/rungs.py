@@ -21,14 +21,14 @@ from bench.limited_train import MARGIN_BYTES, Spec, outside_bytes
 from bench.machine import ROOT
 from bench.program import parse_size
 from bench.shapes import Shape, family, params_of, shape_name
-from hetero.arrangement import arrange
+from hetero.cli.job.job import make_optimizer
+from hetero.cli.job.models import build_model, model_config
+from hetero.cli.job.options import TrainOptions
 from hetero.config import Config
-from hetero.training.job import make_optimizer
-from hetero.training.models import build_model, model_config
-from hetero.training.options import TrainOptions
-from offload.directories import free_bytes
+from hetero.planning.group_plans import arrange
+from offload.disk.directories import free_bytes
 from offload.errors import BudgetError
-from offload.sizes import format_bytes
+from offload.memory.sizes import format_bytes
 
 # Bytes a parameter: fp32 until it finds its place, and bf16 parameter, gradient and record.
 BUILDING_BYTES, TRAINING_BYTES = 4, 14

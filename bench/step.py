@@ -44,7 +44,7 @@ from bench.rounds import Rounds, Sample, run_rounds
 from bench.step_model import UPDATE_BYTES, HeteroStep, Plan, make_plan
 from bench.transfers import HeteroTransfers, Shape, measured_file
 from offload import _native
-from offload.sizes import format_bytes
+from offload.memory.sizes import format_bytes
 
 PEERS = ("deepspeed",)
 DEEPSPEED_INSTALL = (

@@ -13,11 +13,11 @@ from math import ceil
 import torch
 
 import hetero
-from hetero.arrangement import Arrangement, arrange
+from hetero.chunks.layout import ParamSpec, search_slot_numel
 from hetero.config import Config
-from hetero.layout import ParamSpec, search_slot_numel
-from offload.sizes import format_bytes, round_up
-from offload.tiers import Account, Tier
+from hetero.planning.group_plans import Arrangement, arrange
+from offload.memory.sizes import format_bytes, round_up
+from offload.memory.tiers import Account, Tier
 
 # As large as the matrices of a model; smaller in a small model, so that it has many.
 LARGEST_PARAM_NUMEL = 4 << 20

@@ -37,13 +37,13 @@ from bench.contenders import (
 )
 from bench.peers.workload import Workload
 from bench.program import add_peer_arguments, chosen_peers, names, wide_console
-from hetero.training.data import load_corpus
-from hetero.training.job import ADAM_BETAS
-from hetero.training.models import model_config
-from hetero.training.options import TrainOptions, add_train_arguments
-from hetero.training.schedule import lr_factor
+from hetero.cli.job.data import load_corpus
+from hetero.cli.job.job import ADAM_BETAS
+from hetero.cli.job.models import model_config
+from hetero.cli.job.options import TrainOptions, add_train_arguments
+from hetero.cli.job.schedule import lr_factor
 from offload.errors import HeteroError
-from offload.sizes import format_bytes
+from offload.memory.sizes import format_bytes
 
 # The shape of docs/benchmarks.md: 354M parameters with GPT-2's own vocabulary.
 DEFAULTS = {

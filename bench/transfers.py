@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from offload._native import Arena, IoEngine, IoOp
-from offload.directories import free_bytes
-from offload.sizes import PAGE_BYTES, format_bytes
+from offload.disk.directories import free_bytes
+from offload.memory.sizes import PAGE_BYTES, format_bytes
 
 PATTERNS = ("read", "write", "mixed")
 

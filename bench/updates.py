@@ -13,7 +13,7 @@ from bench.peers.adam_timing import timed_rate
 from bench.rounds import Sample
 from offload import _native
 from offload._native import Arena, Hyper, UpdateKind
-from offload.sizes import round_up
+from offload.memory.sizes import round_up
 
 if TYPE_CHECKING:
     from offload._native import DtypeName, RuleName, StateDtypeName

@@ -1,6 +1,6 @@
 """hetero: train PyTorch models whose state does not fit in memory, inside strict budgets."""
 
-from hetero.access import (
+from hetero.api.access import (
     clip_grad_norm_,
     clip_grad_value_,
     engine_of,
@@ -11,15 +11,15 @@ from hetero.access import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from hetero.api.colossal_names import BucketTensorShardStrategy, TensorShardStrategy
+from hetero.api.optimizer import HybridOptimizer
+from hetero.api.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
+from hetero.chunks.dtypes import default_dtype
 from hetero.config import Config
-from hetero.dtypes import default_dtype
-from hetero.engine import Engine
-from hetero.init_context import ZeroInitContext
-from hetero.initialize import initialize
-from hetero.optimizer import HybridOptimizer
-from hetero.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
-from hetero.strategies import BucketTensorShardStrategy, TensorShardStrategy
-from hetero.threads import set_threads
+from hetero.cpu_threads import set_threads
+from hetero.runtime.engine import Engine
+from hetero.setup.init_context import ZeroInitContext
+from hetero.setup.initialize import initialize
 from offload.errors import (
     BudgetError,
     ClosedError,
@@ -30,7 +30,7 @@ from offload.errors import (
     StoreError,
     UnmanagedParameterError,
 )
-from offload.sizes import format_bytes, parse_bytes
+from offload.memory.sizes import format_bytes, parse_bytes
 
 __version__ = "0.1.0"
 

@@ -13,15 +13,15 @@ from typing import Any, Literal, cast, get_args
 
 import psutil
 
-from hetero.dtypes import Dtypes, check_dtype, default_dtype
-from hetero.layout import pack
-from offload.backend import Backend, CpuBackend, EmulatedBackend
-from offload.cuda import CudaBackend, cuda_available, default_device_bytes
-from offload.directories import check_directories, total_free_bytes
-from offload.process import allowed_bytes, resident_bytes
-from offload.profile import Profile
-from offload.sizes import parse_bytes
-from offload.tiers import Tier
+from hetero.chunks.dtypes import Dtypes, check_dtype, default_dtype
+from hetero.chunks.layout import pack
+from offload.device.backend import Backend, CpuBackend, EmulatedBackend
+from offload.device.cuda_backend import CudaBackend, cuda_available, default_device_bytes
+from offload.disk.directories import check_directories, total_free_bytes
+from offload.memory.process_memory import allowed_bytes, resident_bytes
+from offload.memory.sizes import parse_bytes
+from offload.memory.tiers import Tier
+from offload.profile.machine_profile import Profile
 
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
 BackendName = Literal["cpu", "cuda", "emulated", "auto"]

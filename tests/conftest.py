@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 
 from offload import _native
-from tests.ranks import RankPool
+from tests.support.ranks.processes import RankPool
 
 # Two tests at a time leave a core each; bits do not depend on it.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

@@ -16,8 +16,8 @@ from bench.bound import dram_bytes, main, overlap, summarize
 from bench.compute_alone import ComputeAlone
 from bench.rounds import Rounds
 from bench.transfers import HeteroTransfers, Shape, measured_file
-from hetero.dtypes import Dtypes
-from hetero.training.options import TrainOptions
+from hetero.chunks.dtypes import Dtypes
+from hetero.cli.job.options import TrainOptions
 from offload.timeline import Interval, Timeline
 
 MODEL = {

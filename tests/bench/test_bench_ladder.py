@@ -19,8 +19,8 @@ from bench.ladder import main
 from bench.limited_train import MARGIN_BYTES, Spec, outside_bytes
 from bench.rungs import Rungs, fits
 from bench.shapes import Shape, family, params_of
-from hetero.training.models import count_parameters, model_config
-from hetero.training.options import TrainOptions
+from hetero.cli.job.models import count_parameters, model_config
+from hetero.cli.job.options import TrainOptions
 
 MIB = 1 << 20
 FRAMEWORK = 100 * MIB

@@ -10,7 +10,7 @@ import pytest
 
 from bench import predict as bench_predict
 from bench.predict import errors_of, main
-from tests.planning import make_profile
+from tests.support.training.planning import make_profile
 
 MODEL = {
     "model_type": "gpt2",

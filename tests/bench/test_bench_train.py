@@ -16,10 +16,10 @@ from bench.peers.deepspeed_train import deepspeed_config
 from bench.peers.serve import EXIT_MISSING
 from bench.peers.workload import Workload
 from bench.train import main, summarize, write_workload
-from hetero.training.data import load_corpus
-from hetero.training.options import TrainOptions
-from hetero.training.ranks import Ranks
-from tests.training import SMALLEST_MODEL
+from hetero.cli.job.data import load_corpus
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.ranks import Ranks
+from tests.support.training.loops import SMALLEST_MODEL
 
 
 @pytest.fixture

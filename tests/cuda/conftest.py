@@ -12,8 +12,8 @@ import torch
 # Before CUDA starts: products then give the same bits from run to run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from offload.cuda import cuda_available
-from offload.cuda_runtime import CudaRuntime
+from offload.device.cuda_backend import cuda_available
+from offload.device.cuda_runtime import CudaRuntime
 
 _HERE = Path(__file__).parent
 

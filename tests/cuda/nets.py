@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hetero
-from tests.training import Run
+from tests.support.training.loops import Run
 
 VOCABULARY, WIDTH, LENGTH = 512, 128, 64
 LR = 1e-3

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from offload import _native
-from offload.cuda_runtime import CudaRuntime
-from offload.device_updater import DeviceUpdater
-from tests.device_piece import DTYPES, KINDS, PIECE, RULES, check_update
-from tests.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
+from offload.device.cuda_runtime import CudaRuntime
+from offload.device.device_updater import DeviceUpdater
+from tests.support.native.device_piece import DTYPES, KINDS, PIECE, RULES, check_update
+from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

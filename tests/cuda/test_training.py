@@ -12,12 +12,12 @@ import torch
 
 import hetero
 from hetero.config import Config
-from offload.cuda import CudaBackend
+from offload.device.cuda_backend import CudaBackend
 from offload.errors import BudgetError
-from offload.ledger import Ledger
-from offload.tiers import Account, Tier
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
 from tests.cuda import nets
-from tests.training import Run
+from tests.support.training.loops import Run
 
 TIGHT = {"fp32": "3MiB", "bf16": "1536KiB", "fp16": "1536KiB"}
 SETTINGS = [

@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
+from hetero.chunks.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.config import Config
-from hetero.dtypes import Dtypes, check_dtype, default_dtype
 from offload.errors import StoreError
-from offload.tiers import Tier
+from offload.memory.tiers import Tier
 
 
 def test_the_defaults_are_valid():

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from offload import _native
-from tests.io_tools import BLOCK, KINDS
-from tests.step_pieces import Filed, pipeline_threads
+from tests.support.native.io_tools import BLOCK, KINDS
+from tests.support.native.step_pieces import Filed, pipeline_threads
 
 
 @pytest.fixture(autouse=True)

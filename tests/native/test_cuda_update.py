@@ -10,12 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from offload.backend import DeviceTask
-from offload.device_updater import DeviceUpdater
-from tests.device_piece import DTYPES, KINDS, PIECE, RULES, Piece, check_update, native
-from tests.fake_cuda import FakeRuntime
-from tests.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
-from tests.update_oracle import Hyper
+from offload.device.backend import DeviceTask
+from offload.device.device_updater import DeviceUpdater
+from tests.support.native.device_piece import (
+    DTYPES,
+    KINDS,
+    PIECE,
+    RULES,
+    Piece,
+    check_update,
+    native,
+)
+from tests.support.native.fake_cuda import FakeRuntime
+from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
+from tests.support.native.update_oracle import Hyper
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from offload import _native
-from tests.io_tools import BLOCK, Memory, add_file, needs_uring, run_script, stall, threads_since
+from tests.support.native.io_tools import (
+    BLOCK,
+    Memory,
+    add_file,
+    needs_uring,
+    run_script,
+    stall,
+    threads_since,
+)
 
 
 class Pipe:

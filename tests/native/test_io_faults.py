@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload import _native
-from tests.io_tools import (
+from tests.support.native.io_tools import (
     BLOCK,
     Memory,
     add_file,
@@ -432,7 +432,7 @@ def test_a_kernel_that_refuses_io_uring(tmp_path, error):
         import os, sys
         import torch
         from offload import _native
-        from offload.store import make_io_engine
+        from offload.disk.scratch_file import make_io_engine
         forbid_uring({error})
         fds = len(os.listdir("/proc/self/fd"))
         for _ in range(3):

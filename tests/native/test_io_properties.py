@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from offload import _native
-from tests.io_tools import KINDS, Memory, add_file
+from tests.support.native.io_tools import KINDS, Memory, add_file
 
 UNIT = 4096
 FILE_BYTES = 10 * UNIT

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload import _native
-from tests.io_tools import BLOCK, MIB, Memory, add_file, needs_uring, run_script
+from tests.support.native.io_tools import BLOCK, MIB, Memory, add_file, needs_uring, run_script
 
 
 def test_registered_arena_is_kept_and_cannot_be_discarded(kind, tmp_path):

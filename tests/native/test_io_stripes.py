@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from tests.io_tools import BLOCK, KINDS, Memory, add_file, stall
+from tests.support.native.io_tools import BLOCK, KINDS, Memory, add_file, stall
 
 WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 UNITS = st.sampled_from([4096, 8192, 12288, 1 << 20])

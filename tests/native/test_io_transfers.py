@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload import _native
-from tests.io_tools import (
+from tests.support.native.io_tools import (
     BLOCK,
     Memory,
     add_file,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from tests.io_tools import run_script
+from tests.support.native.io_tools import run_script
 
 FAST = 1e12
 MIB = 1 << 20

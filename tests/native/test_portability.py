@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from offload import _native
-from tests.native_build import ROOT, build_extension, build_program, succeed
-from tests.training import batches, build, train
+from tests.support.native.native_build import ROOT, build_extension, build_program, succeed
+from tests.support.training.loops import batches, build, train
 
 CROSS_COMPILERS = ["aarch64-linux-gnu-g++", *(f"aarch64-linux-gnu-g++-{n}" for n in range(11, 16))]
 
@@ -86,5 +86,5 @@ def test_without_liburing_it_builds_and_transfers() -> None:
     tests = [str(path.relative_to(ROOT)) for path in (ROOT / "tests/native").glob("test_io_*.py")]
     assert tests
     tests += ["tests/native/test_step_pipeline.py", "tests/native/test_step_pipeline_end.py"]
-    tests += ["tests/offload", "tests/hetero/test_parity.py"]
+    tests += ["tests/offload", "tests/whole/test_parity.py"]
     succeed([*inside, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native_build import ROOT, build_extension
+from tests.support.native.native_build import ROOT, build_extension
 
 CXX = os.environ.get("CXX", "c++")
 SUPPRESSIONS = ROOT / "tests" / "native" / "tsan.supp"
@@ -56,7 +56,10 @@ SANITIZERS = {
         runtime="libasan.so",
         tests=(
             "tests/native",
-            *(f"tests/offload/test_{name}.py" for name in ("arena", "store", "drain", "fetching")),
+            "tests/offload/memory/test_arena.py",
+            "tests/offload/disk/test_scratch_file.py",
+            "tests/offload/device/test_grad_offload.py",
+            "tests/offload/device/test_fetching.py",
         ),
         # A process that changes its user can neither write reports nor be searched for leaks. GCC
         # 12's runtime does nothing at a fork: if another thread, a starting one say, is in its

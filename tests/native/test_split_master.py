@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from offload import _native
-from tests.update_arrays import Arrays, equal_bits, to_dtype, to_fp32
-from tests.update_oracle import Hyper, split
+from tests.support.native.update_arrays import Arrays, equal_bits, to_dtype, to_fp32
+from tests.support.native.update_oracle import Hyper, split
 
 ISAS = _native.isa_available()
 SPECIAL = [

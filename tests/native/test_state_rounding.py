@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.update_arrays import Arrays, equal_bits
-from tests.update_oracle import Hyper, random_bits
+from tests.support.native.update_arrays import Arrays, equal_bits
+from tests.support.native.update_oracle import Hyper, random_bits
 
 ISAS = _native.isa_available()
 

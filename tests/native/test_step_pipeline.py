@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.step_pieces import (
+from tests.support.native.step_pieces import (
     BYTES,
     ENGINES,
     KIND,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload import _native
-from tests.step_pieces import (
+from tests.support.native.step_pieces import (
     ENGINES,
     KIND,
     PIECE,

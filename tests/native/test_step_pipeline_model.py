@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from offload import _native
 from tests.native.test_reading_ahead import expected
-from tests.step_pieces import (
+from tests.support.native.step_pieces import (
     ENGINES,
     PIECE,
     Filed,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from tests.update_arrays import (
+from tests.support.native.update_arrays import (
     Arrays,
     equal_bits,
     gradients,
@@ -20,7 +20,7 @@ from tests.update_arrays import (
     to_fp32,
     unaligned,
 )
-from tests.update_oracle import Hyper, fma, stored, update
+from tests.support.native.update_oracle import Hyper, fma, stored, update
 
 DTYPES = ["fp32", "bf16", "fp16"]
 STATE_DTYPES = ["fp32", "bf16"]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.update_arrays import Arrays, gradients, masters
-from tests.update_oracle import Hyper
+from tests.support.native.update_arrays import Arrays, gradients, masters
+from tests.support.native.update_oracle import Hyper
 
 ISAS = _native.isa_available()
 BLOCK = 64 * 1024  # what a worker takes at a time

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.placement import Placement, PlacementError
-from tests.plain_adam import OPTIONS, PlainAdam
-from tests.smallest import smallest_host_memory
+from hetero.planning.placement import Placement, PlacementError
+from tests.support.training.plain_adam import OPTIONS, PlainAdam
+from tests.support.training.smallest import smallest_host_memory
 from tests.zoo.case import Case, Where
 
 STEPS = 5

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hetero
-from tests.plain_adam import OPTIONS
+from tests.support.training.plain_adam import OPTIONS
 from tests.zoo.case import Where, vectors
 from tests.zoo.handwritten import Bare, Block, ballasted
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetero
-from tests.plain_adam import OPTIONS
-from tests.smallest import smallest_host_memory
+from tests.support.training.plain_adam import OPTIONS
+from tests.support.training.smallest import smallest_host_memory
 from tests.zoo.case import WIDTH, Where, ballasted, vectors
 from tests.zoo.handwritten import Attention, Bare, Block, Normed, images
 from tests.zoo.pretrained import gpt2

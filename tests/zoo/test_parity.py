@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hetero
-from offload.tiers import Tier
+from offload.memory.tiers import Tier
 from tests.zoo import handwritten, pretrained
 from tests.zoo.case import Case, Where
 from tests.zoo.runs import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.support.ranks.processes import RankPool
 from tests.zoo.rank_loops import DISTURBANCES, disturbed
 from tests.zoo.runs import Run
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.support.ranks.processes import RankPool
 from tests.zoo import handwritten, pretrained
 from tests.zoo.rank_runs import both, one_sided_parts
 from tests.zoo.runs import Run

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hetero
-from tests.plain_adam import OPTIONS
+from tests.support.training.plain_adam import OPTIONS
 from tests.zoo.case import WIDTH, Where, tokens, vectors
 from tests.zoo.handwritten import Block, Normed, images
 

@@ -1,0 +1,1 @@
+"""What user code calls after initialize(): optimizers, gathered(), clipping, state_dict."""

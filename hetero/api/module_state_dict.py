@@ -1,0 +1,102 @@
+"""model.state_dict() and model.load_state_dict() over managed parameters, names unchanged."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hetero.api.whole_state import store_masters
+from hetero.runtime.engine import Engine
+from hetero.state.managed_param import ManagedParam
+from offload.errors import HeteroError
+
+
+class StateDictHooks:
+    """Makes a module's state_dict whole, in the compute dtype, and lets it load any float dtype.
+
+    state_dict() holds copies of absent parameters, in RAM outside the budgets. What is loaded
+    becomes the master, unrounded, and the parameter is its rounding; the moments stay.
+    """
+
+    def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
+        self._engine = engine
+        self._handles: list[RemovableHandle] = []
+        self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._loading: dict[torch.nn.Module, dict[ManagedParam, torch.Tensor]] = {}
+        self.cover(model)
+
+    def cover(self, model: torch.nn.Module) -> None:
+        """Also those modules of the model that have got managed parameters since."""
+        for module in model.modules():
+            if module not in self._hooked and self._own(module):
+                self._hooked.add(module)
+                self._hook(module)
+
+    def _own(self, module: torch.nn.Module) -> dict[str, ManagedParam]:
+        """The module's own parameters that are managed now, by name."""
+        own = (
+            (name, self._engine.known(p)) for name, p in module._parameters.items() if p is not None
+        )
+        return {name: managed for name, managed in own if managed is not None}
+
+    def _hook(self, module: torch.nn.Module) -> None:
+        of = weakref.ref(module)
+
+        def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+            self._engine.early.require_whole("state_dict()")
+            for name, managed in self._own(module).items():
+                found = state_dict.get(prefix + name)
+                if found is not None and found.data_ptr() == managed.absent.data_ptr():
+                    state_dict[prefix + name] = self._copy(managed)
+
+        def before_load(
+            state_dict: dict[str, Any],
+            prefix: str,
+            metadata: dict[str, Any],
+            strict: bool,
+            missing: list[str],
+            unexpected: list[str],
+            errors: list[str],
+        ) -> None:
+            if metadata.get("assign_to_params_buffers", False):
+                raise HeteroError(
+                    "load_state_dict(assign=True) would replace managed parameters; "
+                    "use assign=False"
+                )
+            module = of()
+            assert module is not None
+            own = self._own(module)
+            found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}
+            self._loading[module] = {
+                m: value for m, value in found.items() if value.shape == m.param.shape
+            }
+            for managed in own.values():
+                self._engine.params.acquire(managed)
+
+        def after_load(module: Any, incompatible: Any) -> None:
+            values = self._loading.pop(module, None)
+            if values is None:
+                return
+            for managed in self._own(module).values():
+                managed.note_change()  # by torch's own copy_, into what store_masters() replaces
+                self._engine.params.release(managed)
+            store_masters(self._engine, values)
+
+        self._handles += [
+            module._register_state_dict_hook(fill),
+            module._register_load_state_dict_pre_hook(before_load),
+            module.register_load_state_dict_post_hook(after_load),
+        ]
+
+    def _copy(self, managed: ManagedParam) -> torch.Tensor:
+        part = managed.part_of(self._engine.params.flat(managed.chunk))
+        return part.clone() if part.device.type == "cpu" else part.cpu()
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,224 @@
+"""The optimizers' common part: a torch optimizer whose updates an engine runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, overload
+
+import torch
+
+from hetero.api.whole_state import export_states, import_states
+from hetero.chunks.dtypes import Dtypes, RuleName, check_state_dtype
+from hetero.config import Config
+from hetero.runtime.engine import Engine
+from offload._native import Hyper
+from offload.errors import UnmanagedParameterError
+
+ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+class HybridOptimizer(torch.optim.Optimizer):
+    """Updates parameters that an engine manages, where their records live, in fp32.
+
+    A true torch.optim.Optimizer: param groups, LR schedulers, zero_grad and state_dict work. A
+    subclass names a rule of the native kernel (docs/design.md has the formulas) and says what its
+    options mean. hetero.initialize() connects it to the model.
+    """
+
+    rule: ClassVar[RuleName]
+    state_names: ClassVar[tuple[str, ...]]  # as in state_dict(), in the order of the record
+    device_updates: ClassVar[bool] = True  # of what is at home on DEVICE
+
+    def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
+        self._engine: Engine | None = None
+        self.state_dtype = check_state_dtype(state_dtype)
+        super().__init__(params, defaults)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises ValueError for a param group's options that are out of range."""
+        raise NotImplementedError
+
+    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        """What update number `step` of a group needs; gradients are times `grad_scale`."""
+        raise NotImplementedError
+
+    def dtypes(self, config: Config) -> Dtypes:
+        """The configuration's dtypes with this optimizer's records.
+
+        Raises ValueError for a policy that wants records where this optimizer does not update them.
+        """
+        if config.placement_policy == "cuda" and not self.device_updates:
+            raise ValueError(
+                f"placement_policy='cuda' updates all parameters on DEVICE, and "
+                f"{type(self).__name__} updates on the CPU; use HybridAdam, or another policy"
+            )
+        return replace(
+            config.dtypes,
+            rule=self.rule,
+            state=self.state_dtype,
+            device_updates=self.device_updates,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group. After initialize(): of frozen parameters, or of modules added since.
+
+        Those that need gradients get their place at once, from what the budgets have left: frozen
+        ones keep their values and start with zero moments; new ones become the compute dtype. With
+        several ranks all must add the same, and new parameters become those of the first rank.
+
+        Raises ValueError for parameters that are not the model's, BudgetError with the smallest
+        budget that works; then nothing is added.
+        """
+        self._check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        if self._engine is None:
+            return
+        try:
+            self._engine.admit(self.param_groups[-1]["params"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def connect(self, engine: Engine) -> None:
+        """initialize() made `engine`, which from now on keeps the optimizer's state."""
+        self._engine = engine
+        this = weakref.ref(self)
+
+        def param_groups() -> list[dict[str, Any]]:
+            optimizer = this()
+            return [] if optimizer is None else optimizer.param_groups
+
+        def hyper_of(options: dict[str, Any], step: int, grad_scale: float) -> Hyper:
+            optimizer = this()
+            assert optimizer is not None  # it has param groups
+            return optimizer._hyper(options, step, grad_scale)
+
+        engine.follow(param_groups, hyper_of)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that initialize() made. Raises UnmanagedParameterError before that."""
+        if self._engine is None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            raise UnmanagedParameterError(
+                f"{type(self).__name__} has {len(params)} parameters that are not managed (the "
+                f"first: shape {tuple(params[0].shape)}); call "
+                f"model, optimizer = hetero.initialize(model, optimizer) first"
+            )
+        return self._engine
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """loss.backward(), with the loss scaled under fp16, where it must be used.
+
+        Unless the user scales: with initial_loss_scale=None it is loss.backward() for every dtype.
+        """
+        self.engine.backward(loss, **options)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient.
+
+        Under fp16 a step whose gradients overflow is skipped and changes only the loss scale (of
+        hetero; torch.amp.GradScaler does the same by not calling this).
+
+        With early_updates=True backward has updated most parameters already; this updates the rest
+        and waits for all.
+
+        Raises NonFiniteError for gradients that were clipped by a norm that is NaN. With early
+        updates HeteroError if options of a param group changed, or gradients were cleared, since
+        parameters were updated.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.engine.step(self.param_groups, self._hyper)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients. `.grad` becomes None in either mode.
+
+        So does torch.nn.Module.zero_grad(): a parameter that gets no gradient afterwards is not
+        updated, while torch with set_to_none=False updates it with a gradient of zeros.
+
+        Raises HeteroError between an early update and step(): it cannot be undone.
+        """
+        if self._engine is not None:
+            self._engine.early.require_whole("optimizer.zero_grad()")
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: for each parameter step, the rule's states and master (all fp32, whole).
+
+        It is in RAM outside the budgets: 4 bytes a parameter for each of them.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        states = export_states(self.engine, params, self.state_names)
+        state = super().state_dict()
+        state["state"] = {i: states[p] for i, p in enumerate(params) if p in states}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() gave. Raises ValueError, with nothing loaded, if it is not.
+
+        States in bf16 are rounded to nearest (HybridLion's, with bf16 parameters, then lose their
+        lowest bit), which is exact for what they gave.
+
+        Gives up a step that early updates have half made, if the state is of all that they updated.
+        """
+        self.engine.take_in_unfrozen()
+        params = [p for group in self.param_groups for p in group["params"]]
+        states = {params[i]: state for i, state in state_dict["state"].items() if i < len(params)}
+        if len(states) < len(state_dict["state"]):
+            raise ValueError(
+                f"the state is of {len(state_dict['state'])} parameters, and this optimizer has "
+                f"{len(params)}"
+            )
+        for param, state in states.items():
+            self._check_state(param, state)
+        for index, group in enumerate(state_dict["param_groups"]):
+            # (torch's own load_state_dict() adds "differentiable" to the defaults.)
+            if missing := sorted(set(self.defaults) - {"differentiable"} - set(group)):
+                raise ValueError(
+                    f"param group {index} of the state is not {type(self).__name__}'s: it lacks "
+                    f"{', '.join(missing)}"
+                )
+            self._check_options(group)
+        self.engine.early.give_up({self.engine.find(param) for param in states})
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        import_states(self.engine, states, self.state_names)
+
+    def _check_state(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if `state` is not one of this rule for `param`."""
+        managed = self.engine.find(param)
+        if not managed.chunk.trainable:
+            raise ValueError(
+                f"the state has {managed.name}, which was frozen at hetero.initialize(); set "
+                f"requires_grad before it, or leave the parameter out of the state"
+            )
+        known = {"step", *self.state_names, "master"}
+        for key in sorted(known - set(state)):
+            raise ValueError(f"the state of {managed.name} has no {key!r}")
+        for key in sorted(set(state) - known):
+            raise ValueError(
+                f"the state of {managed.name} has {key!r}, which {type(self).__name__} has not"
+            )
+        for key in sorted(known - {"step"}):
+            if state[key].shape != param.shape:
+                raise ValueError(
+                    f"the state of {managed.name} has {key} of shape {tuple(state[key].shape)}, "
+                    f"and the parameter has {tuple(param.shape)}"
+                )
+        step = float(state["step"])
+        if not (step >= 0 and step.is_integer()):
+            raise ValueError(
+                f"the state of {managed.name} has step {step}, must be a whole number, 0 or more"
+            )

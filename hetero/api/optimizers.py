@@ -1,0 +1,167 @@
+"""The optimizers that users make: their options, and what the native kernel gets of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from hetero.api.optimizer import HybridOptimizer, ParamGroups
+from offload._native import Hyper
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
+
+
+def _require_not_negative(options: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        value = options[name]
+        if not (_is_number(value) and 0 <= value < math.inf):
+            raise ValueError(f"{name} must be a finite number, 0 or more, not {value!r}")
+
+
+def _require_betas(options: Mapping[str, Any]) -> None:
+    betas = options["betas"]
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not (pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)):
+        raise ValueError(f"betas must be two numbers in [0, 1), not {betas!r}")
+
+
+class HybridAdam(HybridOptimizer):
+    """AdamW, or Adam with adamw_mode=False. Two states: exp_avg, exp_avg_sq.
+
+    What is at home on a DEVICE of its own is updated there, with the same bits as by the CPU.
+    `state_dtype` "bf16" keeps them in half the bytes, rounded stochastically and reproducibly.
+
+    Raises ValueError for options out of range.
+    """
+
+    rule = "adam"
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        state_dtype: str = "fp32",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+        }
+        super().__init__(params, defaults, state_dtype)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        _require_not_negative(options, "lr", "eps", "weight_decay")
+        _require_betas(options)
+
+    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        beta1, beta2 = options["betas"]
+        return Hyper(
+            lr=float(options["lr"]),
+            weight_decay=float(options["weight_decay"]),
+            decoupled=bool(options["adamw_mode"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(options["eps"]),
+            bias_correction=bool(options["bias_correction"]),
+            step=step,
+            grad_scale=grad_scale,
+        )
+
+
+class CPUAdam(HybridAdam):
+    """HybridAdam whose updates always run on the CPU, whatever the compute device.
+
+    So nothing that is trained is at home on DEVICE: records stay in RAM and on NVMe.
+    """
+
+    device_updates = False
+
+
+class HybridLion(HybridOptimizer):
+    """Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023). One state: exp_avg.
+
+    Weight decay is decoupled. With bf16 parameters exp_avg has one bit of precision less, because
+    the master needs it (docs/formats.md). `state_dtype` as in HybridAdam.
+
+    Raises ValueError for options out of range.
+    """
+
+    rule = "lion"
+    state_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        state_dtype: str = "fp32",
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, state_dtype)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        _require_not_negative(options, "lr", "weight_decay")
+        _require_betas(options)
+
+    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        beta1, beta2 = options["betas"]
+        return Hyper(
+            lr=float(options["lr"]),
+            weight_decay=float(options["weight_decay"]),
+            decoupled=True,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            step=step,
+            grad_scale=grad_scale,
+        )
+
+
+class HybridAdagrad(HybridOptimizer):
+    """Adagrad, as torch.optim.Adagrad with initial_accumulator_value=0. One state: sum.
+
+    `state_dtype` as in HybridAdam. Raises ValueError for options out of range.
+    """
+
+    rule = "adagrad"
+    state_names = ("sum",)
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        eps: float = 1e-10,
+        state_dtype: str = "fp32",
+    ) -> None:
+        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        super().__init__(params, defaults, state_dtype)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        _require_not_negative(options, "lr", "lr_decay", "weight_decay", "eps")
+
+    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        return Hyper(
+            lr=float(options["lr"]),
+            weight_decay=float(options["weight_decay"]),
+            eps=float(options["eps"]),
+            lr_decay=float(options["lr_decay"]),
+            step=step,
+            grad_scale=grad_scale,
+        )

@@ -1,0 +1,1 @@
+"""A chunk group: the parameters of one compute dtype with all that keeps and updates them."""

@@ -1,0 +1,108 @@
+"""The parts of a bank that a migration changes, and what it is to move."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.layout import Chunk, Layout
+from hetero.planning.placement import Placement
+from hetero.state.grad_reduce import Buckets
+from hetero.state.grads import Grads
+from hetero.state.homes import Homes
+from hetero.state.managed_param import ManagedParam
+from hetero.state.optimizer_state import Records
+from hetero.state.params import Params
+from hetero.state.scratch_space import BankFile
+from hetero.state.slot_arenas import Pools
+from offload._native import StepPipeline
+from offload.cache.slot_cache import SlotCache
+from offload.device.backend import Backend, Updater
+from offload.device.grad_offload import Drain
+from offload.device.home_copy import Ferry
+from offload.disk.backing import Extent
+from offload.errors import HeteroError
+from offload.memory.tiers import Tier
+
+
+class Payload(enum.Enum):
+    """What of a chunk has a home; the values are Placement's names."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    RECORD = "record"
+
+
+class InUseError(HeteroError):
+    """Something that would have to move is in use; it may be free later."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One payload of one chunk gets another home."""
+
+    payload: Payload
+    chunk: Chunk
+    of: Tier
+    to: Tier
+
+
+def moves_between(layout: Layout, before: Placement, after: Placement) -> list[Move]:
+    """What moves."""
+    moves = []
+    for payload in Payload:
+        old, new = getattr(before, payload.value), getattr(after, payload.value)
+        moves += [
+            Move(payload, chunk, old[chunk.id], new[chunk.id])
+            for chunk in layout.chunks
+            if old[chunk.id] is not new[chunk.id]
+        ]
+    return moves
+
+
+class Clearable(Protocol):
+    """A cache of copies, or what fills one."""
+
+    def clear(self) -> None: ...
+    def refit(self) -> None: ...
+
+
+class PipelineUser(Protocol):
+    """Who needs to know of a new pipeline."""
+
+    def use(self, pipeline: StepPipeline) -> None: ...
+
+
+@dataclass(frozen=True)
+class Link:
+    """What there is beside RAM if DEVICE has memory of its own."""
+
+    backend: Backend
+    ferry: Ferry
+    drain: Drain
+    updater: Updater | None
+
+
+@dataclass(frozen=True)
+class Movable:
+    """The parts of a bank that migrations change, as its builder has made them."""
+
+    layout: Layout
+    dtypes: Dtypes
+    members: Sequence[ManagedParam]
+    homes: Mapping[Payload, Homes]
+    extents: Mapping[Payload, dict[int, Extent]]  # of what is on DISK
+    file: BankFile
+    pools: Pools
+    params: Params
+    grads: Grads
+    records: Records
+    caches: Sequence[Clearable]  # of parameters, the nearest to compute first
+    grad_cache: Clearable
+    gathered_cache: SlotCache | None  # the one whose slots for every day the placement counts
+    pipeline_users: Sequence[PipelineUser]
+    buckets: Buckets | None
+    link: Link | None

@@ -1,0 +1,1 @@
+"""How parameters are packed into chunks and shards: sizes only, no memory."""

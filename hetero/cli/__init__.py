@@ -1,0 +1,1 @@
+"""The `hetero` command and the training job that it runs."""

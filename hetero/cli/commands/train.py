@@ -1,0 +1,83 @@
+"""`hetero train`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from hetero.cli.commands.outcome import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    missing_extra,
+    print_error,
+)
+from hetero.cli.job.options import TrainOptions, add_train_arguments
+
+if TYPE_CHECKING:
+    from hetero.cli.commands import Commands
+
+
+def add_command(commands: Commands) -> None:
+    """Adds `train`."""
+    command = commands.add_parser(
+        "train",
+        help="train a language model on text",
+        description="Trains a byte-level language model; without options on Python's own source"
+        " text, with the optimizer state on NVMe and little of it in RAM.",
+    )
+    add_train_arguments(command)
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, and prints a report."""
+    options = TrainOptions.from_namespace(arguments)
+    # Late, because transformers and matplotlib take seconds and belong to the extra `train`.
+    try:
+        from hetero.cli.job.figure import draw_figure
+        from hetero.cli.job.loop import train
+        from hetero.cli.job.progress import make_observer
+        from hetero.cli.job.ranks import joined_ranks
+        from hetero.cli.job.report import print_report
+        from hetero.cli.job.run_folder import RunFolder
+        from hetero.cli.job.step_timeline import (
+            draw_steps,
+            last_steps_title,
+            trace_path,
+            wanted_picture,
+        )
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from None
+
+    # Under --json nothing else may reach stdout, whatever a library prints.
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        joined_ranks() as ranks,
+        RunFolder(options.run_dir, ranks) as folder,
+    ):
+        # Here, because the run folder may be the picture's.
+        picture = wanted_picture(options, ranks)
+        result = train(options, folder, make_observer(options.log_every, ranks), ranks)
+        if picture is not None and result.timeline is not None:
+            result.timeline_paths = [str(picture), str(trace_path(picture))]
+        summary = result.as_dict()
+        if result.steps and ranks.leads:
+            folder.write_json("config.json", options.as_dict())
+            folder.write_json("summary.json", summary)
+            draw_figure(result, folder.figure_path)
+            if picture is not None and result.timeline is not None:
+                draw_steps(result.timeline, picture, last_steps_title(result))
+    if result.failure is not None:
+        print_error("train", result.failure)
+        return EXIT_FAILED
+    if not ranks.leads:
+        pass  # rank 0 speaks for all
+    elif options.json:
+        print(json.dumps(summary))
+    elif result.steps:
+        print_report(result)
+    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK

@@ -1,0 +1,165 @@
+"""The picture of a run: loss, memory per tier, and where the time of a step went."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+import hetero
+from hetero.cli.job.metrics import TIERS
+from hetero.cli.job.result import TrainResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which people who see fewer colours can tell apart.
+TIER_COLOURS = {"device": "#CC79A7", "host": "#0072B2", "disk": "#009E73"}
+TIER_WORDS = {"device": "device", "host": "host RAM", "disk": "NVMe file"}
+QUIET_COLOUR = "#555555"
+PART_COLOURS = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#E69F00",
+}
+GIB = float(1 << 30)
+LABEL_FONT_SIZE = 10
+# In pixels per point of font size, spacing included, at the figure's own resolution.
+LINE_HEIGHT = 1.7
+
+
+def draw_figure(result: TrainResult, path: Path) -> None:
+    """Writes the picture as PNG. The result has at least one step."""
+    figure = Figure(figsize=(11, 10.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    setting = result.setting
+    figure.suptitle(
+        f"{setting.model}: {setting.params / 1e6:.0f}M parameters, policy {setting.policy},"
+        f" {setting.dtype}, {result.tokens_per_s:.0f} tokens/s",
+        fontsize=14,
+        fontweight="bold",
+    )
+    loss, memory, time = figure.subplots(3, 1, height_ratios=[1, 1.25, 1])
+    for axes in (loss, memory, time):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    _draw_loss(loss, result)
+    _draw_memory(memory, result)
+    _draw_time(time, result)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_loss(axes: Axes, result: TrainResult) -> None:
+    steps = [step.step for step in result.steps]
+    losses = [step.loss for step in result.steps]
+    chance = math.log(result.setting.vocab_size)
+    axes.plot(steps, losses, color="#D55E00", linewidth=2, marker="o", markersize=3)
+    axes.axhline(chance, color=QUIET_COLOUR, linestyle=":", linewidth=1.4)
+    axes.set_title("Loss", loc="left")
+    axes.set_ylabel("loss (nats per token)")
+    _step_axis(axes, steps)
+    axes.set_ylim(0, 1.08 * max([chance, *losses]))
+    _label_right(
+        axes,
+        [
+            (chance, f"guessing: ln({result.setting.vocab_size}) = {chance:.2f}", QUIET_COLOUR),
+            (losses[-1], f"last step: {losses[-1]:.2f}", "#D55E00"),
+        ],
+    )
+
+
+def _draw_memory(axes: Axes, result: TrainResult) -> None:
+    setting = result.setting
+    times = [step.memory[-1].time_s for step in result.steps]
+    # The highest sample of every step: what the machine must have.
+    rss = [max(m.rss_bytes for m in step.memory) / GIB for step in result.steps]
+    axes.plot(times, rss, color=QUIET_COLOUR, linewidth=1.5)
+    usual = setting.state_bytes / GIB
+    axes.axhline(usual, color="#D55E00", linestyle=":", linewidth=1.8)
+    labels = [
+        (rss[-1], f"whole process (RSS): {_bytes(rss[-1] * GIB)}", QUIET_COLOUR),
+        (usual, f"usual model state,\n16 B/param: {_bytes(setting.state_bytes)}", "#D55E00"),
+    ]
+    for tier in TIERS:
+        colour, word, budget = TIER_COLOURS[tier], TIER_WORDS[tier], setting.budget_bytes[tier]
+        held = [max(m.managed_bytes[tier] for m in step.memory) / GIB for step in result.steps]
+        if not any(held):
+            continue
+        axes.plot(times, held, color=colour, linewidth=2.4)
+        label = f"state in {word}: {_bytes(held[-1] * GIB)}"
+        # A budget far above all else would flatten what there is to see; its number is enough.
+        if budget is not None and budget / GIB > 2 * max(usual, *rss, *held):
+            label += f"\nof a budget of {_bytes(budget)}"
+        elif budget is not None:
+            axes.axhline(budget / GIB, color=colour, linestyle="--", linewidth=1.8)
+            labels.append((budget / GIB, f"{word} budget: {_bytes(budget)}", colour))
+        labels.append((held[-1], label, colour))
+    axes.set_title("Memory: model state per tier, and the whole process", loc="left")
+    axes.set_ylabel("GiB")
+    axes.set_xlabel("time since the first step (s)")
+    axes.set_xlim(0, max(times))
+    axes.set_ylim(0, 1.08 * max(value for value, _, _ in [*labels, (max(rss), "", "")]))
+    _label_right(axes, labels)
+
+
+def _draw_time(axes: Axes, result: TrainResult) -> None:
+    numbers = [step.step for step in result.steps]
+    totals = [step.step_s for step in result.steps]
+    parts = {
+        "forward": [step.forward_s for step in result.steps],
+        "backward": [step.backward_s for step in result.steps],
+        "optimizer": [step.optimizer_s for step in result.steps],
+    }
+    base = [0.0] * len(numbers)
+    labels = []
+    for name, seconds in parts.items():
+        axes.bar(numbers, seconds, bottom=base, width=1.0, color=PART_COLOURS[name])
+        middle = statistics.median(b + s / 2 for b, s in zip(base, seconds, strict=True))
+        share = sum(seconds) / sum(totals)
+        median_s = statistics.median(seconds)
+        labels.append((middle, f"{name}: {median_s:.2f} s, {share:.0%}", PART_COLOURS[name]))
+        base = [b + s for b, s in zip(base, seconds, strict=True)]
+    axes.set_title(f"Time of a step, median {statistics.median(totals):.2f} s", loc="left")
+    axes.set_ylabel("seconds")
+    _step_axis(axes, numbers)
+    # One slow step, like the first, must not flatten all others.
+    typical_s = statistics.median(totals)
+    axes.set_ylim(0, 1.1 * min(max(totals), 3 * typical_s))
+    _label_right(axes, labels)
+
+
+def _step_axis(axes: Axes, steps: list[int]) -> None:
+    axes.set_xlabel("step")
+    axes.set_xlim(0.5, max(steps) + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
+    """Writes (height, text, colour) beside the right end of what is meant, none over another."""
+    low, high = axes.get_ylim()
+    line = (high - low) * LINE_HEIGHT * LABEL_FONT_SIZE / axes.get_window_extent().height
+    bottom = -math.inf
+    for height, text, colour in sorted(labels):
+        half = line * (1 + text.count("\n")) / 2
+        centre = max(height, bottom + half)
+        bottom = centre + half
+        axes.annotate(
+            text,
+            (1, height),
+            xycoords=("axes fraction", "data"),
+            xytext=(1.015, centre),
+            textcoords=("axes fraction", "data"),
+            va="center",
+            fontsize=LABEL_FONT_SIZE,
+            color=colour,
+            annotation_clip=False,
+        )
+
+
+def _bytes(nbytes: float) -> str:
+    return hetero.format_bytes(nbytes)

@@ -1,0 +1,233 @@
+"""What a run needs before its first step: corpus, model inside its budgets, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import hetero
+from hetero.chunks.layout import Shard
+from hetero.cli.job.data import Corpus, load_corpus
+from hetero.cli.job.models import build_model, count_parameters, model_config, model_label
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.ranks import ALONE, Ranks
+from hetero.cli.job.result import USUAL_STATE_BYTES_PER_PARAM, Placed, Setting
+from hetero.cli.job.run_folder import RunFolder
+from hetero.cli.job.schedule import make_scheduler
+from hetero.planning.group_plans import arrange
+from hetero.planning.predict import Placed as PlacedBank
+from hetero.planning.predict import predict
+from hetero.planning.trace import Work
+from offload.memory.tiers import Tier
+from offload.profile.machine_profile import Profile, default_path
+
+# Adam's betas for language models: the second moment forgets faster than torch's 0.999, which
+# suits runs of few steps.
+ADAM_BETAS = (0.9, 0.95)
+
+# Below this a third of the state of a small model is less than its chunks need to move at all.
+LEAST_DEFAULT_HOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """All parts of a run, ready for the first step; `engine` holds memory until it is closed."""
+
+    options: TrainOptions
+    corpus: Corpus
+    model: torch.nn.Module
+    optimizer: hetero.HybridOptimizer
+    scheduler: LambdaLR
+    engine: Any
+    device: torch.device
+    setting: Setting
+    ranks: Ranks
+    placed: Callable[[], Placed]  # as it is now
+
+
+@contextmanager
+def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> Iterator[Job]:
+    """Prepares a job and closes its engine at the end, however that comes.
+
+    Raises ValueError or hetero.HeteroError for options that cannot work.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+        hetero.set_threads(options.threads)
+    corpus = load_corpus(options.data, options.seq_len, options.seed, ranks)
+    architecture = model_config(options)
+    params = count_parameters(architecture)
+    config = memory_config(options, folder, params, ranks)
+    # A budget that cannot work is refused with the one that can, before anything is built.
+    with torch.device("meta"):
+        shape = build_model(architecture)
+        dtypes = make_optimizer(options, shape).dtypes(config)
+        stage = config.zero_stage
+        shard = Shard(ranks.rank, ranks.count, grads=stage >= 2, params=stage >= 3)
+        arrange(
+            shape,
+            config,
+            dtypes,
+            config.host_bytes(),
+            config.disk_bytes(),
+            shard=shard,
+            device_bytes=config.device_bytes,
+        )
+    torch.manual_seed(options.seed)
+    with hetero.ZeroInitContext(config):
+        model = build_model(architecture)
+    model, optimizer = hetero.initialize(model, make_optimizer(options, model))
+    engine = optimizer.engine
+    notes = list(engine.notes)
+    predicted = predicted_step(options, config, engine.banks, ranks.count, notes)
+
+    def placed() -> Placed:
+        return Placed(
+            policy_of(engine),
+            predicted_step(options, config, engine.banks, ranks.count, []),
+            [(change.step, change.words()) for change in engine.replanner.changes],
+        )
+
+    try:
+        yield Job(
+            options=options,
+            corpus=corpus,
+            model=model,
+            optimizer=optimizer,
+            scheduler=make_scheduler(optimizer, options.warmup, options.steps, options.schedule),
+            engine=engine,
+            device=engine.device,
+            setting=Setting(
+                model=model_label(options),
+                params=params,
+                vocab_size=architecture.vocab_size,
+                dtype=config.dtypes.compute,
+                policy=options.policy,
+                threads=torch.get_num_threads(),
+                engine=engine.io_engine,
+                isa=engine.isa,
+                budget_bytes=dict(engine.ledger.budget_bytes),
+                notes=tuple(notes),
+                steps=options.steps,
+                tokens_per_step=options.tokens_per_step * ranks.count,
+                data=f"{corpus.source} ({hetero.format_bytes(len(corpus))})",
+                nvme_path=", ".join(config.nvme_paths) or None,
+                run_dir=str(folder.path),
+                ranks=ranks.count,
+                predicted=predicted,
+            ),
+            ranks=ranks,
+            placed=placed,
+        )
+    finally:
+        engine.close()
+
+
+def policy_of(engine: hetero.Engine) -> str:
+    """How the placement was chosen, and where how many chunks have what."""
+    (main, *_) = engine.plans
+    how = "by sizes" if main is None else f"by the profile {main.problem.profile.name}"
+    found = []
+    for payload in ("param", "grad", "record"):
+        homes = [t for b in engine.banks for t in getattr(b.placement, payload) if t is not None]
+        counts = [
+            f"{homes.count(tier)} in {where}"
+            for tier, where in ((Tier.DEVICE, "DEVICE"), (Tier.HOST, "RAM"), (Tier.DISK, "NVMe"))
+            if tier in homes
+        ]
+        found.append(f"{payload.upper()} {', '.join(counts)}")
+    return f"chosen {how}; chunks: {'; '.join(found)}"
+
+
+def predicted_step(
+    options: TrainOptions,
+    config: hetero.Config,
+    banks: Sequence[PlacedBank],
+    ranks: int,
+    notes: list[str],
+) -> dict[str, Any] | None:
+    """What the saved profile of this machine says about a step; None without one.
+
+    Of one rank only: what others do at the same time is not predicted. Appends to `notes` why a
+    profile that there is says nothing.
+    """
+    path = default_path()
+    if ranks > 1 or not path.exists():
+        return None
+    work = Work(options.batch_size * options.seq_len, options.accumulate)
+    try:
+        profile = Profile.load(path)
+        if options.threads not in (None, profile.threads):
+            raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
+        profile.check_backend(config.backend)
+        if config.link_gbps is not None and config.device_bytes is not None:
+            profile = profile.with_link(config.link_gbps * 1e9, config.device_bytes)
+        made = predict(
+            banks,
+            profile,
+            work,
+            clipping=options.clip > 0,
+            prefetch=options.prefetch,
+            early_updates=options.early_updates,
+            late_updates=options.late_updates,
+        )
+    except ValueError as error:  # of another version, or without what this run uses
+        notes.append(f"no step time is predicted: {error}")
+        return None
+    return made.as_dict()
+
+
+def memory_config(
+    options: TrainOptions, folder: RunFolder, params: int, ranks: Ranks = ALONE
+) -> hetero.Config:
+    """The engine's configuration, with this command's defaults for what was not given."""
+    host_memory: str | int | None = options.host_memory
+    if host_memory is None and options.policy == "nvme":
+        third = USUAL_STATE_BYTES_PER_PARAM * params // ranks.count // 3
+        host_memory = max(third, LEAST_DEFAULT_HOST_BYTES)
+    nvme_path = options.nvme_path
+    if not nvme_path and options.policy in ("nvme", "auto"):
+        nvme_path = (str(folder.path),)
+    return hetero.Config.make(
+        placement_policy=options.policy,
+        backend=options.backend,
+        link_gbps=options.link_gbps,
+        host_memory=host_memory,
+        device_memory=options.device_memory,
+        nvme_path=nvme_path or None,
+        nvme_capacity=options.nvme_capacity,
+        dtype=options.dtype,
+        chunk_numel=options.chunk_numel,
+        io_engine=options.io_engine,
+        prefetch=options.prefetch,
+        early_updates=options.early_updates,
+        late_updates=options.late_updates,
+        zero_stage=options.zero_stage,
+        process_memory=options.process_memory,
+        expected_tokens=options.tokens_per_step,
+    )
+
+
+def make_optimizer(options: TrainOptions, model: torch.nn.Module) -> hetero.HybridOptimizer:
+    """The optimizer that was asked for."""
+    groups = _param_groups(model, options.weight_decay)
+    lr, state_dtype = options.lr, options.state_dtype
+    if options.optimizer == "lion":
+        return hetero.HybridLion(groups, lr=lr, state_dtype=state_dtype)
+    if options.optimizer == "adagrad":
+        return hetero.HybridAdagrad(groups, lr=lr, state_dtype=state_dtype)
+    return hetero.HybridAdam(groups, lr=lr, betas=ADAM_BETAS, state_dtype=state_dtype)
+
+
+def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms, which have one dimension, do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]

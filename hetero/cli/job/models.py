@@ -1,0 +1,188 @@
+"""Models: by name or from a configuration file, built by transformers without any download."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetero.cli.job.options import TrainOptions
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+BYTE_VALUES = 256
+
+# Shapes of GPT-2 as published; one that is quick enough to learn something in minutes on a CPU
+# while its state is still worth offloading; and the 1.3B shape of GPT-3's table, which offloading
+# systems are measured with.
+GPT2_SHAPES: dict[str, dict[str, int]] = {
+    "gpt2-100m": {"n_layer": 8, "n_embd": 1024, "n_head": 16},
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12},
+    "gpt2-medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
+    "gpt2-1.3b": {"n_layer": 24, "n_embd": 2048, "n_head": 32},
+}
+
+# Shapes of other well-known models as published: the model_type, and what its configuration takes.
+OTHER_SHAPES: dict[str, tuple[str, dict[str, int]]] = {
+    **{
+        f"opt-{name}": (
+            "opt",
+            {
+                "num_hidden_layers": layers,
+                "hidden_size": width,
+                "word_embed_proj_dim": width,
+                "ffn_dim": 4 * width,
+                "num_attention_heads": heads,
+                "max_position_embeddings": 2048,
+                "vocab_size": 50272,
+            },
+        )
+        for name, layers, width, heads in (
+            ("1.3b", 24, 2048, 32),
+            ("6.7b", 32, 4096, 32),
+            ("13b", 40, 5120, 40),
+            ("30b", 48, 7168, 56),
+            ("66b", 64, 9216, 72),
+        )
+    },
+    **{
+        f"llama-{name}": (
+            "llama",
+            {
+                "num_hidden_layers": layers,
+                "hidden_size": width,
+                "intermediate_size": inner,
+                "num_attention_heads": heads,
+                "num_key_value_heads": groups,
+                "max_position_embeddings": 4096,
+                "vocab_size": 32000,
+            },
+        )
+        for name, layers, width, inner, heads, groups in (
+            ("7b", 32, 4096, 11008, 32, 32),
+            ("13b", 40, 5120, 13824, 40, 40),
+            ("70b", 80, 8192, 28672, 64, 8),
+        )
+    },
+}
+MODEL_NAMES = (*GPT2_SHAPES, *OTHER_SHAPES)
+GPT2_VOCAB_SIZE = 50257
+
+
+def wanted_vocab_size(model: str, config: str | None, given: int | None) -> int | None:
+    """What was given, else as published for a model by name; a `config` file has its own."""
+    return published_vocab_size(model) if config is None and given is None else given
+
+
+def published_vocab_size(name: str) -> int:
+    """Of a model by name; raises ValueError for an unknown one."""
+    _check_name(name)
+    return OTHER_SHAPES[name][1]["vocab_size"] if name in OTHER_SHAPES else GPT2_VOCAB_SIZE
+
+
+def model_config(options: TrainOptions) -> PretrainedConfig:
+    """The configuration of the model that the options name.
+
+    Raises ValueError for an unknown name, an unreadable file or a vocabulary smaller than a byte.
+    """
+    from transformers.utils import logging
+
+    # Its warnings are about generation and special tokens, which bytes do not have.
+    logging.set_verbosity_error()
+    if options.config is not None:
+        config = _config_from_file(Path(options.config))
+    else:
+        config = _config_from_name(options.model, options.vocab_size or BYTE_VALUES)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < options.seq_len:
+        config.max_position_embeddings = options.seq_len
+    # A cache of keys and values is for generation; in training it only holds memory.
+    config.use_cache = False
+    return config
+
+
+def model_label(options: TrainOptions) -> str:
+    """How the model is called in tables and figures."""
+    return options.model if options.config is None else Path(options.config).stem
+
+
+def build_model(config: PretrainedConfig) -> torch.nn.Module:
+    """A freshly initialised model in training mode, its weights as its own code makes them."""
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Number of parameters, tied ones once; allocates none of them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(config).parameters())
+
+
+def _config_from_name(name: str, vocab_size: int) -> PretrainedConfig:
+    from transformers import AutoConfig, GPT2Config
+
+    _check_name(name)
+    if vocab_size < BYTE_VALUES:
+        raise ValueError(f"--vocab-size must be at least {BYTE_VALUES}, got {vocab_size}")
+    if name in OTHER_SHAPES:
+        model_type, shape = OTHER_SHAPES[name]
+        return AutoConfig.for_model(model_type, **shape | {"vocab_size": vocab_size})
+    values: dict[str, Any] = {
+        **GPT2_SHAPES[name],
+        "vocab_size": vocab_size,
+        # One pass over little of the data cannot overfit, and losses stay comparable.
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return GPT2Config(**values)
+
+
+def _check_name(name: str) -> None:
+    if name not in MODEL_NAMES:
+        near = difflib.get_close_matches(name, MODEL_NAMES, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(MODEL_NAMES)}"
+        raise ValueError(f"unknown model {name!r}; {hint}")
+
+
+def _config_from_file(path: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read --config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--config {path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ValueError(f'--config {path} must be an object with a "model_type", like "llama"')
+    model_type = content.pop("model_type")
+    # Weights start in fp32, where the master is; the compute dtype is the engine's business.
+    for key in ("dtype", "torch_dtype"):
+        content.pop(key, None)
+    known = list(CONFIG_MAPPING.keys())
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"--config {path}: unknown model_type {model_type!r}{hint}")
+    try:
+        config = AutoConfig.for_model(model_type, **content)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is None or vocab_size < BYTE_VALUES:
+        raise ValueError(
+            f"--config {path}: vocab_size must be at least {BYTE_VALUES}, got {vocab_size}"
+        )
+    return config

@@ -1,0 +1,122 @@
+"""Showing a run while it happens, on stderr: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+import hetero
+from hetero.cli.job.loop import Observer
+from hetero.cli.job.metrics import StepMetrics
+from hetero.cli.job.ranks import ALONE, Ranks
+from hetero.cli.job.result import Setting
+
+
+def make_observer(log_every: int, ranks: Ranks = ALONE) -> Observer:
+    """The observer that fits where stderr goes; of several ranks the first shows the run."""
+    if not ranks.leads:
+        return SilentObserver()
+    return BarObserver() if sys.stderr.isatty() else LineObserver(sys.stderr, log_every)
+
+
+def opening_lines(setting: Setting) -> list[str]:
+    """What a reader wants to know before the first step."""
+    host = setting.budget_bytes["host"]
+    budget = "no limit" if host is None else f"at most {hetero.format_bytes(host)}"
+    lines = [
+        f"model {setting.model}: {setting.params / 1e6:.1f}M parameters, whose training state"
+        f" usually takes {hetero.format_bytes(setting.state_bytes)}",
+        f"policy {setting.policy}, host memory for it {budget}, compute in {setting.dtype},"
+        f" {setting.isa}, {setting.threads} threads",
+        f"data {setting.data}",
+    ]
+    if setting.ranks > 1:
+        lines.append(f"{setting.ranks} ranks, which share the model's state; budgets are of each")
+    if setting.engine is not None:
+        lines.append(f"state file in {setting.nvme_path} by {setting.engine}")
+    lines += [f"note: {note}" for note in setting.notes]
+    return lines
+
+
+class SilentObserver:
+    """Shows nothing."""
+
+    def begin(self, setting: Setting) -> None: ...
+    def step(self, metrics: StepMetrics) -> None: ...
+    def end(self) -> None: ...
+
+
+class LineObserver:
+    """A line for the first, every `log_every`th and the last step."""
+
+    def __init__(self, stream: TextIO, log_every: int) -> None:
+        self._stream = stream
+        self._log_every = log_every
+        self._steps = 0
+
+    def begin(self, setting: Setting) -> None:
+        self._steps = setting.steps
+        for line in opening_lines(setting):
+            self._print(line)
+
+    def step(self, metrics: StepMetrics) -> None:
+        if metrics.step in (1, self._steps) or metrics.step % self._log_every == 0:
+            self._print(
+                f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}"
+                f"  {metrics.tokens_per_s:.0f} tokens/s  {_tiers(metrics)}"
+            )
+
+    def end(self) -> None:
+        self._stream.flush()
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class BarObserver:
+    """A progress bar with the newest figures."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            expand=True,
+        )
+        self._console = console
+        self._task = self._progress.add_task("train", total=None, start=False, figures="")
+
+    def begin(self, setting: Setting) -> None:
+        for line in opening_lines(setting):
+            self._console.print(line, highlight=False, markup=False)
+        self._progress.start()
+        self._progress.update(self._task, total=setting.steps, figures="first step")
+        self._progress.start_task(self._task)
+
+    def step(self, metrics: StepMetrics) -> None:
+        figures = (
+            f"loss [bold]{metrics.loss:.3f}[/]  {metrics.tokens_per_s:.0f} tok/s  {_tiers(metrics)}"
+        )
+        self._progress.update(self._task, completed=metrics.step, figures=figures)
+
+    def end(self) -> None:
+        self._progress.stop()
+
+
+def _tiers(metrics: StepMetrics) -> str:
+    """Bytes held per tier and moved to and from the disk in the step."""
+    held = metrics.memory[-1].managed_bytes
+    tiers = "  ".join(f"{tier} {hetero.format_bytes(n)}" for tier, n in held.items() if n)
+    moved = metrics.traffic_bytes
+    if moved["disk_read"] or moved["disk_write"]:
+        tiers += (
+            f"  read {hetero.format_bytes(moved['disk_read'])}"
+            f" write {hetero.format_bytes(moved['disk_write'])}"
+        )
+    return tiers

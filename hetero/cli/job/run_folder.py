@@ -1,0 +1,91 @@
+"""The run folder: config.json, metrics.jsonl, summary.json and figure.png of one run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hetero.cli.job.ranks import ALONE, Ranks
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class RunFolder:
+    """Created on entry; on exit it disappears again, with the parents it made, if no step ran.
+
+    Of several ranks the first creates and writes it; on the others it has the same path, and what
+    they would put into it goes nowhere.
+    """
+
+    def __init__(self, path: str | None, ranks: Ranks = ALONE) -> None:
+        self.path = Path(path) if path is not None else _unused(Path("runs"))
+        self._ranks = ranks
+        self._created: list[Path] = []
+        self._steps = 0
+
+    def __enter__(self) -> RunFolder:
+        """Raises ValueError, on all ranks, if the folder cannot be made or already holds a run."""
+        self.path = Path(self._ranks.from_first(self._create))
+        return self
+
+    def _create(self) -> str:
+        if (self.path / METRICS_NAME).exists():
+            raise ValueError(f"--run-dir {self.path} already holds a run; name another folder")
+        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        try:
+            for folder in reversed(missing):
+                folder.mkdir(exist_ok=True)
+                self._created.append(folder)
+            if not self.path.is_dir():
+                raise NotADirectoryError(20, "not a folder")
+        except OSError as error:
+            self._remove_created()
+            raise ValueError(f"cannot make --run-dir {self.path}: {error.strerror}") from error
+        return str(self.path)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._steps == 0:
+            self._remove_created()
+
+    @property
+    def figure_path(self) -> Path:
+        return self.path / "figure.png"
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        """Adds one step's line; it is in the file when this returns, whatever happens later."""
+        if self._ranks.leads:
+            with (self.path / METRICS_NAME).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(metrics) + "\n")
+        self._steps += 1
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        if self._ranks.leads:
+            text = json.dumps(content, indent=2) + "\n"
+            (self.path / name).write_text(text, encoding="utf-8")
+
+    def _remove_created(self) -> None:
+        for folder in reversed(self._created):
+            try:
+                folder.rmdir()
+            except OSError:
+                # Somebody else put something there in the meantime: it is theirs now.
+                break
+        self._created.clear()
+
+
+def _unused(parent: Path) -> Path:
+    """A folder name from the clock that nothing has yet."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path, count = parent / stamp, 1
+    while path.exists():
+        count += 1
+        path = parent / f"{stamp}-{count}"
+    return path

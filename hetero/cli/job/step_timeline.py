@@ -1,0 +1,79 @@
+"""The timeline of some training steps: recorded, drawn, and written as a trace beside it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import hetero
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.ranks import Ranks
+from hetero.cli.job.result import TrainResult
+from offload.profile.timeline_figure import SUFFIXES, draw_timeline
+from offload.timeline import Timeline, record
+
+PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
+
+
+def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> Timeline:
+    """What the process does while `make_steps` runs, until it returns."""
+    with record() as recording:
+        make_steps()
+        end_s = time.perf_counter()
+        # An interval is known when it ends.
+        engine.synchronize()
+    # What the last step's writes still do afterwards would be seen again in the step after it.
+    return recording.timeline.between(recording.timeline.begin_s, end_s)
+
+
+def draw_steps(timeline: Timeline, picture: Path, title: str) -> Path:
+    """Writes `picture`, in the format of its suffix, and a trace for ui.perfetto.dev beside it.
+
+    Returns the trace's path. Needs matplotlib; raises OSError.
+    """
+    draw_timeline(timeline, picture, title)
+    trace = trace_path(picture)
+    timeline.save_trace(trace)
+    return trace
+
+
+def trace_path(picture: Path) -> Path:
+    """Where the trace of a picture goes."""
+    return picture.with_suffix(".trace.json")
+
+
+def check_picture(flag: str, picture: Path) -> None:
+    """Raises ValueError, in words of the option `flag`, for what draw_steps() could not write."""
+    if picture.suffix not in SUFFIXES:
+        raise ValueError(f"{flag} {picture}: a picture's name ends in {', '.join(SUFFIXES)}")
+    for path in (picture, trace_path(picture)):
+        if path.is_dir():
+            raise ValueError(f"{flag} {picture}: {path} is a folder; name a file")
+    if not picture.parent.is_dir():
+        raise ValueError(f"{flag} {picture}: there is no folder {picture.parent}; make it first")
+    if not os.access(picture.parent, os.W_OK):
+        raise ValueError(f"{flag} {picture}: the folder {picture.parent} is not writable")
+
+
+def wanted_picture(options: TrainOptions, ranks: Ranks) -> Path | None:
+    """Where the option says that the timeline goes. Raises ValueError, on all ranks, as
+    check_picture() does."""
+    if options.timeline is None:
+        return None
+    picture = Path(options.timeline)
+
+    def check() -> str:
+        check_picture("--timeline", picture)
+        return ""
+
+    ranks.from_first(check)
+    return picture
+
+
+def last_steps_title(result: TrainResult) -> str:
+    """Of the picture of a run's last steps."""
+    *_, last = result.steps
+    first = max(1, last.step - PICTURED_STEPS + 1)
+    return f"{result.setting.model}, policy {result.setting.policy}: steps {first} to {last.step}"

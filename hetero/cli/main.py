@@ -1,0 +1,34 @@
+"""The `hetero` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from hetero.cli.commands import plan, profile, train
+from hetero.cli.commands.outcome import EXIT_INTERRUPTED, EXIT_USAGE, print_error
+from offload.errors import HeteroError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; argparse exits by itself for unknown options."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (ValueError, HeteroError, OSError, MemoryError) as error:
+        print_error(arguments.command, error)
+        return EXIT_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hetero",
+        description="Trains models whose state is larger than memory, inside hard budgets.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (train, profile, plan):
+        command.add_command(commands)
+    return parser

@@ -1,0 +1,127 @@
+"""Why no placement fits, in words with the smallest budgets that work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Tier
+
+if TYPE_CHECKING:
+    from hetero.chunks.layout import Layout
+    from hetero.planning.placement import Budgets, Placement, PlacementError, SlotBytes
+
+
+def closest(tried: Sequence[Placement], budgets: Budgets) -> Placement:
+    """The one that misses least, so that the numbers in the refusal are true to the byte."""
+    if not budgets.disk:
+        tried = [p for p in tried if not p.disk_bytes] or tried
+    if budgets.device is not None:
+        on_device = [p for p in tried if p.device_bytes <= (budgets.device or 0)]
+        least = min(p.device_bytes for p in tried)
+        tried = on_device or [p for p in tried if p.device_bytes == least]
+    in_host = [p for p in tried if p.host_bytes <= budgets.host]
+    if in_host:
+        return min(in_host, key=lambda p: (max(p.disk_bytes, budgets.disk), p.host_bytes))
+    return min(tried, key=lambda p: p.host_bytes)
+
+
+def words(
+    smallest: Placement, budgets: Budgets, slot: SlotBytes, policy: str, layout: Layout
+) -> str:
+    """What of `budgets` is too small for `smallest`, and what to do about it."""
+    parts = [
+        f"policy {policy!r} cannot hold {layout.numel:,} parameters in "
+        f"{len(layout.chunks)} chunks of {layout.slot_numel:,} elements:"
+    ]
+    if budgets.taken_host or budgets.taken_disk:
+        parts.append(
+            f"other parameters of this model take {format_bytes(budgets.taken_host)} of RAM and "
+            f"{format_bytes(budgets.taken_disk)} of disk;"
+        )
+    if budgets.reserved_host:
+        parts.append(f"reserve_memory is {format_bytes(budgets.reserved_host)} of RAM;")
+    if smallest.host_bytes > budgets.host:
+        parts.append(
+            f"host_memory is {format_bytes(budgets.host)} ({budgets.host} bytes), and the smallest "
+            f"that works is {format_bytes(smallest.host_bytes)} ({smallest.host_bytes} bytes);"
+        )
+    if smallest.disk_bytes > budgets.disk:
+        what = (
+            "nvme_capacity or the free space there"
+            if budgets.disk
+            else "nvme_path is not given, so disk space"
+        )
+        parts.append(
+            f"{what} is {format_bytes(budgets.disk)}, and with that much RAM "
+            f"{format_bytes(smallest.disk_bytes)} ({smallest.disk_bytes} bytes) go to disk;"
+        )
+    if budgets.device is not None and smallest.device_bytes > budgets.device:
+        parts.append(
+            f"device_memory is {format_bytes(budgets.device)} ({budgets.device} bytes), and the "
+            f"smallest that works is {format_bytes(smallest.device_bytes)} "
+            f"({smallest.device_bytes} bytes);"
+        )
+    gathered = budgets.taken_gathered + smallest.gathered_slots * slot.gathered
+    if budgets.gathered is not None and gathered > budgets.gathered:
+        parts.append(
+            f"device_memory is {format_bytes(budgets.gathered)}, and gathered parameters need "
+            f"{format_bytes(gathered)} ({gathered} bytes);"
+        )
+    fixes = "raise host_memory, or set a smaller chunk_numel"
+    if policy == "cpu":
+        fixes = "raise host_memory, or use placement_policy='nvme' or 'auto' with nvme_path"
+    elif not budgets.disk:
+        fixes = "give nvme_path, or raise host_memory"
+    if budgets.disk and smallest.disk_bytes > budgets.disk and smallest.host_bytes <= budgets.host:
+        fixes = "free space there, or raise nvme_capacity or host_memory"
+    if not budgets.under_construction and smallest.host_bytes > budgets.host:
+        fixes = (
+            f"initialize with reserve_memory={smallest.host_bytes - budgets.taken_host} or more, "
+            f"of host_memory, which is then left for parameters that come later"
+        )
+    return " ".join([*parts, fixes])
+
+
+# Whose memory a limit is of, and the budget that gives way.
+SAID = {Tier.HOST: ("process", "host_memory"), Tier.DEVICE: ("device", "device_memory")}
+
+
+def too_much(tier: Tier, limit: int, needed: int, left: int, refusal: PlacementError) -> str:
+    """What is to be said if no placement of what is `left` on `tier` by a limit will do."""
+    least, name, fix = refusal.smallest_host_bytes, "process_memory", "raise process_memory, or"
+    if tier is Tier.DEVICE:
+        least = refusal.smallest_device_bytes
+        name, fix = "what the device may hold altogether", "free what else is there, or"
+    return (
+        f"{name} is {format_bytes(limit)} ({limit} bytes), and a step "
+        f"needs {format_bytes(needed)} beside the model state, for activations, "
+        f"temporaries and libraries; that leaves {format_bytes(max(0, left))} for "
+        f"model state, and the smallest that works is {format_bytes(least)} ({least} "
+        f"bytes); {fix} use smaller or checkpointed micro-batches (this "
+        f"step was made: do not make it again)"
+    )
+
+
+def cannot_become(
+    wanted: Mapping[Tier, int], budgets: Budgets, policy: str, refusal: PlacementError
+) -> str:
+    """What is to be said if no placement fits the budgets that a user wants."""
+    for tier, least in (
+        (Tier.DEVICE, refusal.smallest_device_bytes),
+        (Tier.HOST, refusal.smallest_host_bytes),
+    ):
+        now = wanted.get(tier)
+        if now is not None and least > now:
+            return (
+                f"{tier.value}_memory cannot become {format_bytes(now)} ({now} bytes): the "
+                f"smallest that works is {format_bytes(least)} ({least} bytes), under policy "
+                f"{policy!r}, with {format_bytes(budgets.disk)} of NVMe"
+            )
+    # It is the disk, or the budget that stays.
+    words = " and ".join(
+        f"{tier.value}_memory cannot become {format_bytes(now)} ({now} bytes)"
+        for tier, now in wanted.items()
+    )
+    return f"{words}: {refusal}"

@@ -1,0 +1,547 @@
+"""What a training step takes under a placement: seconds by phase and resource, and bytes moved.
+
+A step is forward and backward of each micro-batch, then the update. Compute, the link's two
+directions, disk and network work at once, each through its own things in order; a timeline of uses
+says when one waits for another. What the timeline knows:
+
+- A gathered chunk is fetched when a use begins, its room is free (`belady.py`) and it is among the
+  next PREFETCH_CHUNKS; from the file, from other ranks, then over the link, as far as it must.
+- A gradient leaves after its chunk's last use in a backward: over the link, to other ranks, to the
+  file. The update begins when all are there.
+- The update goes through pieces, with a disk that reads and writes at once. Of T pieces whose
+  record or parameter is in the file, B buffers save min(B, T) reads and writes of records, and
+  reads of parameters. What is on DEVICE is updated there meanwhile.
+- With early updates backward and update overlap, with late updates update and forward, with both
+  all three. The order is the same in every step, so all buffers but STREAMING save reads and
+  writes.
+- Where the CPU computes, two things that go on at once slow each other down, by the profile's
+  interference.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+from hetero.chunk_groups.update_tasks import STREAMING
+from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.layout import Layout
+from hetero.planning.belady import Fetch, fetches
+from hetero.planning.placement import Budgets, Placement, SlotBytes
+from hetero.planning.trace import Phase, Trace, Use
+from offload.memory.tiers import Tier
+from offload.profile.machine_profile import Profile
+
+PREFETCH_CHUNKS = 4
+
+COMPUTE, H2D, D2H, NVME, NETWORK = "compute", "link to device", "link to RAM", "NVMe", "network"
+CPU_UPDATE, DEVICE_UPDATE = "update in RAM", "update on device"
+RESOURCES = (COMPUTE, H2D, D2H, NVME, NETWORK, CPU_UPDATE, DEVICE_UPDATE)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is made from.
+
+    `trace` has the bank's own uses, and the seconds that they compute. `profile` is one rank's
+    share of its machine, and `network_bytes_per_s` what it sends to other ranks (None: not known,
+    and not counted). `min_gathered_slots` and `held` are as place() takes them. `early_updates`:
+    a chunk is updated as soon as its gradient is complete, which clipping and loss scaling forbid.
+    `late_updates`: forward begins before all are updated.
+    `clipping`: the norm of all gradients is taken before the update.
+    """
+
+    trace: Trace
+    layout: Layout
+    dtypes: Dtypes
+    budgets: Budgets
+    profile: Profile
+    policy: str
+    min_gathered_slots: int = 1
+    held: bool = False
+    prefetch: bool = True
+    early_updates: bool = False
+    late_updates: bool = False
+    clipping: bool = False
+    network_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one step of one rank moves, what it sends to other ranks included."""
+
+    h2d: int = 0
+    d2h: int = 0
+    nvme_read: int = 0
+    nvme_written: int = 0
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """Seconds that a phase takes, and for which each resource is busy in it."""
+
+    name: str
+    seconds: float
+    busy_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step of a rank takes, once many have been made."""
+
+    phases: tuple[PhaseCost, ...]
+    traffic: Traffic
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds by resource, of those that are used at all."""
+        return {
+            name: total
+            for name in RESOURCES
+            if (total := sum(phase.busy_s.get(name, 0.0) for phase in self.phases))
+        }
+
+    @property
+    def bound(self) -> str:
+        """The resource that is busiest."""
+        busy = self.busy_s
+        return max(busy, key=busy.__getitem__, default=COMPUTE)
+
+    @property
+    def lower_bound_s(self) -> float:
+        """What the step takes at least with these bytes: as if all overlapped all."""
+        return max(self.busy_s.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Uses of one phase in a row, `weight` times in a step."""
+
+    phase: Phase
+    weight: int
+    chunks: tuple[int, ...]
+    first: bool  # of the step's micro-batches
+
+
+@dataclass
+class _Busy:
+    """What a segment of the timeline comes to."""
+
+    ended_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
+    nbytes: dict[str, int] = field(
+        default_factory=lambda: {"h2d": 0, "d2h": 0, "nvme_read": 0, "nvme_written": 0, "sent": 0}
+    )
+
+
+class CostModel:
+    """Predicts the steps of one problem under many placements."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.slot = SlotBytes.of(problem.layout, problem.dtypes)
+        chunks = problem.layout.chunks
+        self.slots = {chunk.id: chunk.slots for chunk in chunks}
+        self.numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
+        self.trained = {chunk.id for chunk in chunks if chunk.trainable}
+        self.frozen = frozenset(self.slots) - self.trained
+        self.segments = _segments(problem.trace)
+        # How often each set of chunks is used in a segment, and in one of backward.
+        self._used: dict[frozenset[int], tuple[int, int]] = {}
+        for segment in self.segments:
+            used = frozenset(segment.chunks)
+            times, backward_times = self._used.get(used, (0, 0))
+            if segment.phase is Phase.BACKWARD:
+                backward_times += segment.weight
+            self._used[used] = times + segment.weight, backward_times
+        self._compute_s = problem.trace.forward_s + problem.trace.backward_s if self._used else 0.0
+        self.computing = _computing(self.segments, self.numel, problem.trace)
+
+    def cost(self, made: Placement) -> StepCost:
+        """What a step takes under `made`."""
+        walked = _Timeline(self, made).walk()
+        totals: dict[Phase, tuple[float, dict[str, float]]] = {}
+        nbytes: dict[str, int] = dict.fromkeys(_Busy().nbytes, 0)
+        began_s = 0.0
+        for segment, busy in zip(self.segments, walked, strict=True):
+            seconds = busy.ended_s - began_s
+            if segment.weight > 1:  # of several in a row none can leave work to what comes after
+                seconds = max(seconds, *busy.seconds.values())
+            began_s = busy.ended_s
+            compute_s, nvme_s = busy.seconds[COMPUTE], busy.seconds[NVME]
+            if not self.problem.profile.separate:
+                together = max(0.0, compute_s + nvme_s - seconds)
+                lost = self.problem.profile.compute_interference * min(together, compute_s, nvme_s)
+                seconds += lost
+            before_s, before = totals.get(segment.phase, (0.0, {}))
+            totals[segment.phase] = (
+                before_s + segment.weight * seconds,
+                {
+                    name: before.get(name, 0.0) + segment.weight * value
+                    for name, value in busy.seconds.items()
+                },
+            )
+            for name, moved in busy.nbytes.items():
+                nbytes[name] += segment.weight * moved
+        phases = [PhaseCost(phase.value, *total) for phase, total in totals.items()]
+        update, moved_bytes = self._update(made)
+        for name, moved in moved_bytes.items():
+            nbytes[name] += moved
+        # Forward comes first, and backward last.
+        begin = 0 if self.problem.late_updates else len(phases) - 1
+        end = len(phases) if self.problem.early_updates else 1
+        if phases and begin < end:
+            others = [*phases[:begin], *phases[end:]]
+            phases[begin:end] = [self._together(phases[begin:end], others, update, made)]
+        else:
+            phases.append(update)
+        return StepCost(tuple(phases), Traffic(**nbytes))
+
+    def lower_bound_s(self, made: Placement) -> float:
+        """A time that cost(made) hardly ever is below, found without a timeline."""
+        problem, profile, slot = self.problem, self.problem.profile, self.slot
+        gathered = self.gathered(made)
+        on_disk = {c for c in gathered if made.param[c] is Tier.DISK}
+        on_device = {c for c in self.slots if made.param[c] is Tier.DEVICE}
+        linked = gathered - on_device
+        h2d = read = drained = 0.0
+        for used, (times, backward_times) in self._used.items():
+            # Uses of more than fits find at most what fits.
+            for chunks, nbytes in ((linked, slot.gathered), (on_disk, slot.param)):
+                slots = sum([self.slots[c] for c in used & chunks])
+                missed = times * max(0, slots - made.gathered_slots) * nbytes
+                if chunks is linked:
+                    h2d += missed
+                else:
+                    read += missed
+            if backward_times and profile.separate:
+                leaving = sum([self.numel[c] for c in used & self.trained - on_device])
+                drained += backward_times * leaving * problem.dtypes.param_bytes
+        # (Beside writes some disks read faster than alone.)
+        reading = max(_disk_rates(profile, both)[0] for both in (False, True))
+        moving = [self._compute_s, read / reading if read else 0.0]
+        if profile.h2d_bytes_per_s and profile.d2h_bytes_per_s:
+            moving += [h2d / profile.h2d_bytes_per_s, drained / profile.d2h_bytes_per_s]
+        update_s = self._update(made)[0].seconds
+        if problem.early_updates or problem.late_updates:
+            return max(*moving, update_s)
+        return max(moving) + update_s
+
+    def gathered(self, made: Placement) -> set[int]:
+        """The chunks that compute finds in slots only."""
+        shard = self.problem.layout.shard
+        if shard.ranks > 1 and shard.params:
+            return set(self.slots)
+        here = Tier.DEVICE if self.problem.profile.separate else Tier.HOST
+        return {chunk for chunk in self.slots if made.param[chunk] is not here}
+
+    def _update(self, made: Placement) -> tuple[PhaseCost, dict[str, int]]:
+        """The update, and the bytes that it moves."""
+        problem, profile, slot = self.problem, self.problem.profile, self.slot
+        shard, kind = problem.layout.shard, problem.dtypes.kind
+        dtype = problem.dtypes.compute
+        on_device = {c for c in self.trained if made.record[c] is Tier.DEVICE}
+        ranks = shard.ranks
+        device_bytes = sum(self.numel[c] for c in on_device) * kind.bytes_moved / ranks
+        host_numel = sum(self.numel[c] for c in self.trained - on_device)
+        host_s = host_numel * kind.bytes_moved / ranks
+        norm_s = 0.0
+        if host_s:
+            host_s /= profile.rate("update_bytes_per_s", dtype)
+            if problem.clipping:
+                # Sums of what goes to DISK are taken on its way.
+                kept = sum(self.numel[c] for c in self.trained if made.grad[c] is Tier.HOST)
+                norm_s = kept * problem.dtypes.grad_bytes / profile.dram_bytes_per_s
+                norm_s /= ranks if shard.grads else 1
+        device_s = 0.0
+        if device_bytes:
+            device_s = device_bytes / profile.rate("device_update_bytes_per_s", dtype)
+
+        def slots(homes: Sequence[Tier | None]) -> int:
+            return sum(self.slots[c] for c in self.trained if homes[c] is Tier.DISK)
+
+        records, params, grads = slots(made.record), slots(made.param), slots(made.grad)
+        cached, kept = self._kept(made)
+        missed = (cached - kept) / cached if cached else 0.0
+        if problem.early_updates and not problem.late_updates:
+            grads = 0  # gradients are used where they arrive
+        read = round((records * slot.record + params * slot.param) * missed) + grads * slot.grad
+        written = round(records * slot.record * missed) + params * slot.param
+        nvme_s = _nvme_seconds(profile, read, written)
+        seconds = max(host_s, nvme_s)
+        # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.
+        alone_s = 2 * host_s if problem.early_updates or problem.late_updates else host_s
+        if made.buffers == 1:
+            seconds = alone_s + nvme_s
+        elif made.buffers == 2:
+            seconds += min(alone_s, nvme_s) / 2
+        if read:
+            # At the ends one waits for the other: for the first gradient, or the first free buffer,
+            # and for the last read.
+            pieces = ceil(max(cached - kept, grads))
+            seconds += nvme_s * read / (read + written) / max(1, pieces)
+        seconds = min(seconds, alone_s + nvme_s)
+        together = max(0.0, host_s + nvme_s - seconds)
+        seconds += profile.update_interference * min(together, host_s, nvme_s)
+        sent, network_s = self._averaged_at_end()
+        busy = {
+            CPU_UPDATE: host_s + norm_s,
+            NVME: nvme_s,
+            DEVICE_UPDATE: device_s,
+            NETWORK: network_s,
+        }
+        total = network_s + norm_s + max(seconds, device_s)
+        return (
+            PhaseCost("update", total, busy),
+            {"nvme_read": read, "nvme_written": written, "sent": sent},
+        )
+
+    def _kept(self, made: Placement) -> tuple[int, int]:
+        """Pieces whose updates take a buffer, and how many of them stay there for the next step."""
+        cached = sum(
+            self.slots[c]
+            for c in self.trained
+            if made.record[c] is Tier.DISK or made.param[c] is Tier.DISK
+        )
+        lacking = max(0, cached - made.buffers)
+        if self.problem.early_updates or self.problem.late_updates:
+            lacking = min(cached, lacking + min(STREAMING, lacking))
+        return cached, cached - lacking
+
+    def _together(
+        self,
+        phases: Sequence[PhaseCost],
+        others: Sequence[PhaseCost],
+        update: PhaseCost,
+        made: Placement,
+    ) -> PhaseCost:
+        """Phases and the updates that go on in them: the busiest resource of all says how long.
+
+        If the CPU computes, its updates take its time. Those of one chunk go on alone: the one that
+        backward comes to last, and forward first; it is the first that buffers keep. If there is a
+        choice, gradients that have a home in RAM are those that wait for forward, the others hold
+        slots that backward needs. What the `others` leave to them, of several micro-batches, keeps
+        its resource busy, too.
+        """
+        busy = {
+            name: sum(each.busy_s.get(name, 0.0) for each in (*phases, update))
+            for name in RESOURCES
+        }
+        others_s = sum(each.seconds for each in others)
+        left = {
+            name: max(0.0, sum(each.busy_s.get(name, 0.0) for each in others) - others_s)
+            for name in RESOURCES
+        }
+        together = 0.0 if self.problem.profile.separate else busy[COMPUTE] + busy[CPU_UPDATE]
+        busiest_s = max(together, *(busy[name] + left[name] for name in RESOURCES))
+        alone_s = self._first_alone_s(update, made)
+        phases_s = sum(each.seconds for each in phases)
+        if len(phases) > 1:
+            waiting = sum(self.slots[c] for c in self.trained if made.grad[c] is not Tier.DISK)
+            share = waiting / max(1, sum(self.slots[c] for c in self.trained))
+            phases_s += max(0.0, (1 - share) * update.seconds - phases[-1].seconds)
+        seconds = max(phases_s + alone_s, update.seconds, busiest_s)
+        *names, last = [each.name for each in (*phases, update)]
+        return PhaseCost(f"{', '.join(names)} and {last}", seconds, busy)
+
+    def _first_alone_s(self, update: PhaseCost, made: Placement) -> float:
+        """The updates of the chunk that forward needs first."""
+        uses = (c for segment in self.segments for c in segment.chunks if c in self.trained)
+        first = next(uses, None)
+        if first is None:
+            return 0.0
+        slot, record, param = self.slot, made.record[first], made.param[first]
+        in_buffers = slot.record if record is Tier.DISK else 0
+        in_buffers += slot.param if param is Tier.DISK else 0
+        missed = max(0, self.slots[first] - self._kept(made)[1]) if in_buffers else 0
+        written = missed * slot.record if record is Tier.DISK else 0
+        written += self.slots[first] * slot.param if param is Tier.DISK else 0
+        nvme_s = _nvme_seconds(self.problem.profile, missed * in_buffers, written)
+        if record is Tier.DEVICE:
+            return nvme_s
+        on_cpu = sum(self.numel[c] for c in self.trained if made.record[c] is not Tier.DEVICE)
+        return max(nvme_s, update.busy_s[CPU_UPDATE] * self.numel[first] / on_cpu)
+
+    def _averaged_at_end(self) -> tuple[int, float]:
+        """Bytes and seconds of what ranks send around the update: stages 1 and 2, and replicas."""
+        problem, slot = self.problem, self.slot
+        shard = problem.layout.shard
+        trained = sum(self.slots[c] for c in self.trained)
+        nbytes = 0.0
+        if shard.ranks > 1:
+            others = (shard.ranks - 1) / shard.ranks
+            nbytes += 0 if shard.grads else trained * slot.bucket * others
+            nbytes += 0 if shard.params else trained * slot.gathered * others
+        if shard.replicas > 1:
+            nbytes += 2 * trained * slot.bucket / shard.ranks * (1 - 1 / shard.replicas)
+        rate = problem.network_bytes_per_s
+        return round(nbytes), nbytes / rate if rate else 0.0
+
+
+class _Timeline:
+    """One step, use by use: when each resource is free, and what each segment has made it do."""
+
+    def __init__(self, model: CostModel, made: Placement) -> None:
+        self._model = model
+        self._made = made
+        self._problem = model.problem
+        self._profile = model.problem.profile
+        self._slot = model.slot
+        shard = model.problem.layout.shard
+        several = shard.ranks * shard.replicas > 1
+        self._net = model.problem.network_bytes_per_s if several else None
+        self._others = (shard.ranks - 1) / shard.ranks
+        self._now_s = 0.0  # of compute
+        self._free_s = dict.fromkeys((NVME, H2D, D2H, NETWORK), 0.0)
+        self._busy = _Busy()
+
+    def walk(self) -> list[_Busy]:
+        model, made = self._model, self._made
+        gathered = model.gathered(made)
+        uses = [c for segment in model.segments for c in segment.chunks if c in gathered]
+        coming: deque[Fetch] = deque()
+        if uses:
+            coming.extend(fetches(uses, model.slots, made.gathered_slots, model.frozen))
+        ready_s: dict[int, float] = {}
+        use = 0  # number of the next one of a gathered chunk
+        walked: list[_Busy] = []
+        for segment, computing in zip(model.segments, model.computing, strict=True):
+            self._busy = _Busy()
+            backward = segment.phase is Phase.BACKWARD
+            self._rates = _disk_rates(self._profile, backward and Tier.DISK in made.grad)
+            last = {chunk: place for place, chunk in enumerate(segment.chunks)}
+            for place, chunk in enumerate(segment.chunks):
+                if chunk in gathered:
+                    if coming and coming[0].use == use:
+                        coming.popleft()
+                        ready_s[use] = self._fetch(chunk)
+                    self._now_s = max(self._now_s, ready_s.pop(use, 0.0))
+                    # What comes next, as far as its room is free: nearest first.
+                    while coming and self._is_ahead(coming[0], use):
+                        fetch = coming.popleft()
+                        ready_s[fetch.use] = self._fetch(uses[fetch.use])
+                    use += 1
+                self._now_s += computing[place]
+                self._busy.seconds[COMPUTE] += computing[place]
+                if backward and chunk in model.trained and last[chunk] == place:
+                    self._gradient(chunk, segment.first)
+            if segment is model.segments[-1]:
+                self._now_s = max(self._now_s, *self._free_s.values())
+            self._busy.ended_s = self._now_s
+            walked.append(self._busy)
+        return walked
+
+    def _is_ahead(self, fetch: Fetch, use: int) -> bool:
+        near = fetch.use <= use + PREFETCH_CHUNKS
+        return self._problem.prefetch and near and fetch.after < use
+
+    def _fetch(self, chunk: int) -> float:
+        """Begins now; returns when the chunk is in its slot."""
+        profile, shard = self._profile, self._problem.layout.shard
+        home = self._made.param[chunk]
+        slots = self._model.slots[chunk]
+        whole = slots * self._slot.gathered
+        ready_s = self._now_s
+        if home is Tier.DISK:
+            nbytes = slots * self._slot.param
+            self._busy.nbytes["nvme_read"] += nbytes
+            ready_s = self._move(NVME, nbytes / self._rates[0], ready_s)
+        if shard.ranks > 1 and shard.params:
+            ready_s = self._send(whole * self._others, ready_s)
+        if home is not Tier.DEVICE and profile.h2d_bytes_per_s is not None:
+            self._busy.nbytes["h2d"] += whole
+            ready_s = self._move(H2D, whole / profile.h2d_bytes_per_s, ready_s)
+        return ready_s
+
+    def _gradient(self, chunk: int, first: bool) -> None:
+        """The chunk's gradient leaves; it is the `first` of the step, or added to those."""
+        profile, shard = self._profile, self._problem.layout.shard
+        slots = self._model.slots[chunk]
+        ready_s = self._now_s
+        home = self._made.grad[chunk]
+        if home is not Tier.DEVICE and profile.d2h_bytes_per_s is not None:
+            nbytes = self._model.numel[chunk] * self._problem.dtypes.param_bytes
+            self._busy.nbytes["d2h"] += nbytes
+            ready_s = self._move(D2H, nbytes / profile.d2h_bytes_per_s, ready_s)
+        if shard.ranks > 1 and shard.grads:
+            ready_s = self._send(slots * self._slot.bucket * self._others, ready_s)
+        if home is Tier.DISK:
+            nbytes = slots * self._slot.grad
+            reading, writing = self._rates
+            self._busy.nbytes["nvme_written"] += nbytes
+            seconds = nbytes / writing
+            if not first:
+                self._busy.nbytes["nvme_read"] += nbytes
+                seconds += nbytes / reading
+            self._move(NVME, seconds, ready_s)
+
+    def _send(self, nbytes: float, ready_s: float) -> float:
+        self._busy.nbytes["sent"] += round(nbytes)
+        return self._move(NETWORK, nbytes / self._net, ready_s) if self._net else ready_s
+
+    def _move(self, resource: str, seconds: float, ready_s: float) -> float:
+        """Keeps the resource busy from when it is free and all is `ready_s`; returns the end."""
+        self._free_s[resource] = max(self._free_s[resource], ready_s) + seconds
+        self._busy.seconds[resource] += seconds
+        return self._free_s[resource]
+
+
+def _disk_rates(profile: Profile, both: bool) -> tuple[float, float]:
+    """Of reads and of writes; without a disk nothing is ever divided by them."""
+    if both and profile.nvme_mixed_bytes_per_s:
+        return profile.nvme_mixed_bytes_per_s, profile.nvme_mixed_bytes_per_s
+    return profile.nvme_read_bytes_per_s or 1.0, profile.nvme_write_bytes_per_s or 1.0
+
+
+def _nvme_seconds(profile: Profile, read: int, written: int) -> float:
+    """As much of both as there is goes at the mixed rate, the rest alone."""
+    if not read + written:
+        return 0.0
+    reading, writing = _disk_rates(profile, False)
+    mixed, _ = _disk_rates(profile, True)
+    both = min(read, written)
+    return 2 * both / mixed + (read - both) / reading + (written - both) / writing
+
+
+def _segments(trace: Trace) -> list[_Segment]:
+    """Runs of uses of one phase. Of many micro-batches that are alike three stand for all."""
+    runs: list[list[Use]] = []
+    for use in trace.uses:
+        if not runs or runs[-1][0].phase is not use.phase:
+            runs.append([])
+        runs[-1].append(use)
+    count = trace.micro_batches
+    per_batch = len(runs) // max(1, count)
+    weights = [1] * len(runs)
+    if count > 3 and per_batch and len(runs) == per_batch * count:
+        batches = [runs[i : i + per_batch] for i in range(0, len(runs), per_batch)]
+        if all(batch == batches[0] for batch in batches):
+            runs = batches[0] * 3
+            weights = [1] * per_batch + [count - 2] * per_batch + [1] * per_batch
+    made: list[_Segment] = []
+    backwards = 0
+    for run, weight in zip(runs, weights, strict=True):
+        phase = run[0].phase
+        chunks = tuple(use.chunk for use in run)
+        made.append(_Segment(phase, weight, chunks, phase is Phase.BACKWARD and not backwards))
+        backwards += phase is Phase.BACKWARD
+    return made
+
+
+def _computing(
+    segments: Sequence[_Segment], numel: Mapping[int, int], trace: Trace
+) -> list[list[float]]:
+    """Seconds of each use: a phase's, by the elements that are used."""
+    per_element: dict[Phase, float] = {}
+    for phase, seconds in ((Phase.FORWARD, trace.forward_s), (Phase.BACKWARD, trace.backward_s)):
+        used = sum(s.weight * sum(numel[c] for c in s.chunks) for s in segments if s.phase is phase)
+        per_element[phase] = seconds / used if used else 0.0
+    return [[numel[c] * per_element[s.phase] for c in s.chunks] for s in segments]

@@ -1,0 +1,1 @@
+"""The other processes: groups, messages that time out and name the culprit, the shard server."""

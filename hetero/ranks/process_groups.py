@@ -1,0 +1,182 @@
+"""Which ranks share one model's state, and how."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.cpu_threads import share_threads
+from hetero.ranks.messages import Failures, Peers
+from offload.errors import HeteroError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class World:
+    """The ranks that train one model together.
+
+    State is sharded over `shard` and the same in all `replicas` of it: with hybrid sharding, ranks
+    of one node shard and nodes replicate; else there is one replica. `everyone` is all of them.
+    None stands for a group of this rank alone.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        process_group: Any = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Joins the ranks of `process_group`, or of `mesh` (one dimension: sharded; two: replicated
+        and sharded), by default all ranks. All of them must do so.
+
+        Without torch.distributed this rank is alone. Raises ValueError for a mesh that is neither.
+        """
+        if process_group is not None and mesh is not None:
+            raise ValueError("give process_group or mesh, not both")
+        _join_launched_ranks()
+        shard, replicas = _groups(process_group, mesh)
+        self.failures = Failures()
+        everyone = sorted(rank for one in replicas for rank in one)
+
+        def peers(ranks: list[int]) -> Peers | None:
+            return Peers(ranks, timeout_s, self.failures) if len(ranks) > 1 else None
+
+        self.shard = peers(shard)
+        place = shard.index(_my_rank())
+        self.replicas = peers([one[place] for one in replicas])
+        self.everyone = self.shard if len(replicas) == 1 else peers(everyone)
+        self.local_ranks = self._count_local()
+        share_threads(self.local_ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that a chunk is divided over."""
+        return self.shard.size if self.shard is not None else 1
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.shard.rank if self.shard is not None else 0
+
+    @property
+    def size(self) -> int:
+        """All ranks, replicas included: gradients are averaged over them."""
+        return self.everyone.size if self.everyone is not None else 1
+
+    @property
+    def name(self) -> str:
+        """This rank as users know it."""
+        return f"rank {_my_rank()}"
+
+    def another(self) -> World:
+        """The same ranks, connected once more, so that two protocols do not mix their messages.
+
+        All ranks must call it.
+        """
+        made = copy.copy(self)
+
+        def again(peers: Peers | None) -> Peers | None:
+            return peers and Peers(peers.ranks, peers.timeout_s, self.failures)
+
+        made.shard = again(self.shard)
+        made.replicas = again(self.replicas)
+        made.everyone = made.shard if self.everyone is self.shard else again(self.everyone)
+        return made
+
+    def groups(self) -> list[Peers]:
+        """All groups of more than one rank, each once."""
+        found = {id(p): p for p in (self.shard, self.replicas, self.everyone) if p is not None}
+        return list(found.values())
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Every rank's `tensor` (one shape, one dtype)."""
+        return [tensor] if self.everyone is None else self.everyone.all_gather(tensor, what)
+
+    def agree(self, value: int, choose: Callable[[Iterable[int]], int], what: str) -> int:
+        """`choose` of all ranks' values."""
+        return choose(int(v) for v in self.all_gather(torch.tensor([value]), what))
+
+    def require_equal(self, facts: dict[str, str], what: str) -> None:
+        """Raises HeteroError, naming the first difference, unless all ranks have the same facts."""
+        if self.everyone is None:
+            return
+        content = "\0".join(f"{key}\1{value}" for key, value in facts.items()).encode()
+        for peer, other in enumerate(self.everyone.all_gather_bytes(content, what)):
+            if other != content:
+                theirs = dict(line.split("\1", 1) for line in other.decode().split("\0"))
+                for key in [*facts, *theirs]:
+                    if facts.get(key) != theirs.get(key):
+                        raise HeteroError(
+                            f"{what} differ between ranks: {key} is {facts.get(key)} on "
+                            f"{self.name} and {theirs.get(key)} on {self.everyone.name(peer)}; all "
+                            f"ranks must build the same model with the same options"
+                        )
+                number, (here, there) = next(
+                    (number, pair)
+                    for number, pair in enumerate(zip(facts, theirs, strict=True))
+                    if pair[0] != pair[1]
+                )
+                raise HeteroError(
+                    f"{what} differ between ranks: number {number} is {here} on {self.name} and "
+                    f"{there} on {self.everyone.name(peer)}; all ranks must have them in one order"
+                )
+
+    def _count_local(self) -> int:
+        if self.everyone is None:
+            return 1
+        host = socket.gethostname().encode()
+        return self.everyone.all_gather_bytes(host, "hetero's start").count(host)
+
+    def close(self) -> None:
+        """Leaves the groups."""
+        for peers in self.groups():
+            peers.close()
+
+
+def _my_rank() -> int:
+    return dist.get_rank() if _initialized() else 0
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _join_launched_ranks() -> None:
+    """A rank that torchrun started must not train a model of its own by mistake."""
+    if not _initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Loaded after the group is there, it would keep the group's threads past its end.
+        import torch.distributed.nn.functional  # noqa: F401
+
+        dist.init_process_group("gloo")
+
+
+def _groups(process_group: Any, mesh: DeviceMesh | None) -> tuple[list[int], list[list[int]]]:
+    """The ranks that share a chunk with this one, and those of every replica."""
+    if not _initialized():
+        if process_group is not None or mesh is not None:
+            raise ValueError("a process group or mesh needs torch.distributed to be initialized")
+        return [0], [[0]]
+    if mesh is None:
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        _require_member(ranks)
+        return ranks, [ranks]
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions; one (sharded) or two (replicated, sharded) work"
+        )
+    table = mesh.mesh.tolist() if mesh.ndim == 2 else [mesh.mesh.tolist()]
+    _require_member([rank for one in table for rank in one])
+    mine = next(one for one in table if _my_rank() in one)
+    return mine, table
+
+
+def _require_member(ranks: list[int]) -> None:
+    if _my_rank() not in ranks:
+        raise ValueError(f"rank {_my_rank()} is not one of the group's ranks {ranks}")

@@ -1,0 +1,110 @@
+"""The parameters of all banks: each use goes to the bank that has the chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunks.layout import Chunk
+from hetero.state.managed_param import ManagedParam
+from hetero.state.params import SavedView
+from offload.errors import StaleGraphError
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that autograd saved and is no view of a gathered copy.
+
+    With hooks nobody else checks its version. `chunk`: it is of a home that is used in place.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    chunk: Chunk | None = None
+
+
+class AllParams:
+    """Brings parameters in and lets them go, whichever bank they are in."""
+
+    def __init__(self, banks: Sequence[Bank]) -> None:
+        self._banks = banks  # may grow
+        # Called before a parameter is used, and before a chunk's saved views are made again: may
+        # refuse by raising.
+        self.check_use: Callable[[ManagedParam], object] = _nothing
+        self.check_saved: Callable[[Chunk], object] = _nothing
+        # By address: homes that are used in place and may change while backward runs.
+        self.changing: dict[int, Chunk] = {}
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some parameters are gathered."""
+        return any(bank.params.gathers for bank in self._banks)
+
+    @property
+    def packs(self) -> bool:
+        """Whether pack() and unpack() are needed."""
+        return self.gathers or bool(self.changing)
+
+    def is_resident(self, chunk: Chunk) -> bool:
+        """Whether the whole chunk's home is in RAM, where compute uses it in place."""
+        return self._banks[chunk.bank].params.is_resident(chunk)
+
+    def flat(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's parameters now, flat; unless resident a lease on a gathered copy."""
+        return self._banks[chunk.bank].params.flat(chunk)
+
+    def acquire(self, managed: ManagedParam) -> None:
+        """Makes the parameter present until as many release() calls."""
+        self.check_use(managed)
+        self._banks[managed.chunk.bank].params.acquire(managed)
+
+    def release(self, managed: ManagedParam) -> None:
+        """Undoes one acquire()."""
+        self._banks[managed.chunk.bank].params.release(managed)
+
+    def is_in_place(self, managed: ManagedParam) -> bool:
+        """Whether the parameter is where it belongs between steps: at home, or absent."""
+        return self._banks[managed.chunk.bank].params.is_in_place(managed)
+
+    def settle(self) -> None:
+        """Until nothing that was asked of other ranks is under way."""
+        for bank in self._banks:
+            bank.params.settle()
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
+        """What autograd keeps for `tensor`: of a view of a gathered copy, how to remake it."""
+        if tensor.layout is torch.strided:
+            for bank in self._banks:
+                view = bank.params.pack(tensor)
+                if view is not None:
+                    return view
+            if self.changing:
+                chunk = self.changing.get(tensor.untyped_storage().data_ptr())
+                return SavedTensor(tensor, tensor._version, chunk)
+        return SavedTensor(tensor, tensor._version)
+
+    def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
+        """The tensor that was packed. Raises StaleGraphError if it was changed since."""
+        if isinstance(saved, SavedView):
+            self.check_saved(saved.chunk)
+            return self._banks[saved.chunk.bank].params.unpack(saved)
+        if saved.chunk is not None:
+            self.check_saved(saved.chunk)
+        if saved.tensor._version != saved.version:
+            raise StaleGraphError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "
+                f"modified by an inplace operation (it is at version "
+                f"{saved.tensor._version}, expected {saved.version})"
+            )
+        return saved.tensor
+
+    def leased_copies(self) -> int:
+        """Gathered copies that some tensor views now."""
+        return sum(bank.params.leased_copies() for bank in self._banks)

@@ -1,0 +1,284 @@
+"""Norms of kept gradients, and the factors that clipping and unscaling give them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hetero.chunk_groups.chunk_group import Bank
+from hetero.ranks.process_groups import World
+from hetero.runtime.loss_scale import LossScale
+from hetero.state.grad_placeholder import GradPlaceholder
+from hetero.state.grads import Grads
+from hetero.state.managed_param import ManagedParam
+from offload.errors import HeteroError, NonFiniteError
+
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+Members = Sequence[ManagedParam]
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+class Clipping:
+    """What may be done to gradients between backward and step.
+
+    A parameter's gradient is what its chunk keeps times `grad_factor`. Scaling a gradient changes
+    the factor only: the step multiplies by it in fp32. The factor belongs to that gradient, so
+    it ends when `.grad` is cleared and no step need know of it. Before another micro-batch is
+    added, what is kept is multiplied by it in the grad dtype, as torch does at once.
+
+    With several ranks all must do the same: facts are of means over the ranks, whole.
+    """
+
+    def __init__(
+        self,
+        banks: Sequence[Bank],
+        loss_scale: LossScale,
+        world: World,
+        early_updates: bool = False,
+    ) -> None:
+        """`banks` may grow; each is connect()ed. `early_updates`: gradients cannot be changed."""
+        self._banks = banks
+        self._loss_scale = loss_scale
+        self._world = world
+        self._early_updates = early_updates
+        # Called before a gradient is taken that the user assigned: may refuse by raising.
+        self.check_assigned: Callable[[ManagedParam], object] = _nothing
+        # Called when a step is going to be left out, before the orders end it.
+        self.step_left_out: Callable[[], object] = lambda: None
+        self._unsettled = False  # with several ranks: gradients came that are no means yet
+        # With several ranks: of all gradients, until one changes; the same everywhere.
+        self._whole_sums: dict[ManagedParam, float] = {}
+
+    def connect(self, bank: Bank) -> None:
+        """From now on gradients of the bank come, too."""
+        if bank.ranks is not None:
+            bank.ranks.buckets.renew = self._renew
+            bank.ranks.buckets.changed = self._whole_sums.clear
+
+    def _grads(self, managed: ManagedParam) -> Grads:
+        return self._banks[managed.chunk.bank].grads
+
+    # Gradients arrive
+
+    def keep(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        """Keeps what backward gave, which is times the loss scale."""
+        self._take(managed, grad, accumulate, 1.0 / self._loss_scale.value)
+
+    def adopt(self, members: Members) -> None:
+        """Takes gradients that the user assigned to `.grad`, as if backward had given them.
+
+        They are not times the loss scale. Raises HeteroError for what was computed from a
+        placeholder, ValueError for a sparse one.
+        """
+        for m in members:
+            if m.param.grad is not None and not m.has_grad:
+                self.check_assigned(m)
+                self._check_assigned(m, m.param.grad)
+                grad = m.param.grad
+                if self._banks[m.chunk.bank].placement.drain_bytes:
+                    grad = grad.clone()  # it leaves the device later; the user may change it sooner
+                self._take(m, grad, False, 1.0)
+
+    def _take(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
+        # Before the gradient, so that an exception in between leaves both as they belong.
+        self._set_factor(m, factor, accumulate)
+        self._unsettled = True
+        self._banks[m.chunk.bank].add_grad(m, grad, accumulate)
+
+    def _renew(self, m: ManagedParam, accumulate: bool) -> None:
+        """Other ranks' gradients come, to what is kept if `accumulate`."""
+        self._set_factor(m, 1.0 / self._loss_scale.value, accumulate)
+
+    def _set_factor(self, m: ManagedParam, factor: float, accumulate: bool) -> None:
+        if accumulate and m.grad_factor != factor:
+            ratio = m.grad_factor / factor
+            self._change(m, lambda kept: kept.mul_(ratio))
+        m.grad_factor = factor
+
+    def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
+        self._whole_sums.clear()
+        self._grads(m).change(m, change)
+
+    def settle(self, force: bool = False) -> None:
+        """Until gradients are means over the ranks; `force`: also if none has come here."""
+        # If one bank has something all do: which bank has may differ between ranks.
+        force = force or self._unsettled
+        # First the one that averages during backward, of which other ranks may be in the middle.
+        for bank in sorted(self._banks, key=lambda bank: bank.held):
+            if bank.ranks is not None:
+                bank.ranks.buckets.settle(force)
+        self._unsettled = False
+
+    def _check_assigned(self, m: ManagedParam, grad: torch.Tensor) -> None:
+        check_dense(m, grad)
+        if isinstance(grad, GradPlaceholder) or bool(grad.isnan().all()):
+            raise HeteroError(
+                f"the .grad that was assigned to {m.name} is all NaN, as what is computed from the "
+                f".grad of a managed parameter; use hetero.grads() instead"
+            )
+
+    # Facts, per parameter
+
+    def sums_of_squares(self, members: Members) -> list[float]:
+        """Of each gradient, in double, in a fixed order: the same bits for every placement."""
+        self.settle()
+        if self._world.shard is None:
+            return [self._grads(m).sum_of_squares(m) * m.grad_factor**2 for m in members]
+        if any(m not in self._whole_sums for m in members):
+            trained = (m for bank in self._banks for m in bank.members if m.chunk.trainable)
+            all_members = [m for m in trained if m.has_grad]
+            mine = [self._grads(m).sum_of_squares(m) for m in all_members]
+            sums = self._over_ranks(mine)
+            self._whole_sums.update(zip(all_members, sums.sum(dim=0).tolist(), strict=True))
+        return [self._whole_sums[m] * m.grad_factor**2 for m in members]
+
+    def _over_ranks(self, values: Sequence[float]) -> torch.Tensor:
+        """Every rank's values, of which each has its shards', as rows."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        shard = self._world.shard
+        found = [mine] if shard is None else shard.all_gather(mine, "the gradients' norms")
+        return torch.stack(found)
+
+    def any_non_finite(self, members: Members) -> bool:
+        """Whether an element is infinite or NaN."""
+        return not all(map(math.isfinite, self.sums_of_squares(members)))
+
+    def largest(self, members: Members) -> list[float]:
+        """The largest magnitude in each gradient; NaN if it has a NaN."""
+        self.settle()
+        largest = (
+            self._over_ranks([self._grads(m).largest(m) for m in members]).amax(dim=0).tolist()
+        )
+        return [one * abs(m.grad_factor) for one, m in zip(largest, members, strict=True)]
+
+    def read(self, managed: ManagedParam) -> torch.Tensor:
+        """A copy of the gradient, as the step will use it: in fp32."""
+        self.settle()
+        mine = self._grads(managed).read(managed)
+        shard = self._world.shard
+        if shard is not None:
+            layout = self._banks[managed.chunk.bank].layout
+            whole = torch.empty(managed.numel, dtype=mine.dtype)
+            parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
+            parts[shard.rank].copy_(mine)
+            shard.exchange(
+                [mine if mine.numel() else None] * shard.size,
+                [part if part.numel() else None for part in parts],
+                f"reading the gradient of {managed.name}",
+            ).wait()
+            mine = whole
+        mine = mine.view(managed.param.shape).to(managed.param.device)
+        return mine.float().mul_(managed.grad_factor)
+
+    def norms(self, members: Members, norm_type: float) -> list[float]:
+        """The norm of each gradient. Raises ValueError for norms other than 2 and inf."""
+        if norm_type == 2:
+            return [math.sqrt(total) for total in self.sums_of_squares(members)]
+        if norm_type == math.inf:
+            return self.largest(members)
+        raise ValueError(f"norm_type must be 2 or inf for gradients hetero keeps, not {norm_type}")
+
+    def total_norm(self, members: Members, norm_type: float = 2.0) -> float:
+        """The norm of all of them together; each parameter counts once."""
+        members = in_model_order(members)
+        if norm_type == 2:
+            return math.sqrt(sum(self.sums_of_squares(members)))
+        norms = self.norms(members, norm_type)
+        return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
+
+    # Changes
+
+    def clip_norm(
+        self, members: Members, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> float:
+        """Makes the total norm at most `max_norm`; returns what it was.
+
+        Raises NonFiniteError (with `error_if_nonfinite`), with nothing changed.
+        """
+        self._require_changeable()
+        norm = self.total_norm(members, norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient norm is {norm}")
+        factor = max_norm / (norm + _CLIP_EPS)
+        self.multiply(in_model_order(members), 1.0 if factor > 1 else factor)  # NaN stays NaN
+        return norm
+
+    def multiply(self, members: Members, factor: float) -> None:
+        """Multiplies each gradient by `factor`."""
+        self._require_changeable()
+        self.settle()
+        for m in members:
+            m.grad_factor *= factor
+
+    def clamp(self, members: Members, low: float | None, high: float | None) -> None:
+        """Limits each element to [low, high], in the grad dtype.
+
+        Where the loss is scaled by hetero, a gradient with an overflow stays as it is, because
+        its step is going to be skipped.
+        """
+        self._require_changeable()
+        self.settle()
+        if self._loss_scale.dynamic:
+            sums = self.sums_of_squares(members)
+            members = [m for m, total in zip(members, sums, strict=True) if math.isfinite(total)]
+        for m in sorted(members, key=lambda m: (m.chunk.bank, m.chunk.id, m.slice.offset)):
+            if not 0 < m.grad_factor < math.inf:
+                factor, m.grad_factor = m.grad_factor, 1.0
+                self._change(m, lambda kept, factor=factor: kept.mul_(factor))  # type: ignore[misc]
+            bounds = [
+                None if b is None else self._grads(m).in_range(b / m.grad_factor)
+                for b in (low, high)
+            ]
+            self._change(m, lambda kept, bounds=bounds: kept.clamp_(*bounds))  # type: ignore[misc]
+
+    def unscale(self, members: Members, factor: float) -> bool:
+        """GradScaler's: multiplies by `factor`; whether an element is infinite or NaN.
+
+        Raises HeteroError if hetero scales the loss too.
+        """
+        if self._loss_scale.dynamic:
+            raise HeteroError(
+                "a GradScaler and hetero both scale the loss (fp16); leave one out: "
+                "hetero.initialize(..., initial_loss_scale=None) leaves it to the GradScaler"
+            )
+        self.multiply(members, factor)
+        overflow = self.any_non_finite(members)
+        if overflow:  # GradScaler is going to leave out the step, which would say that it is over
+            self.step_left_out()
+            for bank in self._banks:
+                bank.order.end_step()
+        return overflow
+
+    def _require_changeable(self) -> None:
+        if self._early_updates:
+            raise HeteroError(
+                "gradients cannot be clipped, unscaled or multiplied with early_updates=True: "
+                "updates are made while backward runs, before the last gradient is there; leave "
+                "out early_updates, or the change (register_hook() of a parameter can make one; "
+                "optimizer.engine.grad_norm() tells the norm and changes nothing)"
+            )
+
+    def forget(self, members: Members) -> None:
+        """Clears the gradients."""
+        for m in members:
+            m.param.grad = None
+
+
+def check_dense(managed: ManagedParam, grad: torch.Tensor) -> None:
+    """Raises ValueError for a sparse gradient."""
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
+            f"use sparse=False"
+        )
+
+
+def in_model_order(members: Members) -> list[ManagedParam]:
+    """Each of them once, in the model's order, in which sums are taken."""
+    return sorted(dict.fromkeys(members), key=lambda m: m.slice.param.index)

@@ -1,0 +1,1 @@
+"""Moving homes between steps, when budgets or measurements change."""

@@ -1,0 +1,90 @@
+"""Limits of what a process, and a device, hold altogether, of which model state is a part."""
+
+from __future__ import annotations
+
+import os
+
+from offload.device.backend import Backend
+from offload.memory.ledger import Ledger
+from offload.memory.process_memory import ResidentMemory
+from offload.memory.tiers import Tier
+
+_MARGIN = 64  # one part in so many of the limit stays free: memory is never twice the same
+_RESERVE = 32  # one part in so many of a device: for what its allocator cannot use, and for others
+
+
+class BesideMemory:
+    """Bytes that are not model state: activations, temporaries, libraries, and what the allocator
+    keeps.
+
+    In RAM it is RSS without what the ledger has charged, pages that were never touched included;
+    so until all memory was used once it is too little. An emulated DEVICE is RAM, and what computes
+    there uses beside it is in RAM's figure. Reading it takes some 5 us.
+    """
+
+    def __init__(self, ledger: Ledger, backend: Backend) -> None:
+        self._resident = ResidentMemory()
+        self._process = os.getpid()
+        self._ledger = ledger
+        self._backend = backend
+
+    def __call__(self) -> tuple[int, int]:
+        """(in RAM, on a DEVICE that is not RAM) now."""
+        host = self._resident.nbytes() - self.managed_bytes(Tier.HOST)
+        return max(0, host), self.device_bytes()
+
+    def device_bytes(self) -> int:
+        """On a DEVICE that is not RAM: the most since the last reset()."""
+        return self._backend.beside_bytes()
+
+    def reset(self) -> None:
+        """What a DEVICE says is its most since the last call."""
+        self._backend.reset_beside()
+
+    def managed_bytes(self, tier: Tier) -> int:
+        """Of that memory, that the ledger has charged."""
+        return self._ledger.in_use_bytes[tier.value] + self.shared_bytes(tier)
+
+    def shared_bytes(self, tier: Tier) -> int:
+        """Of them, those of another tier: an emulated DEVICE is in RAM."""
+        if self._backend.kind != "emulated" or tier is not Tier.HOST:
+            return 0
+        return self._ledger.in_use_bytes[Tier.DEVICE.value]
+
+    def remove(self) -> None:
+        """Closes what it reads from."""
+        if os.getpid() == self._process:
+            self._resident.close()
+
+
+class MemoryLimit:
+    """Says how much of `tier` model state may have, so that all stays within the limit.
+
+    It lowers that as soon as a step needed more beside it, by what is missing and a 64th of the
+    limit; it never raises it by itself, but once: after the first steps, when what they need is
+    known. So it does not go up and down.
+    """
+
+    def __init__(self, tier: Tier, limit: int, wanted_bytes: int, beside: BesideMemory) -> None:
+        """`wanted_bytes`: for model state, if the limit allows."""
+        self.tier = tier
+        self.limit = limit
+        self.wanted_bytes = wanted_bytes
+        self.was_raised = False
+        self.peak_bytes = 0  # the most beside model state
+        self._beside = beside
+
+    def passed(self, beside_bytes: int) -> bool:
+        """Whether a step that had so much beside model state passed the limit."""
+        return beside_bytes + self._beside.managed_bytes(self.tier) > self.limit
+
+    def state_bytes(self, beside_bytes: int) -> int:
+        """For model state, beside so much else."""
+        others = self._beside.shared_bytes(self.tier)
+        return min(self.wanted_bytes, self.limit - self.limit // _MARGIN - beside_bytes - others)
+
+
+def usable_device_bytes(backend: Backend) -> int | None:
+    """What a device may hold altogether: all that it has but for a reserve; None: nobody says."""
+    total = backend.device_bytes()
+    return None if total is None else total - total // _RESERVE

@@ -1,0 +1,205 @@
+"""The traces of an engine's steps, several side by side, and who makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
+
+from hetero.chunk_groups.chunk_group import Bank
+from hetero.planning.trace import Phase, Trace, TraceRecorder, Use
+
+_MOST_TRACES = 8
+_MOST_OUTPUTS = 8  # of a forward, that are watched for the begin of backward
+_MOST_MOMENTS = 4096  # of one step: where none is ever made, what was recorded is given up
+_MOST_APART = 2  # forwards without gradients that are looked at, of those between two steps
+
+Key = tuple[int, tuple[Use, ...]]
+
+
+@dataclass
+class Seen:
+    """A trace, with the seconds and the memory of the last step that had its uses."""
+
+    trace: Trace
+    times: int = 1
+
+
+class Traces:
+    """Known traces, by the sequence of uses: training, evaluation, another part of the model.
+
+    The last seen is the last; of many the oldest are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Key, Seen] = {}
+
+    def note(self, trace: Trace) -> Seen:
+        """A step had this trace."""
+        key = (trace.micro_batches, trace.uses)
+        seen = self._seen.pop(key, None)
+        if seen is None:
+            seen = Seen(trace)
+        else:
+            seen.trace, seen.times = trace, seen.times + 1
+        self._seen[key] = seen
+        while len(self._seen) > _MOST_TRACES:
+            del self._seen[next(iter(self._seen))]
+        return seen
+
+    def times(self, trace: Trace) -> int:
+        """How many steps had its uses, of late."""
+        seen = self._seen.get((trace.micro_batches, trace.uses))
+        return 0 if seen is None else seen.times
+
+    def __iter__(self) -> Any:
+        return iter([seen.trace for seen in self._seen.values()])
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+class StepTracer:
+    """Tells a TraceRecorder when forward and backward of the whole model begin and end.
+
+    By hooks on the model and on what it returns: a backward begins when the first gradient of an
+    output is there, or the first one of a parameter, and ends when autograd says so. A forward
+    without gradients is a trace of its own, and no part of the step's. Uses outside of both are in
+    no trace. The first step's seconds are also of what is done once.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        banks: Sequence[Bank],
+        memory: Callable[[], tuple[int, int]],
+    ) -> None:
+        """`banks` may grow; `memory` are bytes beside the model state, (in RAM, on DEVICE)."""
+        self.traces = Traces()
+        self._banks = banks
+        self._memory = memory
+        self._recorder = self._new_recorder()
+        self._depth = 0
+        self._with_grad = False  # the forward at hand
+        self._in_backward = False
+        self._apart: list[int] | None = None  # uses before the forward without gradients at hand
+        self._apart_seen = 0  # since the last step
+        self._apart_bytes = 0  # the most beside model state after one
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _new_recorder(self) -> TraceRecorder:
+        orders = [bank.order for bank in self._banks]
+        return TraceRecorder(orders, self._memory, self._waits_s)
+
+    def _waits_s(self) -> float:
+        return sum(bank.wait_s for bank in self._banks)
+
+    @_disable_dynamo
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._in_backward = False
+            if self._recorder.moments >= _MOST_MOMENTS:
+                self._recorder.reset()
+            self._with_grad = torch.is_grad_enabled()
+            if self._with_grad:
+                self._recorder.begin(Phase.FORWARD)
+            elif self._apart_seen < _MOST_APART:
+                self._apart = [bank.order.recorded for bank in self._banks]
+
+    @_disable_dynamo
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        if self._with_grad:
+            self._recorder.begin(None)
+            for tensor in _tensors(output)[:_MOST_OUTPUTS]:
+                tensor.register_hook(self._begin_backward)
+        elif self._apart is not None:
+            self._note_apart(self._apart)
+            self._apart = None
+
+    def _note_apart(self, before: list[int]) -> None:
+        uses = [
+            Use(number, chunk, Phase.FORWARD)
+            for number, (bank, first) in enumerate(zip(self._banks, before, strict=False))
+            for chunk in bank.order.recording()[first:]
+        ]
+        self._apart_seen += 1
+        self._apart_bytes = max(self._apart_bytes, self._memory()[0])
+        self.traces.note(Trace(tuple(uses), 0, 0.0, 0.0))
+
+    def _begin_backward(self, grad: torch.Tensor) -> None:
+        self.gradient()
+
+    def gradient(self) -> None:
+        """A gradient is there: a backward goes on."""
+        if not self._in_backward and torch._C._current_graph_task_id() != -1:
+            self._in_backward = True
+            self._recorder.begin(Phase.BACKWARD)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._in_backward:
+            self._in_backward = False
+            self._recorder.begin(None)
+
+    def take_beside_bytes(self) -> int:
+        """The most RAM beside model state after forwards without gradients since the last call."""
+        found, self._apart_bytes = self._apart_bytes, 0
+        return found
+
+    def end_step(self) -> Seen | None:
+        """The step's trace, which is noted; None if it had no forward of the whole model.
+
+        Call it before the orders' end_step().
+        """
+        whole = self._recorder.has(Phase.FORWARD)
+        trace = self._recorder.end_step()
+        self._in_backward = False
+        self._depth = 0  # a forward that Ctrl-C ended has not said so
+        self._apart_seen = 0
+        if len(self._recorder.orders) < len(self._banks):
+            self._recorder = self._new_recorder()  # banks have come, of which this knows nothing
+        if trace is None or not whole:
+            return None
+        return self.traces.note(trace)
+
+    def forget(self) -> None:
+        """The step is left out: what was recorded of it refers to recordings that end now."""
+        self._recorder.reset()
+        self._in_backward = False
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """Tensors in what a model returned from which a backward can begin."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.grad_fn is not None else []
+    if isinstance(output, dict):
+        output = list(output.values())
+    elif not isinstance(output, (list, tuple)):
+        output = list(vars(output).values()) if hasattr(output, "__dict__") else []
+    return [tensor for part in output if part is not None for tensor in _shallow(part)]
+
+
+def _shallow(part: Any) -> list[torch.Tensor]:
+    if isinstance(part, torch.Tensor):
+        return [part] if part.grad_fn is not None else []
+    if isinstance(part, (list, tuple)):
+        return [p for p in part if isinstance(p, torch.Tensor) and p.grad_fn is not None]
+    return []

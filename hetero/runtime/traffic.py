@@ -1,0 +1,35 @@
+"""What was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero.chunk_groups.chunk_group import Bank
+from offload.device.backend import Backend
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes moved since the engine was made; disks' being measured does not count."""
+
+    h2d: int
+    d2h: int
+    disk_read: int
+    disk_write: int
+    sent: int = 0  # to other ranks: shards of parameters, and of gradients to be averaged
+    received: int = 0
+
+
+def traffic_of(banks: Sequence[Bank], backend: Backend) -> Traffic:
+    """Of all banks, which compute on `backend`."""
+    read = written = 0
+    for disk in (bank.disk for bank in banks):
+        if disk is not None:
+            now, before = disk.io.stats, disk.measuring
+            read += now["read_bytes"] - before["read_bytes"]
+            written += now["written_bytes"] - before["written_bytes"]
+    groups = [peers for bank in banks for peers in bank.world.groups()]
+    sent = sum(peers.sent_bytes for peers in groups)
+    received = sum(peers.received_bytes for peers in groups)
+    return Traffic(backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received)

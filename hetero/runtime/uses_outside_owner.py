@@ -1,0 +1,86 @@
+"""Parameters used outside the module that owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.overrides import TorchFunctionMode
+
+from hetero.runtime.all_params import AllParams
+from hetero.state.managed_param import ManagedParam
+
+_Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
+
+# What does not need a parameter's value: an absent one has the metadata, and can be replaced.
+_VALUE_FREE = {
+    _Tensor.data.__set__,
+    _Tensor.device.__get__,
+    _Tensor.dtype.__get__,
+    _Tensor.grad.__get__,
+    _Tensor.grad.__set__,
+    _Tensor.grad_fn.__get__,
+    _Tensor.is_cuda.__get__,
+    _Tensor.is_leaf.__get__,
+    _Tensor.is_meta.__get__,
+    _Tensor.is_sparse.__get__,
+    _Tensor.layout.__get__,
+    _Tensor.ndim.__get__,
+    _Tensor.requires_grad.__get__,
+    _Tensor.shape.__get__,
+    _Tensor.dim,
+    _Tensor.is_floating_point,
+    _Tensor.nelement,
+    _Tensor.numel,
+    _Tensor.size,
+    torch.is_floating_point,
+    torch.numel,
+}
+
+
+class BareUses(TorchFunctionMode):
+    """Brings in absent parameters that a torch function is given, for the length of the call.
+
+    Hooks on the owner cannot see these uses: MultiheadAttention takes its projection's weight, a
+    language model's head the embedding's.
+    """
+
+    def __init__(
+        self, find: Callable[[torch.Tensor], ManagedParam | None], params: AllParams
+    ) -> None:
+        super().__init__()
+        self._find = find
+        self._params = params
+
+    @_disable_dynamo  # torch.compile must not trace into what moves parameters
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        needed = [
+            managed
+            for parameter in _parameters((*args, *kwargs.values()))
+            if (managed := self._find(parameter)) is not None and managed.uses == 0
+        ]
+        if not needed or func in _VALUE_FREE:
+            return func(*args, **kwargs)
+        acquired = []
+        try:
+            for managed in needed:
+                self._params.acquire(managed)
+                acquired.append(managed)
+            return func(*args, **kwargs)
+        finally:
+            for managed in acquired:
+                self._params.release(managed)
+
+
+def _parameters(values: Iterable[Any]) -> Iterator[torch.nn.Parameter]:
+    """Parameters among the values and inside lists and tuples of them."""
+    for value in values:
+        if isinstance(value, torch.nn.Parameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _parameters(value)

@@ -1,0 +1,272 @@
+"""New banks for parameters that the optimizer gets after initialize()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from hetero.chunk_groups.build import build_bank
+from hetero.chunk_groups.chunk_group import Bank, manage
+from hetero.chunks.layout import Layout, ParamSpec
+from hetero.planning.group_plans import BankPlan, groups_of, kept_in_fp32, kinds_of, plan_banks
+from hetero.planning.placement import Budgets, SlotBytes
+from hetero.ranks.process_groups import World
+from hetero.setup.first_values import fill
+from hetero.setup.same_start import take_from_first
+from hetero.state.managed_param import ManagedParam, refuse_managed
+from offload.errors import HeteroError, PeerError
+from offload.memory.tiers import Tier
+
+if TYPE_CHECKING:
+    from hetero.runtime.engine import Engine
+
+Made = TypeVar("Made")
+
+_BLOCK_NUMEL = 1 << 20  # of the fp32 copy of a parameter at a time
+
+
+def extension(
+    engine: Engine, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]
+) -> list[Bank]:
+    """Banks that have `params` and their values; the engine does not know of them yet.
+
+    All ranks must do so. Raises as Engine.extend(), with nothing taken.
+    """
+    specs = _specs(engine, model, params)
+    by_index = {s.index: p for s, p in specs}
+    facts = {s.name: f"{tuple(p.shape)}, requires_grad={p.requires_grad}" for s, p in specs}
+    engine.world.require_equal(facts, "the parameters that come to the optimizer")
+    if engine.loss_scale.dynamic:
+        _refuse_scaled(specs)
+    # A number for each element, of the new ones after all others.
+    first_number = dict(engine.first_number)
+    end = max(first_number[m.slice.param.index] + m.numel for m in engine.managed_params())
+    for spec, _ in specs:
+        if spec.index not in first_number:
+            first_number[spec.index] = end
+            end += spec.numel
+    kept = kept_in_fp32(model, engine.config.keep_fp32)
+    is_kept = [
+        id(p) in kept if (known := engine.known(p)) is None else known.dtype is torch.float32
+        for _, p in specs
+    ]
+    dtypes = replace(engine.config.dtypes, rule=engine.dtypes.rule, state=engine.dtypes.state)
+    kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, dtypes)
+    shard, first = engine.layout.shard, len(engine.banks)
+    # The bank with most to train averages early.
+    trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]
+    early = None
+    if max(trained) > max(bank.trained_numel for bank in engine.banks if not bank.held):
+        early = first + trained.index(max(trained))
+    budgets = _budgets(engine, held=early is not None)
+    choose = engine.replanner.chooser
+    plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first, early, choose)
+    _begin_alike(engine, model, by_index.values())
+    spare_bytes = budgets.host - budgets.taken_host
+    spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
+    banks = []
+    with ExitStack() as resources:
+        for plan in plans:
+            banks.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
+            banks[-1].plan = engine.replanner.plan_of(banks[-1])
+        if early is not None:
+            # What is under way in a bank must not meet another bank's backward.
+            engine.clipping.settle(force=True)
+            for bank in engine.banks:
+                bank.hold()
+        resources.pop_all()
+    engine.first_number.update(first_number)
+    return banks
+
+
+def _make(
+    engine: Engine,
+    plan: BankPlan,
+    params: Mapping[int, torch.nn.Parameter],
+    first_number: Mapping[int, int],
+    spare_bytes: int,
+    resources: ExitStack,
+) -> Bank:
+    """The bank with its values, on all ranks or on none."""
+    world = engine.world.another()
+    resources.callback(world.close)
+
+    def build() -> Bank:
+        bank = build_bank(
+            plan,
+            manage(plan, params, engine.device),
+            first_number,
+            engine.config,
+            engine.backend,
+            engine.ledger,
+            world,
+            spare_bytes,
+            engine.notes,
+        )
+        resources.callback(bank.close)
+        return bank
+
+    bank = _all_or_none(engine.world, "make room for", build)
+
+    def bring() -> None:
+        try:
+            fill(bank, _FromModel(engine))
+            bank.commit()
+        except Exception as error:
+            bank.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    _all_or_none(engine.world, "move", bring)
+    return bank
+
+
+def _all_or_none(world: World, what: str, do: Callable[[], Made]) -> Made:
+    """do(), on all ranks; if it fails on one, all raise: it the same, the others HeteroError."""
+    if world.everyone is None:
+        return do()
+    made: list[Made] = []
+    own: Exception | None = None
+    try:
+        made.append(do())
+    except Exception as error:
+        own = error
+    # What somebody met because another one failed comes last.
+    met = "" if own is None else f"{isinstance(own, PeerError):d}{type(own).__name__}: {own}"
+    found = world.everyone.all_gather_bytes(met.encode(), "parameters that come to the optimizer")
+    failed = [(theirs.decode(), peer) for peer, theirs in enumerate(found) if theirs]
+    if own is not None and not (isinstance(own, PeerError) and min(failed)[0][0] == "0"):
+        raise own
+    if failed:
+        text, peer = min(failed)
+        raise HeteroError(
+            f"{world.everyone.name(peer)} could not {what} the parameters that come to the "
+            f"optimizer, so none of the ranks did: {text[1:]}"
+        )
+    return made[0]
+
+
+def _begin_alike(
+    engine: Engine, model: torch.nn.Module, params: Iterable[torch.nn.Parameter]
+) -> None:
+    """New parameters, and the buffers beside them, become those of the first rank."""
+    everyone = engine.world.everyone
+    if everyone is None:
+        return
+    new = {id(p): p for p in params if engine.known(p) is None}
+    for param in new.values():
+        take_from_first(param.data, everyone)
+    for module in model.modules():
+        if any(id(p) in new for p in module._parameters.values()):
+            for buffer in module._buffers.values():
+                if buffer is not None and buffer.numel():
+                    take_from_first(buffer, everyone)
+
+
+def _specs(
+    engine: Engine, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]
+) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
+    """In the model's order; what is new comes after all others."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    group_of = groups_of(model, engine.config.shard_strategy)
+    found = []
+    next_index = len(engine.first_number)
+    for param in dict.fromkeys(params):
+        known = engine.known(param)
+        group = group_of.get(id(param))
+        if known is not None:
+            assert not known.chunk.trainable
+            spec = replace(known.slice.param, trainable=True, group=group)
+        else:
+            if id(param) not in names or not param.is_floating_point():
+                raise ValueError(
+                    f"the param group has a parameter of shape {tuple(param.shape)} that is not "
+                    f"one of this model's; add its module to the model first"
+                )
+            _check_new(param, names[id(param)])
+            trains = param.requires_grad
+            spec = ParamSpec(next_index, names[id(param)], param.numel(), trains, group)
+            next_index += 1
+        found.append((spec, param))
+    return sorted(found, key=lambda pair: pair[0].index)
+
+
+def _check_new(param: torch.nn.Parameter, name: str) -> None:
+    if param.device.type != "cpu":
+        raise HeteroError(f"{name} is on {param.device}; make the module on the CPU")
+    if getattr(param, "_hetero_stage", None) is not None:
+        raise HeteroError(
+            f"{name} was made in a ZeroInitContext, which is for models that are initialized; make "
+            f"a module that comes later outside of it"
+        )
+    refuse_managed(param, name)
+
+
+def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> None:
+    for spec, param in specs:
+        if param.grad is not None:
+            raise HeteroError(
+                f"{spec.name} got a gradient before hetero kept it, and with fp16 nobody knows "
+                f"whether that is times the loss scale; set its .grad to None and run a forward of "
+                f"the whole model before the backward"
+            )
+
+
+def _budgets(engine: Engine, held: bool) -> Budgets:
+    """What the budgets are, and what is taken of them: planned, or, if that is more, in use.
+
+    `held`: all banks that are there are going to be held.
+    """
+    ledger, banks = engine.ledger, engine.banks
+    for bank in banks:
+        bank.params.shrink()
+    limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
+    placements = [bank.when_held() if held else bank.placement for bank in banks]
+    planned_host = sum(placement.host_bytes for placement in placements)
+    # Some slots may be in use beyond the plan.
+    used_host = in_use[Tier.HOST.value] + planned_host
+    used_host -= sum(bank.placement.host_bytes for bank in banks)
+    planned_disk = sum(placement.disk_bytes for placement in placements)
+    planned_device = sum(placement.device_bytes for placement in placements)
+    agree = engine.world.agree
+    return Budgets(
+        host=limits[Tier.HOST.value] or 0,
+        disk=limits[Tier.DISK.value] or 0,
+        gathered=None if engine.backend.separate else limits[Tier.DEVICE.value],
+        device=limits[Tier.DEVICE.value] if engine.backend.separate else None,
+        keep_records=engine.config.host_memory is not None,
+        taken_host=agree(max(planned_host, used_host), max, "budgets"),
+        taken_disk=agree(max(planned_disk, in_use[Tier.DISK.value]), max, "budgets"),
+        taken_device=agree(max(planned_device, in_use[Tier.DEVICE.value]), max, "budgets"),
+        taken_gathered=sum(
+            bank.placement.gathered_slots * SlotBytes.of(bank.layout, bank.dtypes).gathered
+            for bank in banks
+        ),
+        under_construction=False,
+    )
+
+
+class _FromModel:
+    """Values of parameters where they are now: in their old chunk, or in the module's own RAM."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
+        """Nothing: every rank can see the whole."""
+
+    def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
+        """Elements `wanted` of the flat parameter."""
+        old = self._engine.known(managed.param)
+        values = managed.param.data
+        if old is not None:
+            values = old.part_of(self._engine.params.flat(old.chunk))
+        flat = values.reshape(-1)
+        for begin in range(wanted.start, wanted.stop, _BLOCK_NUMEL):
+            yield begin, flat[begin : min(begin + _BLOCK_NUMEL, wanted.stop)].float()
+
+    def done(self, managed: ManagedParam) -> None:
+        """Nothing: the parameter moves when all have got their values."""

@@ -1,0 +1,127 @@
+"""Building a model whose parameters do not all fit in RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from hetero.config import Config
+from hetero.ranks.process_groups import World
+from hetero.setup.construction import Stage
+from offload.errors import BudgetError, HeteroError
+from offload.memory.sizes import format_bytes
+
+
+class _DispatchMode(TorchDispatchMode):
+    """Every operator that touches an absent parameter gets its value, and writes reach it."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stage = stage
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._stage.any_absent:
+            return func(*args, **kwargs)
+        stands_for: dict[int, torch.Tensor] = {}
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            value = self._stage.real(tensor)
+            if value is not tensor:
+                stands_for[id(value)] = tensor
+            return value
+
+        real_args, real_kwargs = tree_map_only(torch.Tensor, real, (args, kwargs))
+        result = func(*real_args, **real_kwargs)
+        # In-place operators return their argument: give back the one that the caller has.
+        return tree_map_only(torch.Tensor, lambda t: stands_for.get(id(t), t), result)
+
+
+class ZeroInitContext:
+    """Inside the block, parameters of modules are built within the host budget.
+
+    Takes a Config, a mapping, the path of a JSON file, or Config's fields as keywords. Weights come
+    out bit for bit as in plain construction under the same seed, whatever initialisation the
+    modules do. With torch.distributed all ranks (or those of `process_group` or `mesh`, as in
+    hetero.initialize) build the model together.
+
+        with hetero.ZeroInitContext(placement_policy="nvme", nvme_path="/mnt/nvme"):
+            model = GPT2LMHeadModel(config)
+
+    Raises ValueError or a hetero error for options that cannot work, BudgetError if one parameter
+    alone does not fit.
+    """
+
+    _active: ZeroInitContext | None = None
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
+        *,
+        process_group: Any = None,
+        mesh: Any = None,
+        **options: Any,
+    ) -> None:
+        made = Config.make(config, **options)
+        self.stage = Stage(made, World(made.rank_timeout_s, process_group, mesh))
+        self._mode = _DispatchMode(self.stage)
+        self._register: Callable[..., None] | None = None
+        self._random: torch.Tensor | None = None  # this rank's own state, if it was another
+
+    def __enter__(self) -> ZeroInitContext:
+        if ZeroInitContext._active is not None:
+            raise HeteroError("ZeroInitContext is already active; contexts do not nest")
+        ZeroInitContext._active = self
+        self._draw_alike()
+        original = torch.nn.Module.register_parameter
+        self._register = original
+        stage = self.stage
+
+        def register_parameter(
+            module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+        ) -> None:
+            original(module, name, param)
+            if param is not None:
+                try:
+                    stage.adopt(param)
+                except BudgetError as error:
+                    raise BudgetError(
+                        f"building {type(module).__name__}.{name} of shape {tuple(param.shape)} "
+                        f"({format_bytes(param.numel() * param.element_size())}): {error}"
+                    ) from None
+
+        torch.nn.Module.register_parameter = register_parameter  # type: ignore
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        assert self._register is not None
+        torch.nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+        ZeroInitContext._active = None
+        if self._random is not None:
+            torch.set_rng_state(self._random)
+
+    def _draw_alike(self) -> None:
+        """All ranks draw the first rank's random numbers inside the block.
+
+        Each may keep only a part of a parameter, and the parts must be of the same one.
+        """
+        own = torch.get_rng_state()
+        states = self.stage.world.all_gather(own, "ZeroInitContext")
+        if not torch.equal(own, states[0]):
+            self._random = own
+            torch.set_rng_state(states[0])

@@ -1,0 +1,246 @@
+"""From a model and an optimizer to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from os import PathLike
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from hetero.api.module_state_dict import StateDictHooks
+from hetero.api.optimizer import HybridOptimizer
+from hetero.chunk_groups.build import build_bank
+from hetero.chunk_groups.chunk_group import Bank, manage
+from hetero.chunks.layout import Layout, Shard
+from hetero.config import Config
+from hetero.planning.group_plans import Arrangement, arrange
+from hetero.planning.machine_profile import rank_profile
+from hetero.planning.placement import place
+from hetero.planning.planner import Planner, planner_for, planning_matters
+from hetero.ranks.process_groups import World
+from hetero.runtime.early_updates import check_early_updates
+from hetero.runtime.engine import Engine
+from hetero.runtime.loss_scale import LossScale
+from hetero.runtime.to_device import move_rest
+from hetero.runtime.updates_in_flight import check_late_updates
+from hetero.setup.construction import Stage
+from hetero.setup.first_values import fill
+from hetero.setup.same_start import start_alike
+from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
+from offload.errors import HeteroError
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+Optimizer = TypeVar("Optimizer", bound=HybridOptimizer)
+
+
+def initialize(
+    model: Model,
+    optimizer: Optimizer,
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
+    *,
+    process_group: Any = None,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> tuple[Model, Optimizer]:
+    """Places the model's state and connects model and optimizer to the engine that runs it.
+
+    The model may have been built inside ZeroInitContext (whose options then hold) or outside (then
+    give the options here, as ZeroInitContext takes them). Parameters become
+    the compute dtype; those that are frozen or not in the optimizer get no gradient and no record.
+    Returns the same two objects.
+
+    With torch.distributed (torchrun) the state is sharded over all ranks, or those of
+    `process_group`, or of `mesh`: one dimension shards, two replicate and shard (FSDP's hybrid
+    sharding). All of these ranks must call this. They then have the values of the first of them.
+
+    Raises BudgetError with the smallest budget that works, ValueError for an optimizer that does
+    not fit the model, StoreError if the NVMe directory cannot be used. The model is then as
+    before; only after a failed transfer, when state is already on its way, it must be built again.
+    """
+    if not isinstance(optimizer, HybridOptimizer):
+        raise ValueError(
+            f"the optimizer must be hetero.HybridAdam, HybridLion or HybridAdagrad, not "
+            f"{type(optimizer).__name__}: the update runs where the state lives"
+        )
+    if optimizer._engine is not None:
+        raise ValueError("this optimizer was initialized already")
+    optimized = _optimized(model, optimizer)
+    for name, param in model.named_parameters():
+        refuse_managed(param, name)
+    stage = _context_stage(model, config, options)
+    adopting = stage is None
+    if stage is None:
+        made = Config.make(config, **options)
+        stage = Stage(made, World(made.rank_timeout_s, process_group, mesh))
+    elif process_group is not None or mesh is not None:
+        raise ValueError("give process_group or mesh to the ZeroInitContext that built the model")
+    try:
+        for param in model.parameters():
+            stage.adopt(param)
+        with ExitStack() as resources:
+            check_early_updates(stage.config, stage.world.size)
+            check_late_updates(stage.config, stage.world.size)
+            dtypes = optimizer.dtypes(stage.config)
+            shard = Shard(
+                stage.world.rank,
+                stage.world.ranks,
+                grads=stage.config.zero_stage >= 2,
+                params=stage.config.zero_stage >= 3,
+                replicas=stage.world.size // stage.world.ranks,
+            )
+            found = rank_profile(stage.config, stage.world)
+            planner = planner_for(stage.config, found)
+            arrangement = arrange(
+                model,
+                stage.config,
+                dtypes,
+                stage.host_bytes,
+                stage.disk_bytes,
+                optimized,
+                shard,
+                stage.device_bytes,
+                choose=planner or place,
+            )
+            start_alike(model, arrangement, stage)
+            stage.scatter()
+            engine = _build(model, arrangement, stage, planner, resources)
+            if found.note is not None and planning_matters(stage.config):
+                engine.notes.append(found.note)
+    except BaseException:
+        if adopting:
+            stage.restore(model.parameters())
+            stage.world.close()
+        raise
+    engine.attach(StateDictHooks(model, engine))
+    optimizer.connect(engine)
+    for param in model.parameters():
+        stage.release(param)
+    stage.close()
+    return model, optimizer
+
+
+def _context_stage(
+    model: torch.nn.Module,
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None,
+    options: dict[str, Any],
+) -> Stage | None:
+    """The stage of the ZeroInitContext that built the model, or None."""
+    stages = {
+        id(stage): stage
+        for p in model.parameters()
+        if (stage := getattr(p, "_hetero_stage", None)) is not None
+    }
+    if len(stages) > 1:
+        raise HeteroError("the model's parameters come from several ZeroInitContexts; use one")
+    stage = next(iter(stages.values()), None)
+    given = config is not None or bool(options)
+    if stage is not None and given and Config.make(config, **options) != stage.config:
+        raise ValueError(
+            "initialize() was given other options than the ZeroInitContext that built the "
+            "model; give them to one of the two only"
+        )
+    return stage
+
+
+def _optimized(model: torch.nn.Module, optimizer: HybridOptimizer) -> set[int]:
+    """Ids of the optimizer's parameters. Raises ValueError for one that is not the model's."""
+    owned = {id(p) for p in model.parameters() if p.is_floating_point()}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in owned and can_train(param):
+                raise ValueError(
+                    f"param group {index} of the optimizer has a parameter of shape "
+                    f"{tuple(param.shape)} that is not one of this model's managed parameters; "
+                    f"make the optimizer from model.parameters()"
+                )
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if can_train(p)}
+
+
+def _build(
+    model: torch.nn.Module,
+    arrangement: Arrangement,
+    stage: Stage,
+    planner: Planner | None,
+    resources: ExitStack,
+) -> Engine:
+    config = stage.config
+    specs = [s.param for plan in arrangement.banks for c in plan.layout.chunks for s in c.slices]
+    specs.sort(key=lambda spec: spec.index)
+    ends = accumulate(spec.numel for spec in specs)
+    first_number = {s.index: end - s.numel for s, end in zip(specs, ends, strict=True)}
+    spare_bytes = stage.host_bytes - sum(plan.placement.host_bytes for plan in arrangement.banks)
+    params = dict(enumerate(arrangement.params))
+    notes: list[str] = []
+    backend = config.make_backend()
+    resources.callback(backend.close)
+    banks: dict[int, Bank] = {}
+    # Placed last first, and made in the same order, for which the plans have reckoned.
+    for number, plan in reversed(list(enumerate(arrangement.banks))):
+        if number:
+            world = stage.world.another()
+            resources.callback(world.close)
+        else:
+            world = stage.world
+        bank = build_bank(
+            plan,
+            manage(plan, params, backend.device),
+            first_number,
+            config,
+            backend,
+            stage.ledger,
+            world,
+            spare_bytes,
+            notes,
+        )
+        if planner is not None:
+            bank.plan = planner.plan_of(plan.layout, plan.placement)
+        resources.callback(bank.close)
+        fill(bank, _FromStage(stage))
+        banks[number] = bank
+    for bank in banks.values():
+        bank.commit()
+    # Of the file that parameters waited in; most of it the engine's own file has said already.
+    notes += [f"while the model was built: {n}" for n in stage.notes if n not in notes]
+    notes += backend.notes
+    move_rest(model, managed=map(id, arrangement.params), device=backend.device)
+    resources.pop_all()
+    return Engine(
+        model=model,
+        banks=[banks[number] for number in sorted(banks)],
+        backend=backend,
+        config=config,
+        first_number=first_number,
+        ledger=stage.ledger,
+        loss_scale=LossScale(config.initial_loss_scale, config.loss_scale_window)
+        if config.dtype == "fp16" and config.initial_loss_scale is not None
+        else LossScale(),
+        notes=notes,
+        planner=planner,
+    )
+
+
+class _FromStage:
+    """The stage as where a bank's first values come from."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
+        """Brings this rank's parts from the others."""
+        ranks = range(layout.shard.ranks)
+        if len(ranks) > 1:
+            for m in members:
+                self._stage.fetch(m.param, [m.in_shard(layout, rank)[1] for rank in ranks])
+
+    def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
+        """Elements `wanted` of the flat parameter."""
+        return self._stage.blocks(managed.param, wanted)
+
+    def done(self, managed: ManagedParam) -> None:
+        """Gives up its bytes."""
+        self._stage.release(managed.param)
+        managed.param.data = managed.absent

@@ -1,0 +1,62 @@
+"""All ranks begin with the same model."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from hetero.planning.group_plans import Arrangement
+from hetero.ranks.messages import Peers
+from hetero.setup.construction import Stage
+
+
+def start_alike(model: torch.nn.Module, arrangement: Arrangement, stage: Stage) -> None:
+    """Parameters and buffers become those of the first rank, where they are not that already.
+
+    Raises HeteroError, naming the first difference, if the ranks' models or options differ.
+    """
+    everyone = stage.world.everyone
+    if everyone is None:
+        return
+    facts = {
+        name: f"{tuple(p.shape)} {p.dtype}, requires_grad={p.requires_grad}"
+        for name, p in model.named_parameters()
+    }
+    facts |= {f"buffer {name}": f"{tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()}
+    facts |= {
+        f"option {key}": str(value)
+        for key, value in vars(stage.config).items()
+        if key not in ("nvme_path", "profile")
+    }
+    facts["absent parameters"] = str(sum(map(stage.is_away, model.parameters())))
+    layouts = [plan.layout for plan in arrangement.banks]
+    facts["slot_numel"] = str([layout.slot_numel for layout in layouts])
+    facts["trained"] = str([[c.trainable for c in layout.chunks] for layout in layouts])
+    stage.world.require_equal(facts, "the models or options")
+    # What is absent is made of parts of all ranks, and so the same.
+    params = [p for p in model.parameters() if p.numel() and not stage.is_away(p)]
+    sums = torch.tensor([_checksum(p, stage) for p in params], dtype=torch.int64)
+    found = everyone.all_gather(sums, "the comparison of first values")
+    differs = torch.stack(found).ne(found[0]).any(dim=0)
+    for param, different in zip(params, differs.tolist(), strict=True):
+        if different:
+            take_from_first(param.data, everyone)
+    for buffer in model.buffers():
+        if buffer.numel():
+            take_from_first(buffer, everyone)
+
+
+def _checksum(param: torch.nn.Parameter, stage: Stage) -> int:
+    total = 0
+    for _, block in stage.blocks(param, slice(0, param.numel())):
+        total = zlib.crc32(block.contiguous().view(torch.uint8).numpy().data, total)
+    return total
+
+
+def take_from_first(values: torch.Tensor, everyone: Peers) -> None:
+    """Values become those of the first rank. All ranks must call it."""
+    flat = values.detach().contiguous()
+    everyone.broadcast(flat, 0, "the first rank's values")
+    if flat.data_ptr() != values.data_ptr():
+        values.copy_(flat)

@@ -1,0 +1,109 @@
+"""Whole chunks from the shards of all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hetero.chunks.layout import Chunk, Layout
+from hetero.ranks.messages import Reply
+from hetero.ranks.shard_server import Kind, ShardServer
+from hetero.state.param_shards import ParamShards
+from offload.disk.backing import Operation
+from offload.memory.arena import HostArena
+
+
+class Gather:
+    """A chunk on its way: the others' shards arrive by themselves, this rank's is copied."""
+
+    def __init__(
+        self,
+        whole: torch.Tensor,
+        chunk: Chunk,
+        shards: ParamShards,
+        replies: Sequence[Reply],
+        mine: slice,
+        waited: Callable[[float], None],
+    ) -> None:
+        self._whole: torch.Tensor | None = whole
+        self._chunk = chunk
+        self._shards = shards
+        self._replies = replies
+        self._mine = mine
+        self._waited = waited
+        self._lock = threading.Lock()  # who stages chunks for a device waits in another thread
+
+    def wait(self) -> None:
+        """Until the chunk is whole. Raises PeerError or what reading the own shard raises."""
+        with self._lock:
+            if self._whole is not None:
+                self._wait()
+
+    def _wait(self) -> None:
+        assert self._whole is not None
+        started = time.perf_counter()
+        try:
+            self._copy_own(self._whole[self._mine])
+        finally:
+            # Also after an error: nothing may arrive once the memory has another use.
+            for reply in self._replies:
+                reply.wait()
+        self._whole = None
+        self._waited(time.perf_counter() - started)
+
+    def _copy_own(self, own: torch.Tensor) -> None:
+        # A function of its own: a lease on the shard must not last while others are waited for.
+        with self._shards.open(self._chunk) as shard:
+            if own.data_ptr() != shard.data_ptr():  # a whole home has it already
+                own.copy_(shard)
+
+    def cancel(self) -> None:
+        """The others' shards come anyway."""
+
+
+class Gathering:
+    """The ranks as what backs gathered copies."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        server: ShardServer,
+        shards: ParamShards,
+        arena: HostArena | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """`arena` has the slots of gathered copies; None if there are none (stages 1 and 2)."""
+        self._layout = layout
+        self._server = server
+        self._shards = shards
+        self._arena = arena
+        self._dtype = dtype
+        self.wait_s = 0.0  # what was not hidden by prefetch
+
+    def read(self, chunk: int, slot: int) -> Operation:
+        """Starts gathering a chunk into the slots from `slot` on."""
+        assert self._arena is not None
+        found = self._layout.chunks[chunk]
+        return self.gather(found, self._arena.view(slot, found.slots, self._dtype))
+
+    def write(self, chunk: int, slot: int) -> Operation:
+        """Never: gathered copies are clean."""
+        raise AssertionError("gathered copies are never written")
+
+    def gather(self, chunk: Chunk, whole: torch.Tensor) -> Gather:
+        """Starts gathering into `whole`, flat, where this rank's shard may be already."""
+        shard = self._layout.shard
+        replies = [
+            self._server.request(
+                Kind.PARAM, chunk, 0, peer, whole[shard.range(whole.numel(), peer)]
+            )
+            for peer in self._server.peers.others
+        ]
+        mine = shard.range(whole.numel())
+        return Gather(whole, chunk, self._shards, replies, mine, self._add_wait)
+
+    def _add_wait(self, waited_s: float) -> None:
+        self.wait_s += waited_s

@@ -1,0 +1,325 @@
+"""GRAD payloads: gradients arrive from autograd, are added up, and wait for the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+
+import torch
+
+from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.layout import Chunk, Layout
+from hetero.state.homes import Homes
+from hetero.state.managed_param import ManagedParam
+from offload._native import Location, sum_of_squares
+from offload.cache.slot_cache import SlotCache
+from offload.device.backend import Updater
+from offload.device.grad_offload import Drain
+from offload.disk.backing import Extent
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+class Grads:
+    """Keeps this rank's shard of the gradients of all chunks, in the grad dtype.
+
+    A parameter's first gradient is copied, later ones (further micro-batches) are added in the grad
+    dtype. With several ranks Buckets stands between autograd and this. DISK-homed gradients pass
+    through slots; their sums of squares are taken before they leave. Sums are remembered until the
+    gradient changes.
+
+    From a DEVICE of its own gradients come through a Drain, but those that stay there. Whoever
+    needs what is kept waits for what is on its way to it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtypes: Dtypes,
+        homes: Homes,
+        cache: SlotCache | None,
+        extents: dict[int, Extent],
+        drain: Drain | None = None,
+        updater: Updater | None = None,
+    ) -> None:
+        """`drain` is there if gradients come from a DEVICE that is not RAM, one rank's.
+
+        `updater` sums the squares of what is at home there, if the CPU cannot.
+        """
+        self._updater = updater
+        self._layout = layout
+        self._piece_bytes = layout.piece_numel * dtypes.grad_bytes
+        self._dtypes = dtypes
+        self._homes = homes
+        self._cache = cache
+        self._extents = extents
+        self._members: dict[int, list[ManagedParam]] = {}
+        self._drain = drain
+        self._arrived: dict[int, set[int]] = {}  # of DISK-homed chunks, in this round
+        # Ids of those that have all of them, or will when the drain is done: to be written.
+        self._complete: dict[int, None] = {}
+        self._sums: dict[ManagedParam, float] = {}
+        # Makes one more gradient not needed any more; False if that cannot be. With updates that
+        # go on during backward or forward.
+        self.free_one: Callable[[], bool] | None = None
+        # Called before a chunk's gradient is changed: waits for the update that still uses it.
+        self.before_change: Callable[[Chunk], object] = _nothing
+        if cache is not None:
+            cache.before_write = self._before_write
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which room for gradients has been waited for."""
+        waited = 0.0 if self._cache is None else self._cache.wait_s
+        return waited if self._drain is None else waited + self._drain.wait_s
+
+    def commit(self) -> None:
+        """Charges all homes: nobody else may use what is meant for gradients."""
+        self._homes.commit_all()
+
+    def add_member(self, managed: ManagedParam) -> None:
+        """Makes a trainable parameter known."""
+        self._members.setdefault(managed.chunk.id, []).append(managed)
+
+    def members(self, chunk: Chunk) -> list[ManagedParam]:
+        """Its parameters that are trained."""
+        return self._members[chunk.id]
+
+    def in_file(self, chunk: Chunk) -> bool:
+        """Whether its gradient is homed on DISK, and passes through slots."""
+        return chunk not in self._homes
+
+    def has_arrived(self, chunk: Chunk) -> bool:
+        """Whether no gradient of it is on its way from DEVICE."""
+        return self._drain is None or not any(map(self._drain.busy, self._members[chunk.id]))
+
+    def has_lost(self, chunk: Chunk) -> bool:
+        """Whether a gradient of it was lost on its way, which location() tells."""
+        return self._drain is not None and any(map(self._drain.lost, self._members[chunk.id]))
+
+    @torch.no_grad()  # with create_graph, hooks run with gradients enabled
+    def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
+        chunk = managed.chunk
+        self.before_change(chunk)
+        self._sums.pop(managed, None)
+        if chunk in self._homes:
+            kept = managed.part_of(self._homes.flat(chunk))
+        else:
+            kept = managed.part_of(self._flat_in_slot(chunk, accumulate))
+        if self._drain is not None and not self._homes.has_in_place(chunk):
+            self._drain.take(managed, managed.name, grad, kept, accumulate)
+        elif accumulate:
+            kept.add_(grad)
+        else:
+            kept.copy_(grad)
+        managed.param.grad = managed.absent_grad
+        if chunk not in self._homes:
+            self._note_arrived(managed)
+
+    def changed(self, members: Iterable[ManagedParam]) -> None:
+        """Their gradients were changed, at home."""
+        for m in members:
+            self._sums.pop(m, None)
+
+    def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
+        """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""
+        members = self._members[chunk.id]
+        if chunk in self._homes:
+            flat = self._homes.shard(chunk)
+        else:
+            flat = self._flat_in_slot(chunk, any(m in kept for m in members))
+        for m in members:
+            self._sums.pop(m, None)
+            part, _ = m.in_shard(self._layout)
+            if m in kept:
+                flat[part].add_(mean[part])
+            else:
+                flat[part].copy_(mean[part])
+        if chunk not in self._homes:
+            assert self._cache is not None
+            self._cache.write_back(chunk.id)
+
+    def _flat_in_slot(self, chunk: Chunk, accumulate: bool) -> torch.Tensor:
+        assert self._cache is not None
+        self._complete.pop(chunk.id, None)
+        self._make_room(chunk)
+        if accumulate or any(m.has_grad for m in self._members[chunk.id]):
+            self._cache.get(chunk.id)
+        else:
+            self._cache.create(chunk.id)
+        self._cache.dirty(chunk.id)
+        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)
+
+    def _make_room(self, chunk: Chunk) -> None:
+        """Waits for slots of other chunks, for gradients that are on their way there or in use."""
+        assert self._cache is not None
+        if self._drain is None and self.free_one is None:
+            return
+        while not self._cache.has_room(chunk.id):
+            if self._drain is not None and self._drain.wait_one():
+                self.write_complete()
+            elif self.free_one is None or not self.free_one():
+                break
+
+    def _note_arrived(self, managed: ManagedParam) -> None:
+        chunk = managed.chunk
+        arrived = self._arrived.setdefault(chunk.id, set())
+        arrived.add(managed.slice.param.index)
+        if len(arrived) == len(self._members[chunk.id]):
+            arrived.clear()
+            self._complete[chunk.id] = None
+
+    def write_complete(self) -> None:
+        """Starts writing the chunks to DISK that have all gradients, and nothing on its way.
+
+        Not those that an update uses, which are not needed afterwards.
+        """
+        for chunk_id in list(self._complete):
+            if self.has_arrived(self._layout.chunks[chunk_id]):
+                del self._complete[chunk_id]
+                assert self._cache is not None
+                if self._cache.holds(chunk_id) and not self._cache.is_pinned(chunk_id):
+                    self._cache.write_back(chunk_id)
+
+    def _wait(self, managed: ManagedParam) -> None:
+        """Until its gradient is where it is kept. Raises HeteroError if it was lost."""
+        if self._drain is not None:
+            self._drain.wait(managed, managed.name)
+
+    def _before_write(self, chunk_id: int) -> None:
+        """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
+        assert self._cache is not None
+        address = self._cache.address(chunk_id)
+        for managed in self._members[chunk_id]:
+            if managed not in self._sums:
+                self._sums[managed] = self._sum(managed, address)
+
+    def sum_of_squares(self, managed: ManagedParam) -> float:
+        """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
+        self._wait(managed)
+        chunk = managed.chunk
+        if managed not in self._sums and self._updater and self._homes.on_device(chunk):
+            self._sum_on_device(self._updater)
+        if managed not in self._sums:
+            if chunk in self._homes:
+                address = self._homes.address(chunk, 0)
+            else:  # it has not left its slots, or the sum had been taken
+                assert self._cache is not None
+                assert self._cache.is_dirty(chunk.id)
+                address = self._cache.address(chunk.id)
+            self._sums[managed] = self._sum(managed, address)
+        return self._sums[managed]
+
+    def _sum_on_device(self, updater: Updater) -> None:
+        """Of all that are there, because each wait for the device costs."""
+        members = [
+            m
+            for some in self._members.values()
+            for m in some
+            if m.has_grad and m not in self._sums and self._homes.on_device(m.chunk)
+        ]
+        arrays = []
+        for m in members:
+            part, _ = m.in_shard(self._layout)
+            address = self._homes.address(m.chunk, 0) + part.start * self._dtypes.grad_bytes
+            arrays.append((address, part.stop - part.start))
+        self._sums.update(zip(members, updater.sums_of_squares(arrays), strict=True))
+
+    def _sum(self, managed: ManagedParam, chunk_address: int) -> float:
+        part, _ = managed.in_shard(self._layout)
+        if part.start == part.stop:
+            return 0.0
+        address = chunk_address + part.start * self._dtypes.grad_bytes
+        return sum_of_squares(self._dtypes.grad, address, part.stop - part.start)
+
+    def read(self, managed: ManagedParam) -> torch.Tensor:
+        """A copy of the shard's part of the parameter's kept gradient, flat."""
+        return self._kept(managed).reshape(-1).clone()
+
+    def largest(self, managed: ManagedParam) -> float:
+        """The largest magnitude in the shard's part of its gradient; NaN if it has a NaN."""
+        if not self._kept(managed).numel():
+            return 0.0
+        return float(torch.linalg.vector_norm(self._kept(managed), float("inf")))
+
+    @torch.no_grad()
+    def change(self, managed: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
+        """Calls `change` with the parameter's kept gradient, to be changed in place."""
+        self.before_change(managed.chunk)
+        self._sums.pop(managed, None)
+        kept = self._kept(managed)
+        if managed.chunk not in self._homes:
+            assert self._cache is not None
+            self._cache.dirty(managed.chunk.id)
+        change(kept)
+
+    def in_range(self, bound: float) -> float:
+        """`bound`, or the largest number of the grad dtype nearest to it."""
+        largest = torch.finfo(self._dtypes.torch_grad).max
+        return min(max(bound, -largest), largest)
+
+    def _kept(self, managed: ManagedParam) -> torch.Tensor:
+        self._wait(managed)
+        chunk = managed.chunk
+        part, _ = managed.in_shard(self._layout)
+        if chunk in self._homes:
+            return self._homes.shard(chunk)[part]
+        assert self._cache is not None
+        self._make_room(chunk)
+        self._cache.get(chunk.id)
+        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
+
+    def flush(self) -> None:
+        """What slots hold goes to the file, as far as there are gradients; slots are free then.
+
+        Raises NativeIoError, and HeteroError for a gradient that was lost on its way.
+        """
+        for members in self._members.values():
+            chunk = members[0].chunk
+            if self._drain is not None:
+                for m in members:
+                    self._drain.settle(m)
+            if self._cache is not None and self._cache.holds(chunk.id):
+                self._complete.pop(chunk.id, None)
+                if any(m.has_grad for m in members):
+                    self._cache.write_back(chunk.id)
+                self._cache.drop(chunk.id)
+
+    def leaves_memory(self, chunk: Chunk) -> bool:
+        """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
+        members = [m for m in self._members[chunk.id] if m.has_grad]
+        for m in members:
+            self.sum_of_squares(m)
+        return bool(members)
+
+    def comes_to_memory(self, chunk: Chunk) -> bool:
+        """Whether the home, which is about to come to RAM or DEVICE, has gradients where it is."""
+        self._arrived.pop(chunk.id, None)
+        return any(m.has_grad for m in self._members[chunk.id])
+
+    def address(self, chunk: Chunk, piece: int) -> int:
+        """Address of a piece that is at home on DEVICE."""
+        return self._homes.address(chunk, piece)
+
+    def location(self, chunk: Chunk, piece: int) -> Location:
+        """Where the optimizer finds the piece; it stays there until used()."""
+        for managed in self._members[chunk.id]:
+            if managed.has_grad:
+                self._wait(managed)
+        if chunk in self._homes:
+            return Location(self._homes.address(chunk, piece))
+        assert self._cache is not None
+        if self._cache.holds(chunk.id):
+            self._cache.pin(chunk.id)
+            return Location(self._cache.address(chunk.id) + piece * self._piece_bytes)
+        extent = self._extents[chunk.id]
+        return Location(file_offset=extent.offset + piece * self._piece_bytes)
+
+    def used(self, chunk: Chunk) -> None:
+        """The optimizer has used the chunk's gradient. It stays until `.grad` is cleared."""
+        if self._cache is not None and chunk not in self._homes:
+            self._arrived.pop(chunk.id, None)
+            self._complete.pop(chunk.id, None)
+            self._cache.unpin(chunk.id)

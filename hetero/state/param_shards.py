@@ -1,0 +1,54 @@
+"""This rank's shards of PARAM at home: in RAM, or on DISK behind slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hetero.chunks.layout import Chunk
+from hetero.state.homes import Homes
+from offload.device.staging import SharedCache
+
+
+class ParamShards:
+    """Gives and takes the values of shards. Several threads may use it at once.
+
+    With one rank a shard is the whole chunk, and `slots` may be those of gathered copies.
+    """
+
+    def __init__(self, homes: Homes, slots: SharedCache | None) -> None:
+        self._homes = homes
+        self._slots = slots
+
+    @contextmanager
+    def open(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """The shard's values, flat, inside the block.
+
+        Raises BudgetError if there is no room, NativeIoError if it cannot be read.
+        """
+        if chunk in self._homes:
+            yield self._homes.shard(chunk)
+            return
+        assert self._slots is not None
+        yield self._slots.get(chunk.id)
+
+    def fill(self, chunk: Chunk) -> torch.Tensor:
+        """Flat memory for new values of the whole shard; call filled() when they are there."""
+        if chunk in self._homes:
+            return self._homes.shard(chunk)
+        assert self._slots is not None
+        return self._slots.create(chunk.id)
+
+    def filled(self, chunk: Chunk) -> None:
+        """The values that fill() or open() gave were changed; returns when they are home."""
+        if chunk not in self._homes:
+            assert self._slots is not None
+            self._slots.changed(chunk.id)
+
+    def invalidate(self, chunk: Chunk) -> None:
+        """The optimizer is about to write new values to the shard's home."""
+        if chunk not in self._homes:
+            assert self._slots is not None
+            self._slots.drop(chunk.id)

@@ -1,0 +1,1 @@
+"""Slots that hold copies of chunks whose home is elsewhere, and which copy is given up."""

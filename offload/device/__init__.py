@@ -1,0 +1,1 @@
+"""Where compute happens: CPU, an emulated device, CUDA; copies to it and from it."""

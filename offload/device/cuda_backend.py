@@ -1,0 +1,229 @@
+"""Computes on a GPU.
+
+Compute is given to whatever stream is current, as torch does; copies to the device and from it have
+a stream each. The streams wait for each other's events, and the host for none of them, except that
+RAM which a copy reads or fills is waited for before it has another use.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+
+import torch
+
+from offload._native import UpdateKind
+from offload.device.cuda_runtime import CudaRuntime, Event, Runtime
+from offload.device.device_arena import DeviceArena, PinnedArena
+from offload.device.device_updater import DeviceUpdater
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Account
+
+# Of the memory that is free, for model state, if the user does not say: the rest is for what
+# compute takes beside it.
+DEFAULT_SHARE = 0.7
+
+
+def cuda_available() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available() and torch.version.cuda is not None
+
+
+def default_device_bytes() -> int:
+    """device_memory, if the user does not say."""
+    free, _ = torch.cuda.mem_get_info()
+    return int(free * DEFAULT_SHARE)
+
+
+class CudaBackend:
+    """torch's current CUDA device, with copies in the background. Any thread may use it."""
+
+    kind = "cuda"
+    separate = True
+    in_order = True
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        """`runtime` is for tests."""
+        self.runtime: Runtime = CudaRuntime() if runtime is None else runtime
+        self.device = self.runtime.device
+        self.notes: list[str] = []
+        self.h2d_bytes = 0
+        self.d2h_bytes = 0
+        self._fetching = self.runtime.new_stream()
+        self._draining = self.runtime.new_stream()
+        # Reentrant: the garbage collector may close what it finds at any time.
+        self._lock = threading.RLock()  # guards all below, and the order in the two streams
+        self._arenas: weakref.WeakSet[DeviceArena] = weakref.WeakSet()
+        self._under_way: tuple[deque[_Copy], deque[_Copy]] = (deque(), deque())
+        self._updaters: dict[tuple[UpdateKind, int], DeviceUpdater] = {}
+        self.runtime.reset_peak()
+
+    def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
+        """Memory of the device, taken at once. Raises BudgetError if it has no room."""
+        made = DeviceArena(self.runtime, slots, slot_bytes, ledger, account)
+        with self._lock:
+            self._arenas.add(made)
+        return made
+
+    def host_arena(
+        self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
+    ) -> HostArena:
+        """RAM that copies come from and go to: pinned."""
+        return PinnedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
+
+    def mark(self) -> Event:
+        """The moment when all is done that the caller's stream was given so far."""
+        return self.runtime.record(self.runtime.current_stream())
+
+    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> _Copy:
+        """Starts copying from RAM to the device, after work that uses what `to` holds now.
+
+        `to` is in an arena; work with leased views of its slots then follows the copy by itself.
+        """
+        _check(to, source)
+        with self._lock:
+            arena, slot, run = self._find(to)
+            copy = self._start("h2d", to, source, arena.before_write(slot, run))
+            arena.written(slot, run, copy.event)
+            self.h2d_bytes += to.nbytes
+        return copy
+
+    def drain(self, to: torch.Tensor, source: torch.Tensor, after: Event = None) -> _Copy:
+        """Starts copying from the device to RAM, after `after`: by default, what is given now."""
+        _check(to, source)
+        after = self.mark() if after is None else after
+        with self._lock:
+            copy = self._start("d2h", to, source, [after])
+            self.d2h_bytes += to.nbytes
+        return copy
+
+    def _start(
+        self, direction: str, to: torch.Tensor, source: torch.Tensor, events: list[Event]
+    ) -> _Copy:
+        """Needs the lock."""
+        stream = self._fetching if direction == "h2d" else self._draining
+        under_way = self._under_way[direction != "h2d"]
+        while under_way and under_way[0].done():
+            under_way.popleft()
+        for event in events:
+            self.runtime.wait(stream, event)
+        self.runtime.copy(to, source, stream)
+        copy = _Copy(self.runtime, self.runtime.record(stream), direction, to, source)
+        under_way.append(copy)
+        return copy
+
+    def _find(self, to: torch.Tensor) -> tuple[DeviceArena, int, int]:
+        """The arena that has `to`, and its slots. Needs the lock."""
+        for arena in self._arenas:
+            slot = arena.slot_of(to.data_ptr()) if arena.is_open else None
+            if slot is not None:
+                return arena, slot, -(-to.nbytes // arena.slot_bytes)
+        raise AssertionError("a fetch goes to slots of an arena of this backend")
+
+    def updater(self, kind: UpdateKind, piece_numel: int) -> DeviceUpdater:
+        """What updates homes on DEVICE. Raises HeteroError if its kernels cannot be compiled."""
+        key = kind, piece_numel
+        if key not in self._updaters:
+            self._updaters[key] = DeviceUpdater(self.runtime, kind, piece_numel)
+        return self._updaters[key]
+
+    def settle(self) -> None:
+        """Until the device has done all that it was given. What that met who uses it next meets."""
+        with suppress(RuntimeError):
+            self.runtime.synchronize_all()
+        with self._lock:
+            for under_way in self._under_way:
+                while under_way and under_way[0].done():
+                    under_way.popleft()
+
+    def device_bytes(self) -> int:
+        """All that the device has."""
+        return self.runtime.memory()[1]
+
+    def beside_bytes(self) -> int:
+        """The most that was taken on the device beside our arenas, since reset_beside().
+
+        Other tensors (activations, gradients on their way, temporaries), what torch's allocator has
+        reserved and no tensor uses, the context and the libraries, other processes.
+        """
+        most = self.runtime.torch_bytes()[2]
+        with self._lock:
+            arenas = [arena for arena in self._arenas if arena.is_open]
+        ours = sum(arena.slots * arena.slot_bytes for arena in arenas)
+        return max(0, self._taken_by_others() + most - ours)
+
+    def reset_beside(self) -> None:
+        """Begins to measure anew."""
+        self.runtime.reset_peak()
+
+    def trim(self) -> None:
+        """What torch's allocator has reserved and no tensor uses is free again."""
+        self.runtime.empty_cache()
+
+    def _taken_by_others(self) -> int:
+        """Bytes of the device that are not torch's: context, libraries, other processes."""
+        free, total = self.runtime.memory()
+        return max(0, total - free - self.runtime.torch_bytes()[1])
+
+    def close(self) -> None:
+        """Waits for copies under way; idempotent."""
+        for copy in [copy for under_way in self._under_way for copy in under_way]:
+            with suppress(OSError):
+                copy.wait()
+        for under_way in self._under_way:
+            under_way.clear()
+        self._updaters.clear()
+
+
+class _Copy:
+    """A copy on the device's stream, and what it needs."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        event: Event,
+        direction: str,
+        to: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        self.event = event
+        self._runtime = runtime
+        self._words = (
+            f"copy of {format_bytes(to.nbytes)} "
+            f"{'from RAM to the device' if direction == 'h2d' else 'from the device to RAM'}"
+        )
+        self._tensors: tuple[torch.Tensor, ...] = (to, source)
+
+    def done(self) -> bool:
+        """Whether it has come to its end, good or bad."""
+        try:
+            done = self._runtime.done(self.event)
+        except RuntimeError:
+            done = True
+        if done:
+            self._tensors = ()
+        return done
+
+    def wait(self) -> None:
+        """The host sleeps until it is done. Raises an OSError if work on the device failed."""
+        try:
+            self._runtime.synchronize(self.event)
+        except RuntimeError as error:
+            raise OSError(errno.EIO, f"{self._words} failed: {error}") from error
+        finally:
+            self._tensors = ()
+
+    def cancel(self) -> None:
+        """What the device was given it does."""
+
+
+def _check(to: torch.Tensor, source: torch.Tensor) -> None:
+    assert to.is_contiguous()
+    assert source.is_contiguous()
+    assert to.dtype is source.dtype, (to.dtype, source.dtype)
+    assert to.nbytes == source.nbytes, (to.nbytes, source.nbytes)

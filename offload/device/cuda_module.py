@@ -1,0 +1,117 @@
+"""Kernels on a GPU: compiled by NVRTC for one kind of update, and launched by CUDA's driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from offload._native import UpdateKind, cuda_sources
+from offload.device.nvrtc import Nvrtc
+from offload.errors import HeteroError
+
+THREADS = 256  # of a block, as native/update/cuda/update.cu has it
+_PROTOTYPES = {
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuLaunchKernel": (
+        c_void_p,
+        *(c_uint,) * 7,  # blocks and threads in three dimensions, bytes of shared memory
+        c_void_p,
+        POINTER(c_void_p),
+        POINTER(c_void_p),
+    ),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+}
+
+
+class Kernels(Protocol):
+    """The kernels of native/update/cuda/update.cu, for one kind."""
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Any], stream: Any) -> None:
+        """Starts `blocks` blocks of THREADS threads on `stream`; `arguments` are ctypes objects."""
+
+
+class CudaModule:
+    """Kernels on the device `index`. Any thread may launch them."""
+
+    def __init__(self, kind: UpdateKind, index: int) -> None:
+        """Compiles them, in half a second. Raises HeteroError with the compiler's messages."""
+        self._driver = _driver()
+        self._context = c_void_p()
+        self._check(self._driver.cuDevicePrimaryCtxRetain(byref(self._context), index), "context")
+        self._enter()
+        self._module = c_void_p()
+        code = compile_kernels(kind, torch.cuda.get_device_capability(index))
+        self._check(self._driver.cuModuleLoadData(byref(self._module), code), "loading kernels")
+        self._functions: dict[str, c_void_p] = {}
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Any], stream: Any) -> None:
+        """As Kernels says; `stream` is torch's. Raises HeteroError if it cannot be started."""
+        if blocks == 0:
+            return
+        self._enter()
+        function = self._functions.get(kernel)
+        if function is None:
+            function = c_void_p()
+            found = self._driver.cuModuleGetFunction(byref(function), self._module, kernel.encode())
+            self._check(found, kernel)
+            self._functions[kernel] = function
+        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
+        shape = (blocks, 1, 1, THREADS, 1, 1, 0)
+        handle = c_void_p(stream.cuda_stream)
+        self._check(
+            self._driver.cuLaunchKernel(function, *shape, handle, pointers, None),
+            f"launching {kernel} with {blocks} blocks",
+        )
+
+    def _enter(self) -> None:
+        """Threads that torch has not used on this device yet have no context."""
+        current = c_void_p()
+        self._check(self._driver.cuCtxGetCurrent(byref(current)), "context")
+        if current.value != self._context.value:
+            self._check(self._driver.cuCtxSetCurrent(self._context), "context")
+
+    def _check(self, result: int, what: str) -> None:
+        if result:
+            text = c_char_p()
+            self._driver.cuGetErrorString(result, byref(text))
+            words = text.value.decode() if text.value else "unknown"
+            raise HeteroError(f"CUDA failed at {what}: {words} (error {result})")
+
+
+@cache
+def compile_kernels(kind: UpdateKind, capability: tuple[int, int]) -> bytes:
+    """Machine code for a GPU of compute capability `capability`. Raises HeteroError."""
+    sources = cuda_sources()
+    options = (
+        f"--gpu-architecture=sm_{capability[0]}{capability[1]}",
+        "--std=c++20",
+        # The CPU's templates carry no annotations.
+        "--device-as-default-execution-space",
+        # The bits are to be the CPU's.
+        "--fmad=false",
+        "--ftz=false",
+        "--prec-div=true",
+        "--prec-sqrt=true",
+        f"-DHETERO_KIND={hash(kind)}",
+    )
+    source = sources.pop("update.cu")
+    return Nvrtc.find().compile(source, "hetero's update", sources, options)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name, arguments in _PROTOTYPES.items():
+        function = getattr(driver, name)
+        function.argtypes = arguments
+        function.restype = c_int
+    return driver

@@ -1,0 +1,210 @@
+"""Updates of what is at home on DEVICE, by kernels there."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from ctypes import c_char, c_uint32, c_uint64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload._native import Hyper, UpdateKind, update_constants
+from offload.device.backend import DeviceTask
+from offload.device.cuda_module import THREADS, Kernels
+
+if TYPE_CHECKING:
+    from offload.device.cuda_runtime import Runtime
+
+# As native/update/cuda/update.cu has them.
+_GROUP = 4
+_MOST_SEGMENTS = 64
+_MOST_CONSTANTS = 16
+_CONSTANTS_BYTES = 48
+_LANES = 32
+_SUM_NUMEL = 32 * 1024
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class _Arrays(ctypes.Structure):
+    _fields_ = (
+        ("param", c_void_p),
+        ("grad", c_void_p),
+        ("master", c_void_p),
+        ("first_state", c_void_p),
+        ("second_state", c_void_p),
+    )
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        ("first", c_uint64),
+        ("numel", c_uint64),
+        ("index", c_uint64),
+        ("constants", c_uint32),
+        ("first_block", c_uint32),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("at", _Arrays),
+        ("segments", c_uint64),
+        ("segment", _Segment * _MOST_SEGMENTS),
+        ("constants", c_char * (_CONSTANTS_BYTES * _MOST_CONSTANTS)),
+    )
+
+
+class _SumSegment(ctypes.Structure):
+    _fields_ = (
+        ("values", c_void_p),
+        ("numel", c_uint64),
+        ("first_block", c_uint32),
+        ("first_out", c_uint32),
+    )
+
+
+class _SumBatch(ctypes.Structure):
+    _fields_ = (
+        ("lanes", c_void_p),
+        ("segments", c_uint64),
+        ("segment", _SumSegment * _MOST_SEGMENTS),
+    )
+
+
+class _SplitArrays(ctypes.Structure):
+    _fields_ = (("param", c_void_p), ("remainder", c_void_p), ("carrier", c_void_p))
+
+
+class DeviceUpdater:
+    """One kind's update, sums of squares and split, on the device, in the stream of compute.
+
+    Nothing waits: what the caller gives to the device afterwards comes after it. The bits are those
+    of the CPU's kernels. Records are laid out as docs/formats.md says.
+    """
+
+    def __init__(self, runtime: Runtime, kind: UpdateKind, piece_numel: int) -> None:
+        """The kernels are compiled when they are first needed, or by prepare()."""
+        self._runtime = runtime
+        self._kind = kind
+        self._made: Kernels | None = None
+        state_bytes = _BYTES[kind.state_dtype] * piece_numel
+        master_bytes = kind.record_bytes * piece_numel - kind.states * state_bytes
+        self._has_master = master_bytes > 0
+        self._state_at = [master_bytes + i * state_bytes for i in range(kind.states)]
+
+    def prepare(self) -> None:
+        """Compiles the kernels, unless that was done. Raises HeteroError."""
+        if self._made is None:
+            self._made = self._runtime.kernels(self._kind)
+
+    @property
+    def _kernels(self) -> Kernels:
+        self.prepare()
+        assert self._made is not None
+        return self._made
+
+    def update(self, tasks: Sequence[DeviceTask], hypers: Sequence[Hyper]) -> None:
+        """Starts all updates."""
+        if not tasks:
+            return
+        constants = [update_constants(self._kind, hyper) for hyper in hypers]
+        stream = self._runtime.current_stream()
+        for task in tasks:
+            for segments in _batches(task.segments):
+                self._launch(task, segments, constants, stream)
+
+    def _launch(
+        self,
+        task: DeviceTask,
+        segments: Sequence[tuple[int, int, int, int]],
+        constants: Sequence[bytes],
+        stream: object,
+    ) -> None:
+        batch = _Batch()
+        batch.at.param, batch.at.grad = task.param, task.grad
+        batch.at.master = task.record if self._has_master else None
+        states = [task.record + at for at in self._state_at]
+        batch.at.first_state = states[0]
+        batch.at.second_state = states[1] if len(states) == 2 else None
+        number_of: dict[int, int] = {}
+        blocks = 0
+        for i, (first, numel, hyper, index) in enumerate(segments):
+            number = number_of.setdefault(hyper, len(number_of))
+            batch.segment[i] = _Segment(first, numel, index, number, blocks)
+            blocks += -(-numel // (THREADS * _GROUP))
+        batch.segments = len(segments)
+        packed = b"".join(constants[hyper] for hyper in number_of)
+        ctypes.memmove(ctypes.addressof(batch) + _Batch.constants.offset, packed, len(packed))
+        self._kernels.launch("hetero_update", blocks, [batch], stream)
+
+    def sums_of_squares(self, arrays: Sequence[tuple[int, int]]) -> list[float]:
+        """Of each (address, numel) in the gradients' dtype, as the CPU sums them.
+
+        Waits for the device: its numbers are wanted.
+        """
+        stream = self._runtime.current_stream()
+        totals = self._runtime.empty(8 * max(1, len(arrays))).view(torch.float64)
+        for begin in range(0, len(arrays), _MOST_SEGMENTS):
+            some = arrays[begin : begin + _MOST_SEGMENTS]
+            batch = _SumBatch()
+            together = THREADS // _LANES
+            launched = out = 0
+            for i, (address, numel) in enumerate(some):
+                batch.segment[i] = _SumSegment(address, numel, launched, out)
+                count = -(-numel // _SUM_NUMEL)
+                launched += max(1, -(-count // together))
+                out += count
+            batch.segments = len(some)
+            lanes = self._runtime.empty(8 * _LANES * max(1, out))
+            batch.lanes = lanes.data_ptr()
+            self._kernels.launch("hetero_lanes", launched, [batch], stream)
+            tree = [c_void_p(lanes.data_ptr()), c_uint64(out)]
+            self._kernels.launch("hetero_tree", -(-out // THREADS), tree, stream)
+            total = [batch, c_void_p(totals.data_ptr() + 8 * begin)]
+            self._kernels.launch("hetero_total", 1, total, stream)
+        return [float(value) for value in totals[: len(arrays)].tolist()]
+
+    def split(
+        self,
+        values: torch.Tensor,
+        param: torch.Tensor,
+        remainder: torch.Tensor,
+        carrier: torch.Tensor,
+    ) -> None:
+        """As _native.split_master(); all on the device, flat and contiguous."""
+        at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
+        arguments = [c_void_p(values.data_ptr()), at, c_uint64(values.numel())]
+        self._one_each("hetero_split", values.numel(), arguments)
+
+    def join(
+        self,
+        param: torch.Tensor,
+        remainder: torch.Tensor,
+        carrier: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
+        """As _native.join_master(), likewise."""
+        at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
+        arguments = [at, c_void_p(target.data_ptr()), c_uint64(target.numel())]
+        self._one_each("hetero_join", target.numel(), arguments)
+
+    def _one_each(self, kernel: str, numel: int, arguments: Sequence[object]) -> None:
+        blocks = -(-numel // THREADS)
+        self._kernels.launch(kernel, blocks, arguments, self._runtime.current_stream())
+
+
+def _batches(
+    segments: Sequence[tuple[int, int, int, int]],
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    """As many at a time as one launch can have, of segments and of their hyper-parameters."""
+    batch: list[tuple[int, int, int, int]] = []
+    hypers: set[int] = set()
+    for segment in segments:
+        hypers.add(segment[2])
+        if len(batch) == _MOST_SEGMENTS or len(hypers) > _MOST_CONSTANTS:
+            yield batch
+            batch, hypers = [], {segment[2]}
+        batch.append(segment)
+    if batch:
+        yield batch

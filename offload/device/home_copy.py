@@ -1,0 +1,107 @@
+"""Whole homes on their way between DEVICE and RAM or the file, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from offload.device.backend import Backend
+from offload.device.grad_offload import BUFFERS
+from offload.disk.backing import FileTransfers, Operation
+from offload.memory.arena import HostArena
+
+# Starts moving bytes [first, first + len(buffer)) to the buffer or from it; None: it is done.
+_Part = Callable[[int, torch.Tensor], Operation | None]
+
+
+class Ferry:
+    """Copies through buffers in RAM, one of which is filled while another is emptied.
+
+    Also between DEVICE and homes in RAM: these need not be fit for copies of the device. Who calls
+    it waits, and takes care that nobody else uses the buffers, or what is copied. All tensors are
+    flat bytes. Raises OSError if a transfer fails; nothing is under way then.
+    """
+
+    def __init__(self, backend: Backend, buffers: HostArena, file: FileTransfers) -> None:
+        """`buffers` has BUFFERS slots, of whole pages."""
+        self._backend = backend
+        self._buffers = buffers
+        self._file = file
+
+    def to_ram(self, source: torch.Tensor, to: torch.Tensor) -> None:
+        """From DEVICE."""
+
+        def put(first: int, buffer: torch.Tensor) -> None:
+            to[first : first + len(buffer)] = buffer
+
+        self._run(len(source), self._from_device(source), put)
+
+    def to_file(self, source: torch.Tensor, offset: int) -> None:
+        """From DEVICE to the file's bytes from `offset` on; whole pages."""
+
+        def write(first: int, buffer: torch.Tensor) -> Operation:
+            return self._file.write(buffer.data_ptr(), len(buffer), offset + first)
+
+        self._run(len(source), self._from_device(source), write)
+
+    def from_ram(self, source: torch.Tensor, to: torch.Tensor) -> None:
+        """To DEVICE."""
+
+        def get(first: int, buffer: torch.Tensor) -> None:
+            buffer.copy_(source[first : first + len(buffer)])
+
+        self._run(len(to), get, self._to_device(to))
+
+    def from_file(self, offset: int, to: torch.Tensor) -> None:
+        """To DEVICE from the file's bytes from `offset` on; whole pages."""
+
+        def read(first: int, buffer: torch.Tensor) -> Operation:
+            return self._file.read(buffer.data_ptr(), len(buffer), offset + first)
+
+        self._run(len(to), read, self._to_device(to))
+
+    def _from_device(self, source: torch.Tensor) -> _Part:
+        return lambda first, buffer: self._backend.drain(
+            buffer, source[first : first + len(buffer)]
+        )
+
+    def _to_device(self, to: torch.Tensor) -> _Part:
+        return lambda first, buffer: self._backend.fetch(to[first : first + len(buffer)], buffer)
+
+    def _run(self, nbytes: int, fill: _Part, empty: _Part) -> None:
+        """Fills a buffer with each part, and empties it once it is full."""
+        length = self._buffers.slot_bytes
+        filling: dict[int, tuple[int, torch.Tensor, Operation | None]] = {}  # by buffer
+        emptying: dict[int, Operation | None] = {}
+
+        def turn(number: int) -> None:
+            """The buffer, if something is on its way there, is emptied from now on."""
+            if number in filling:
+                first, buffer, op = filling[number]
+                _wait(op)
+                del filling[number]
+                emptying[number] = empty(first, buffer)
+
+        try:
+            for count, first in enumerate(range(0, nbytes, length)):
+                number = count % BUFFERS
+                _wait(emptying.pop(number, None))
+                buffer = self._buffers.view(number, 1, torch.uint8)[: min(length, nbytes - first)]
+                filling[number] = first, buffer, fill(first, buffer)
+                turn((count + 1) % BUFFERS)  # the one before, while this one is filled
+            for number in list(filling):
+                turn(number)
+            for op in emptying.values():
+                _wait(op)
+        except BaseException:
+            for op in (*emptying.values(), *(op for _, _, op in filling.values())):
+                with suppress(Exception):
+                    _wait(op)  # its memory gets another use
+            raise
+
+
+def _wait(op: Operation | None) -> None:
+    if op is not None:
+        op.wait()

@@ -1,0 +1,140 @@
+"""One file without a name: the part of the scratch space that lies in one directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+
+from offload.disk.directories import format_free
+from offload.errors import StoreError
+from offload.memory.sizes import PAGE_BYTES
+
+
+class MemberFile:
+    """An unlinked file in `directory`, open until close(); `nbytes` of it are allocated.
+
+    It has no name from the start, so a killed process leaves nothing behind. O_DIRECT is used where
+    the filesystem knows it (`direct`); `notes` says when it does not.
+    """
+
+    def __init__(self, directory: str) -> None:
+        """Raises StoreError, naming the directory, if a file cannot be made there."""
+        self.directory = directory
+        self.path = os.path.join(directory, "<hetero scratch>")  # for messages
+        self.nbytes = 0
+        self.direct = True
+        self.notes: list[str] = []
+        try:
+            self.fd = self._open()
+        except OSError as error:
+            raise StoreError(
+                error.errno, f"cannot make a scratch file: {error.strerror}", directory
+            ) from error
+        self._closer = weakref.finalize(self, os.close, self.fd)
+
+    def resize(self, nbytes: int) -> None:
+        """Allocates or gives back space at the end, so that `nbytes` are allocated.
+
+        Raises OSError, with the size as before, if the filesystem has not so much.
+        """
+        if nbytes > self.nbytes:
+            try:
+                self._allocate(self.nbytes, nbytes - self.nbytes)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self.fd, self.nbytes)  # what was allocated before it failed
+                raise
+        else:
+            os.ftruncate(self.fd, nbytes)
+        self.nbytes = nbytes
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        """Fills page-aligned `memory` from the file, in this thread. Raises StoreError."""
+        self._transfer(os.preadv, "read", memory, offset)
+
+    def write_from(self, memory: memoryview, offset: int) -> None:
+        """Writes page-aligned `memory` to the file, in this thread. Raises StoreError."""
+        self._transfer(os.pwritev, "write", memory, offset)
+
+    def close(self) -> None:
+        """Frees the space; idempotent."""
+        if self._closer.alive:
+            self._closer()
+            self.fd = -1
+            self.nbytes = 0
+
+    def _allocate(self, offset: int, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        # The filesystem cannot preallocate (ext3, NFS before 4.2): the C library then writes to
+        # each block, in a way that O_DIRECT does not allow.
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        finally:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
+
+    def _transfer(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        verb: str,
+        memory: memoryview,
+        offset: int,
+    ) -> None:
+        done = 0
+        while done < len(memory):
+            try:
+                moved = call(self.fd, [memory[done:]], offset + done)
+            except OSError as error:
+                raise StoreError(
+                    error.errno,
+                    f"{verb} of {len(memory) - done} bytes at offset {offset + done} failed: "
+                    f"{error.strerror}; {format_free(self.directory)} free",
+                    self.path,
+                ) from error
+            # O_DIRECT goes on at page boundaries only: redo the page that a short transfer cut.
+            whole = moved if done + moved == len(memory) else moved & -PAGE_BYTES
+            if whole == 0:
+                how = f"moved {moved} bytes only" if moved else "met the end of the file"
+                raise StoreError(errno.EIO, f"{verb} at offset {offset + done} {how}", self.path)
+            done += whole
+
+    def _open(self) -> int:
+        try:
+            return self._open_unlinked(os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        fd = self._open_unlinked(0)
+        self.direct = False
+        self.notes.append(
+            f"{self.directory}: the filesystem has no O_DIRECT; transfers go through the page "
+            f"cache, whose memory host_memory does not count"
+        )
+        return fd
+
+    def _open_unlinked(self, direct: int) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | direct
+        try:
+            return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
+        except OSError as error:
+            # EISDIR and ENOENT: kernels and filesystems without O_TMPFILE see a directory here.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+                raise
+        named, path = tempfile.mkstemp(prefix="hetero-", dir=self.directory)
+        os.close(named)
+        try:
+            return os.open(path, flags)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)

@@ -1,0 +1,1 @@
+"""RAM: tiers, the ledger of budgets, arenas of equal slots."""

@@ -1,0 +1,113 @@
+"""Memory cut into equal slots."""
+
+from __future__ import annotations
+
+import torch
+
+from offload._native import Arena, Leases
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
+
+
+class HostArena:
+    """`slots` slots of `slot_bytes` in one mapping. A slot is charged to the ledger when committed.
+
+    Pages are populated on first touch, so what is not committed costs no memory. It is memory of
+    the host; as that of an emulated device it is charged to another `tier`. There may be no slots,
+    until resize().
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        ledger: Ledger,
+        account: Account,
+        tier: Tier = Tier.HOST,
+    ) -> None:
+        self.slots = slots
+        self.tier = tier
+        self.slot_bytes = slot_bytes
+        self.leases = Leases(slots)
+        self._ledger = ledger
+        self._account = account
+        self._committed = [False] * slots
+        self._memory: Arena | None = self._map(slots * slot_bytes) if slots else None
+
+    def _map(self, nbytes: int) -> Arena:
+        return Arena(nbytes)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has its memory: close() was not called."""
+        return self._memory is not None
+
+    @property
+    def memory(self) -> Arena:
+        """All slots, one after another."""
+        assert self._memory is not None, "the arena is closed or has no slots"
+        return self._memory
+
+    def commit(self, slot: int, run: int = 1) -> None:
+        """Charges slots [slot, slot + run) that are not charged yet."""
+        fresh = [s for s in range(slot, slot + run) if not self._committed[s]]
+        if fresh:
+            self._ledger.charge(self.tier, self._account, len(fresh) * self.slot_bytes)
+            for s in fresh:
+                self._committed[s] = True
+
+    def decommit(self, slot: int, run: int) -> None:
+        """Gives back charge and pages of slots [slot, slot + run); their content is lost."""
+        charged = [s for s in range(slot, slot + run) if self._committed[s]]
+        self.memory.discard(slot * self.slot_bytes, run * self.slot_bytes)
+        self._ledger.release(self.tier, self._account, len(charged) * self.slot_bytes)
+        for s in charged:
+            self._committed[s] = False
+
+    def resize(self, slots: int, slot_bytes: int | None = None) -> None:
+        """The arena has `slots` slots from now on, other ones, of which none is charged.
+
+        What was in it is lost, but for tensors that view it: they keep their memory, which is not
+        accounted any more. Raises BudgetError if a device has no room; then there are no slots.
+        """
+        self.close()
+        self._shape(slots, self.slot_bytes if slot_bytes is None else slot_bytes)
+        if slots:
+            try:
+                self._memory = self._map(slots * self.slot_bytes)
+            except BaseException:
+                self._shape(0, self.slot_bytes)
+                raise
+
+    def _shape(self, slots: int, slot_bytes: int) -> None:
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self.leases = Leases(slots)
+        self._committed = [False] * slots
+
+    def address(self, slot: int) -> int:
+        """Address of the first byte of `slot`."""
+        return self.memory.address + slot * self.slot_bytes
+
+    def slot_of(self, address: int) -> int | None:
+        """The slot that holds `address`, or None if it is not in this arena."""
+        if not self.slots:
+            return None
+        offset = address - self.memory.address
+        return offset // self.slot_bytes if 0 <= offset < self.slots * self.slot_bytes else None
+
+    def view(self, slot: int, run: int, dtype: torch.dtype, leased: bool = False) -> torch.Tensor:
+        """A flat tensor over slots [slot, slot + run); `leased`: it is a lease of `slot`."""
+        capsule = self.memory.export(
+            slot * self.slot_bytes, run * self.slot_bytes, self.leases if leased else None, slot
+        )
+        return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
+
+    def live_views(self) -> int:
+        """How many slots have a leased view that begins there and lives."""
+        return sum(self.leases[slot] > 0 for slot in range(self.slots))
+
+    def close(self) -> None:
+        """Gives the charge back. The memory goes when the last tensor over it does; idempotent."""
+        self._ledger.release(self.tier, self._account, sum(self._committed) * self.slot_bytes)
+        self._committed = [False] * self.slots
+        self._memory = None

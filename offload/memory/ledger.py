@@ -1,0 +1,107 @@
+"""Bytes in use per tier and account, checked against the budgets at every change."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from offload.errors import BudgetError
+from offload.memory.sizes import format_bytes
+from offload.memory.tiers import Account, Tier
+
+_TIMELINE_ENTRIES = 20_000  # beyond this every second entry is dropped: pictures do not need more
+
+
+class Ledger:
+    """Who holds how many bytes. `charge` refuses what a budget cannot hold, before it is taken.
+
+    `relieve` is asked once to free bytes of a tier when a charge does not fit (the parameters under
+    construction use it to move to disk).
+    """
+
+    def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
+        self._budgets = {tier: budgets.get(tier) for tier in Tier}
+        self._accounts: dict[tuple[Tier, Account], int] = {}
+        self._in_use = dict.fromkeys(Tier, 0)
+        self._peak = dict.fromkeys(Tier, 0)
+        self._start_s = time.perf_counter()
+        self._timeline: list[tuple[float, int, int, int]] = []
+        self._lock = threading.RLock()
+        self.relieve: Callable[[Tier, int], None] | None = None
+
+    def charge(self, tier: Tier, account: Account, nbytes: int) -> None:
+        """Takes `nbytes`. Raises BudgetError, with nothing taken, if that passes the budget."""
+        with self._lock:
+            missing = self._missing(tier, nbytes)
+            if missing > 0 and self.relieve is not None:
+                self.relieve(tier, missing)
+                missing = self._missing(tier, nbytes)
+            if missing > 0:
+                held = ", ".join(
+                    f"{a.value} {format_bytes(n)}"
+                    for (t, a), n in self._accounts.items()
+                    if t is tier and n
+                )
+                raise BudgetError(
+                    f"{format_bytes(nbytes)} more for {account.value} would pass the "
+                    f"{tier.value} budget of {format_bytes(self._budgets[tier] or 0)} by "
+                    f"{missing} bytes (in use: {held or 'nothing'}); raise the budget"
+                )
+            self._change(tier, account, nbytes)
+
+    def release(self, tier: Tier, account: Account, nbytes: int) -> None:
+        """Gives back `nbytes` that were charged."""
+        with self._lock:
+            assert self._accounts.get((tier, account), 0) >= nbytes, (tier, account, nbytes)
+            self._change(tier, account, -nbytes)
+
+    def set_budget(self, tier: Tier, nbytes: int) -> None:
+        """From now on `tier` has `nbytes`. Raises BudgetError, with nothing changed, if more are in
+        use."""
+        with self._lock:
+            if self._in_use[tier] > nbytes:
+                raise BudgetError(
+                    f"the {tier.value} budget cannot become {format_bytes(nbytes)}: "
+                    f"{format_bytes(self._in_use[tier])} are in use"
+                )
+            self._budgets[tier] = nbytes
+
+    def _missing(self, tier: Tier, nbytes: int) -> int:
+        budget = self._budgets[tier]
+        return 0 if budget is None else self._in_use[tier] + nbytes - budget
+
+    def _change(self, tier: Tier, account: Account, nbytes: int) -> None:
+        key = (tier, account)
+        self._accounts[key] = self._accounts.get(key, 0) + nbytes
+        self._in_use[tier] += nbytes
+        self._peak[tier] = max(self._peak[tier], self._in_use[tier])
+        device, host, disk = self._in_use.values()
+        self._timeline.append((time.perf_counter() - self._start_s, device, host, disk))
+        if len(self._timeline) > _TIMELINE_ENTRIES:
+            del self._timeline[1::2]
+
+    def used(self, tier: Tier, account: Account) -> int:
+        """Bytes of one account now."""
+        return self._accounts.get((tier, account), 0)
+
+    @property
+    def budget_bytes(self) -> dict[str, int | None]:
+        """Budget of each tier by name; None: not limited by the user."""
+        return {tier.value: nbytes for tier, nbytes in self._budgets.items()}
+
+    @property
+    def in_use_bytes(self) -> dict[str, int]:
+        """Bytes of each tier now, by name."""
+        return {tier.value: nbytes for tier, nbytes in self._in_use.items()}
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """The most bytes each tier has held, by name."""
+        return {tier.value: nbytes for tier, nbytes in self._peak.items()}
+
+    @property
+    def timeline(self) -> list[tuple[float, int, int, int]]:
+        """(seconds since the start, device bytes, host bytes, disk bytes) at each change."""
+        with self._lock:
+            return list(self._timeline)

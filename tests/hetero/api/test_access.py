@@ -1,0 +1,40 @@
+"""hetero.no_sync and the names that DeepSpeed's users call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hetero
+from tests.support.training.loops import batches, build
+
+
+def test_no_sync_changes_nothing_for_one_rank() -> None:
+    runs = []
+    for held in (False, True):
+        model, optimizer = build(placement_policy="cpu", dtype="fp32")
+        for index, tokens in enumerate(batches(2)):
+            if held and index == 0:
+                with hetero.no_sync(model):
+                    model(input_ids=tokens, labels=tokens).loss.backward()
+            else:
+                model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        runs.append(hetero.masters(list(model.parameters())))
+        optimizer.engine.close()
+    assert all(map(torch.equal, *runs))
+
+
+def test_no_sync_needs_a_managed_model() -> None:
+    with pytest.raises(hetero.UnmanagedParameterError):
+        hetero.no_sync(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "call", [hetero.register_external_parameter, hetero.unregister_external_parameter]
+)
+def test_external_parameters_are_accepted_and_checked(call) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert call(model, model.weight) is None
+    with pytest.raises(ValueError, match=r"torch\.nn\.Parameter, not Tensor"):
+        call(model, torch.zeros(2))

@@ -1,0 +1,233 @@
+"""Every optimizer and state dtype: documented numbers, the same bits everywhere, save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hetero
+from offload.memory.tiers import Account, Tier
+from tests.support.native.update_oracle import Hyper, stored, update
+from tests.support.training.loops import Run, batches, tiny_gpt2, train
+
+Make = Callable[..., hetero.HybridOptimizer]
+# Makers and the same options for the oracle.
+OPTIMIZERS: dict[str, tuple[Make, dict[str, float | bool]]] = {
+    "adam": (hetero.HybridAdam, {"decoupled": True, "weight_decay": 0.1, "lr": 1e-2}),
+    "lion": (hetero.HybridLion, {"decoupled": True, "weight_decay": 0.1, "lr": 1e-3}),
+    "adagrad": (hetero.HybridAdagrad, {"weight_decay": 0.01, "lr": 1e-2, "lr_decay": 0.1}),
+}
+# Parameter and state dtypes meet in every way at least once; test_parity and test_against_torch
+# have Adam with states in fp32.
+CASES = [
+    ("adam", "bf16", "bf16"),
+    ("adam", "fp32", "bf16"),
+    ("lion", "bf16", "fp32"),
+    ("lion", "bf16", "bf16"),
+    ("lion", "fp32", "fp32"),
+    ("adagrad", "bf16", "fp32"),
+    ("adagrad", "fp16", "bf16"),
+]
+REFERENCES: dict[tuple[str, str, str], Run] = {}
+
+
+def build(
+    rule: str, dtype: str, state_dtype: str, **options: object
+) -> tuple[torch.nn.Module, hetero.HybridOptimizer]:
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(dtype=dtype, initial_loss_scale=256.0, **options):
+        model = tiny_gpt2()
+    make, given = OPTIMIZERS[rule]
+    arguments = {key: value for key, value in given.items() if key != "decoupled"}
+    optimizer = make(model.parameters(), state_dtype=state_dtype, **arguments)
+    return hetero.initialize(model, optimizer)
+
+
+@pytest.mark.parametrize(("rule", "dtype", "state_dtype"), CASES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"placement_policy": "nvme", "host_memory": "400KiB"},
+        {"placement_policy": "nvme", "host_memory": "1200KiB", "chunk_numel": 32768},
+    ],
+    ids=["nvme-all-on-disk", "nvme-large-chunks"],
+)
+def test_same_bits_as_cpu(
+    rule: str, dtype: str, state_dtype: str, settings: dict[str, object], tmp_path: Path
+) -> None:
+    case = (rule, dtype, state_dtype)
+    if case not in REFERENCES:
+        built = build(*case, placement_policy="cpu", host_memory="64MiB")
+        REFERENCES[case] = train(*built, batches(4), accumulate=2, clip=1.0)
+    run = train(
+        *build(*case, nvme_path=str(tmp_path), **settings), batches(4), accumulate=2, clip=1.0
+    )
+    assert run.same_bits(REFERENCES[case])
+    assert len(set(run.losses)) == len(run.losses), "training moved"
+
+
+@pytest.mark.parametrize(("rule", "dtype", "state_dtype"), CASES)
+def test_masters_and_states_equal_the_documented_rule_exactly(
+    rule: str, dtype: str, state_dtype: str, tmp_path: Path
+) -> None:
+    model, optimizer = build(
+        rule, dtype, state_dtype, placement_policy="nvme", nvme_path=str(tmp_path)
+    )
+    params = list(model.parameters())
+    # Elements are numbered through the model; the random bits of bf16 states come from there.
+    first = np.cumsum([0] + [p.numel() for p in params])
+    weights = [m.numpy().reshape(-1).copy() for m in hetero.masters(params)]
+    count = len(optimizer.state_names)
+    states = [tuple(np.zeros_like(w) for _ in range(count)) for w in weights]
+    gradients: dict[int, torch.Tensor] = {}
+    for index, param in enumerate(params):
+        param.register_hook(lambda grad, index=index: gradients.__setitem__(index, grad.clone()))
+
+    for step, tokens in enumerate(batches(3), start=1):
+        scale = optimizer.engine.loss_scale.value
+        optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        options = dict(OPTIMIZERS[rule][1])
+        if rule == "lion":
+            options["beta2"] = 0.99
+        if rule == "adagrad":
+            options["eps"] = 1e-10
+        hyper = Hyper(step=step, grad_scale=1 / scale, **options)
+        for index, weight in enumerate(weights):
+            gradient = gradients[index].float().numpy().reshape(-1)
+            weights[index], computed = update(rule, weight, states[index], gradient, hyper)
+            states[index] = stored(rule, dtype, state_dtype, computed, step, int(first[index]))
+
+    for weight, master in zip(weights, hetero.masters(params), strict=True):
+        assert torch.equal(master, torch.from_numpy(weight).view(master.shape))
+    saved = optimizer.state_dict()["state"]
+    for index, expected in enumerate(states):
+        for name, values in zip(optimizer.state_names, expected, strict=True):
+            assert torch.equal(saved[index][name].view(-1), torch.from_numpy(values))
+    optimizer.engine.close()
+
+
+# (The loss scale of fp16 is not part of the optimizer's state_dict.)
+@pytest.mark.parametrize(
+    ("rule", "dtype", "state_dtype"), [case for case in CASES if case[1] != "fp16"]
+)
+def test_state_dict_round_trip_continues_bit_for_bit(
+    rule: str, dtype: str, state_dtype: str, tmp_path: Path
+) -> None:
+    data = batches(4)
+    model, optimizer = build(rule, dtype, state_dtype, placement_policy="cpu")
+    for tokens in data[:2]:
+        optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint.pt")
+    expected = train(model, optimizer, data[2:])
+
+    options = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "400KiB"}
+    other, other_optimizer = build(rule, dtype, state_dtype, **options)
+    saved_model, saved_optimizer = torch.load(tmp_path / "checkpoint.pt")
+    other.load_state_dict(saved_model)
+    other_optimizer.load_state_dict(saved_optimizer)
+    assert train(other, other_optimizer, data[2:]).same_bits(expected)
+
+
+def test_first_fp32_adagrad_step_equals_torchs_to_rounding() -> None:
+    """Weights and gradients are the same, so all that differs is a few roundings of the update."""
+    model, optimizer = build("adagrad", "fp32", "fp32", placement_policy="cpu")
+    run = train(model, optimizer, batches(1))
+    torch.manual_seed(0)
+    plain = tiny_gpt2()
+    theirs = torch.optim.Adagrad(plain.parameters(), lr=1e-2, lr_decay=0.1, weight_decay=0.01)
+    tokens = batches(1)[0]
+    plain(input_ids=tokens, labels=tokens).loss.backward()
+    theirs.step()
+    for found, expected in zip(run.params, plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=4 * 2**-24, atol=1e-2 * 2**-20)
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+def test_records_take_what_the_rule_needs(rule: str) -> None:
+    _, optimizer = build(rule, "bf16", "bf16", placement_policy="cpu")
+    states = len(optimizer.state_names)
+    assert optimizer.engine.dtypes.record_bytes == 2 + 2 * states
+    record_arena_bytes = optimizer.engine.layout.slot_numel * (2 + 2 * states)
+    slots = sum(chunk.slots for chunk in optimizer.engine.layout.chunks)
+    ledger = optimizer.engine.ledger
+    assert ledger.used(Tier.HOST, Account.RECORD) == slots * record_arena_bytes
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (hetero.HybridLion, {"lr": -1}, "lr must be a finite number, 0 or more, not -1"),
+        (hetero.HybridLion, {"betas": (1.0, 0.9)}, "betas must be two numbers in"),
+        (hetero.HybridAdam, {"betas": (0.9, 0.99, 0.9)}, "betas must be two numbers in"),
+        (hetero.HybridAdam, {"betas": 0.9}, "betas must be two numbers in"),
+        (hetero.HybridAdam, {"lr": float("inf")}, "lr must be a finite number, 0 or more, not inf"),
+        (hetero.HybridAdam, {"weight_decay": None}, "weight_decay must be a finite number"),
+        (hetero.HybridAdagrad, {"lr_decay": -0.5}, "lr_decay must be a finite number"),
+        (
+            hetero.HybridAdagrad,
+            {"eps": float("nan")},
+            "eps must be a finite number, .* not nan",
+        ),
+        (
+            hetero.HybridAdam,
+            {"state_dtype": "fp16"},
+            "state_dtype must be fp32 or bf16, not 'fp16'",
+        ),
+    ],
+)
+def test_options_out_of_range(make: Make, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading", "message"),
+    [
+        ("adam", "adagrad", "has no 'sum'"),
+        ("adam", "lion", "has 'exp_avg_sq', which HybridLion has not"),
+        ("lion", "adam", "has no 'exp_avg_sq'"),
+    ],
+)
+def test_a_state_of_another_rule_is_refused(saving: str, loading: str, message: str) -> None:
+    _, saver = build(saving, "fp32", "fp32", placement_policy="cpu")
+    saved = saver.state_dict()
+    saver.engine.close()
+    model, loader = build(loading, "fp32", "fp32", placement_policy="cpu")
+    before = hetero.masters(model.parameters())
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict(saved)
+    assert all(map(torch.equal, before, hetero.masters(model.parameters())))
+    loader.engine.close()
+
+
+@pytest.mark.parametrize("step", [float("nan"), -3.0, 1.5])
+def test_a_state_with_an_impossible_step_is_refused(step: float) -> None:
+    _, optimizer = build("adam", "fp32", "fp32", placement_policy="cpu")
+    saved = optimizer.state_dict()
+    saved["state"][3]["step"] = torch.tensor(step)
+    with pytest.raises(ValueError, match=r"has step .*, must be a whole number"):
+        optimizer.load_state_dict(saved)
+    optimizer.engine.close()
+
+
+def test_a_state_of_a_parameter_that_is_frozen_now_is_refused() -> None:
+    _, optimizer = build("adam", "fp32", "fp32", placement_policy="cpu")
+    saved = optimizer.state_dict()
+    optimizer.engine.close()
+    model = tiny_gpt2()
+    model.transformer.wpe.weight.requires_grad_(False)
+    model, optimizer = hetero.initialize(
+        model, hetero.HybridAdam(model.parameters()), placement_policy="cpu", dtype="fp32"
+    )
+    with pytest.raises(ValueError, match=r"has transformer\.wpe\.weight, which was frozen"):
+        optimizer.load_state_dict(saved)
+    optimizer.engine.close()

@@ -1,0 +1,83 @@
+"""The corpus: what is read, in which order it is seen, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero.cli.job import data
+from hetero.cli.job.data import Corpus, load_corpus
+
+
+def test_default_is_python_source_and_the_same_each_time() -> None:
+    first, second = (load_corpus(None, seq_len=32, seed=3) for _ in range(2))
+    assert len(first) > 1 << 20
+    assert len(first) <= data.CORPUS_CAP_BYTES
+    batches = [first.batch(4) for _ in range(3)]
+    for batch in batches:
+        assert batch.shape == (4, 32)
+        assert batch.dtype == torch.int64
+        assert torch.equal(batch, second.batch(4))
+
+
+def test_seed_decides_the_order_and_the_global_generator_does_not() -> None:
+    text = bytes(range(256)) * 8
+    torch.manual_seed(0)
+    one = Corpus(text, "text", seq_len=16, seed=1).batch(8)
+    torch.manual_seed(99)
+    assert torch.equal(one, Corpus(text, "text", seq_len=16, seed=1).batch(8))
+    assert not torch.equal(one, Corpus(text, "text", seq_len=16, seed=2).batch(8))
+
+
+def test_batches_are_runs_of_the_text() -> None:
+    text = bytes(range(200))
+    for row in Corpus(text, "text", seq_len=10, seed=0).batch(50).tolist():
+        assert bytes(row) in text
+
+
+def test_folder_is_read_sorted_without_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_bytes(b"B" * 5)
+    (tmp_path / "sub" / "c.txt").write_bytes(b"C" * 5)
+    (tmp_path / "a.txt").write_bytes(b"A" * 5)
+    (tmp_path / ".hidden").write_bytes(b"H" * 5)
+    corpus = load_corpus(str(tmp_path), seq_len=14, seed=0)
+    assert len(corpus) == 15
+    assert bytes(corpus.batch(1)[0].tolist()) == b"AAAAABBBBBCCCC"
+
+
+def test_cap_limits_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "CORPUS_CAP_BYTES", 12)
+    (tmp_path / "a").write_bytes(b"A" * 10)
+    (tmp_path / "b").write_bytes(b"B" * 10)
+    assert len(load_corpus(str(tmp_path), seq_len=4, seed=0)) == 12
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no text to train on: --data {path} is empty"),
+        (b"0123456", "--data {path} holds 7 bytes, but one sequence needs 9"),
+    ],
+)
+def test_too_little_text_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message.format(path=path))):
+        load_corpus(str(path), seq_len=8, seed=0)
+
+
+def test_exactly_one_sequence_and_one_byte_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"012345678")
+    assert load_corpus(str(path), seq_len=8, seed=0).batch(2).shape == (2, 8)
+
+
+def test_empty_folder_and_missing_path_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is empty"):
+        load_corpus(str(tmp_path), seq_len=8, seed=0)
+    with pytest.raises(ValueError, match="no such file or folder"):
+        load_corpus(str(tmp_path / "none"), seq_len=8, seed=0)

@@ -1,0 +1,71 @@
+"""Options: the command line and the dataclass say the same, and nonsense is refused."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import pytest
+
+from hetero.cli.job.options import TrainOptions, add_train_arguments, to_arguments
+
+
+def parse(*arguments: str, defaults: dict[str, object] | None = None) -> TrainOptions:
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser, defaults)
+    return TrainOptions.from_namespace(parser.parse_args(arguments))
+
+
+def test_no_arguments_are_the_defaults() -> None:
+    assert parse() == TrainOptions()
+
+
+def test_defaults_can_be_replaced() -> None:
+    assert parse(defaults={"steps": 7}).steps == 7
+    assert parse("--steps", "9", defaults={"steps": 7}).steps == 9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TrainOptions(),
+        TrainOptions(prefetch=False, json=True, host_memory="1GiB", threads=3),
+        TrainOptions(nvme_path=("-odd",)),
+        TrainOptions(nvme_path=("-odd", "b")),
+        TrainOptions(config="c.json", data="d", lr=1e-5, schedule="constant", clip=0.0),
+    ],
+)
+def test_arguments_round_trip(options: TrainOptions) -> None:
+    assert parse(*to_arguments(options)) == options
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"seq_len": 1}, "--seq-len must be at least 2"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"accumulate": -1}, "--accumulate"),
+        ({"log_every": 0}, "--log-every"),
+        ({"threads": 0}, "--threads"),
+        ({"lr": float("nan")}, "--lr must be a finite number"),
+        ({"lr": -1.0}, "--lr"),
+        ({"clip": -1.0}, "--clip"),
+        ({"weight_decay": float("inf")}, "--weight-decay"),
+        ({"warmup": -1}, "--warmup"),
+        ({"seed": -1}, "--seed"),
+        ({"schedule": "linear"}, "--schedule must be one of cosine, constant"),
+        ({"config": "c.json", "vocab_size": 300}, "--vocab-size is for models by name"),
+    ],
+)
+def test_nonsense_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TrainOptions(**values)
+
+
+def test_help_explains_every_option() -> None:
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    for action in parser._actions:
+        assert action.help, action.option_strings

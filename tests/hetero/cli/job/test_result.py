@@ -1,0 +1,131 @@
+"""Result, table and figure of runs that are made up, so that every number is known."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from hetero.cli.job.figure import draw_figure
+from hetero.cli.job.metrics import MemorySample, StepMetrics
+from hetero.cli.job.report import rows
+from hetero.cli.job.result import Setting, TrainResult
+
+MIB = 1 << 20
+
+
+def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1) -> TrainResult:
+    setting = Setting(
+        model="tiny",
+        params=10_000_000,
+        vocab_size=256,
+        dtype="bf16",
+        policy="nvme",
+        threads=2,
+        engine="io_uring",
+        isa="avx2",
+        budget_bytes={"device": None, "host": host_budget, "disk": 1 << 40},
+        notes=("a note",),
+        steps=steps,
+        tokens_per_step=100,
+        data="text",
+        nvme_path="folder",
+        run_dir="run",
+        ranks=ranks,
+    )
+    held = {"device": 0, "host": 200 * MIB, "disk": 95 * MIB}
+    return TrainResult(
+        setting,
+        [
+            StepMetrics(
+                step=number,
+                loss=5.0 / number,
+                grad_norm=1.0,
+                lr=1e-3,
+                step_s=10.0 if number == 1 else 2.0,
+                forward_s=0.5,
+                backward_s=1.0,
+                optimizer_s=0.25,
+                tokens=100,
+                traffic_bytes={
+                    "h2d": 0,
+                    "d2h": 0,
+                    "disk_read": 7 * number,
+                    "disk_write": 9,
+                    "sent": 5,
+                    "received": 2 * number,
+                },
+                gather_wait_s=0.5,
+                memory=(MemorySample(2.0 * number, held, 800 * MIB),),
+            )
+            for number in range(1, steps + 1)
+        ],
+        peak_managed_bytes=held,
+        peak_rss_bytes=900 * MIB,
+        peak_rss_by_rank_bytes=[(900 + rank) * MIB for rank in range(ranks)],
+    )
+
+
+def test_the_first_step_counts_only_where_there_is_no_other() -> None:
+    assert make_result(3).tokens_per_s == pytest.approx(50.0)
+    assert make_result(1).tokens_per_s == pytest.approx(10.0)
+    assert make_result(3).bytes_per_step == {
+        "h2d": 0, "d2h": 0, "disk_read": round(7 * 2.5), "disk_write": 9, "sent": 5,
+        "received": 5,
+    }  # fmt: skip
+    assert make_result(3).total_bytes["disk_read"] == 7 * (1 + 2 + 3)
+
+
+def test_dictionary_is_json_with_the_promised_keys() -> None:
+    summary = json.loads(json.dumps(make_result(3).as_dict()))
+    assert summary["losses"] == pytest.approx([5.0, 2.5, 5 / 3])
+    assert summary["state_bytes"] == 160_000_000
+    assert summary["step_s"] == [10.0, 2.0, 2.0]
+    assert summary["budget_bytes"]["host"] == 300 * MIB
+    for key in ("params", "forward_s", "backward_s", "optimizer_s", "tokens_per_s",
+                "peak_managed_bytes", "peak_rss_bytes", "bytes_per_step", "engine", "isa",
+                "dtype", "policy", "model", "grad_norms", "steps", "run_dir", "ranks"):  # fmt: skip
+        assert key in summary
+    assert (summary["sent_bytes_per_step"], summary["received_bytes_per_step"]) == (5, 5)
+    assert summary["gather_wait_s_per_step"] == 0.5
+
+
+def test_a_run_without_steps_has_a_dictionary() -> None:
+    assert make_result(0).as_dict()["tokens_per_s"] == 0.0
+
+
+def test_table_tells_what_was_promised() -> None:
+    table = dict(rows(make_result(3)))
+    assert table["model"] == "tiny, 10,000,000 parameters"
+    assert table["model state, usual"].startswith("152.6 MiB")
+    assert table["managed peak, host"] == "200.0 MiB, budget 300.0 MiB"
+    assert "managed peak, device" not in table
+    assert table["step time, median"] == "2.000 s: forward 0.500, backward 1.000, optimizer 0.250"
+    assert table["NVMe read"] == "18 B per step, 42 B in all by io_uring"
+    assert table["loss"] == "5.000 at first, 1.667 at last"
+    stopped = make_result(3)
+    stopped.status = "interrupted"
+    assert dict(rows(stopped))["steps"] == "3 of 3, interrupted"
+
+
+def test_table_of_several_ranks_tells_what_they_exchanged() -> None:
+    assert "ranks" not in dict(rows(make_result(3)))
+    table = dict(rows(make_result(3, ranks=2)))
+    assert table["ranks"].startswith("2")
+    assert table["sent, received"] == "5 B, 5 B per step"
+    assert table["waited for gathers"] == "0.500 s per step"
+    assert table["peak RSS of all ranks"] == "1.8 GiB, at most 901.0 MiB each"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 40])
+@pytest.mark.parametrize("budget", [None, 300 * MIB])
+def test_figure_is_a_picture_of_some_size(tmp_path: Path, steps: int, budget: int | None) -> None:
+    path = tmp_path / "figure.png"
+    draw_figure(make_result(steps, budget), path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", content[16:24])
+    assert width >= 1000
+    assert height >= 800

@@ -1,0 +1,319 @@
+"""`hetero train` as its user meets it: what it prints, writes, refuses and returns."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero.cli.job.metrics import LINKS
+from hetero.cli.main import main
+
+MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 2,
+    "vocab_size": 256,
+    "n_positions": 32,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `hetero train` on a tiny model and text in an empty working folder."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "in" / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+    def run(*arguments: str, model: bool = True, data: bool = True) -> int:
+        given = ["--config", "../in/model.json"] if model else []
+        given += ["--data", "../in/text"] if data else []
+        short = ("--steps", "3", "--seq-len", "16", "--batch-size", "2", "--warmup", "1")
+        return main(["train", *given, *short, *arguments])
+
+    return run
+
+
+def work_files(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "work").iterdir())
+
+
+def test_json_is_one_object_and_the_run_folder_is_whole(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--json", "--run-dir", "run", "--accumulate", "2") == 0
+    out, err = capsys.readouterr()
+    summary = json.loads(out)
+    assert out.count("\n") == 1
+    assert "step 3/3" in err
+
+    assert len(summary["losses"]) == len(summary["step_s"]) == summary["steps"] == 3
+    assert summary["losses"][0] == pytest.approx(5.545, abs=0.3)
+    assert summary["losses"][-1] < summary["losses"][0]
+    for parts in zip(
+        summary["step_s"],
+        summary["forward_s"],
+        summary["backward_s"],
+        summary["optimizer_s"],
+        strict=True,
+    ):
+        assert parts[0] >= sum(parts[1:]) > 0
+    assert summary["engine"] in ("io_uring", "threads")
+    assert set(summary["bytes_per_step"]) == set(LINKS)
+    for tier in ("device", "host", "disk"):
+        budget = summary["budget_bytes"][tier]
+        assert budget is None or summary["peak_managed_bytes"][tier] <= budget
+    assert summary["peak_managed_bytes"]["disk"] > 0
+    assert summary["peak_rss_bytes"] > summary["peak_managed_bytes"]["host"]
+
+    run = tmp_path / "work" / "run"
+    assert sorted(f.name for f in run.iterdir()) == [
+        "config.json",
+        "figure.png",
+        "metrics.jsonl",
+        "summary.json",
+    ]
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert json.loads((run / "config.json").read_text())["accumulate"] == 2
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == summary["losses"]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    # The learning rate warms up through the scheduler and falls in the last step.
+    assert lines[0]["lr"] < lines[1]["lr"] > lines[2]["lr"]
+
+
+def test_table_on_stdout_and_a_new_run_folder(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train() == 0
+    out, err = capsys.readouterr()
+    for label in ("managed peak, host", "peak RSS", "step time, median", "NVMe read", "loss"):
+        assert label in out
+    assert "state file in runs" in err
+    assert len(list((tmp_path / "work" / "runs").iterdir())) == 1
+
+
+def test_the_last_two_steps_as_a_picture_and_a_trace(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = ("--host-memory", "800KiB", "--chunk-numel", "8192")  # so that records are on disk
+    arguments = (*memory, "--run-dir", "run", "--timeline", "run/steps.svg")
+    assert train("--json", *arguments, "--accumulate", "2") == 0
+    summary = json.loads(capsys.readouterr().out)
+    run = tmp_path / "work" / "run"
+    assert summary["timeline"] == ["run/steps.svg", "run/steps.trace.json"]
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert "<svg" in (run / "steps.svg").read_text()
+    trace = json.loads((run / "steps.trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in trace if event["ph"] == "X"]
+    for part, times in (("forward", 4), ("backward", 4), ("optimizer", 2)):  # of 3 steps, the last
+        assert names.count(part) == times
+    tracks = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert {"training loop", "NVMe read"} <= {name.rstrip(" 0123456789") for name in tracks}
+
+
+def test_a_run_of_one_step_has_a_timeline_of_one(train: Run, tmp_path: Path) -> None:
+    assert train("--policy", "cpu", "--steps", "1", "--timeline", "steps.png") == 0
+    assert (tmp_path / "work" / "steps.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((tmp_path / "work" / "steps.trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in trace].count("forward") == 1
+
+
+EMULATED = ("--backend", "emulated", "--device-memory", "64MiB", "--link-gbps", "8")
+
+
+def test_placement_and_disk_engine_do_not_change_the_numbers(
+    train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, norms = [], []
+    for number, arguments in enumerate(
+        (
+            ("--policy", "cpu"),
+            ("--policy", "nvme"),
+            ("--policy", "nvme", "--io-engine", "threads", "--no-prefetch"),
+            ("--policy", "nvme", "--nvme-path", "../in", "--nvme-path", "."),
+            ("--policy", "auto"),
+            ("--policy", "cpu", *EMULATED),
+            ("--policy", "nvme", *EMULATED),
+            ("--policy", "cuda", *EMULATED),
+        )
+    ):
+        assert train("--json", "--run-dir", f"run{number}", *arguments) == 0
+        summary = json.loads(capsys.readouterr().out)
+        moved = summary["bytes_per_step"]["h2d"] > 0 and summary["bytes_per_step"]["d2h"] > 0
+        assert moved == ("--backend" in arguments and "cuda" not in arguments)
+        losses.append(summary["losses"])
+        norms.append(summary["grad_norms"])
+    assert all(other == losses[0] for other in losses)
+    assert all(other == norms[0] for other in norms)
+
+
+def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--json", "--clip", "0", "--policy", "cpu") == 0
+    assert json.loads(capsys.readouterr().out)["grad_norms"] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "nvmee"], "nvme"),
+        (["--backend", "emulated"], "needs device_memory"),
+        (["--link-gbps", "8"], "link_gbps is of no use"),
+        (["--host-memory", "4KiB"], "host_memory is 4.0 KiB"),
+        (["--host-memory", "many"], "cannot read 'many' as a size"),
+        (["--nvme-path", "../in/none"], "none"),
+        (["--nvme-path", "../in/text"], "director"),
+        (["--nvme-path", "../in", "--nvme-path", "../in/"], "one directory twice"),
+        (["--data", "../in/none"], "--data ../in/none: no such file"),
+        (["--data", os.devnull], "is empty"),
+        (["--seq-len", "5000"], "one sequence needs 5001"),
+        (["--config", "../in/none.json"], "cannot read --config ../in/none.json"),
+        (["--lr", "nan"], "--lr must be a finite number"),
+        (["--dtype", "int8"], "int8"),
+        (["--run-dir", "../in/text"], "cannot make --run-dir"),
+        (["--timeline", "none/steps.png"], "there is no folder none; make it first"),
+        (["--timeline", "steps.json"], "steps.json: a picture's name ends in .png, .svg, .pdf"),
+        (["--timeline", "../in"], "a picture's name ends in"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    train: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert train("--json", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hetero train: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert work_files(tmp_path) == []
+
+
+def test_unknown_model_offers_the_nearest(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--model", "gpt2-lage", model=False) == 2
+    assert "did you mean gpt2-large" in capsys.readouterr().err
+
+
+def test_a_budget_too_small_names_one_that_works(
+    train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--host-memory", "64KiB") == 2
+    assert "smallest" in capsys.readouterr().err
+
+
+def test_refusals_leave_no_open_file(train: Run) -> None:
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    train("--host-memory", "4KiB")
+    before = open_files()
+    for _ in range(3):
+        assert train("--host-memory", "4KiB") == 2
+    assert open_files() == before
+
+
+def test_traceback_only_when_asked_for(
+    train: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HETERO_DEBUG", "1")
+    assert train("--policy", "nvmee") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_fp16_skips_overflows_and_its_json_is_strict(
+    train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--json", "--dtype", "fp16") == 0
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    summary = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert summary["dtype"] == "fp16"
+
+
+def test_diverged_loss_stops_with_advice_and_keeps_what_there_is(
+    train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = train("--json", "--run-dir", "run", "--lr", "1e30", "--clip", "0", "--dtype", "fp32")
+    out, err = capsys.readouterr()
+    assert code == 1
+    assert out == ""
+    last = err.splitlines()[-1]
+    assert last.startswith("hetero train: error: the loss became nan in step 2")
+    assert "--lr" in last
+    assert "--clip 1" in last
+    summary = json.loads((tmp_path / "work" / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["steps"] == 1
+
+
+def test_ctrl_c_keeps_what_there_is(
+    train: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from hetero.cli.job.progress import LineObserver
+
+    seen: list[Any] = []
+
+    def interrupted(self: LineObserver, metrics: Any) -> None:
+        seen.append(metrics)
+        if metrics.step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LineObserver, "step", interrupted)
+    assert train("--json", "--run-dir", "run") == 130
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] == len(seen) == 2
+    assert (tmp_path / "work" / "run" / "figure.png").exists()
+
+
+def test_missing_extra_is_named(
+    train: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "hetero.cli.job.figure", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert train() == 2
+    assert "matplotlib is missing; install it: pip install 'hetero[train]'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_unknown_option_and_missing_command_are_usage_errors() -> None:
+    for arguments in (["train", "--no-such-option"], []):
+        with pytest.raises(SystemExit) as raised:
+            main(arguments)
+        assert raised.value.code == 2
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["plan"], ["profile"]])
+def test_every_command_prints_its_help(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([*command, "--help"])
+    assert raised.value.code == 0
+    assert "usage: hetero" in capsys.readouterr().out

@@ -1,0 +1,263 @@
+"""`hetero plan` and `hetero profile` as their user meets them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.cli.job.models import MODEL_NAMES, count_parameters, model_config
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.main import main
+from offload.profile import measure
+from offload.profile.machine_profile import Profile
+from tests.support.training.planning import make_profile
+
+MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 3,
+    "n_embd": 64,
+    "n_head": 2,
+    "vocab_size": 256,
+    "n_positions": 32,
+}
+SHORT = ("--seq-len", "16", "--batch-size", "2")
+CPU_RATES = {"bf16": 1e9, "fp16": 1e9, "fp32": 1e9}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a model, and a profile of a CPU in round numbers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("model.json").write_text(json.dumps(MODEL))
+    make_profile(
+        nvme_read_bytes_per_s=2e9,
+        nvme_write_bytes_per_s=1e9,
+        nvme_mixed_bytes_per_s=1.5e9,
+        dram_bytes_per_s=5e9,
+        update_bytes_per_s=CPU_RATES,
+        matmul_flop_per_s=CPU_RATES,
+        host_bytes=1 << 34,
+        nvme_bytes=1 << 40,
+    ).save("cpu.json")
+    return tmp_path
+
+
+def plan(*arguments: str, profile: str | None = "cpu.json") -> int:
+    given = () if profile is None else ("--profile", profile)
+    return main(["plan", "--config", "model.json", *SHORT, *given, *arguments])
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, **more: Any) -> dict[str, Any]:
+    assert plan("--json", *arguments, **more) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_a_plan_needs_neither_the_model_nor_the_directory(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, "--host-memory", "1MiB", "--nvme-path", "/nowhere/at/all")
+    assert found["params"] == count_parameters(
+        model_config(TrainOptions(config="model.json", seq_len=16))
+    )
+    assert found["budget_bytes"]["disk"] == int((1 << 40) * 0.95)
+    assert sum(found["bytes"]["host"].values()) <= 1 << 20
+    assert sum(found["bytes"]["disk"].values()) > 0
+    assert found["step_s"] == pytest.approx(sum(p["seconds"] for p in found["phases"]))
+    assert found["traffic_bytes"]["nvme_read"] > 0
+
+
+def test_people_get_a_table_that_says_what_bounds_the_step(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan("--host-memory", "1MiB", "--nvme-path", "/nowhere") == 0
+    out = capsys.readouterr().out
+    for part in ("policy auto", "made up", "HOST", "DISK", "bound by", "one more GiB", "Smallest"):
+        assert part in out
+
+
+def test_early_and_late_updates_are_planned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = ("--host-memory", "1MiB", "--nvme-path", "/nowhere")
+    names = []
+    for options in ((), ("--late-updates",), ("--early-updates", "--late-updates")):
+        found = planned(capsys, *budget, *options)
+        names.append([phase["name"] for phase in found["phases"]])
+    assert names == [
+        ["forward", "backward", "update"],
+        ["forward and update", "backward"],
+        ["forward, backward and update"],
+    ]
+
+
+@pytest.mark.parametrize("nvme", [(), ("--nvme-path", "/nowhere")])
+def test_the_smallest_budget_works_and_one_byte_less_does_not(
+    here: Path, capsys: pytest.CaptureFixture[str], nvme: tuple[str, ...]
+) -> None:
+    least = planned(capsys, *nvme)["smallest_budgets"]["host"]
+    planned(capsys, *nvme, "--host-memory", str(least))
+    assert plan(*nvme, "--host-memory", str(least - 1)) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"({least} bytes)" in err
+
+
+@pytest.mark.parametrize("policy", ["cpu", "nvme", "auto"])
+def test_what_is_planned_without_a_device_is_what_the_runtime_takes(
+    here: Path, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    """The smallest budget that the runtime knows is the same, to the byte."""
+    nvme = ("--nvme-path", str(here)) if policy != "cpu" else ()
+    least = planned(capsys, "--policy", policy, *nvme)["smallest_budgets"]["host"]
+    for host, works in ((least, True), (least - 1, False)):
+        config = hetero.Config(
+            placement_policy=policy,  # type: ignore[arg-type]
+            host_memory=host,
+            nvme_path=str(here) if nvme else None,
+        )
+        with torch.device("meta"):
+            from hetero.cli.job.models import build_model
+
+            model = build_model(model_config(TrainOptions(config="model.json", seq_len=16)))
+        from hetero.planning.group_plans import arrange
+
+        try:
+            arrange(model, config, config.dtypes, host, config.disk_bytes())
+        except hetero.BudgetError:
+            assert not works
+        else:
+            assert works
+
+
+def test_ranks_and_machines_divide_what_there_is(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = planned(capsys, profile="8xh200-node")
+    many = planned(capsys, "--ranks", "64", "--nodes", "8", profile="8xh200-node")
+    assert one["traffic_bytes"]["sent"] == 0 < many["traffic_bytes"]["sent"]
+    assert one["budget_bytes"]["host"] == pytest.approx(8 * many["budget_bytes"]["host"], abs=8)
+    assert one["budget_bytes"]["device"] == many["budget_bytes"]["device"]
+    assert sum(one["bytes"]["device"].values()) > sum(many["bytes"]["device"].values())
+    assert one["smallest_budgets"]["device"] > 0
+
+
+def test_the_profile_of_this_machine_is_the_default(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(profile=None) == 2
+    assert "run `hetero profile` first" in capsys.readouterr().err
+    Profile.load("cpu.json").save(here / "cache" / "hetero" / "profile.json")
+    assert planned(capsys, profile=None)["profile"] == "made up"
+    # Of this machine the directory must be there.
+    assert plan("--nvme-path", "/nowhere", profile=None) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "lama-7b"), "--config"),
+        (("--policy", "nvme"), "--policy nvme needs --nvme-path"),
+        (("--policy", "cuda"), "no device with memory of its own"),
+        (("--device-memory", "1GiB"), "--device-memory: on the machine"),
+        (("--host-memory", "much"), "--host-memory: cannot read 'much'"),
+        (("--host-memory", "4KiB"), "smallest that works"),
+        (("--nvme-capacity", "1GiB"), "of no use without --nvme-path"),
+        (("--ranks", "0"), "--ranks must be at least 1"),
+        (("--ranks", "3", "--nodes", "2"), "cannot be spread evenly"),
+        (("--ranks", "2", "--early-updates"), "early_updates is for one rank, and there are 2"),
+        (("--ranks", "2", "--late-updates"), "late_updates is for one rank, and there are 2"),
+        (("--seq-len", "1"), "--seq-len must be at least 2"),
+        (("--zero-stage", "4"), "zero_stage must be one of"),
+        (("--dtype", "fp8"), "dtype must be one of"),
+        (("--profile", "8xh100"), "did you mean '8xh200-node'"),
+        (("--profile", "model.json"), "model.json"),
+    ],
+)
+def test_bad_input_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    if arguments[0] == "--model":
+        assert main(["plan", "--profile", "cpu.json", *arguments]) == 2
+        message = "unknown model 'lama-7b'; did you mean llama-7b"
+    else:
+        assert plan(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hetero plan: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_profile_without_a_disk_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    no_disk = {"nvme_bytes": None}
+    no_disk |= {f"nvme_{mode}_bytes_per_s": None for mode in ("read", "write", "mixed")}
+    make_profile(**no_disk).save("diskless.json")
+    assert plan("--nvme-path", "/nowhere", profile="diskless.json") == 2
+    assert "hetero profile --nvme-path /nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("opt-6.7b", 6.658), ("llama-7b", 6.738), ("llama-70b", 68.977), ("gpt2-xl", 1.558)],
+)
+def test_published_sizes(name: str, billions: float) -> None:
+    from hetero.cli.job.models import published_vocab_size
+
+    options = TrainOptions(model=name, vocab_size=published_vocab_size(name))
+    count = count_parameters(model_config(options))
+    assert count / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert name in MODEL_NAMES
+
+
+class TestProfileCommand:
+    @pytest.fixture(autouse=True)
+    def quickly(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(measure, "SHAPES", ((64, 64, 64),))
+        for name, value in (("numel", 4096), ("area_bytes", 1 << 24), ("window_s", 0.01)):
+            monkeypatch.setitem(measure.measure_profile.__kwdefaults__, name, value)
+
+    def test_what_is_measured_is_saved_and_planned_with(
+        self, here: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["profile", "--nvme-path", str(here)]) == 0
+        out, err = capsys.readouterr()
+        saved = here / "cache" / "hetero" / "profile.json"
+        assert re.search(r"NVMe, both at once +\d+\.\d+ GB/s", out)
+        assert f"saved in {saved}" in out
+        assert f"NVMe in {here}" in err
+        assert Profile.load(saved).nvme_read_bytes_per_s is not None
+        assert plan("--nvme-path", str(here), profile=None) == 0
+
+    def test_json_is_the_file_s_content(
+        self, here: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["profile", "--json", "--output", "p.json"]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(Path("p.json").read_text())
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--nvme-path", "/nowhere"), "/nowhere"),
+            (("--threads", "0"), "--threads must be at least 1"),
+        ],
+    )
+    def test_bad_input_is_one_line(
+        self,
+        here: Path,
+        capsys: pytest.CaptureFixture[str],
+        arguments: tuple[str, ...],
+        message: str,
+    ) -> None:
+        assert main(["profile", *arguments]) == 2
+        err = capsys.readouterr().err.splitlines()
+        assert message in err[-1]
+        assert err[-1].startswith("hetero profile: error: ")

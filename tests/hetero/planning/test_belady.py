@@ -1,0 +1,79 @@
+"""hetero/belady: the fewest fetches, against a search of all ways to give slots up."""
+
+from functools import cache
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero.planning.belady import fetches
+
+sequences = st.lists(st.integers(0, 4), min_size=1, max_size=9)
+
+
+def fewest(uses: list[int], capacity: int) -> int:
+    """By trying every choice of what to give up, with slots of one size and an empty start."""
+
+    @cache
+    def best(position: int, held: frozenset[int]) -> int:
+        if position == len(uses):
+            return 0
+        chunk = uses[position]
+        if chunk in held:
+            return best(position + 1, held)
+        if len(held) < capacity:
+            return 1 + best(position + 1, held | {chunk})
+        return 1 + min(best(position + 1, held - {v} | {chunk}) for v in held)
+
+    return best(0, frozenset())
+
+
+def mean_fewest(uses: list[int], capacity: int) -> float:
+    """Per step, of many steps in a row whose copies all last."""
+    return (fewest(uses * 12, capacity) - fewest(uses * 4, capacity)) / 8
+
+
+ONE = dict.fromkeys(range(5), 1)
+
+
+@given(sequences, st.integers(1, 4))
+def test_no_way_to_give_slots_up_fetches_less(uses, capacity):
+    assert len(fetches(uses, ONE, capacity)) == fewest(uses, capacity)
+
+
+@settings(max_examples=50, deadline=None)
+@given(sequences, st.integers(1, 3))
+def test_copies_that_last_from_step_to_step_are_found_again(uses, capacity):
+    found = len(fetches(uses, ONE, capacity, kept=set(uses)))
+    if len(set(uses)) <= capacity:
+        assert found == 0
+    # Steps may alternate between one fetch more and one fewer.
+    assert mean_fewest(uses, capacity) - 1 < found <= fewest(uses, capacity)
+
+
+@given(sequences, st.integers(1, 4), st.sets(st.integers(0, 4)))
+def test_room_is_free_before_it_is_taken_and_a_first_use_is_fetched(uses, capacity, kept):
+    found = fetches(uses, ONE, capacity, kept)
+    assert [f.use for f in found] == sorted({f.use for f in found})
+    for fetch in found:
+        assert -1 <= fetch.after < fetch.use
+    fetched = {uses[f.use] for f in found}
+    assert fetched >= set(uses) - kept
+
+
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_forward_and_backward_meet_in_the_slots(chunks, capacity):
+    uses = [*range(chunks), *reversed(range(chunks))]
+    found = fetches(uses, dict.fromkeys(uses, 1), capacity)
+    assert len(found) == 2 * chunks - min(capacity, chunks)
+
+
+def test_a_large_chunk_pushes_several_small_ones_out():
+    # Two small ones, a large one in their place, and both again.
+    found = fetches([0, 1, 2, 1, 0], {0: 1, 1: 1, 2: 2}, 2)
+    assert [(f.use, f.after) for f in found] == [(0, -1), (1, -1), (2, 1), (3, 2), (4, 2)]
+
+
+def test_room_is_told_by_the_last_use_of_what_was_there():
+    # 1 is needed again last, so it makes room for 2, right after its use; then 2 for 1.
+    found = fetches([0, 1, 2, 0, 1], ONE, 2)
+    assert [(f.use, f.after) for f in found] == [(0, -1), (1, -1), (2, 1), (4, 2)]

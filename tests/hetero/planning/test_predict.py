@@ -1,0 +1,179 @@
+"""hetero/prediction and what `hetero train` shows of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero.cli.main import main
+from hetero.planning.group_plans import BankPlan
+from hetero.planning.placement import Budgets, place
+from hetero.planning.predict import Computing, computing_alone, predict
+from hetero.planning.step_cost import CostModel
+from hetero.planning.trace import Work
+from offload.memory.tiers import Tier
+from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_problem, make_profile
+
+RATES = {"bf16": 1e9, "fp16": 1e9, "fp32": 1e9}
+WORK = Work(tokens=10, micro_batches=1)
+
+
+def bank(*numels: int, disk: bool = False) -> BankPlan:
+    layout = layout_of(*numels)
+    policy = "nvme" if disk else "cpu"
+    made = place(layout, BF16, policy, Budgets(AMPLE, AMPLE, keep_records=False), 1)
+    return BankPlan(BF16, layout, made, held=False)
+
+
+def test_computing_is_shared_out_over_banks_by_their_elements() -> None:
+    banks = [bank(3 * SLOT, 3 * SLOT), bank(2 * SLOT)]
+    made = predict(banks, make_profile(), WORK, Computing(8.0, 16.0))
+    assert made.phases_s["forward"] == pytest.approx(8)
+    assert made.phases_s["backward"] == pytest.approx(16)
+    assert made.costs[1].phases[0].seconds == pytest.approx(2)
+    update_s = 8 * SLOT * BF16.kind.bytes_moved / 10
+    assert made.step_s == pytest.approx(24 + update_s)
+    assert made.as_dict()["phases_s"]["update"] == pytest.approx(update_s)
+    assert made.as_dict()["measured_computing"] is True
+
+
+def test_clipping_reads_the_gradients_once_more() -> None:
+    banks = [bank(SLOT, SLOT)]
+    without = predict(banks, make_profile(), WORK)
+    clipped = predict(banks, make_profile(), WORK, clipping=True)
+    assert clipped.step_s - without.step_s == pytest.approx(2 * SLOT * 2 / 20)
+    assert not without.measured_computing
+
+
+def test_what_was_measured_is_freed_of_what_its_own_transfers_took() -> None:
+    """Predicting the placement that was measured gives what was measured."""
+    layout = layout_of(*[SLOT] * 6)
+    budgets = Budgets(20 * SLOT, AMPLE, under_construction=False)
+    made = place(layout, BF16, "nvme", budgets, 1)
+    assert Tier.DISK in made.param
+    for share, tokens in ((0.0, 5), (0.5, 5), (1.0, 50)):
+        machine = make_profile(compute_interference=share)
+        problem = make_problem(layout, Budgets(0, AMPLE), machine, tokens=tokens, prefetch=True)
+        alone = computing_alone(problem, made)
+        assert (alone == problem.trace) == (share == 0)
+        assert 0 <= alone.forward_s <= problem.trace.forward_s
+        found = CostModel(replace(problem, trace=alone)).cost(made).phases[0]
+        assert found.seconds == pytest.approx(problem.trace.forward_s, rel=0.1)
+
+
+def test_a_profile_without_a_disk_cannot_tell_about_one() -> None:
+    diskless = make_profile(
+        nvme_read_bytes_per_s=None,
+        nvme_write_bytes_per_s=None,
+        nvme_mixed_bytes_per_s=None,
+        nvme_bytes=None,
+    )
+    predict([bank(SLOT)], diskless, WORK)
+    with pytest.raises(ValueError, match="says nothing about NVMe"):
+        predict([bank(SLOT, disk=True)], diskless, WORK)
+
+
+class TestTrain:
+    @pytest.fixture
+    def train(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        model = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
+        model |= {"vocab_size": 256, "n_positions": 32}
+        Path("model.json").write_text(json.dumps(model))
+        Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
+
+        def run(*arguments: str) -> int:
+            given = ("--config", "model.json", "--data", "text", "--steps", "3")
+            return main(["train", *given, "--seq-len", "16", "--warmup", "1", *arguments])
+
+        return run
+
+    def save(self, tmp_path: Path, **more) -> None:
+        profile = make_profile(
+            nvme_read_bytes_per_s=2e9,
+            nvme_write_bytes_per_s=1e9,
+            nvme_mixed_bytes_per_s=1.5e9,
+            update_bytes_per_s=RATES,
+            matmul_flop_per_s={**RATES, **more},
+        )
+        profile.save(tmp_path / "cache" / "hetero" / "profile.json")
+
+    def test_the_report_ends_with_predicted_against_measured(
+        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.save(tmp_path)
+        assert train("--json") == 0
+        summary = json.loads(capsys.readouterr().out)
+        predicted = summary["predicted"]
+        assert list(predicted["phases_s"]) == ["forward", "backward", "update"]
+        assert predicted["step_s"] == pytest.approx(sum(predicted["phases_s"].values()))
+        steady = sorted(summary["step_s"][1:])
+        assert summary["measured_over_predicted"] == pytest.approx(
+            sum(steady) / len(steady) / predicted["step_s"]
+        )
+        # In a steady step the bytes are those that were predicted.
+        assert predicted["nvme_read_bytes"] == summary["bytes_per_step"]["disk_read"]
+        assert train() == 0
+        out = capsys.readouterr().out
+        assert "predicted" in out
+        assert "times as much" in out
+
+    def test_phases_that_go_on_together_are_shown_as_one(
+        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.save(tmp_path)
+        assert train("--early-updates", "--late-updates", "--clip", "0") == 0
+        assert "s: forward, backward and update " in capsys.readouterr().out
+
+    def test_without_a_profile_nothing_is_said(
+        self, train, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train("--json") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["predicted"] is summary["measured_over_predicted"] is None
+
+    def test_a_profile_of_other_threads_is_a_note(
+        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.save(tmp_path)
+        assert train("--json", "--threads", "2") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["predicted"] is None
+        assert any("the profile is of 1 threads" in note for note in summary["notes"])
+
+    def test_a_profile_that_cannot_be_read_is_a_note(
+        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.save(tmp_path)
+        path = tmp_path / "cache" / "hetero" / "profile.json"
+        path.write_text(path.read_text().replace('"format": 1', '"format": 9'))
+        assert train("--json") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["predicted"] is None
+        assert any("no step time is predicted" in note for note in summary["notes"])
+
+    def test_a_placement_that_was_changed_is_shown_with_what_it_is_predicted_to_take(
+        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Computing is said to take minutes, which would hide a disk that is as slow."""
+        slow = dict.fromkeys(RATES, 1e5)
+        make_profile(
+            nvme_read_bytes_per_s=1e5,
+            nvme_write_bytes_per_s=1e5,
+            nvme_mixed_bytes_per_s=1e5,
+            update_bytes_per_s=RATES,
+            matmul_flop_per_s=slow,
+        ).save(tmp_path / "cache" / "hetero" / "profile.json")
+        given = ("--policy", "auto", "--host-memory", "1MiB", "--accumulate", "4", "--steps", "6")
+        assert train("--json", "--chunk-numel", "8192", *given) == 0
+        summary = json.loads(capsys.readouterr().out)
+        (change,) = summary["changes"]
+        assert "after step 2" in change
+        assert "by the profile made up" in summary["placement"]
+        assert summary["predicted"]["nvme_read_bytes"] == summary["bytes_per_step"]["disk_read"]
+        assert train("--chunk-numel", "8192", *given) == 0
+        assert "placed again" in capsys.readouterr().out

@@ -1,0 +1,82 @@
+"""hetero/explanation: the figures in the table are the plan's."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetero.planning.placement import Budgets
+from hetero.planning.report import as_dict, explain
+from hetero.planning.search import plan
+from offload.memory.sizes import format_bytes
+from tests.support.training.planning import (
+    AMPLE,
+    SLOT,
+    layout_of,
+    make_problem,
+    separate_profile,
+    total_bytes,
+)
+
+LAYOUT = layout_of(*[16 * SLOT] * 12)
+TOTAL = total_bytes(LAYOUT)
+
+
+def planned(**budgets):
+    given = Budgets(**{"host": TOTAL // 2, "disk": AMPLE, "device": None, **budgets})
+    profile = None if given.device is None else separate_profile()
+    return plan(make_problem(LAYOUT, given, profile, tokens=1e-4))
+
+
+def test_bytes_and_seconds_are_the_plan_s():
+    made = planned()
+    facts = as_dict([made])
+    assert sum(facts["bytes"]["disk"].values()) == made.placement.disk_bytes
+    assert sum(facts["bytes"]["host"].values()) <= made.placement.host_bytes
+    assert facts["step_s"] == made.cost.seconds
+    assert facts["nvme_bytes_written_per_1000_steps"] == 1000 * made.cost.traffic.nvme_written > 0
+    assert facts["bound"] == "NVMe"
+    text = made.explain()
+    for part in (
+        format_bytes(made.placement.disk_bytes),
+        "bound by: NVMe",
+        f"written per 1000 steps: {format_bytes(1000 * made.cost.traffic.nvme_written)}",
+        "Computing is estimated",
+    ):
+        assert part in text
+    assert "DEVICE" not in text
+
+
+def test_with_a_device_its_bytes_add_up():
+    made = planned(device=TOTAL // 3)
+    facts = as_dict([made])
+    assert sum(facts["bytes"]["device"].values()) == made.placement.device_bytes > 0
+    assert "DEVICE" in made.explain()
+
+
+def test_one_more_gib_buys_what_a_new_plan_says():
+    made = planned()
+    ample = plan(
+        replace(
+            made.problem,
+            budgets=replace(made.problem.budgets, host=made.problem.budgets.host + (1 << 30)),
+        )
+    )
+    gains = as_dict([made])["one_more_gib_saves_s"]
+    assert gains["RAM"] == pytest.approx(made.cost.seconds - ample.cost.seconds)
+    assert gains["RAM"] > 0
+    assert gains["NVMe"] == 0
+
+
+def test_several_banks_are_added():
+    made = planned()
+    both = as_dict([made, made])
+    assert both["step_s"] == 2 * made.cost.seconds
+    assert both["bytes"]["disk"]["RECORD"] == 2 * as_dict([made])["bytes"]["disk"]["RECORD"]
+    assert "step" in explain([made, made])
+
+
+def test_the_smallest_budgets_are_quoted():
+    made = planned()
+    host = as_dict([made])["smallest_budgets"]["host"]
+    assert f"({host} bytes) of RAM" in explain([made])
+    assert "(77 bytes) of RAM" in explain([made], {"host": 77, "device": None})

@@ -1,0 +1,280 @@
+"""hetero/cost: seconds and bytes of small steps that can be worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetero.chunks.layout import Shard
+from hetero.planning.placement import Budgets, Placement, SlotBytes, place
+from hetero.planning.step_cost import (
+    COMPUTE,
+    CPU_UPDATE,
+    D2H,
+    H2D,
+    NETWORK,
+    NVME,
+    CostModel,
+    Problem,
+)
+from hetero.planning.trace import Phase, Trace, Use
+from offload.memory.tiers import Tier
+from tests.support.training.planning import (
+    AMPLE,
+    BF16,
+    SLOT,
+    layout_of,
+    make_problem,
+    make_profile,
+    separate_profile,
+)
+
+CHUNKS = 4
+LAYOUT = layout_of(*[SLOT] * CHUNKS)
+BYTES = SlotBytes.of(LAYOUT, BF16)
+PARAM = BYTES.param
+HOST, DISK, DEVICE = Tier.HOST, Tier.DISK, Tier.DEVICE
+
+
+def made(param=HOST, grad=HOST, record=HOST, slots=0, buffers=0, **more) -> Placement:
+    """A placement with all chunks alike, or as tuples say."""
+    homes = [
+        tuple(each) if isinstance(each, tuple) else (each,) * CHUNKS
+        for each in (param, grad, record)
+    ]
+    return Placement(*homes, slots, 0, buffers, 0, 0, **more)
+
+
+def problem(profile=None, compute_s=(8.0, 16.0), **more) -> Problem:
+    """Forward and backward of `compute_s` seconds, divided evenly over the chunks."""
+    base = make_problem(LAYOUT, Budgets(AMPLE, AMPLE), profile, **more)
+    forward, backward = compute_s
+    return replace(base, trace=replace(base.trace, forward_s=forward, backward_s=backward))
+
+
+def disk(chunk_s: float):
+    """A profile with a disk that reads the PARAM of a chunk in `chunk_s`."""
+    rate = PARAM / chunk_s
+    return make_profile(
+        nvme_read_bytes_per_s=rate, nvme_write_bytes_per_s=rate, nvme_mixed_bytes_per_s=rate
+    )
+
+
+def seconds(made_: Placement, problem_: Problem) -> list[float]:
+    return [phase.seconds for phase in CostModel(problem_).cost(made_).phases]
+
+
+UPDATE_S = CHUNKS * SLOT * BF16.kind.bytes_moved / 10
+
+
+def test_in_ram_a_step_is_compute_and_update():
+    cost = CostModel(problem()).cost(made())
+    assert [p.name for p in cost.phases] == ["forward", "backward", "update"]
+    assert [p.seconds for p in cost.phases] == pytest.approx([8, 16, UPDATE_S])
+    assert cost.busy_s == pytest.approx({COMPUTE: 24, CPU_UPDATE: UPDATE_S})
+    assert cost.traffic.nvme_read == cost.traffic.nvme_written == 0
+
+
+def test_with_one_slot_nothing_overlaps():
+    """Each chunk is read when the one before it is done: but for the last of forward, which
+    backward begins with."""
+    forward, backward, _ = seconds(made(param=DISK, slots=1), problem(disk(1.0)))
+    assert forward == pytest.approx(8 + 4 * 1)
+    assert backward == pytest.approx(16 + 3 * 1)
+
+
+def test_with_two_slots_reads_hide_behind_compute():
+    forward, backward, _ = seconds(made(param=DISK, slots=2), problem(disk(1.0)))
+    assert forward == pytest.approx(8 + 1)  # the first read is waited for
+    # Two are there still; the third's room is free when the first of them is done.
+    assert backward == pytest.approx(16)
+
+
+def test_a_slow_disk_bounds_the_phase():
+    forward, backward, _ = seconds(made(param=DISK, slots=2), problem(disk(10.0)))
+    assert forward == pytest.approx(4 * 10 + 2)
+    # Two uses of 4 s need no read; the two reads wait for room, and then for each other.
+    assert backward == pytest.approx(4 + 10 + 10 + 4)
+
+
+def test_without_prefetch_every_read_is_waited_for():
+    slow = problem(disk(1.0), prefetch=False)
+    assert seconds(made(param=DISK, slots=2), slow)[:2] == pytest.approx([8 + 4, 16 + 2])
+
+
+def test_interference_takes_a_share_of_what_is_hidden():
+    profile = replace(disk(1.0), compute_interference=0.5)
+    forward, _, _ = seconds(made(param=DISK, slots=2), problem(profile))
+    assert forward == pytest.approx(9 + 0.5 * 3)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3, 4])
+def test_buffers_save_traffic_of_records_in_a_straight_line(buffers):
+    cost = CostModel(problem(disk(1.0))).cost(made(record=DISK, buffers=buffers))
+    streamed = (CHUNKS - buffers) * BYTES.record
+    assert cost.traffic.nvme_read == cost.traffic.nvme_written == streamed
+    nvme_s = 2 * streamed / PARAM
+    assert cost.phases[2].busy_s[NVME] == pytest.approx(nvme_s)
+    if buffers == 1:
+        assert cost.phases[2].seconds == pytest.approx(UPDATE_S + nvme_s)
+    else:
+        assert max(UPDATE_S, nvme_s) <= cost.phases[2].seconds <= UPDATE_S + nvme_s
+
+
+def test_parameters_on_disk_are_written_once_a_step_whatever_the_buffers():
+    cost = CostModel(problem(disk(1.0))).cost(made(param=DISK, slots=4, buffers=4))
+    assert cost.traffic.nvme_written == CHUNKS * PARAM
+    assert cost.traffic.nvme_read == CHUNKS * PARAM  # once in forward; all four stay
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_gradients_on_disk_are_read_again_by_each_further_micro_batch(micro_batches):
+    on_disk = made(grad=DISK, buffers=4)
+    cost = CostModel(problem(disk(1.0), micro_batches=micro_batches)).cost(on_disk)
+    assert cost.traffic.nvme_written == micro_batches * CHUNKS * BYTES.grad
+    assert cost.traffic.nvme_read == micro_batches * CHUNKS * BYTES.grad  # the update's one, too
+
+
+@pytest.mark.parametrize("micro_batches", [4, 7])
+def test_alike_micro_batches_are_multiplied(micro_batches):
+    """The same as when all of them are walked through, one by one."""
+    slow = problem(disk(3.0), micro_batches=micro_batches)
+    placed = made(param=DISK, slots=2)
+    cost = CostModel(slow).cost(placed)
+    # Uses in a row are one in a real trace; here one more makes the last micro-batch differ.
+    uses = (*slow.trace.uses, Use(0, 0, Phase.BACKWARD))
+    each = CostModel(replace(slow, trace=replace(slow.trace, uses=uses))).cost(placed)
+    assert cost.traffic.nvme_read == each.traffic.nvme_read
+    assert cost.seconds == pytest.approx(each.seconds, rel=0.03)
+
+
+def test_a_separate_device_fetches_over_the_link_and_sends_gradients_back():
+    profile = separate_profile(
+        h2d_bytes_per_s=PARAM / 1.0, d2h_bytes_per_s=SLOT * 2 / 3.0, device_bytes=AMPLE
+    )
+    cost = CostModel(problem(profile)).cost(made(slots=2))
+    assert cost.traffic.h2d == (4 + 2) * PARAM
+    assert cost.traffic.d2h == CHUNKS * SLOT * 2
+    forward, backward = cost.phases[:2]
+    assert forward.seconds == pytest.approx(8 + 1)
+    assert backward.seconds == pytest.approx(16 + 3)  # the last gradient leaves when all is done
+    assert (forward.busy_s[H2D], backward.busy_s[H2D], backward.busy_s[D2H]) == (4, 2, 12)
+
+
+def test_what_is_on_the_device_moves_nothing_and_is_updated_there():
+    profile = separate_profile()
+    half = (DEVICE, DEVICE, HOST, HOST)
+    cost = CostModel(problem(profile)).cost(made(half, half, half, slots=2))
+    assert cost.traffic.h2d == 2 * PARAM
+    assert cost.traffic.d2h == 2 * SLOT * 2
+    update = cost.phases[2]
+    assert update.busy_s[CPU_UPDATE] == pytest.approx(UPDATE_S / 2)
+    assert update.seconds == pytest.approx(UPDATE_S / 2)  # the device is quicker
+
+
+def test_from_disk_to_device_a_chunk_takes_both_ways():
+    profile = replace(
+        disk(2.0),
+        h2d_bytes_per_s=PARAM / 1.0,
+        d2h_bytes_per_s=1e9,
+        device_bytes=AMPLE,
+        device_update_bytes_per_s={"bf16": 1.0},
+    )
+    placed = made(param=DISK, slots=1, shard_slots=2)
+    forward, _, _ = seconds(placed, problem(profile))
+    assert forward == pytest.approx(4 * (2 + 1) + 8)
+    # With room for one more the link and the disk work while others compute.
+    forward, _, _ = seconds(replace(placed, gathered_slots=2), problem(profile))
+    assert forward == pytest.approx(2 + 1 + 4 * 2 + 3 * 1)
+
+
+def test_early_updates_overlap_backward():
+    """With the disk; not with computing, if that is done by the same CPU."""
+    on_disk = made(record=DISK, buffers=3)
+    update_s, nvme_s = UPDATE_S, 2 * CHUNKS * BYTES.record / (PARAM * 10)
+    normal, early = problem(disk(0.1)), problem(disk(0.1), early_updates=True)
+    cost = CostModel(early).cost(on_disk)
+    assert 8 + 16 + update_s <= cost.seconds < 8 + 16 + update_s + nvme_s
+    in_ram = CostModel(problem(early_updates=True)).cost(made())
+    assert in_ram.seconds == pytest.approx(CostModel(problem()).cost(made()).seconds)
+    # Buffers that pass pieces on keep nothing.
+    assert cost.traffic.nvme_read == min(CHUNKS, 2 * (CHUNKS - 3)) * BYTES.record
+    assert CostModel(normal).cost(on_disk).traffic.nvme_read == (CHUNKS - 3) * BYTES.record
+
+
+def test_late_updates_overlap_forward():
+    """Alone the next forward, with early updates the whole step."""
+    on_disk = made(record=DISK, buffers=3)
+    profile = disk(6.0)
+    nvme_s = CostModel(problem(profile)).cost(on_disk).busy_s[NVME]
+    assert nvme_s > 24, "the disk decides"
+    late = CostModel(problem(profile, late_updates=True)).cost(on_disk)
+    assert [p.name for p in late.phases] == ["forward and update", "backward"]
+    both = CostModel(problem(profile, early_updates=True, late_updates=True)).cost(on_disk)
+    assert [p.name for p in both.phases] == ["forward, backward and update"]
+    assert late.seconds == pytest.approx(late.phases[0].seconds + 16)
+    assert both.seconds == pytest.approx(late.phases[0].seconds)
+    # Gradients without homes in RAM cannot wait for forward.
+    grads = made(grad=DISK, record=DISK, buffers=3)
+    early = CostModel(problem(profile, early_updates=True)).cost(grads)
+    crowded = CostModel(problem(profile, early_updates=True, late_updates=True)).cost(grads)
+    assert crowded.seconds >= early.seconds > both.seconds
+
+
+def test_forward_waits_for_what_buffers_do_not_keep_of_its_first_chunk():
+    layout = layout_of(12 * SLOT, *[SLOT] * 20)
+    each, chunks = SlotBytes.of(layout, BF16), len(layout.chunks)
+    profile = replace(disk(1.0), update_bytes_per_s={"bf16": 1e12})
+    base = make_problem(
+        layout, Budgets(AMPLE, AMPLE), profile, early_updates=True, late_updates=True
+    )
+    model = CostModel(replace(base, trace=replace(base.trace, forward_s=1e6, backward_s=1e6)))
+
+    def waited_s(buffers: int, param=HOST, record=DISK) -> float:
+        homes = [(home,) * chunks for home in (param, HOST, record)]
+        return model.cost(Placement(*homes, 12, 0, buffers, 0, 0)).seconds - 2e6
+
+    for buffers, missed in ((3, 12), (5, 12), (11, 6), (17, 0)):
+        assert waited_s(buffers) == pytest.approx(missed * 2 * each.record / PARAM, abs=1e-3)
+    # All parameters are written, and those that are not kept are read.
+    forward_s = waited_s(99, param=DISK, record=HOST) - 12
+    assert waited_s(11, param=DISK, record=HOST) == pytest.approx(forward_s + 12 + 6, abs=1e-3)
+
+
+def test_few_buffers_hide_less_of_the_update_beside_computing():
+    on_disk = [made(record=DISK, buffers=count) for count in (1, 2, 3)]
+    for late, share in ((False, 1), (True, 2)):
+        model = CostModel(problem(disk(0.1), late_updates=late))
+        updates = [model._update(each)[0] for each in on_disk]
+        assert updates[0].seconds > updates[1].seconds > updates[2].seconds
+        assert updates[0].seconds == pytest.approx(share * UPDATE_S + updates[0].busy_s[NVME])
+
+
+def test_ranks_send_what_the_others_need():
+    shard = Shard(0, 2)
+    layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
+    whole = SlotBytes.of(layout, BF16)
+    sharded = make_problem(layout, Budgets(AMPLE, 0), network_bytes_per_s=whole.gathered / 2)
+    placed = place(layout, BF16, "cpu", sharded.budgets, 1)
+    cost = CostModel(sharded).cost(placed)
+    gathers = 2 * CHUNKS - min(CHUNKS, placed.gathered_slots)
+    half = whole.gathered // 2
+    assert cost.traffic.sent == gathers * half + CHUNKS * whole.bucket // 2
+    assert cost.busy_s[NETWORK] == pytest.approx(cost.traffic.sent / (whole.gathered / 2))
+    unknown = CostModel(replace(sharded, network_bytes_per_s=None)).cost(placed)
+    assert NETWORK not in unknown.busy_s
+
+
+def test_frozen_chunks_have_neither_gradient_nor_update():
+    layout = layout_of(*[SLOT] * 2, frozen=(0, 1))
+    base = make_problem(layout, Budgets(AMPLE, AMPLE), separate_profile())
+    placed = Placement((HOST, HOST), (None, None), (None, None), 2, 0, 0, 0, 0)
+    cost = CostModel(base).cost(placed)
+    # They do not change, so two slots keep them for good.
+    assert cost.traffic.h2d == cost.traffic.d2h == 0
+    assert cost.phases[-1].seconds == 0
+
+
+def test_a_trace_without_uses_is_its_update():
+    empty = replace(problem(), trace=Trace((), 1, 0.0, 0.0))
+    cost = CostModel(empty).cost(made())
+    assert cost.seconds == pytest.approx(UPDATE_S)

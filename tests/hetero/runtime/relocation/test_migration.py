@@ -1,0 +1,454 @@
+"""Homes that move between RAM and NVMe, in place: the same bits, inside both budgets."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hetero
+from hetero.chunk_groups.movable import InUseError
+from hetero.planning.placement import Placement
+from offload.disk.free_space import FreeSpace
+from offload.errors import BudgetError, HeteroError
+from offload.memory.tiers import Tier
+from tests.support.ranks.processes import RankPool
+from tests.support.training.loops import Run, batches, build, tiny_gpt2, train
+from tests.support.training.smallest import smallest_host_memory
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+CHUNK = 4096
+STEPS = 6
+LEAST, MOST = 300 << 10, 4 << 20  # of RAM: hardly more than needed, and more than all
+REFERENCES: dict[str, Run] = {}
+
+
+def reference(dtype: str) -> Run:
+    """The same training in RAM."""
+    if dtype not in REFERENCES:
+        model, optimizer = build(placement_policy="cpu", dtype=dtype, initial_loss_scale=256.0)
+        REFERENCES[dtype] = train(model, optimizer, batches(STEPS), clip=1.0)
+    return REFERENCES[dtype]
+
+
+def start(path: Path, **options: Any) -> tuple[torch.nn.Module, hetero.HybridAdam]:
+    given = {"placement_policy": "auto", "dtype": "bf16", "chunk_numel": CHUNK}
+    given |= {"nvme_path": str(path), "host_memory": MOST, "initial_loss_scale": 256.0}
+    return build(**{**given, **options})
+
+
+def homes(placement: Placement) -> list[set[Tier | None]]:
+    return [set(placement.param), set(placement.grad), set(placement.record)]
+
+
+class Steps:
+    """A training of which a test makes one step after the other."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: hetero.HybridAdam):
+        self.model, self.optimizer = model, optimizer
+        self.engine = optimizer.engine
+        self.data = iter(batches(STEPS))
+        self.run = Run()
+
+    def forward(self) -> torch.Tensor:
+        tokens = next(self.data)
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        self.run.losses.append(loss.item())
+        return loss
+
+    def backward(self) -> None:
+        loss = self.forward()
+        self.optimizer.backward(loss)
+
+    def update(self) -> None:
+        self.run.norms.append(hetero.clip_grad_norm_(self.model.parameters(), 1.0).item())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.backward()
+        self.update()
+
+    def finish(self) -> Run:
+        while len(self.run.losses) < STEPS:
+            self.step()
+        params = list(self.model.parameters())
+        self.run.masters = hetero.masters(params)
+        for param in params:
+            with hetero.gathered(param):
+                self.run.params.append(param.detach().clone())
+        self.engine.close()
+        return self.run
+
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "no-prefetch": {"prefetch": False},
+    "threads": {"io_engine": "threads"},
+    "nvme": {"placement_policy": "nvme"},
+    "emulated": {"backend": "emulated", "device_memory": "300KiB"},
+    "emulated-some-at-home": {"backend": "emulated", "device_memory": "1200KiB"},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
+def test_the_bits_are_those_of_no_migration(dtype: str, backend: str, tmp_path: Path) -> None:
+    training = Steps(*start(tmp_path, dtype=dtype, host_memory=2 * MOST, **BACKENDS[backend]))
+    engine = training.engine
+    seen = []
+    for host_memory in (2 * MOST, 700 << 10, 1200 << 10, 2 * MOST, 900 << 10):
+        engine.set_budget(host_memory)
+        assert engine.ledger.budget_bytes["host"] == host_memory
+        assert engine.ledger.in_use_bytes["host"] <= host_memory
+        seen.append(homes(engine.placement))
+        training.step()
+    assert any(Tier.DISK in tiers for tiers in seen[1])
+    assert seen[1] != seen[3]
+    assert training.finish().same_bits(reference(dtype))
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(st.integers(LEAST, MOST), st.sampled_from(["before", "within"])), max_size=8
+    ),
+    st.sampled_from(["cpu", "nvme", "emulated-some-at-home"]),
+)
+def test_any_sequence_of_budgets_gives_the_same_bits(
+    tmp_path: Path, moves: list[tuple[int, str]], backend: str
+) -> None:
+    """Also between backward and step, where gradients move with what they are."""
+    training = Steps(*start(tmp_path, **BACKENDS[backend]))
+    engine = training.engine
+    for number, (host_memory, when) in enumerate(moves):
+        fresh = number < STEPS
+        if when == "within" and fresh:
+            training.backward()
+        before = engine.ledger.budget_bytes["host"]
+        try:
+            engine.set_budget(host_memory)
+        except BudgetError:
+            assert engine.ledger.budget_bytes["host"] == before
+        if fresh:
+            training.update() if when == "within" else training.step()
+        assert engine.ledger.peak_bytes["host"] <= MOST
+    assert training.finish().same_bits(reference("bf16"))
+
+
+def test_what_came_to_ram_is_not_read_ahead(tmp_path: Path) -> None:
+    """Steps before have learned to gather it."""
+    training = Steps(*start(tmp_path, host_memory=LEAST))
+    training.step()
+    training.engine.set_budget(LEAST + (16 << 10))
+    now = training.engine.placement
+    assert 0 < now.param.count(Tier.HOST) < len(now.param)
+    assert training.finish().same_bits(reference("bf16"))
+
+
+def test_memory_goes_back_to_the_system_and_the_file_is_used_again(tmp_path: Path) -> None:
+    make = lambda: tiny_gpt2(256, 4)  # noqa: E731
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(
+        placement_policy="auto", nvme_path=str(tmp_path), chunk_numel=1 << 16, dtype="bf16"
+    ):
+        model = make()
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    engine = optimizer.engine
+    everything = engine.ledger.in_use_bytes["host"]
+    file_bytes = []
+    for _ in range(3):
+        engine.set_budget(everything // 3)
+        assert engine.ledger.in_use_bytes["host"] <= everything // 3
+        file_bytes.append(engine.ledger.in_use_bytes["disk"])
+        engine.set_budget(2 * everything)
+        assert homes(engine.placement) == [{Tier.HOST}] * 3
+        assert engine.ledger.in_use_bytes["host"] == everything
+    assert file_bytes[0] == file_bytes[1] == file_bytes[2] > 0
+    engine.close()
+    assert engine.ledger.in_use_bytes == {"device": 0, "host": 0, "disk": 0}
+
+
+def test_the_smallest_budget_named_is_the_smallest_that_works(tmp_path: Path) -> None:
+    training = Steps(*start(tmp_path))
+    least = smallest_host_memory(lambda: training.engine.set_budget(1))
+    with pytest.raises(BudgetError):
+        training.engine.set_budget(least - 1)
+    training.engine.set_budget(least)
+    training.step()
+    assert training.finish().same_bits(reference("bf16"))
+
+
+def test_without_nvme_there_is_nowhere_to_go() -> None:
+    model, optimizer = build(placement_policy="cpu", dtype="bf16")
+    with pytest.raises(BudgetError, match="host_memory cannot become"):
+        optimizer.engine.set_budget("100KiB")
+    with pytest.raises(ValueError, match="host_memory"):
+        optimizer.engine.set_budget("much")
+    train(model, optimizer, batches(1))
+
+
+def test_the_disk_s_budget_holds_too(tmp_path: Path) -> None:
+    training = Steps(*start(tmp_path, nvme_capacity="1MiB"))
+    engine = training.engine
+    with pytest.raises(BudgetError, match="nvme_capacity or the free space there"):
+        engine.set_budget(LEAST)
+    engine.set_budget(2 << 20)
+    training.step()
+    assert 0 < engine.ledger.peak_bytes["disk"] <= 1 << 20
+    assert training.finish().same_bits(reference("bf16"))
+
+
+@pytest.mark.parametrize("nth", [0, 1, 7])
+def test_a_failed_write_leaves_everything_where_it_was(nth: int, tmp_path: Path) -> None:
+    training = Steps(*start(tmp_path))
+    engine = training.engine
+    engine.set_budget(MOST // 2)  # so that there is a file
+    training.step()
+    placed, in_use = engine.placement, dict(engine.ledger.in_use_bytes)
+    engine.banks[0].pipeline.flush()
+    engine.banks[0].disk.io.inject("write", nth, errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left") as failure:
+        engine.set_budget(LEAST)
+    assert failure.value.errno == errno.ENOSPC
+    assert engine.placement == placed
+    assert engine.ledger.in_use_bytes["host"] == in_use["host"]
+    assert engine.ledger.budget_bytes["host"] == MOST // 2
+    training.step()
+    engine.set_budget(LEAST)
+    assert training.finish().same_bits(reference("bf16"))
+
+
+def test_what_cannot_be_read_stays_in_the_file(tmp_path: Path) -> None:
+    training = Steps(*start(tmp_path, host_memory=LEAST))
+    engine = training.engine
+    training.step()
+    before = engine.placement
+    engine.banks[0].pipeline.flush()
+    engine.synchronize()
+    engine.banks[0].disk.io.inject("read", 2, errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        engine.set_budget(MOST)
+    now = engine.placement
+    on_disk = [tiers.count(Tier.DISK) for tiers in (now.param, now.grad, now.record)]
+    assert sum(on_disk) == 1, (before, now)
+    assert engine.ledger.in_use_bytes["host"] <= MOST
+    training.step()
+    engine.set_budget(MOST)
+    assert homes(engine.placement) == [{Tier.HOST}] * 3
+    assert training.finish().same_bits(reference("bf16"))
+
+
+class TestInUse:
+    """What somebody views is not taken away."""
+
+    def refused(self, engine: Any, what: str) -> None:
+        placed = engine.placement
+        with pytest.raises(InUseError, match=what):
+            engine.set_budget(LEAST)
+        assert engine.placement == placed
+
+    def test_a_graph_whose_backward_is_to_come(self, tmp_path: Path) -> None:
+        training = Steps(*start(tmp_path))
+        loss = training.forward()
+        self.refused(training.engine, "still views it")
+        training.optimizer.backward(loss)
+        del loss
+        training.update()
+        training.engine.set_budget(LEAST)
+        assert training.finish().same_bits(reference("bf16"))
+
+    def test_a_view_that_the_user_keeps(self, tmp_path: Path) -> None:
+        training = Steps(*start(tmp_path))
+        mine = next(training.model.parameters()).detach()
+        value = mine.clone()
+        self.refused(training.engine, "still views it")
+        assert torch.equal(mine, value)
+        del mine
+        training.engine.set_budget(LEAST)
+        assert training.finish().same_bits(reference("bf16"))
+
+    @pytest.mark.parametrize("host_memory", [LEAST, MOST])
+    def test_inside_gathered(self, tmp_path: Path, host_memory: int) -> None:
+        training = Steps(*start(tmp_path, host_memory=host_memory))
+        engine = training.engine
+        with hetero.gathered(next(training.model.parameters())), pytest.raises(InUseError):
+            engine.set_budget(LEAST + MOST - host_memory)
+        engine.set_budget(LEAST + MOST - host_memory)
+        assert training.finish().same_bits(reference("bf16"))
+
+    def test_inside_a_forward(self, tmp_path: Path) -> None:
+        training = Steps(*start(tmp_path))
+        engine = training.engine
+        seen = []
+
+        def call(*_: object) -> None:
+            with pytest.raises(InUseError, match="while a forward is running"):
+                engine.set_budget(LEAST)
+            seen.append(True)
+
+        handle = training.model.transformer.h[1].register_forward_hook(call)
+        training.step()
+        handle.remove()
+        assert seen
+        assert training.finish().same_bits(reference("bf16"))
+
+    def test_a_change_outside_gathered_is_not_lost(self, tmp_path: Path) -> None:
+        training = Steps(*start(tmp_path))
+        with torch.no_grad():
+            next(training.model.parameters()).add_(1)
+        self.refused(training.engine, "changed in place")
+        with pytest.raises(HeteroError, match="changed in place"):
+            training.backward()
+            training.optimizer.step()
+        training.engine.close()
+
+    @pytest.mark.parametrize("host_memory", [LEAST, MOST])
+    def test_an_assigned_value_is_not_lost(self, tmp_path: Path, host_memory: int) -> None:
+        """Neither where it would be overwritten by what comes, nor by a migration's undoing."""
+        training = Steps(*start(tmp_path, host_memory=host_memory))
+        engine = training.engine
+        tier = Tier.DISK if host_memory == LEAST else Tier.HOST
+        param, *_ = (
+            p
+            for p in training.model.parameters()
+            if engine.placement.param[engine.find(p).chunk.id] is tier
+        )
+        param.data = torch.ones(param.shape, dtype=torch.bfloat16)
+        placed = engine.placement
+        with pytest.raises(InUseError, match="it was moved"):
+            engine.set_budget(LEAST + MOST - host_memory)
+        assert engine.placement == placed
+        assert bool((param == 1).all())
+        engine.close()
+
+    def test_a_gathered_copy_keeps_its_graph(self, tmp_path: Path) -> None:
+        """What was packed as a view of a copy is found again wherever it is."""
+        training = Steps(*start(tmp_path, host_memory=LEAST))
+        loss = training.forward()
+        training.engine.set_budget(MOST)
+        training.optimizer.backward(loss)
+        del loss
+        training.update()
+        assert training.finish().same_bits(reference("bf16"))
+
+
+def test_checkpoints_are_the_same_before_and_after(tmp_path: Path) -> None:
+    training = Steps(*start(tmp_path))
+    training.step()
+    before = training.optimizer.state_dict()["state"]
+    weights = {k: v.clone() for k, v in training.model.state_dict().items()}
+    for host_memory in (LEAST, 900 << 10, MOST):
+        training.engine.set_budget(host_memory)
+        gc.collect()
+        after = training.optimizer.state_dict()["state"]
+        for index, state in before.items():
+            for key, value in state.items():
+                assert torch.equal(value, after[index][key]), (index, key)
+        for key, value in training.model.state_dict().items():
+            assert torch.equal(value, weights[key]), key
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    assert training.finish().same_bits(reference("bf16"))
+
+
+def test_several_banks_move_together(tmp_path: Path) -> None:
+    options = {"keep_fp32": ["*.ln_*"], "host_memory": MOST}
+    alike = []
+    for moving in (False, True):
+        training = Steps(*start(tmp_path, **options))
+        for host_memory in (700 << 10, 1500 << 10, 600 << 10):
+            if moving:
+                training.engine.set_budget(host_memory)
+                assert training.engine.ledger.in_use_bytes["host"] <= host_memory
+            training.step()
+        alike.append(training.finish())
+    assert alike[0].same_bits(alike[1])
+
+
+@pytest.mark.parametrize("first", [MOST, 800 << 10])
+def test_what_was_unfrozen_is_where_it_went(first: int, tmp_path: Path) -> None:
+    """Its old chunk, which moves like any other, points no parameter to what it has."""
+    alike = []
+    for moving in (False, True):
+        torch.manual_seed(0)
+        model = tiny_gpt2()
+        model.transformer.h[0].requires_grad_(False)
+        options: dict[str, Any] = {"placement_policy": "auto", "nvme_path": str(tmp_path)}
+        options |= {"chunk_numel": CHUNK, "dtype": "bf16", "profile": False}
+        options |= {"host_memory": first, "reserve_memory": 200 << 10}
+        training = Steps(
+            *hetero.initialize(model, hetero.HybridAdam(model.parameters()), **options)
+        )
+        engine = training.engine
+        training.step()
+        model.transformer.h[0].requires_grad_(True)
+        training.step()
+        assert len(engine.banks) == 2
+        frozen = [c.id for c in engine.layout.chunks if not c.trainable]
+        for host_memory in (500 << 10, MOST, 500 << 10):
+            if moving:
+                before = engine.placement.param
+                engine.set_budget(host_memory)
+                moved = any(before[c] is not engine.placement.param[c] for c in frozen)
+                assert moved or host_memory == first
+            training.step()
+        alike.append(training.finish())
+    assert alike[0].same_bits(alike[1])
+
+
+def on_ranks(rank: int, world: int, path: str, stage: int, moving: bool) -> list[torch.Tensor]:
+    """A training in which all ranks move homes between steps."""
+    model, optimizer = start(
+        Path(path), zero_stage=stage, rank_timeout_s=60.0, host_memory=MOST, chunk_numel=8192
+    )
+    engine = optimizer.engine
+    found = []
+    for number, tokens in enumerate(batches(5, seed=rank)):
+        if moving:
+            engine.set_budget([MOST, 900 << 10, MOST, 1000 << 10, 2 << 20][number])
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append(loss.detach())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    if moving:
+        assert engine.replanner.moved_bytes
+    found += hetero.masters(model.parameters())
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_move_together(stage: int, ranks2: RankPool, tmp_path: Path) -> None:
+    plain = ranks2.run(on_ranks, str(tmp_path), stage, False)
+    moved = ranks2.run(on_ranks, str(tmp_path), stage, True)
+    for mine, theirs in zip(plain, moved, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=30), st.data())
+def test_free_space_is_given_once_and_becomes_whole_again(sizes: list[int], data: Any) -> None:
+    space = FreeSpace()
+    space.give(0, 40)
+    taken: list[tuple[int, int]] = []
+    for size in sizes:
+        offset = space.take(size)
+        if offset is not None:
+            assert all(offset + size <= b or offset >= b + n for b, n in taken)
+            taken.append((offset, size))
+        if taken and data.draw(st.booleans()):
+            space.give(*taken.pop(data.draw(st.integers(0, len(taken) - 1))))
+        assert space.nbytes == 40 - sum(n for _, n in taken)
+    for each in taken:
+        space.give(*each)
+    assert space.take(40) == 0

@@ -1,0 +1,495 @@
+"""Homes that move to a DEVICE of its own and away from it: the same bits, inside all budgets."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hetero
+from hetero.chunk_groups.movable import InUseError
+from offload.device.backend import EmulatedBackend
+from offload.errors import BudgetError
+from offload.memory.tiers import Tier
+from tests.support.ranks.processes import RankPool
+from tests.support.training.loops import batches, tiny_gpt2
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+CHUNK = 4096
+STEPS = 5
+LEAST, MOST = 500 << 10, 8 << 20  # of RAM
+FEW, SOME, MANY = 200 << 10, 1200 << 10, 8 << 20  # of DEVICE: slots, some chunks, and all
+RULES = {"adamw": hetero.HybridAdam, "lion": hetero.HybridLion}
+
+
+class Training:
+    """A training of which a test makes one step after the other, of some micro-batches."""
+
+    def __init__(
+        self, path: Path | None, rule: str = "adamw", accumulate: int = 1, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        given = {"placement_policy": "auto", "dtype": "bf16", "chunk_numel": CHUNK}
+        given |= {"backend": "emulated", "device_memory": SOME, "host_memory": MOST}
+        given |= {} if path is None else {"nvme_path": str(path)}
+        with hetero.ZeroInitContext(**{**given, **options}):
+            self.model = tiny_gpt2()
+        self.optimizer = RULES[rule](self.model.parameters(), lr=1e-2, weight_decay=0.1)
+        hetero.initialize(self.model, self.optimizer)
+        self.engine = self.optimizer.engine
+        self.accumulate = accumulate
+        self.data = iter(batches(STEPS * accumulate))
+        self.made = 0
+        self.found: list[Any] = []
+
+    @property
+    def on_device(self) -> int:
+        return self.engine.placement.param.count(Tier.DEVICE)
+
+    def backward(self) -> None:
+        tokens = next(self.data)
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        self.found.append(loss.detach().clone())
+        self.optimizer.backward(loss / self.accumulate)
+
+    def update(self) -> None:
+        self.found.append(hetero.clip_grad_norm_(self.model.parameters(), 1.0))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.made += 1
+
+    def step(self) -> None:
+        for _ in range(self.accumulate):
+            self.backward()
+        self.update()
+
+    def finish(self) -> list[torch.Tensor]:
+        while self.made < STEPS:
+            self.step()
+        self.found += hetero.masters(self.model.parameters())
+        for param in self.model.parameters():
+            with hetero.gathered(param):
+                self.found.append(param.detach().clone())
+        ledger = self.engine.ledger
+        self.engine.close()
+        assert set(ledger.in_use_bytes.values()) == {0}
+        return self.found
+
+
+REFERENCES: dict[Any, list[torch.Tensor]] = {}
+
+
+def reference(rule: str = "adamw", accumulate: int = 1, **options: Any) -> list[torch.Tensor]:
+    """The same training in RAM."""
+    key = rule, accumulate, *options.items()
+    if key not in REFERENCES:
+        plain: dict[str, Any] = {"backend": "cpu", "placement_policy": "cpu"}
+        plain |= {"device_memory": None, **options}
+        REFERENCES[key] = Training(None, rule, accumulate, **plain).finish()
+    return REFERENCES[key]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def check_budgets(engine: hetero.Engine) -> None:
+    for tier in ("device", "host"):
+        assert engine.ledger.in_use_bytes[tier] <= (engine.ledger.budget_bytes[tier] or 0)
+    placement = engine.placement
+    for chunk in engine.layout.chunks:
+        homes = {placement.param[chunk.id], placement.grad[chunk.id], placement.record[chunk.id]}
+        assert homes == {Tier.DEVICE} or Tier.DEVICE not in homes
+
+
+WAYS = [(MOST, FEW), (MOST, SOME), (MOST, MANY), (LEAST, FEW), (LEAST, SOME), (LEAST, MANY)]
+
+
+@pytest.mark.parametrize("first", WAYS)
+def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
+    training = Training(tmp_path, host_memory=2 * MOST, device_memory=2 * MANY)
+    engine = training.engine
+    routes = set()
+    for number, there in enumerate(w for w in WAYS if w != first):
+        for host, device in (first, there):
+            engine.set_budget(host, device)
+            check_budgets(engine)
+            assert (training.on_device == len(engine.layout.chunks)) == (device == MANY)
+            assert (training.on_device == 0) == (device == FEW)
+            everything = [*engine.placement.param, *engine.placement.record]
+            assert Tier.DISK not in everything or host == LEAST
+            assert all(engine.params.is_resident(m.chunk) for m in engine.managed_params()) == (
+                device == MANY
+            )
+        if number < STEPS:
+            training.step()
+    for change in engine.changes:
+        routes |= set(change.routes)
+    assert {(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)} & routes
+    assert same(training.finish(), reference())
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.integers(250 << 10, 2 << 20)),
+            st.one_of(st.none(), st.integers(150 << 10, 4 << 20)),
+            st.sampled_from(["before", "within", "between micro-batches"]),
+        ).filter(lambda move: move[:2] != (None, None)),
+        max_size=STEPS + 1,
+    ),
+    st.sampled_from(["adamw", "lion"]),
+    st.sampled_from(["bf16", "fp32"]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["auto", "cpu", "nvme"]),
+)
+def test_any_sequence_of_budgets_gives_the_same_bits(
+    tmp_path: Path,
+    moves: list[tuple[int | None, int | None, str]],
+    rule: str,
+    dtype: str,
+    accumulate: int,
+    policy: str,
+) -> None:
+    """Also between backward and step, where gradients move with what they are."""
+    options = {"placement_policy": policy, "dtype": dtype}
+    training = Training(tmp_path, rule, accumulate, **options)
+    engine = training.engine
+
+    def move(host: int | None, device: int | None) -> None:
+        before, placed = engine.ledger.budget_bytes, engine.placement
+        try:
+            engine.set_budget(host, device)
+        except BudgetError:
+            assert engine.ledger.budget_bytes == before
+            assert engine.placement == placed
+        check_budgets(engine)
+
+    for host, device, when in moves:
+        if training.made == STEPS or when == "before":
+            move(host, device)
+        if training.made < STEPS:
+            for number in range(accumulate):
+                if when == "between micro-batches" and number:
+                    move(host, device)
+                training.backward()
+            if when == "within":
+                move(host, device)
+            training.update()
+        assert engine.ledger.peak_bytes["device"] <= max(SOME, 4 << 20)
+        assert engine.ledger.peak_bytes["host"] <= MOST
+    assert same(training.finish(), reference(rule, accumulate, dtype=dtype))
+
+
+def test_without_nvme_they_move_between_device_and_ram() -> None:
+    training = Training(None, host_memory=16 << 20)
+    engine = training.engine
+    for device in (FEW, MANY, SOME, FEW, SOME):
+        engine.set_budget(device_memory=device)
+        check_budgets(engine)
+        training.step()
+    assert {route for change in engine.changes for route in change.routes} == {
+        (Tier.DEVICE, Tier.HOST),
+        (Tier.HOST, Tier.DEVICE),
+    }
+    assert "from DEVICE to HOST" in engine.changes[0].words()
+    assert same(training.finish(), reference())
+
+
+def watch_takes(engine: Any, refuse: int = 0) -> list[BudgetError]:
+    """Errors of second homes from now on; the first `refuse` in RAM of each payload get one."""
+    met: list[BudgetError] = []
+    for homes in engine.banks[0].movable.homes.values():
+        taken, take = [0], homes.take
+
+        def watched(chunk: Any, tier: Tier, take: Any = take, taken: list[int] = taken) -> None:
+            try:
+                taken[0] += tier is Tier.HOST
+                if tier is Tier.HOST and taken[0] <= refuse:
+                    raise BudgetError("no room")
+                take(chunk, tier)
+            except BudgetError as error:
+                met.append(error)
+                raise
+
+        homes.take = watched
+    return met
+
+
+def test_what_has_no_room_in_ram_meanwhile_goes_by_the_file(tmp_path: Path) -> None:
+    """Slots and buffers that there will be fewer of, and homes that leave, fill the RAM."""
+    training = Training(tmp_path, host_memory=1 << 20)
+    engine = training.engine
+    training.step()
+    met = watch_takes(engine)
+    engine.set_budget(device_memory=FEW)
+    assert met
+    assert training.on_device == 0
+    assert engine.changes[-1].routes[Tier.DEVICE, Tier.HOST]
+    assert engine.ledger.peak_bytes["host"] <= 1 << 20
+    assert same(training.finish(), reference())
+
+
+def test_no_room_to_move_in_is_told_and_nothing_is_changed() -> None:
+    training = Training(None, host_memory=16 << 20, device_memory=MANY)
+    engine = training.engine
+    watch_takes(engine, refuse=1)
+    for _ in range(3):  # a parameter, a gradient, a record
+        with nothing_changed(training), pytest.raises(BudgetError, match="there is no nvme_path"):
+            engine.set_budget(device_memory=FEW)
+        training.step()
+    engine.set_budget(device_memory=FEW)
+    assert same(training.finish(), reference())
+
+
+def test_budgets_that_cannot_be_are_refused_with_the_numbers() -> None:
+    training = Training(None, host_memory=16 << 20, device_memory=MANY)
+    engine = training.engine
+    with pytest.raises(BudgetError, match=r"host_memory cannot become 100.0 KiB .* smallest"):
+        engine.set_budget(host_memory=100 << 10, device_memory=FEW)
+    with pytest.raises(BudgetError, match=r"device_memory cannot become 1.0 KiB .* smallest"):
+        engine.set_budget(device_memory="1KiB")
+    with pytest.raises(BudgetError, match=r"device_memory cannot become 200.0 KiB .*host_memory"):
+        engine.set_budget(host_memory=1 << 20, device_memory=MANY)
+        engine.set_budget(device_memory=FEW)
+    with pytest.raises(ValueError, match="device_memory"):
+        engine.set_budget(device_memory="some")
+    with pytest.raises(ValueError, match="needs host_memory, device_memory"):
+        engine.set_budget()
+    assert same(training.finish(), reference())
+
+
+def test_only_slots_may_change_their_number() -> None:
+    """Policy "cpu" has no home on DEVICE."""
+    training = Training(None, placement_policy="cpu")
+    engine = training.engine
+    slots = []
+    for device in (FEW, SOME, FEW, 2 * FEW):
+        engine.set_budget(device_memory=device)
+        slots.append(engine.banks[0].movable.pools.gathered.slots)
+        assert slots[-1] == engine.placement.gathered_slots
+        check_budgets(engine)
+        training.step()
+    assert slots[0] == slots[2] < slots[3] < slots[1]
+    assert same(training.finish(), reference())
+
+
+def test_computing_in_ram_device_memory_is_that_of_slots(tmp_path: Path) -> None:
+    training = Training(tmp_path, backend="cpu", host_memory=300 << 10, device_memory=96 << 10)
+    engine = training.engine
+    few = engine.placement.gathered_slots
+    engine.set_budget(device_memory=64 << 10)
+    assert engine.placement.gathered_slots * CHUNK * 2 <= 64 << 10
+    assert engine.placement.gathered_slots < few
+    assert same(training.finish(), reference())
+
+
+# Faults
+
+
+@contextmanager
+def nothing_changed(training: Training) -> Iterator[None]:
+    engine = training.engine
+    placed, in_use = engine.placement, dict(engine.ledger.in_use_bytes)
+    budgets = engine.ledger.budget_bytes
+    yield
+    assert engine.placement == placed
+    now = engine.ledger.in_use_bytes
+    assert (now["host"], now["device"]) == (in_use["host"], in_use["device"])
+    assert engine.ledger.budget_bytes == budgets
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize("nth", [0, 1, 7])
+@pytest.mark.parametrize("host", [MOST, LEAST])
+def test_a_failed_copy_leaves_everything_where_it_was(
+    direction: str, nth: int, host: int, tmp_path: Path
+) -> None:
+    training = Training(tmp_path, host_memory=host)
+    engine = training.engine
+    backend = engine.backend
+    assert isinstance(backend, EmulatedBackend)
+    engine.set_budget(device_memory=SOME + (300 << 10))  # so that there is a file
+    training.step()
+    to = MANY if direction == "h2d" else FEW
+    with nothing_changed(training):
+        backend.link.inject(direction, nth, error=errno.EIO)  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="failed"):
+            engine.set_budget(device_memory=to)
+    training.step()
+    engine.set_budget(device_memory=to)
+    assert training.on_device == (len(engine.layout.chunks) if to == MANY else 0)
+    assert same(training.finish(), reference())
+
+
+@pytest.mark.parametrize(("op", "to"), [("write", FEW), ("read", MANY)])
+def test_a_failed_transfer_of_the_file_likewise(op: str, to: int, tmp_path: Path) -> None:
+    training = Training(tmp_path, placement_policy="auto", host_memory=600 << 10)
+    engine = training.engine
+    training.step()
+    engine.banks[0].pipeline.flush()
+    engine.synchronize()
+    disk = engine.banks[0].disk
+    assert disk is not None
+    with nothing_changed(training):
+        disk.io.inject(op, 2, errno.ENOSPC)
+        with pytest.raises(OSError, match="No space left"):
+            engine.set_budget(device_memory=to)
+    training.step()
+    engine.set_budget(device_memory=to)
+    assert same(training.finish(), reference())
+
+
+@pytest.mark.parametrize("nth", [0, 3])
+def test_what_went_by_the_file_and_cannot_be_read_stays_there(nth: int, tmp_path: Path) -> None:
+    """Everything was on DEVICE, and is to be in RAM; meanwhile there is room for the half only."""
+    training = Training(tmp_path, host_memory=16 << 20, device_memory=MANY)
+    engine = training.engine
+    training.step()
+    watch_takes(engine, refuse=9)
+    engine.set_budget(device_memory=MANY - 1)
+    parts = engine.banks[0].movable.file
+    parts.make_room(1 << 20)
+    assert parts.parts is not None
+    parts.parts.io.inject("read", nth, errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        engine.set_budget(device_memory=FEW)
+    now = engine.placement
+    on_disk = [tiers.count(Tier.DISK) for tiers in (now.param, now.grad, now.record)]
+    assert sum(on_disk) == 1
+    assert training.on_device == 0
+    check_budgets(engine)
+    training.step()
+    engine.set_budget(device_memory=FEW + 4096)
+    assert Tier.DISK not in (*engine.placement.param, *engine.placement.record)
+    assert same(training.finish(), reference())
+
+
+class TestInUse:
+    """What somebody views on DEVICE is not taken away."""
+
+    def test_a_graph_whose_backward_is_to_come(self, tmp_path: Path) -> None:
+        training = Training(tmp_path, device_memory=MANY)
+        tokens = batches(1)[0]
+        loss = training.model(input_ids=tokens, labels=tokens).loss
+        with nothing_changed(training), pytest.raises(InUseError, match="from DEVICE to HOST"):
+            training.engine.set_budget(device_memory=FEW)
+        del loss
+        training.engine.set_budget(device_memory=FEW)
+        assert same(training.finish(), reference())
+
+    def test_a_view_that_the_user_keeps(self, tmp_path: Path) -> None:
+        training = Training(tmp_path, device_memory=MANY)
+        mine = next(training.model.parameters()).detach()
+        value = mine.clone()
+        with nothing_changed(training), pytest.raises(InUseError, match="still views it"):
+            training.engine.set_budget(device_memory=FEW)
+        assert torch.equal(mine, value)
+        del mine
+        training.engine.set_budget(device_memory=FEW)
+        assert same(training.finish(), reference())
+
+    def test_a_gathered_copy_keeps_its_graph(self, tmp_path: Path) -> None:
+        """What was packed as a view of a copy is found again where it is at home now."""
+        training = Training(tmp_path, device_memory=FEW)
+        tokens = next(training.data)
+        loss = training.model(input_ids=tokens, labels=tokens).loss
+        training.engine.set_budget(device_memory=MANY)
+        training.optimizer.backward(loss)
+        training.found.append(loss.detach().clone())
+        del loss
+        training.update()
+        assert same(training.finish(), reference())
+
+    def test_a_change_outside_gathered_is_not_lost(self, tmp_path: Path) -> None:
+        training = Training(tmp_path, device_memory=MANY)
+        with torch.no_grad():
+            next(training.model.parameters()).add_(1)
+        with nothing_changed(training), pytest.raises(InUseError, match="changed in place"):
+            training.engine.set_budget(device_memory=FEW)
+        training.engine.close()
+
+
+def test_several_banks_move_together(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"keep_fp32": ["*.ln_*"]}
+    expected = reference(keep_fp32=("*.ln_*",))
+    training = Training(tmp_path, **options)
+    for host, device in ((LEAST, FEW), (LEAST, MANY), (MOST, SOME), (LEAST, SOME)):
+        training.engine.set_budget(host, device)
+        check_budgets(training.engine)
+        training.step()
+    assert same(training.finish(), expected)
+
+
+def test_states_are_the_same_before_and_after(tmp_path: Path) -> None:
+    training = Training(tmp_path, device_memory=MANY)
+    training.step()
+    before = training.optimizer.state_dict()["state"]
+    weights = {k: v.clone() for k, v in training.model.state_dict().items()}
+    for host, device in ((MOST, FEW), (LEAST, SOME), (MOST, MANY)):
+        training.engine.set_budget(host, device)
+        after = training.optimizer.state_dict()["state"]
+        for index, state in before.items():
+            for key, value in state.items():
+                assert torch.equal(value, after[index][key]), (index, key)
+        for key, value in training.model.state_dict().items():
+            assert torch.equal(value, weights[key]), key
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    assert same(training.finish(), reference())
+
+
+def on_ranks(
+    rank: int, world: int, path: str, stage: int, policy: str, moving: bool
+) -> list[torch.Tensor]:
+    """A training in which all ranks move homes, also of gradients that are means already."""
+    training = Training(
+        Path(path),
+        zero_stage=stage,
+        rank_timeout_s=60.0,
+        chunk_numel=16384,
+        placement_policy=policy,
+        device_memory=1200 << 10,
+    )
+    engine = training.engine
+    found: list[torch.Tensor] = []
+    budgets = [(MOST, MANY), (1300 << 10, 600 << 10), (MOST, 1200 << 10), (MOST, 600 << 10)]
+    for number, tokens in enumerate(batches(4, seed=rank)):
+        loss = training.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append(loss.detach().clone())
+        del loss
+        if number % 2:
+            found.append(hetero.clip_grad_norm_(training.model.parameters(), 1.0))
+        if moving and (number % 2 or stage > 1):
+            training.engine.clipping.settle(force=True)
+            engine.set_budget(*budgets[number])
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    if moving:
+        devices = {tier for change in engine.changes for route in change.routes for tier in route}
+        assert (Tier.DEVICE in devices) == (policy == "auto")
+    found += hetero.masters(training.model.parameters())
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "policy"),
+    [(1, "auto"), (2, "auto"), pytest.param(3, "nvme", marks=pytest.mark.extra), (3, "auto")],
+)
+def test_ranks_move_together(stage: int, policy: str, ranks2: RankPool, tmp_path: Path) -> None:
+    plain = ranks2.run(on_ranks, str(tmp_path), stage, policy, False)
+    moved = ranks2.run(on_ranks, str(tmp_path), stage, policy, True)
+    for mine, theirs in zip(plain, moved, strict=True):
+        assert same(mine, theirs)

@@ -1,0 +1,665 @@
+"""Updates that begin while backward still runs: the same bits as without, or an error."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hetero
+from hetero.runtime.early_updates import check_early_updates
+from offload.device.backend import EmulatedBackend
+from offload.errors import HeteroError
+from tests.support.ranks.interrupts import interrupt_in
+
+WIDTH = 64
+STEPS = 4
+
+PLACES: dict[str, dict[str, Any]] = {
+    "ram": {"placement_policy": "cpu"},
+    # PARAM and GRAD in RAM, records on NVMe.
+    "records": {"placement_policy": "nvme", "host_memory": "2MiB"},
+    # All on NVMe, with as few slots and buffers as work.
+    "disk": {"placement_policy": "nvme", "host_memory": "400KiB"},
+    "emulated": {
+        "placement_policy": "nvme",
+        "backend": "emulated",
+        "link_gbps": 4.0,
+        "device_memory": "300KiB",
+        "host_memory": "600KiB",
+    },
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+class Net(nn.Module):
+    """Blocks, some in checkpoints, with a tied pair of weights at both ends."""
+
+    def __init__(
+        self, blocks: int = 5, kind: str = "plain", tied: bool = True, unused: bool = False
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.outer = nn.Linear(WIDTH, WIDTH, bias=False)
+        if tied:
+            self.outer.weight = self.inner.weight
+        if unused:
+            self.blocks.insert(2, nn.Linear(WIDTH, WIDTH))
+        self.skip = unused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            if isinstance(block, nn.Linear):
+                continue
+            if self.kind == "plain":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+        return self.outer(x)
+
+
+def build(
+    make: Callable[[], nn.Module], path: Path, place: str, early: bool, **options: Any
+) -> tuple[nn.Module, hetero.HybridAdam]:
+    options = {"dtype": "bf16", "chunk_numel": 8192, **PLACES[place], **options}
+    if options["placement_policy"] == "nvme":
+        options["nvme_path"] = str(path)
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(early_updates=early, **options):
+        model = make()
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return hetero.initialize(model, optimizer)
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+    loss: torch.Tensor = (model(x).float() - 1).square().mean()
+    return loss
+
+
+def one_step(model: nn.Module, optimizer: hetero.HybridAdam, step: int) -> float:
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def result(model: nn.Module, optimizer: hetero.HybridAdam) -> list[torch.Tensor]:
+    """All that training makes."""
+    found = [t for s in optimizer.state_dict()["state"].values() for t in s.values()]
+    found += list(model.state_dict().values())
+    optimizer.engine.close()
+    return found
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what a thread is about to do."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
+class Begun:
+    """Counts the chunks that are updated before step()."""
+
+    def __init__(self, optimizer: hetero.HybridAdam) -> None:
+        self._early = optimizer.engine.early
+        self.chunks = sum(c.trainable for b in optimizer.engine.banks for c in b.layout.chunks)
+
+    @property
+    def now(self) -> int:
+        return len(self._early._updated)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
+def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
+    """From the second step on all chunks are updated during backward, and nothing differs."""
+    results = []
+    for early in (False, True):
+        model, optimizer = build(lambda: Net(kind=kind), tmp_path, place, early)
+        begun = Begun(optimizer)
+        losses, counts = [], []
+        for step in range(STEPS):
+            loss = loss_of(model, step)
+            loss.backward()
+            losses.append(loss.item())
+            counts.append(begun.now)
+            optimizer.step()
+            assert begun.now == 0
+            optimizer.zero_grad()
+        drained = place == "emulated"  # the last gradients may be on their way still
+        if not early:
+            assert counts == [0] * STEPS
+        elif drained:
+            assert counts[0] == 0
+            assert all(count >= begun.chunks // 2 for count in counts[1:])
+        else:
+            assert counts == [0] + [begun.chunks] * (STEPS - 1)
+        results.append([torch.tensor(losses), *result(model, optimizer)])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_gets_no_gradient_is_left_to_step(tmp_path: Path, place: str) -> None:
+    def make() -> Net:
+        model = Net(unused=True, tied=False)
+        model.blocks[1].up.requires_grad_(False)
+        return model
+
+    results = []
+    for early in (False, True):
+        model, optimizer = build(make, tmp_path, place, early)
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            if early and step and place != "emulated":
+                begun = Begun(optimizer)
+                assert 0 < begun.now < begun.chunks
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_two_banks(tmp_path: Path, place: str) -> None:
+    """Parameters that are kept in fp32 beside those in bf16."""
+    if place in ("disk", "emulated"):
+        pytest.skip("more than the least memory")
+    results = []
+    for early in (False, True):
+        model, optimizer = build(Net, tmp_path, place, early, keep_fp32=["*norm*"])
+        assert len(optimizer.engine.banks) == 2
+        results.append([torch.tensor([one_step(model, optimizer, s) for s in range(STEPS)])])
+        results[-1] += result(model, optimizer)
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+@pytest.mark.parametrize("marked", [True, False])
+def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
+    """In no_sync(), or unmarked with as many micro-batches in each step."""
+    results = []
+    for early in (False, True):
+        model, optimizer = build(Net, tmp_path, place, early)
+        begun = Begun(optimizer)
+        for step in range(STEPS):
+            for micro_batch in range(3):
+                more = marked and micro_batch < 2
+                with hetero.no_sync(model) if more else nullcontext():
+                    loss_of(model, 10 * step + micro_batch).backward()
+                if micro_batch < 2:
+                    assert begun.now == 0
+            assert begun.now == (begun.chunks if early and step else 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+def test_steps_of_different_lengths(tmp_path: Path) -> None:
+    """Marked ones may be of any; of unmarked ones shorter steps are left to step()."""
+    results = []
+    for early in (False, True):
+        model, optimizer = build(Net, tmp_path, "records", early)
+        for step, (count, marked) in enumerate([(2, False), (4, True), (1, False), (2, False)]):
+            for micro_batch in range(count):
+                with hetero.no_sync(model) if marked and micro_batch < count - 1 else nullcontext():
+                    loss_of(model, 10 * step + micro_batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+def test_a_step_that_is_left_out(tmp_path: Path) -> None:
+    """Gradients that are cleared before any update is begun do not count for the next step."""
+    results = []
+    for early in (False, True):
+        model, optimizer = build(Net, tmp_path, "records", early)
+        for step in range(STEPS):
+            with hetero.no_sync(model):
+                loss_of(model, 100 + step).backward()
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            assert not early or not step or Begun(optimizer).now == Begun(optimizer).chunks
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+class Reused(nn.Module):
+    """One block inside and outside of reentrant checkpoints: several gradients per backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.shared = Block()
+        self.last = Block()
+        self.times = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        x = self.shared(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
+    results = []
+    for early in (False, True):
+        model, optimizer = build(Reused, tmp_path, place, early)
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            assert Begun(optimizer).now == (Begun(optimizer).chunks if early and step else 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+def test_more_gradients_than_ever(tmp_path: Path, place: str) -> None:
+    model, optimizer = build(Reused, tmp_path, place, True)
+    one_step(model, optimizer, 0)
+    model.times = 3
+    with pytest.raises(HeteroError, match=r"shared\..*another gradient|needs the value of shared"):
+        loss_of(model, 1).backward()
+    with pytest.raises(HeteroError, match="half made"):
+        optimizer.zero_grad()
+    optimizer.engine.close()
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Iterator[tuple[nn.Module, hetero.HybridAdam]]:
+    """A model whose backward has updated it, before step()."""
+    model, optimizer = build(Net, tmp_path, "records", True)
+    one_step(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    assert optimizer.engine.early.half_made
+    yield model, optimizer
+    optimizer.engine.close()
+
+
+def test_what_is_refused_while_a_step_is_half_made(half: tuple[nn.Module, Any]) -> None:
+    model, optimizer = half
+    with pytest.raises(
+        HeteroError, match=r"is used after it was updated.*optimizer.step\(\) first"
+    ):
+        loss_of(model, 2)
+    with pytest.raises(HeteroError, match="is used after it was updated"):
+        model.blocks[1].up(torch.zeros(1, WIDTH, dtype=torch.bfloat16))
+    used = pytest.raises(HeteroError, match="is used after it was updated")
+    with used, hetero.gathered(model.inner.weight):
+        pass
+    for wrong in (
+        optimizer.zero_grad,
+        optimizer.state_dict,
+        model.state_dict,
+        lambda: hetero.masters(model.parameters()),
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+    ):
+        with pytest.raises(HeteroError, match=r"half made.*optimizer\.step\(\)"):
+            wrong()
+    assert model.inner.weight.isnan().all(), "not the old value, nor the new one"
+    optimizer.step()
+    assert not model.inner.weight.isnan().any()
+    optimizer.zero_grad()
+    one_step(model, optimizer, 2)
+
+
+def test_a_second_backward_is_refused(tmp_path: Path) -> None:
+    """Of a graph from before the update: its gradients would come too late."""
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "ram", True)
+    one_step(model, optimizer, 0)
+    first, second = loss_of(model, 1), loss_of(model, 2)
+    first.backward()
+    with pytest.raises(HeteroError, match=r"another gradient|further backward of the same step"):
+        second.backward()
+    optimizer.engine.close()
+
+
+def test_options_may_not_change_between(half: tuple[nn.Module, Any]) -> None:
+    model, optimizer = half
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(HeteroError, match=r"lr of param group 0 is 0\.5 at step\(\) and was 0\.01"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.5  # here it may
+    one_step(model, optimizer, 2)
+
+
+def test_gradients_may_not_be_cleared_between(half: tuple[nn.Module, Any]) -> None:
+    model, optimizer = half
+    model.zero_grad()
+    with pytest.raises(HeteroError, match=r"the gradient of .* was cleared after it was updated"):
+        optimizer.step()
+
+
+def test_gradients_may_not_be_assigned_between(half: tuple[nn.Module, Any]) -> None:
+    model, optimizer = half
+    model.inner.weight.grad = torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
+    with pytest.raises(HeteroError, match=r"inner\.weight gets another gradient"):
+        optimizer.step()
+
+
+def test_gradients_can_be_read_not_changed(half: tuple[nn.Module, Any]) -> None:
+    model, optimizer = half
+    norm = optimizer.engine.grad_norm(model.parameters())
+    found = [g for g in hetero.grads(model.parameters()) if g is not None]
+    total = torch.stack([g.double().square().sum() for g in found]).sum().sqrt()
+    assert norm == pytest.approx(float(total), rel=1e-6)
+    for wrong in (
+        lambda: hetero.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: hetero.clip_grad_value_(model.parameters(), 1.0),
+        lambda: model.inner.weight.grad.mul_(2.0),
+    ):
+        with pytest.raises(HeteroError, match="cannot be clipped"):
+            wrong()
+    optimizer.step()
+
+
+def test_clipping_is_refused_before_harm_is_done(tmp_path: Path) -> None:
+    """In the first step already, which updates nothing early."""
+    model, optimizer = build(Net, tmp_path, "ram", True)
+    loss_of(model, 0).backward()
+    with pytest.raises(HeteroError, match="cannot be clipped"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(HeteroError, match="unscaled"):
+        scaler.unscale_(optimizer)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+def test_a_checkpoint_gives_a_step_up(tmp_path: Path, place: str) -> None:
+    wanted = None
+    for interrupted in (False, True):
+        model, optimizer = build(Net, tmp_path, place, True)
+        one_step(model, optimizer, 0)
+        saved = optimizer.state_dict()
+        if interrupted:
+            loss_of(model, 7).backward()
+            assert optimizer.engine.early.half_made
+            if place != "ram":
+                lacking = {**saved, "state": dict(list(saved["state"].items())[1:])}
+                with pytest.raises(HeteroError, match="lacks"):
+                    optimizer.load_state_dict(lacking)
+            optimizer.load_state_dict(saved)
+            optimizer.zero_grad()
+        one_step(model, optimizer, 1)
+        one_step(model, optimizer, 2)
+        found = result(model, optimizer)
+        wanted = wanted or found
+    assert wanted is not None
+    assert same(wanted, found)
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("on purpose")
+
+
+def test_an_exception_in_backward(tmp_path: Path) -> None:
+    """What was begun is told at the next use; step() goes on with what there is, as torch's."""
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "records", True)
+    one_step(model, optimizer, 0)
+    handle = model.blocks[1].register_forward_pre_hook(lambda m, args: (Fails.apply(args[0]),))
+    with pytest.raises(ArithmeticError):
+        loss_of(model, 1).backward()
+    handle.remove()
+    assert 0 < Begun(optimizer).now < Begun(optimizer).chunks
+    with pytest.raises(HeteroError, match="is used after it was updated"):
+        loss_of(model, 1)
+    with pytest.raises(HeteroError, match="half made"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+    one_step(model, optimizer, 2)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("submitted", [False, True])
+def test_an_interrupt_when_an_update_begins(tmp_path: Path, submitted: bool) -> None:
+    """Nobody knows whether that update is lost; that is told until a checkpoint is loaded."""
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "records", True)
+    one_step(model, optimizer, 0)
+    state = optimizer.state_dict()
+    with interrupt_in(optimizer.engine.unfinished, "begin", done=submitted):
+        loss_of(model, 1).backward()
+    for _ in range(2):
+        with pytest.raises(HeteroError, match="the update of .* was interrupted"):
+            optimizer.step()
+    optimizer.load_state_dict(state)
+    optimizer.zero_grad()
+    one_step(model, optimizer, 1)
+    optimizer.engine.close()
+
+
+def test_an_interrupt_in_step(tmp_path: Path) -> None:
+    """What step() updates after backward may be made: it is not made again."""
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "records", True)
+    one_step(model, optimizer, 0)
+    state = optimizer.state_dict()
+    loss_of(model, 1).backward()
+    with interrupt_in(optimizer.engine.banks[0].stepper, "run"):
+        optimizer.step()
+    with pytest.raises(HeteroError, match=r"optimizer.step\(\) was interrupted"):
+        optimizer.step()
+    optimizer.load_state_dict(state)
+    optimizer.zero_grad()
+    one_step(model, optimizer, 1)
+    optimizer.engine.close()
+
+
+class Detached(nn.Module):
+    """Uses a weight late in backward without giving it a gradient."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.bottom = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.top = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bottom(x)
+        if self.how == "detach":
+            x = F.linear(x, self.top.weight.detach())
+        elif self.how == "data":
+            x = F.linear(x, self.top.weight.data)
+        elif self.how == "recomputed":
+            x = checkpoint(self._quietly, x, use_reentrant=False)
+        return self.top(self.blocks(x))
+
+    def _quietly(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            bias = self.top(x)
+        return torch.tanh(x) * bias
+
+
+@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+@pytest.mark.parametrize("how", ["detach", "data", "recomputed"])
+def test_values_that_backward_still_needs(tmp_path: Path, place: str, how: str) -> None:
+    model, optimizer = build(lambda: Detached(how), tmp_path, place, True)
+    one_step(model, optimizer, 0)
+    with pytest.raises(HeteroError, match=r"(needs the value of|is used).*early_updates"):
+        one_step(model, optimizer, 1)
+    optimizer.engine.close()
+
+
+class Careful(torch.autograd.Function):
+    """A backward of its own within backward, around which it holds the value of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: nn.Module) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.block = block
+        with torch.no_grad():
+            return block(x) @ weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, grad @ weight.t())
+        assert not weight.isnan().any()
+        return x.grad + 0 * (grad @ weight.t()), None, None
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.block = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Careful.apply(self.first(x), self.block.weight, self.block)
+        return out
+
+
+@pytest.mark.parametrize("place", ["ram", "records"])
+def test_a_backward_inside_a_node_that_holds_values(tmp_path: Path, place: str) -> None:
+    """The update waits until that node is done, although all gradients are there before."""
+    results = []
+    for early in (False, True):
+        model, optimizer = build(Nested, tmp_path, place, early, dtype="fp32")
+        results.append([torch.tensor([one_step(model, optimizer, s) for s in range(STEPS)])])
+        results[-1] += result(model, optimizer)
+    assert same(*results)
+
+
+def test_an_lr_scheduler(tmp_path: Path) -> None:
+    results = []
+    for early in (False, True):
+        model, optimizer = build(Net, tmp_path, "records", early)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(STEPS):
+            one_step(model, optimizer, step)
+            scheduler.step()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+def test_a_failed_update_is_told(tmp_path: Path) -> None:
+    model, optimizer = build(Net, tmp_path, "records", True)
+    one_step(model, optimizer, 0)
+    optimizer.engine.banks[0].pipeline.inject(2)
+    with pytest.raises(RuntimeError, match="made to fail"):
+        one_step(model, optimizer, 1)
+    optimizer.engine.close()
+
+
+def test_close_in_the_middle(tmp_path: Path) -> None:
+    model, optimizer = build(Net, tmp_path, "disk", True)
+    one_step(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    optimizer.engine.close()
+    with pytest.raises(hetero.ClosedError):
+        loss_of(model, 2)
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", None])
+def test_the_option_is_checked(wrong: object) -> None:
+    with pytest.raises(ValueError, match="early_updates must be True or False"):
+        hetero.Config(placement_policy="cpu", early_updates=wrong)
+
+
+def test_the_loss_scale_of_fp16_is_refused() -> None:
+    with pytest.raises(ValueError, match="early_updates with the loss scale of fp16"):
+        hetero.Config(placement_policy="cpu", dtype="fp16", early_updates=True)
+    hetero.Config(placement_policy="cpu", dtype="fp16", early_updates=True, initial_loss_scale=None)
+
+
+def test_several_ranks_are_refused() -> None:
+    config = hetero.Config(placement_policy="cpu", early_updates=True)
+    with pytest.raises(ValueError, match="one rank, and there are 2"):
+        check_early_updates(config, 2)
+
+
+@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> None:
+    """The last node of backward waits for updates of what came before it."""
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, place, True)
+    one_step(model, optimizer, 0)
+    pipeline, made = optimizer.engine.banks[0].pipeline, []
+    before = pipeline.stats["tasks"]
+    pieces = sum(chunk.slots for chunk in optimizer.engine.layout.chunks)
+
+    def wait(grad: torch.Tensor) -> None:
+        until(lambda: pipeline.stats["tasks"] - before >= pieces // 2)
+        made.append(pipeline.stats["tasks"] - before)
+
+    def watch(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        args[0].register_hook(wait)
+
+    handle = model.blocks[0].register_forward_pre_hook(watch)
+    loss_of(model, 1).backward()
+    handle.remove()
+    assert len(made) == 1
+    assert pieces // 2 <= made[0] < pieces, "not the first layer's, whose gradient is not there"
+    optimizer.step()
+    assert pipeline.stats["tasks"] - before == pieces
+    optimizer.engine.close()
+
+
+def test_a_chunk_whose_gradient_was_lost_is_not_taken_for_updated(tmp_path: Path) -> None:
+    model, optimizer = build(Net, tmp_path, "emulated", True)
+    backend = optimizer.engine.backend
+    assert isinstance(backend, EmulatedBackend)
+    data = torch.randn(STEPS, 8, WIDTH)
+    for x in data[:2]:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    backend.link.inject("d2h", 1, error=errno.EIO)
+    model(data[2]).float().square().mean().backward()
+    for _ in range(2):
+        with pytest.raises(HeteroError, match="the gradient of .* did not arrive in RAM"):
+            optimizer.step()
+    optimizer.engine.close()

@@ -1,0 +1,438 @@
+"""Updates that go on after step(): the same bits as without, and whoever needs values waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.runtime.updates_in_flight import check_late_updates
+from offload.errors import HeteroError, StaleGraphError
+from offload.memory.tiers import Tier
+from tests.hetero.runtime.test_early_updates import (
+    PLACES,
+    STEPS,
+    WIDTH,
+    Net,
+    loss_of,
+    one_step,
+    result,
+    same,
+)
+from tests.hetero.runtime.test_early_updates import build as build_in
+from tests.support.ranks.interrupts import interrupt_in
+
+# A part of all state is at home on DEVICE.
+EVERYWHERE = PLACES | {
+    "device": {
+        "placement_policy": "auto",
+        "backend": "emulated",
+        "link_gbps": 4.0,
+        "device_memory": "1MiB",
+        "host_memory": "3MiB",
+    }
+}
+
+
+def build(
+    make: Callable[[], nn.Module], path: Path, place: str, early: bool, **options: Any
+) -> tuple[nn.Module, hetero.HybridAdam]:
+    if place in PLACES:
+        return build_in(make, path, place, early, **options)
+    model, optimizer = build_in(make, path, "ram", early, **{**EVERYWHERE[place], **options})
+    assert Tier.DEVICE in optimizer.engine.placement.record
+    return model, optimizer
+
+
+def late(
+    tmp_path: Path,
+    place: str,
+    make: Callable[[], nn.Module] = Net,
+    early: bool = False,
+    **more: Any,
+) -> tuple[nn.Module, hetero.HybridAdam]:
+    return build(make, tmp_path, place, early, late_updates=True, **more)
+
+
+def unfinished(optimizer: hetero.HybridAdam) -> int:
+    return len(optimizer.engine.unfinished._chunks)
+
+
+@pytest.mark.parametrize("place", EVERYWHERE)
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("early", [False, True])
+def test_same_bits(tmp_path: Path, place: str, kind: str, early: bool) -> None:
+    """step() returns with all chunks unfinished, and nothing differs."""
+    results = []
+    for overlap in (False, True):
+        options = {"late_updates": overlap}
+        model, optimizer = build(
+            lambda: Net(kind=kind), tmp_path, place, early and overlap, **options
+        )
+        chunks = sum(c.trainable for c in optimizer.engine.layout.chunks)
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(model, step)
+            assert unfinished(optimizer) == 0, "all modules were used"
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            assert unfinished(optimizer) == (chunks if overlap else 0)
+            optimizer.zero_grad()
+        results.append([torch.tensor(losses), *result(model, optimizer)])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", EVERYWHERE)
+@pytest.mark.parametrize("clip", ["norm", "value", "scaler"])
+def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
+    results = []
+    for overlap in (False, True):
+        model, optimizer = build(Net, tmp_path, place, False, late_updates=overlap)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=clip == "scaler")
+        for step in range(STEPS):
+            scaler.scale(loss_of(model, step)).backward()
+            if clip == "norm":
+                hetero.clip_grad_norm_(model.parameters(), 0.1)
+            elif clip == "value":
+                hetero.clip_grad_value_(model.parameters(), 1e-3)
+            scaler.step(optimizer)
+            scaler.update()
+            if step % 2:  # else gradients are added to those that updates still use
+                optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", EVERYWHERE)
+def test_modules_that_a_step_leaves_out(tmp_path: Path, place: str) -> None:
+    """Their updates are waited for by the next step()."""
+    results = []
+    for overlap in (False, True):
+        model, optimizer = build(
+            lambda: Net(tied=False), tmp_path, place, False, late_updates=overlap
+        )
+        blocks = list(model.blocks)
+        for step in range(STEPS):
+            model.blocks = nn.ModuleList(blocks[:2] if step % 2 else blocks)
+            one_step(model, optimizer, step)
+        model.blocks = nn.ModuleList(blocks)
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+@pytest.fixture(params=list(EVERYWHERE))
+def pair(request: Any, tmp_path: Path) -> Iterator[Callable[[], Any]]:
+    """Two trainings of some steps, with late updates under way, and without."""
+    made = []
+    for overlap in (True, False):
+        model, optimizer = build(
+            lambda: Net(tied=False), tmp_path, request.param, False, late_updates=overlap
+        )
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+        made.append((model, optimizer))
+    assert unfinished(made[0][1]) > 0
+    yield made
+    for _, optimizer in made:
+        optimizer.engine.close()
+
+
+def test_what_hetero_gives_waits(pair: Any) -> None:
+    def looks(model: nn.Module, optimizer: hetero.HybridAdam) -> Iterator[list[torch.Tensor]]:
+        params = list(model.parameters())
+        yield [t.clone() for t in model.state_dict().values()]
+        yield hetero.masters(params)
+        yield [g for g in hetero.grads(params) if g is not None]
+        values = []
+        for param in params:
+            with hetero.gathered(param):
+                values.append(param.detach().clone())
+        yield values
+        yield [t for s in optimizer.state_dict()["state"].values() for t in s.values()]
+
+    for one, other in zip(looks(*pair[0]), looks(*pair[1]), strict=True):
+        assert len(one) > 0
+        assert same(one, other)
+    for model, optimizer in pair:
+        loss_of(model, 5).backward()
+        optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(*(loss_of(model, 6) for model, _ in pair))
+
+
+def test_values_are_changed_and_loaded(pair: Any) -> None:
+    for model, optimizer in pair:
+        weight = model.blocks[1].up.weight
+        with torch.no_grad(), hetero.gathered(weight, modifier_rank=0):
+            weight.mul_(0.5)
+        loss_of(model, 5).backward()
+        optimizer.step()
+        model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()})
+        loss_of(model, 6).backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        loss_of(model, 7).backward()
+        optimizer.step()
+    assert same(*(result(*each) for each in pair))
+
+
+def test_a_graph_of_before_step_is_refused(pair: Any) -> None:
+    for model, optimizer in pair:
+        loss = loss_of(model, 5)
+        loss_of(model, 6).backward()
+        optimizer.step()
+        with pytest.raises((StaleGraphError, RuntimeError), match="modified by|as it was before"):
+            loss.backward()
+
+
+def test_parameters_read_nan_until_they_are_waited_for(tmp_path: Path) -> None:
+    """Nobody takes an old value for the new one."""
+    model, optimizer = late(tmp_path, "records", lambda: Net(tied=False))
+    one_step(model, optimizer, 0)
+    weight = model.blocks[4].down.weight
+    assert weight.isnan().all()
+    assert weight.shape == (WIDTH, 2 * WIDTH)
+    model.inner(torch.zeros(1, WIDTH, dtype=torch.bfloat16))
+    assert not model.inner.weight.isnan().any()
+    assert weight.isnan().all(), "only what a module needs is waited for"
+    optimizer.engine.synchronize()
+    assert unfinished(optimizer) == 0
+    assert not any(p.isnan().any() for p in model.parameters())
+    optimizer.engine.close()
+
+
+def fill(p: nn.Parameter) -> None:
+    p.fill_(0.0)
+
+
+def fill_data(p: nn.Parameter) -> None:
+    p.data.zero_()
+
+
+def point_elsewhere(p: nn.Parameter) -> None:
+    p.data = torch.zeros(p.shape, dtype=p.dtype)
+
+
+@pytest.mark.parametrize("change", [fill, fill_data, point_elsewhere])
+def test_a_change_while_the_update_goes_on_is_told(
+    tmp_path: Path, change: Callable[[nn.Parameter], None]
+) -> None:
+    """It is lost, and the parameter has its updated value."""
+    made = []
+    for wrong in (True, False):
+        model, optimizer = late(tmp_path, "records", lambda: Net(tied=False))
+        one_step(model, optimizer, 0)
+        weight = model.blocks[1].up.weight
+        if wrong:
+            with torch.no_grad():
+                change(weight)
+            with pytest.raises(HeteroError, match=r"blocks.1.up.weight was changed, moved or conv"):
+                loss_of(model, 1)
+        assert not loss_of(model, 1).isnan()
+        one_step(model, optimizer, 1)
+        assert weight.isnan().all(), "nobody takes an old value for the new one"
+        made.append(result(model, optimizer))
+    assert same(*made)
+
+
+def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
+    model, optimizer = late(tmp_path, "ram")
+    one_step(model, optimizer, 0)
+    with hetero.gathered(model.inner.weight):
+        loss_of(model, 1).backward()
+        with pytest.raises(HeteroError, match=r"step\(\) runs inside hetero.gathered"):
+            optimizer.step()
+    optimizer.step()
+    assert not loss_of(model, 2).isnan()
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("at", ["home", "changed"])
+def test_an_interrupt_while_waiting(tmp_path: Path, at: str) -> None:
+    """The wait can be repeated."""
+    results = []
+    for interrupts in (True, False):
+        model, optimizer = late(tmp_path, "records")
+        one_step(model, optimizer, 0)
+        params = optimizer.engine.banks[0].params
+        if interrupts:
+            with interrupt_in(params, at, done=False):
+                loss_of(model, 1)
+        results.append([torch.tensor([one_step(model, optimizer, 1)]), *result(model, optimizer)])
+    assert same(*results)
+
+
+class Bare(nn.Module):
+    """Uses a weight outside of the module that owns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(tied=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = self.net.blocks[4].down.weight.float().square().mean()
+        y: torch.Tensor = self.net(x) + penalty
+        return y
+
+
+@pytest.mark.parametrize("place", EVERYWHERE)
+def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
+    results = []
+    for overlap in (False, True):
+        model, optimizer = build(Bare, tmp_path, place, False, late_updates=overlap)
+        losses = torch.tensor([one_step(model, optimizer, step) for step in range(STEPS)])
+        assert not losses.isnan().any()
+        results.append([losses, *result(model, optimizer)])
+    assert same(*results)
+
+
+def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
+    """Updates are made in the order of forward; a module runs while later ones' are to come."""
+    model, optimizer = late(tmp_path, "records", lambda: Net(blocks=7, tied=False))
+    for step in range(2):
+        one_step(model, optimizer, step)
+    engine = optimizer.engine
+    bank = engine.banks[0]
+    order: list[int] = []
+    wait, seen = bank.stepper.wait_updated, threading.get_ident()
+
+    def watched(chunk: Any) -> None:
+        assert threading.get_ident() == seen
+        order.append(chunk.id)
+        wait(chunk)
+
+    bank.stepper.wait_updated = watched  # type: ignore[method-assign]
+    submitted: list[int] = []
+    task_of = bank.stepper._task
+
+    def task(chunk: Any, *rest: Any) -> Any:
+        submitted.append(chunk.id)
+        return task_of(chunk, *rest)
+
+    bank.stepper._task = task  # type: ignore[method-assign]
+    loss_of(model, 2).backward()
+    order.clear()
+    optimizer.step()
+    assert order == []
+    loss_of(model, 3).backward()
+    chunks = [c.id for c in engine.layout.chunks if c.trainable]
+    assert sorted(order) == chunks
+    assert list(dict.fromkeys(submitted)) == order
+    engine.close()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_is_due_first(tmp_path: Path, early: bool) -> None:
+    """What forward used first, after what holds slots in backward."""
+    model, optimizer = late(
+        tmp_path, "records", lambda: Net(blocks=7, tied=False), early, host_memory="800KiB"
+    )
+    one_step(model, optimizer, 0)
+    loss = loss_of(model, 1)
+    engine = optimizer.engine
+    chunks, grad, due_of = engine.layout.chunks, engine.placement.grad, engine.banks[0].stepper.due
+    assert due_of is not None
+    assert grad.count(Tier.DISK) > 5
+    assert grad.count(Tier.HOST) > 5
+    due = {chunk.id: due_of(chunk) for chunk in chunks}
+    in_slots = {c.id for c in chunks if early and grad[c.id] is Tier.DISK}
+    assert {chunk for chunk in due if due[chunk] == 0} == in_slots
+    others = [due[c.id] for c in chunks if c.id not in in_slots]
+    assert others == sorted(set(others)), "chunks are in the order of forward"
+    loss.backward()
+    optimizer.step()
+    engine.close()
+
+
+def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
+    results = []
+    for overlap in (False, True):
+        model, optimizer = build(Net, tmp_path, "records", False, late_updates=overlap)
+        for step, budget in enumerate(["1200KiB", "3MiB", "800KiB"]):
+            one_step(model, optimizer, step)
+            optimizer.engine.set_budget(budget)
+        one_step(model, optimizer, 3)
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", EVERYWHERE)
+def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
+    results = []
+    for overlap in (False, True):
+
+        def make() -> Net:
+            model = Net(tied=False)
+            model.blocks[1].requires_grad_(False)
+            return model
+
+        more = {"host_memory": "4MiB", "reserve_memory": "1MiB"}
+        if place == "emulated":
+            more["device_memory"] = "600KiB"
+        elif place == "device":
+            more["device_memory"] = "2MiB"
+        model, optimizer = build(make, tmp_path, place, False, late_updates=overlap, **more)
+        one_step(model, optimizer, 0)
+        model.blocks[1].requires_grad_(True)
+        for step in range(1, STEPS):
+            one_step(model, optimizer, step)
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+def test_a_failed_update_is_told_by_the_next_forward(tmp_path: Path) -> None:
+    model, optimizer = late(tmp_path, "records")
+    one_step(model, optimizer, 0)
+    optimizer.engine.synchronize()
+    optimizer.engine.banks[0].pipeline.inject(1)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="was made to fail"):
+            loss_of(model, 2)
+    with pytest.raises(RuntimeError, match="was made to fail"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_close_with_updates_under_way(tmp_path: Path) -> None:
+    for place in PLACES:
+        model, optimizer = late(tmp_path, place)
+        one_step(model, optimizer, 0)
+        optimizer.engine.close()
+        with pytest.raises(hetero.ClosedError):
+            loss_of(model, 1)
+
+
+def test_several_ranks_are_refused() -> None:
+    config = hetero.Config(placement_policy="cpu", late_updates=True)
+    with pytest.raises(ValueError, match="late_updates is for one rank, and there are 2"):
+        check_late_updates(config, 2)
+
+
+def test_fp16_overflow_leaves_a_step_out(tmp_path: Path) -> None:
+    results = []
+    for overlap in (False, True):
+        model, optimizer = build(
+            Net,
+            tmp_path,
+            "records",
+            False,
+            dtype="fp16",
+            initial_loss_scale=2.0**24,
+            late_updates=overlap,
+        )
+        for step in range(8):
+            optimizer.backward(loss_of(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)

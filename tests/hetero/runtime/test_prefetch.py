@@ -1,0 +1,73 @@
+"""What is gathered before it is needed, from other ranks and from the file. Counts, not times.
+
+A step drops every gathered copy, and prefetch goes on from a use: so the first chunk of a step is
+late, and no other one, if there is a slot besides that of the chunk in use. Forward uses the chunks
+in turn and backward in reverse, beginning with what forward left in the slots.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks.processes import RankPool
+from tests.support.training.prefetching import Counts, train
+
+# Budgets that leave so many slots.
+HOST_MEMORY = {
+    "ranks": {1: "1728KiB", 2: "1900KiB", 3: "64MiB"},
+    "file": {1: "400KiB", 2: "800KiB"},
+}
+PLACES = [(where, slots) for where, budgets in HOST_MEMORY.items() for slots in budgets]
+
+
+def counts(
+    where: str, slots: int, request: pytest.FixtureRequest, path: Path, *skipped: int, **more: Any
+) -> list[Counts]:
+    """Of every rank."""
+    options = {"host_memory": HOST_MEMORY[where][slots], **more}
+    if where == "ranks":
+        pool: RankPool = request.getfixturevalue("ranks2")
+        found = pool.run(train, {"zero_stage": 3, **options}, skipped)
+    else:
+        options |= {"placement_policy": "nvme", "nvme_path": str(path)}
+        found = [train(0, 1, options, skipped)]
+    assert all(one.slots == slots and one.chunks > 2 * slots for one in found)
+    return found
+
+
+@pytest.mark.parametrize(("where", "slots"), PLACES)
+def test_all_but_the_first_chunk_of_a_step_are_asked_for_before_they_are_needed(
+    where: str, slots: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    for found in counts(where, slots, request, tmp_path):
+        first, *others = found.steps
+        assert not first.ahead, "nothing is known of the first step"
+        for step in others:
+            assert len(step.late) + len(step.ahead) == 2 * found.chunks - slots
+            assert not step.ahead if slots == 1 else len(step.late) == 1
+
+
+@pytest.mark.parametrize("where", HOST_MEMORY)
+def test_without_prefetch_nothing_is_asked_for_before_it_is_needed(
+    where: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    for found in counts(where, 2, request, tmp_path, prefetch=False):
+        for step in found.steps:
+            assert not step.ahead
+            assert step is found.steps[0] or len(step.late) == 2 * found.chunks - 2
+
+
+@pytest.mark.parametrize("skipped", [(0, 1), (2, 3)])
+@pytest.mark.parametrize("where", HOST_MEMORY)
+def test_a_step_that_a_grad_scaler_skips_is_learned_like_others(
+    where: str, skipped: tuple[int, ...], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """What it leaves is not dropped, so the next step has its first chunks."""
+    for found in counts(where, 2, request, tmp_path, *skipped):
+        for number, step in enumerate(found.steps[1:], start=1):
+            left = 2 if number - 1 in skipped else 0
+            assert len(step.late) == (0 if left else 1), number
+            assert len(step.ahead) + len(step.late) == 2 * found.chunks - 2 - left, number

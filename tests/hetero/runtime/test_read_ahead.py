@@ -1,0 +1,179 @@
+"""What step() needs first is read while backward runs, once, and changes nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import hetero
+from hetero.chunk_groups.update_tasks import STREAMING
+from tests.hetero.runtime.test_early_updates import (
+    PLACES,
+    Net,
+    build,
+    loss_of,
+    one_step,
+    result,
+    same,
+    until,
+)
+
+Trained = tuple[torch.nn.Module, hetero.HybridAdam]
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    """Records on NVMe, and fewer buffers than there are of them."""
+    model, optimizer = build(Net, tmp_path, "records", False)
+    placement = optimizer.engine.placement
+    assert 2 < placement.buffers < len(optimizer.engine.layout.chunks)
+    return model, optimizer
+
+
+def piece_bytes(optimizer: hetero.HybridAdam) -> int:
+    """Of a record; PARAM is in RAM."""
+    engine = optimizer.engine
+    return engine.layout.piece_numel * engine.dtypes.record_bytes
+
+
+def test_the_first_step_finds_what_was_read(
+    trained: tuple[torch.nn.Module, hetero.HybridAdam],
+) -> None:
+    """As many records as there are buffers; a further micro-batch reads nothing."""
+    model, optimizer = trained
+    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
+    records = len(optimizer.engine.layout.chunks)
+    each = piece_bytes(optimizer)
+    for _ in range(3):
+        loss_of(model, 0).backward()
+        until(lambda: pipeline.stats["read_bytes"] == buffers * each)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert pipeline.stats["ahead"] == buffers
+    assert pipeline.stats["read_bytes"] == records * each
+    # From now on buffers keep what the next step needs first.
+    for step in range(1, 4):
+        before = pipeline.stats["read_bytes"]
+        loss_of(model, step).backward()
+        assert pipeline.stats["read_bytes"] == before
+        optimizer.step()
+        optimizer.zero_grad()
+        assert pipeline.stats["read_bytes"] == before + (records - buffers) * each
+    assert pipeline.stats["ahead"] == buffers
+    assert pipeline.stats["hits"] == 3 * buffers
+    optimizer.engine.close()
+
+
+def test_after_a_checkpoint(trained: Trained) -> None:
+    """state_dict() goes through the buffers; the next backward fills them again."""
+    model, optimizer = trained
+    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
+    one_step(model, optimizer, 0)
+    optimizer.state_dict()
+    before = dict(pipeline.stats)
+    loss_of(model, 1).backward()
+    until(
+        lambda: (
+            pipeline.stats["read_bytes"] == before["read_bytes"] + buffers * piece_bytes(optimizer)
+        )
+    )
+    optimizer.step()
+    assert pipeline.stats["ahead"] - before["ahead"] == buffers
+    optimizer.engine.close()
+
+
+def test_without_prefetch_nothing_is_read(tmp_path: Path) -> None:
+    model, optimizer = build(Net, tmp_path, "records", False, prefetch=False)
+    loss_of(model, 0).backward()
+    time.sleep(0.05)
+    assert optimizer.engine.banks[0].pipeline.stats["read_bytes"] == 0
+    optimizer.step()
+    assert optimizer.engine.banks[0].pipeline.stats["ahead"] == 0
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize(
+    "what", ["zero_grad", "state_dict", "load", "masters", "close", "gathered"]
+)
+def test_what_is_read_need_not_be_used(tmp_path: Path, what: str) -> None:
+    """Nobody has to wait, and values that come from elsewhere are not hidden by what was read."""
+    results = []
+    for prefetch in (False, True):
+        model, optimizer = build(Net, tmp_path, "records", False, prefetch=prefetch)
+        one_step(model, optimizer, 0)
+        saved = optimizer.state_dict()
+        one_step(model, optimizer, 1)
+        loss_of(model, 2).backward()
+        if what == "zero_grad":
+            optimizer.zero_grad()
+        elif what == "state_dict":
+            optimizer.state_dict()
+        elif what == "load":
+            optimizer.load_state_dict(saved)
+        elif what == "masters":
+            hetero.masters(model.parameters())
+        elif what == "gathered":
+            with hetero.gathered(model.inner.weight, modifier_rank=0), torch.no_grad():
+                model.inner.weight.mul_(0.5)
+        else:
+            optimizer.engine.close()
+            continue
+        one_step(model, optimizer, 3)
+        one_step(model, optimizer, 4)
+        results.append(result(model, optimizer))
+    assert not results or same(*results)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("early", [False, True])
+def test_same_bits_with_and_without(tmp_path: Path, place: str, early: bool) -> None:
+    results = []
+    for prefetch in (False, True):
+        model, optimizer = build(Net, tmp_path, place, early, prefetch=prefetch)
+        results.append([torch.tensor([one_step(model, optimizer, s) for s in range(3)])])
+        results[-1] += result(model, optimizer)
+    assert same(*results)
+
+
+def test_early_updates_keep_most_buffers(tmp_path: Path) -> None:
+    """All but some buffers keep the order's end; what is written does not depend on timing."""
+    model, optimizer = build(lambda: Net(blocks=8), tmp_path, "records", True, host_memory="2MiB")
+    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
+    records = len(optimizer.engine.layout.chunks)
+    lacking = records - buffers
+    assert buffers > STREAMING + 1
+    assert lacking > STREAMING
+    one_step(model, optimizer, 0)
+    one_step(model, optimizer, 1)  # the order is learned
+    for step in range(2, 6):
+        before = dict(pipeline.stats)
+        one_step(model, optimizer, step)
+        pipeline.wait_written()
+        missed = (lacking + STREAMING) * piece_bytes(optimizer)
+        assert pipeline.stats["written_bytes"] - before["written_bytes"] == missed
+        # What streamed through last may still be there.
+        read = pipeline.stats["read_bytes"] - before["read_bytes"]
+        assert missed - STREAMING * piece_bytes(optimizer) <= read <= missed
+    optimizer.engine.close()
+
+
+def test_it_is_read_while_backward_runs(trained: Trained) -> None:
+    """The last node of backward waits for all that is to be read."""
+    model, optimizer = trained
+    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
+    waited = []
+
+    def wait(grad: torch.Tensor) -> None:
+        until(lambda: pipeline.stats["read_bytes"] == buffers * piece_bytes(optimizer))
+        waited.append(True)
+
+    def watch(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        args[0].register_hook(wait)
+
+    model.blocks[0].register_forward_pre_hook(watch)
+    loss_of(model, 1).backward()
+    assert waited
+    optimizer.engine.close()

@@ -1,0 +1,224 @@
+"""Bad input ends in an error that names the thing and the fix, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import hetero
+from tests.support.training.loops import batches, build, tiny_gpt2
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placement_policy": "nvm"}, "placement_policy must be one of .* did you mean 'nvme'"),
+        ({"placement_polcy": "nvme"}, "unknown option 'placement_polcy'.*placement_policy"),
+        ({"placement_policy": "nvme"}, "needs nvme_path"),
+        ({"placement_policy": "cpu", "host_memory": "lots"}, "host_memory: cannot read 'lots'"),
+        ({"placement_policy": "cpu", "host_memory": -1}, "host_memory: .*positive"),
+        ({"placement_policy": "cpu", "dtype": "int8"}, "dtype must be one of bf16, fp16, fp32"),
+        ({"placement_policy": "cpu", "chunk_numel": 1000}, "multiple of 4096, not 1000; try 4096"),
+        ({"placement_policy": "cpu", "io_engine": "uring"}, "did you mean 'io_uring'"),
+    ],
+)
+def test_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hetero.ZeroInitContext(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_cuda() -> None:
+    with pytest.raises(ValueError, match="needs a CUDA device.*'auto', 'cpu' or 'nvme'"):
+        hetero.ZeroInitContext(placement_policy="cuda")
+
+
+def test_tensor_placement_policy_is_the_same_option() -> None:
+    context = hetero.ZeroInitContext(tensor_placement_policy="cpu")
+    assert context.stage.config.placement_policy == "cpu"
+
+
+def test_path_missing(tmp_path: Path) -> None:
+    with pytest.raises(hetero.StoreError, match="does not exist.*mkdir") as error:
+        build(placement_policy="nvme", nvme_path=str(tmp_path / "missing"))
+    assert error.value.errno == errno.ENOENT
+    assert error.value.filename == str(tmp_path / "missing")
+
+
+def test_path_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(hetero.StoreError, match="not a directory"):
+        build(placement_policy="nvme", nvme_path=str(tmp_path / "file"))
+
+
+def test_path_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(hetero.StoreError, match="not writable"):
+        build(placement_policy="nvme", nvme_path=str(tmp_path))
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        hetero.StoreError, match=r"cannot reserve .* free\): No space left"
+    ) as error:
+        build(placement_policy="nvme", nvme_path=str(tmp_path))
+    assert error.value.errno == errno.ENOSPC
+
+
+def test_no_o_direct_falls_back_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_open = os.open
+
+    def without_direct(path: str, flags: int, *args: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really_open(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", without_direct)
+    model, optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path))
+    assert any("no O_DIRECT" in note for note in optimizer.engine.notes)
+    tokens = batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.engine.close()
+
+
+def test_foreign_parameters() -> None:
+    with hetero.ZeroInitContext(placement_policy="cpu"):
+        model = tiny_gpt2()
+    other = torch.nn.Linear(3, 5)
+    optimizer = hetero.HybridAdam([*model.parameters(), *other.parameters()])
+    with pytest.raises(ValueError, match=r"param group 0 .* shape \(5, 3\) that is not one of"):
+        hetero.initialize(model, optimizer)
+
+
+def test_unmanaged_optimizer_refuses_to_step() -> None:
+    linear = torch.nn.Linear(3, 5)
+    optimizer = hetero.HybridAdam(linear.parameters())
+    linear(torch.ones(3)).sum().backward()
+    with pytest.raises(hetero.UnmanagedParameterError, match=r"not managed .*\(5, 3\).*initialize"):
+        optimizer.step()
+
+
+def test_unmanaged_parameters_elsewhere() -> None:
+    linear = torch.nn.Linear(3, 5)
+    with pytest.raises(hetero.UnmanagedParameterError), hetero.gathered(linear.weight):
+        pass
+    with pytest.raises(hetero.UnmanagedParameterError):
+        hetero.clip_grad_norm_(linear.parameters(), 1.0)
+
+
+def test_another_optimizer_is_refused() -> None:
+    linear = torch.nn.Linear(3, 5)
+    with pytest.raises(ValueError, match=r"must be hetero\.HybridAdam, .* not SGD"):
+        hetero.initialize(linear, torch.optim.SGD(linear.parameters()), placement_policy="cpu")
+
+
+def test_use_after_close(tmp_path: Path) -> None:
+    model, optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path), host_memory="400KiB")
+    optimizer.engine.close()
+    optimizer.engine.close()
+    tokens = batches(1)[0]
+    with pytest.raises(hetero.ClosedError, match="closed"):
+        model(input_ids=tokens)
+    with pytest.raises(hetero.ClosedError):
+        model.transformer(input_ids=tokens)
+    with pytest.raises(hetero.ClosedError):
+        optimizer.step()
+    with pytest.raises(hetero.ClosedError), hetero.gathered(model.parameters()):
+        pass
+    assert set(optimizer.engine.ledger.in_use_bytes.values()) == {0}
+
+
+def test_a_model_that_is_dropped_frees_everything(tmp_path: Path) -> None:
+    model, optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path))
+    tokens = batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    # nothing_left sees to the rest
+
+
+def test_refused_budget_leaves_a_model_that_can_be_tried_again() -> None:
+    torch.manual_seed(0)
+    model = tiny_gpt2()
+    optimizer = hetero.HybridAdam(model.parameters())
+    with pytest.raises(hetero.BudgetError):
+        hetero.initialize(model, optimizer, placement_policy="cpu", host_memory="1MiB")
+    model, optimizer = hetero.initialize(
+        model, optimizer, placement_policy="cpu", host_memory="8MiB"
+    )
+    optimizer.engine.close()
+
+
+def test_disk_full_while_writing_is_an_error_with_numbers(tmp_path: Path) -> None:
+    model, optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path))
+    tokens = batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.engine.banks[0].disk.io.inject("write", 0, errno.ENOSPC)
+    with pytest.raises(OSError, match=r"write of \d+ bytes at offset \d+ of .*No space") as error:
+        optimizer.step()
+        optimizer.engine.synchronize()
+    assert error.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="No space"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("host_memory", ["64MiB", "400KiB"])
+def test_moving_the_model_after_initialize_is_noticed(host_memory: str, tmp_path: Path) -> None:
+    model, optimizer = build(
+        placement_policy="nvme", nvme_path=str(tmp_path), host_memory=host_memory
+    )
+    model.float()
+    with pytest.raises(hetero.HeteroError, match=r"wte.weight was moved or converted.*lost"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
+    model, optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path), host_memory="400KiB")
+    tokens = batches(1)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    with (
+        pytest.raises(hetero.HeteroError, match="inside hetero.gathered"),
+        hetero.gathered(model.transformer.wte.weight),
+    ):
+        optimizer.step()
+    optimizer.step()
+    optimizer.engine.close()
+
+
+def test_unfreezing_what_no_group_has_is_noticed() -> None:
+    with hetero.ZeroInitContext(placement_policy="cpu", dtype="fp32"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model[1].parameters()))
+    model[0].requires_grad_(True)
+    model(torch.ones(1, 4)).sum().backward()
+    message = r"0\.weight was frozen at hetero.initialize.*add it with optimizer.add_param_group"
+    with pytest.raises(hetero.HeteroError, match=message):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_configuration_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"placement_policy": "cpu", "dtype": "fp16"}')
+    context = hetero.ZeroInitContext(str(path), dtype="fp32")
+    assert (context.stage.config.placement_policy, context.stage.config.dtype) == ("cpu", "fp32")
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        hetero.ZeroInitContext(path)
+    with pytest.raises(ValueError, match="cannot read the configuration .*No such file"):
+        hetero.ZeroInitContext(tmp_path / "none.json")

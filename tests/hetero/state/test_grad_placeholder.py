@@ -1,0 +1,268 @@
+"""hetero/grad_placeholder: what .grad understands, and that nothing else passes silently."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import utils
+
+import hetero
+from tests.support.training.small_net import (
+    SETTINGS,
+    Net,
+    Settings,
+    assert_same,
+    loss_of,
+    managed,
+    plain,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.parametrize("settings", SETTINGS),
+]
+
+
+def scaled_out_of_place(grad: torch.Tensor) -> None:
+    grad *= 0.5
+
+
+UNDERSTOOD: dict[str, Callable[[torch.Tensor], object]] = {
+    "mul_": lambda g: g.mul_(0.5),
+    "mul_ by a tensor": lambda g: g.mul_(torch.tensor(0.5)),
+    "div_": lambda g: g.div_(4),
+    "*=": scaled_out_of_place,
+    "neg factor, then clamp": lambda g: g.mul_(-2).clamp_(-1e-3, 5e-4),
+    "zero factor, then clamp": lambda g: g.mul_(0).clamp_(min=1e-3),
+    "clamp_": lambda g: g.clamp_(-1e-3, 1e-3),
+    "clamp_ one side": lambda g: g.clamp_(max=1e-3),
+    "data.clamp_": lambda g: g.data.clamp_(-1e-3, 1e-3),
+    "detach.mul_": lambda g: g.detach().mul_(0.25),
+    "clamp_min_": lambda g: torch.clamp_min_(g, -1e-3),
+    "foreach": lambda g: torch._foreach_div_([g, torch.ones(2)], 2.0),
+}
+
+
+@pytest.mark.parametrize("change", UNDERSTOOD)
+def test_changes_that_are_understood(change: str, settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    expected, adam = plain()
+    for each, its in ((model, optimizer), (expected, adam)):
+        loss_of(each).backward()
+        UNDERSTOOD[change](each.first.weight.grad)
+        UNDERSTOOD[change](each.scale.grad)
+        its.step()
+    for grad, param in zip(hetero.grads(model.parameters()), expected.parameters(), strict=True):
+        torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-8)
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+NORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "norm": lambda g: g.norm(),
+    "norm(2)": lambda g: g.data.norm(2),
+    "norm(inf)": lambda g: g.detach().norm(float("inf")),
+    "torch.norm": lambda g: torch.norm(g, 2.0),
+    "vector_norm": lambda g: torch.linalg.vector_norm(g, dtype=torch.float64),
+    "vector_norm over all": lambda g: torch.linalg.vector_norm(g, dim=tuple(range(g.ndim))),
+    "foreach": lambda g: torch._foreach_norm([g, torch.ones(2)])[0],
+    "foreach of the other": lambda g: torch._foreach_norm([g, torch.ones(2)])[1],
+    "total": lambda g: utils.get_total_norm([torch.ones(3), g]),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms(norm: str, settings: Settings, tmp_path: Path) -> None:
+    if norm == "total" and not hasattr(utils, "get_total_norm"):
+        pytest.skip("torch 2.6 has it first")
+    model, optimizer = managed(settings, tmp_path)
+    expected, _ = plain()
+    found = []
+    for each in (model, expected):
+        loss_of(each).backward()
+        found.append([NORMS[norm](p.grad) for p in (each.first.weight, each.scale)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+    assert type(found[0][0]) is torch.Tensor
+    optimizer.engine.close()
+
+
+def set_first(grad: torch.Tensor) -> None:
+    grad[0] = 1.0
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda g: g.add_(1.0),
+    "copy_": lambda g: g.copy_(torch.ones(g.shape)),
+    "fill_": lambda g: g.fill_(1.0),
+    "nan_to_num_": lambda g: g.nan_to_num_(),
+    "mul_ by a mask": lambda g: g.mul_(torch.ones(g.shape) if g.numel() > 1 else g),
+    "a part": set_first,
+    "a view": lambda g: g.view(-1).mul_(2.0),
+    "a view of a view": lambda g: g.data.view(-1)[0:1].zero_(),
+    "div_ by zero": lambda g: g.div_(0),
+    "foreach_mul_ by a list": lambda g: torch._foreach_mul_([g], [2.0]),
+    "foreach_clamp_min_ of a view": lambda g: torch._foreach_clamp_min_([g.view(-1)], 2.0),
+}
+
+
+@pytest.mark.parametrize("name", ["first.weight", "scale"])
+@pytest.mark.parametrize("change", REFUSED)
+def test_other_changes_are_refused(
+    change: str, name: str, settings: Settings, tmp_path: Path
+) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    loss_of(model).backward()
+    param = model.get_parameter(name)
+    (before,) = hetero.grads(param)
+    with pytest.raises(hetero.HeteroError, match=rf"would write to the gradient of {name}, which"):
+        REFUSED[change](param.grad)
+    assert torch.equal(before, hetero.grads(param)[0])
+    assert (param.grad != param.grad).all()
+    optimizer.engine.close()
+
+
+def test_what_is_not_understood_reads_nan(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    loss_of(model).backward()
+    for grad in (model.first.weight.grad, model.scale.grad):
+        for read in (grad.clone(), grad + 1, grad.abs().mean(), grad.view(-1), grad.sum()):
+            assert read.isnan().all()
+        assert torch.ones(grad.shape).add_(grad).isnan().all()
+        assert torch.ones(grad.shape).mul_(grad).isnan().all()
+        assert grad.shape == grad.clone().shape
+    assert "gradient of scale is kept by hetero" in repr(model.scale.grad)
+    for refused in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(hetero.HeteroError, match=r"scale cannot be saved or copied"):
+            refused(model.scale.grad)
+    optimizer.engine.close()
+
+
+def test_where_gradients_are_finite(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    loss_of(model).backward()
+    poisoned = torch.arange(64.0)
+    poisoned[3], poisoned[5] = float("nan"), float("inf")
+    model.last.bias.grad = poisoned.clone()
+    hetero.grads(model.last.bias)  # takes it in
+    for where in (torch.isnan, torch.isinf, torch.isfinite):
+        assert torch.equal(where(model.last.bias.grad), where(poisoned))
+        for good in (model.first.weight.grad, model.scale.grad):
+            assert torch.equal(where(good), where(torch.zeros(good.shape)))
+            assert torch.equal(getattr(good, where.__name__)(), where(good))
+    optimizer.engine.close()
+
+
+def test_moving_the_model_with_gradients_is_noticed(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    loss_of(model).backward()
+    model.to("cpu")  # moves nothing
+    optimizer.step()
+    model.double()
+    with pytest.raises(hetero.HeteroError, match="was moved or converted"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_a_placeholder_of_a_cleared_gradient_is_refused(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    loss_of(model).backward()
+    held = model.first.weight.grad
+    optimizer.zero_grad()
+    with pytest.raises(hetero.HeteroError, match=r"first\.weight was cleared"):
+        held.norm()
+    with pytest.raises(hetero.HeteroError, match=r"first\.weight was cleared"):
+        held.mul_(2)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("how", ["zero_", "module", "optimizer", "foreach"])
+def test_zeroing_clears(how: str, settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    loss_of(model).backward()
+    hetero.clip_grad_norm_(model.parameters(), 1e-3)
+    if how == "zero_":
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.zero_()
+    elif how == "foreach":
+        torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None])
+    elif how == "module":
+        model.zero_grad(set_to_none=False)
+    else:
+        optimizer.zero_grad(set_to_none=False)
+    assert hetero.grads(model.parameters()) == [None] * 7
+    expected, adam = plain()
+    for each, its in ((model, optimizer), (expected, adam)):
+        loss_of(each, 2).backward()
+        its.step()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_models_of_two_engines_and_of_none_are_clipped_together(
+    foreach: bool, settings: Settings, tmp_path: Path
+) -> None:
+    (first, one), (second, two) = managed(settings, tmp_path), managed(settings, tmp_path)
+    third, _ = plain()
+    expected = [plain()[0] for _ in range(3)]
+    norms = []
+    for nets in ([first, second, third], expected):
+        for seed, net in enumerate(nets):
+            loss_of(net, seed).backward()
+        params = [p for net in nets for p in net.parameters()]
+        norms.append(utils.clip_grad_norm_(params, 0.1, foreach=foreach))
+        utils.clip_grad_value_(params, 1e-3, foreach=foreach)
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    for net, its_expected in zip((first, second), expected, strict=False):
+        for grad, param in zip(
+            hetero.grads(net.parameters()), its_expected.parameters(), strict=True
+        ):
+            torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-8)
+    assert torch.equal(third.scale.grad, expected[2].scale.grad)
+    one.engine.close()
+    two.engine.close()
+
+
+def test_reading_gradients(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    expected, _ = plain()
+    assert hetero.grads([]) == []
+    assert hetero.grads(model.scale) == [None]
+    loss_of(model).backward()
+    loss_of(expected).backward()
+    model.unused.bias.grad = torch.ones(8)
+    for name in ("last.weight", "first.bias", "scale"):
+        (found,) = hetero.grads(model.get_parameter(name))
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected.get_parameter(name).grad)
+        found.zero_()  # a copy
+    weight, none, one = hetero.grads([model.last.weight, model.unused.weight, model.unused.bias])
+    assert weight.any()
+    assert none is None
+    assert torch.equal(one, torch.ones(8))
+    optimizer.engine.close()
+
+
+def test_gradients_are_read_unscaled(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path, "fp16", initial_loss_scale=1024.0)
+    expected, _ = plain(torch.float16)
+    optimizer.backward(loss_of(model))
+    (loss_of(expected) * 1024).backward()
+    for grad, param in zip(hetero.grads(model.parameters()), expected.parameters(), strict=True):
+        assert grad is None if param.grad is None else torch.equal(grad, param.grad.float() / 1024)
+    optimizer.engine.close()
+
+
+def test_parameters_made_by_a_net_that_is_dropped_without_close_are_freed(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """nothing_left fails if a placeholder in .grad keeps its parameter alive."""
+    model, _ = managed(settings, tmp_path)
+    loss_of(model).backward()
+    assert isinstance(model, Net)

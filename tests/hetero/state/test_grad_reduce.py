@@ -1,0 +1,323 @@
+"""Gradients of ranks that are threads: any arrivals, in any order, become the plain mean."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
+from hetero.ranks.messages import Failures, Peers
+from hetero.state.grad_reduce import Buckets
+from hetero.state.grads import Grads
+from hetero.state.homes import Homes
+from hetero.state.managed_param import ManagedParam
+from offload.device.backend import CpuBackend, EmulatedBackend
+from offload.device.grad_offload import BUFFERS, Drain
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.slot_pool import SlotPool
+from offload.memory.tiers import Account, Tier
+
+FP32 = Dtypes("fp32", grad="fp32")
+PATIENCE_S = 5.0
+
+
+class Network:
+    """Messages between threads. A send is complete when its bytes were copied, as gloo's is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._sends: dict[Any, list[Any]] = {}
+        self._receives: dict[Any, list[Any]] = {}
+        self.broken: BaseException | None = None
+
+    def post(self, key: Any, tensor: torch.Tensor, sends: bool) -> Any:
+        """A work whose wait() returns when it has met its counterpart."""
+        mine, theirs = (self._sends, self._receives) if sends else (self._receives, self._sends)
+        done = [False]
+        with self._lock:
+            waiting = theirs.get(key)
+            if waiting:
+                other, other_done = waiting.pop(0)
+                source, target = (tensor, other) if sends else (other, tensor)
+                assert source.numel() == target.numel(), (key, source.numel(), target.numel())
+                target.copy_(source)
+                done[0] = other_done[0] = True
+                self._lock.notify_all()
+            else:
+                mine.setdefault(key, []).append((tensor, done))
+        snapshot = tensor.clone() if sends else None
+
+        def wait(timeout: Any = None) -> None:
+            with self._lock:
+                if not self._lock.wait_for(lambda: done[0] or self.broken, PATIENCE_S):
+                    raise RuntimeError(f"timed out: {key}")
+                if not done[0]:
+                    raise RuntimeError(f"another rank failed: {self.broken!r}")
+            if snapshot is not None:
+                assert torch.equal(snapshot, tensor), f"changed on its way: {key}"
+
+        return SimpleNamespace(wait=wait)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all waits."""
+        with self._lock:
+            self.broken = self.broken or error
+            self._lock.notify_all()
+
+
+class ThreadGroup:
+    """What Peers uses of a process group."""
+
+    def __init__(self, network: Network, name: Any, rank: int) -> None:
+        self._network, self._name, self._rank = network, name, rank
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._network.post((self._name, self._rank, peer, tag), tensors[0], True)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._network.post((self._name, peer, self._rank, tag), tensors[0], False)
+
+
+class ThreadPeers(Peers):
+    """Peers whose ranks are threads."""
+
+    def __init__(self, network: Network, name: Any, ranks: list[int], me: int) -> None:
+        self._network, self._name, self._me = network, name, me
+        super().__init__(ranks, PATIENCE_S, Failures())
+
+    def _world_rank(self) -> int:
+        return self._me
+
+    def _connect(self) -> tuple[Any, Any]:
+        return ThreadGroup(self._network, self._name, self.rank), None
+
+
+def peers_of(network: Network, name: Any, ranks: list[int], me: int) -> Peers | None:
+    return ThreadPeers(network, name, ranks, me) if len(ranks) > 1 else None
+
+
+@dataclass
+class Rank:
+    """One rank's buckets and the gradients they end in."""
+
+    layout: Layout
+    members: list[ManagedParam]
+    buckets: Buckets
+    homes: Homes
+    pool: SlotPool | None
+
+    def arrive(self, index: int, value: float) -> None:
+        """As GradHook does."""
+        m = self.members[index]
+        accumulate = m.has_grad
+        m.param.grad = None
+        self.buckets.add(m, torch.full(m.param.shape, value), accumulate)
+
+    def gradient(self, index: int) -> torch.Tensor:
+        """This rank's part."""
+        m = self.members[index]
+        return self.homes.shard(m.chunk)[m.in_shard(self.layout)[0]].clone()
+
+
+def make_rank(
+    network: Network,
+    rank: int,
+    shape: tuple[int, int],
+    stage: int,
+    numels: list[int],
+    spare: int,
+) -> Rank:
+    replicas, shards = shape
+    table = [[r * shards + s for s in range(shards)] for r in range(replicas)]
+    mine = table[rank // shards]
+    across = [row[rank % shards] for row in table]
+    everyone = peers_of(network, "everyone", list(range(replicas * shards)), rank)
+    world = SimpleNamespace(
+        everyone=everyone,
+        shard=everyone if replicas == 1 else peers_of(network, ("shard", mine[0]), mine, rank),
+        replicas=peers_of(network, ("replicas", across[0]), across, rank),
+        size=replicas * shards,
+    )
+    shard = Shard(rank % shards, shards, stage >= 2, stage >= 3, replicas)
+    specs = [ParamSpec(i, f"p{i}", n, True) for i, n in enumerate(numels)]
+    layout = pack(specs, shard.slot_multiple, shard)
+    ledger = Ledger(dict.fromkeys(Tier))
+    slot_bytes = layout.slot_numel * 4
+    grad_bytes = slot_bytes // (shards if stage >= 2 else 1)
+    homes = Homes(
+        layout, [Tier.HOST] * len(layout.chunks), grad_bytes, torch.float32, ledger,
+        Account.GRAD, CpuBackend(), stage < 2,
+    )  # fmt: skip
+    grads = Grads(layout, FP32, homes, None, {})
+    members = [
+        ManagedParam(torch.nn.Parameter(torch.zeros(s.param.numel)), c, s, torch.float32)
+        for c in layout.chunks
+        for s in c.slices
+    ]
+    members.sort(key=lambda m: m.slice.param.index)
+    for m in members:
+        grads.add_member(m)
+    longest = max(c.slots for c in layout.chunks)
+
+    def slots(count: int) -> SlotPool:
+        return SlotPool(HostArena(count, slot_bytes, ledger, Account.BUCKET), count)
+
+    pool = slots(longest + spare) if stage >= 2 else None
+    between = HostArena(longest, slot_bytes // shards, ledger, Account.BUCKET)
+    buckets = Buckets(
+        layout, members, world, torch.float32, homes, pool, slots(longest + spare),
+        between if replicas > 1 else None, grads,
+    )  # fmt: skip
+    return Rank(layout, members, buckets, homes, pool)
+
+
+def on_ranks(count: int, function: Callable[[int], Any], network: Network) -> list[Any]:
+    results: queue.Queue[Any] = queue.Queue()
+
+    def run(rank: int) -> None:
+        try:
+            results.put((rank, function(rank), None))
+        except BaseException as error:
+            results.put((rank, None, error))
+            network.fail(error)
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(count)]
+    for thread in threads:
+        thread.start()
+    found = [results.get(timeout=2 * PATIENCE_S) for _ in threads]
+    for _, _, error in found:
+        if error is not None:
+            raise error
+    return [result for _, result, _ in sorted(found, key=lambda f: f[0])]
+
+
+# A rank's backward: arrivals, by index. A step: backwards as (held, arrivals per rank); whether
+# gradients are cleared before one of them, on all ranks and after the same arrivals; more of it.
+PARAMS = 7
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> dict[str, Any]:
+    shape = draw(st.sampled_from([(1, 2), (1, 4), (2, 1), (2, 2)]))
+    world = shape[0] * shape[1]
+    multiple = Shard(0, shape[1], replicas=shape[0]).slot_multiple
+    # From two parameters in a chunk to a chunk of two slots.
+    sizes = [multiple // 4, multiple // 2, multiple, 2 * multiple - 3, 5]
+    numels = draw(st.lists(st.sampled_from(sizes), min_size=PARAMS, max_size=PARAMS))
+    arrivals = st.lists(st.integers(0, PARAMS - 1), max_size=10)
+    steps = []
+    for _ in range(draw(st.integers(1, 3))):
+        backwards = []
+        for _ in range(draw(st.integers(1, 3))):
+            if draw(st.booleans()):
+                order = draw(st.permutations(range(PARAMS)))
+                own = [list(order)] * world
+            else:
+                own = [draw(arrivals) for _ in range(world)]
+            backwards.append((draw(st.integers(0, 3)) == 0, own))
+        cleared = None
+        if draw(st.booleans()):
+            order = draw(st.permutations(range(PARAMS)))
+            cleared = order[: draw(st.integers(0, PARAMS))]
+        steps.append((cleared, backwards, draw(st.booleans())))
+    return {
+        "shape": shape,
+        "stage": draw(st.sampled_from([1, 2])),
+        "numels": numels,
+        "spare": draw(st.integers(0, 2)),
+        "steps": steps,
+    }
+
+
+def run_program(program: dict[str, Any]) -> None:
+    shape, steps = program["shape"], program["steps"]
+    world = shape[0] * shape[1]
+    held_anywhere = any(held for _, backwards, _ in steps for held, _ in backwards)
+    # Inside no_sync() buckets are kept whole, beyond the pool; that is another test's matter.
+    spare = 2 * PARAMS + 2 if held_anywhere else program["spare"]
+    network = Network()
+
+    def body(rank: int) -> None:
+        one = make_rank(network, rank, shape, program["stage"], program["numels"], spare)
+        expected: list[float | None] = [None] * PARAMS
+        stamp = 0
+        for number, (cleared, backwards, keep) in enumerate(steps):
+            if cleared is not None:  # a backward that failed at the same place on all ranks
+                for index in cleared:
+                    one.arrive(index, 1000.0 + rank)
+                for m in one.members:
+                    m.param.grad = None
+                expected = [None] * PARAMS
+            for held, arrivals in backwards:
+                for index in range(PARAMS):
+                    total = sum(
+                        world * (2.0**r) * (stamp + 1) * a.count(index)
+                        for r, a in enumerate(arrivals)
+                    )
+                    if any(index in a for a in arrivals):
+                        expected[index] = (expected[index] or 0.0) + total / world
+                if held:
+                    with one.buckets.no_sync():
+                        for index in arrivals[rank]:
+                            one.arrive(index, world * 2.0**rank * (stamp + 1))
+                else:
+                    for index in arrivals[rank]:
+                        one.arrive(index, world * 2.0**rank * (stamp + 1))
+                stamp += 1
+            # Without force a rank that has older gradients and no new ones would not come.
+            one.buckets.settle(force=number % 2 == 0 or steps[number - 1][2])
+            one.buckets.settle(force=False)
+            for index, value in enumerate(expected):
+                assert one.members[index].has_grad == (value is not None), (number, index)
+                if value is not None:
+                    found = one.gradient(index)
+                    assert torch.equal(found, torch.full_like(found, value)), (number, index)
+            if one.pool is not None:
+                assert not any(one.pool._taken), "a bucket was not given back"
+            if not keep:
+                for m in one.members:
+                    m.param.grad = None
+                expected = [None] * PARAMS
+
+    on_ranks(world, body, network)
+
+
+@given(programs())
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_arrivals_become_the_mean(program: dict[str, Any]) -> None:
+    run_program(program)
+
+
+def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
+    network, shape = Network(), (1, 2)
+    numel = Shard(0, 2).slot_multiple // 2
+
+    def run(rank: int) -> list[torch.Tensor]:
+        made = make_rank(network, rank, shape, 2, [numel, numel], 0)
+        ledger, backend = Ledger(dict.fromkeys(Tier)), EmulatedBackend(20 * numel)
+        buffers = HostArena(BUFFERS, 4096, ledger, Account.BUFFER)
+        drain = made.buckets._drain = Drain(backend, ledger, 1 << 30, buffers)
+        with made.buckets.no_sync():
+            made.arrive(0, 1.0)
+            made.arrive(1, 2.0)
+        if rank == 0:
+            made.members[1].param.grad = None
+        made.buckets.settle(True)
+        found = [made.gradient(index) for index in (0, 1)]
+        drain.close()
+        backend.close()
+        return found
+
+    found = on_ranks(2, run, network)
+    assert torch.cat([one for one, _ in found]).eq(1).all()
+    assert torch.cat([other for _, other in found]).eq(1).all()  # the mean of 0 and 2

@@ -1,0 +1,205 @@
+"""offload/cuda, offload/device_arena: streams in any order that events allow, and leases."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.device.cuda_backend import CudaBackend
+from offload.device.device_arena import DeviceArena, PinnedArena
+from offload.errors import BudgetError
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
+from offload.profile.measure_cuda import measure_cuda
+from tests.support.native.fake_cuda import FakeRuntime
+from tests.support.training.planning import make_profile
+
+SLOT = 4096
+
+
+def make(slots: int = 3, **options: object) -> tuple[FakeRuntime, CudaBackend, DeviceArena]:
+    runtime = FakeRuntime(pinnable=False, eager=False, **options)  # type: ignore[arg-type]
+    backend = CudaBackend(runtime)
+    arena = backend.arena(slots, SLOT, Ledger({}), Account.GATHERED)
+    assert isinstance(arena, DeviceArena)
+    return runtime, backend, arena
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 1 << 32), length=st.integers(20, 200), several=st.booleans())
+def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool) -> None:
+    """Slots are fetched to, leased, used by work that is given, and let go; streams run anyhow."""
+    chance = random.Random(seed)
+    runtime, backend, arena = make()
+    computes = [runtime.compute, *([runtime.new_stream()] if several else [])]
+    content: dict[int, int] = {}  # slot -> what was fetched there last
+    views: dict[int, list[torch.Tensor]] = {slot: [] for slot in range(arena.slots)}
+    drained: list[tuple[torch.Tensor, int]] = []
+    wrong: list[str] = []
+
+    def use(view: torch.Tensor, expected: int) -> None:
+        if not bool((view == expected).all()):
+            wrong.append(f"{view[0]} instead of {expected}")
+
+    for turn in range(length):
+        slot = chance.randrange(arena.slots)
+        runtime.compute = chance.choice(computes)
+        what = chance.random()
+        if what < 0.35 and not views[slot]:
+            value = turn % 251 + 1
+            source = torch.full((SLOT,), value, dtype=torch.uint8)
+            backend.fetch(arena.view(slot, 1, torch.uint8), source)
+            content[slot] = value
+        elif what < 0.6 and slot in content:
+            views[slot].append(arena.view(slot, 1, torch.uint8, leased=True))
+            # The work has the memory, not the lease: that ends on the host while work is waiting.
+            alias = torch.from_dlpack(arena.memory.export(slot * SLOT, SLOT))
+            expected = content[slot]
+            runtime.give(runtime.compute, lambda a=alias, e=expected: use(a, e))
+            if chance.random() < 0.3:
+                into = torch.zeros(SLOT, dtype=torch.uint8)
+                backend.drain(into, alias, backend.mark())
+                drained.append((into, expected))
+                # What is drained is kept until it is there; so the slot stays leased in truth.
+                runtime.wait(runtime.compute, runtime.record(backend._draining))
+        elif what < 0.8 and views[slot]:
+            views[slot].pop(chance.randrange(len(views[slot])))
+        else:
+            for _ in range(chance.randrange(4)):
+                runtime.step(chance.choice(runtime.streams))
+    runtime.synchronize_all()
+    assert not wrong
+    assert all(bool((into == expected).all()) for into, expected in drained)
+    views.clear()
+    arena.close()
+    backend.close()
+
+
+def test_a_fetch_waits_for_work_with_what_is_there() -> None:
+    runtime, backend, arena = make(1)
+    seen: list[int] = []
+    for value in (1, 2):
+        backend.fetch(arena.view(0, 1, torch.uint8), torch.full((SLOT,), value, dtype=torch.uint8))
+        view = arena.view(0, 1, torch.uint8, leased=True)
+        alias = torch.from_dlpack(arena.memory.export(0, SLOT))
+        runtime.give(runtime.compute, lambda a=alias: seen.append(int(a[0])))
+        del view
+    while runtime.step(backend._fetching):
+        pass
+    assert seen == []  # the second copy waits for work with the first, which waits for its copy
+    runtime.synchronize_all()
+    assert seen == [1, 2]
+
+
+def test_a_fetch_to_a_slot_that_was_not_used_waits_for_nothing() -> None:
+    runtime, backend, arena = make(2)
+    runtime.give(runtime.compute, lambda: None)
+    copy = backend.fetch(arena.view(1, 1, torch.uint8), torch.full((SLOT,), 7, dtype=torch.uint8))
+    while runtime.step(backend._fetching):
+        pass
+    assert copy.done()
+    assert runtime.synchronized == 0
+    runtime.synchronize_all()
+
+
+def test_leases_count_views() -> None:
+    _, backend, arena = make(2)
+    view = arena.view(0, 2, torch.bfloat16, leased=True)
+    assert view.numel() == SLOT
+    assert arena.live_views() == 1
+    other = view[5:]
+    del view
+    assert arena.live_views() == 1
+    del other
+    assert arena.live_views() == 0
+    arena.close()
+    backend.close()
+
+
+def test_views_outlive_the_arena() -> None:
+    runtime, _, arena = make(1)
+    view = arena.view(0, 1, torch.uint8, leased=True)
+    view.fill_(3)
+    runtime.synchronize_all()
+    arena.close()
+    arena.close()
+    assert bool((view == 3).all())
+
+
+def test_the_device_is_charged_from_the_start_and_refused_with_numbers() -> None:
+    runtime = FakeRuntime(total=1 << 20)
+    ledger = Ledger({Tier.DEVICE: 2 << 20})
+    backend = CudaBackend(runtime)
+    arena = backend.arena(2, SLOT, ledger, Account.PARAM)
+    assert ledger.used(Tier.DEVICE, Account.PARAM) == 2 * SLOT
+    arena.commit(0, 2)
+    arena.decommit(0, 2)
+    assert ledger.used(Tier.DEVICE, Account.PARAM) == 2 * SLOT
+    with pytest.raises(BudgetError, match=r"the device has no room for 1.4 MiB \(grad\)"):
+        backend.arena(350, SLOT, ledger, Account.GRAD)
+    with pytest.raises(BudgetError, match="would pass the device budget"):
+        backend.arena(1000, SLOT, ledger, Account.GRAD)
+    assert ledger.used(Tier.DEVICE, Account.GRAD) == 0
+    arena.close()
+    assert ledger.in_use_bytes["device"] == 0
+
+
+class TestPinned:
+    @pytest.fixture
+    def runtime(self) -> FakeRuntime:
+        return FakeRuntime()
+
+    def arena(self, runtime: FakeRuntime, slots: int) -> PinnedArena:
+        return PinnedArena(runtime, [], slots, SLOT, Ledger({}), Account.PARAM)
+
+    def ranges(self, runtime: FakeRuntime, arena: PinnedArena) -> list[tuple[int, int]]:
+        base = arena.address(0)
+        return sorted(((a - base) // SLOT, n // SLOT) for a, n in runtime.pinned.items())
+
+    def test_what_is_committed_at_once_is_one_range(self, runtime: FakeRuntime) -> None:
+        arena = self.arena(runtime, 8)
+        assert runtime.pinned == {}
+        arena.commit(2, 3)
+        arena.commit(2, 3)
+        assert self.ranges(runtime, arena) == [(2, 3)]
+        arena.commit(0, 8)
+        assert self.ranges(runtime, arena) == [(0, 2), (2, 3), (5, 3)]
+        arena.close()
+        assert runtime.pinned == {}
+
+    def test_what_is_given_back_is_not_pinned(self, runtime: FakeRuntime) -> None:
+        arena = self.arena(runtime, 8)
+        arena.commit(0, 8)
+        arena.decommit(3, 2)
+        assert self.ranges(runtime, arena) == [(0, 3), (5, 3)]
+        arena.commit(4)
+        assert self.ranges(runtime, arena) == [(0, 3), (4, 1), (5, 3)]
+        arena.close()
+        assert runtime.pinned == {}
+
+
+def test_a_device_is_measured() -> None:
+    runtime = FakeRuntime()
+    found = measure_cuda(runtime, copy_bytes=SLOT, numel=4096, shapes=((16, 16, 16),), devices=1)
+    profile = make_profile(**found)
+    assert profile.separate
+    assert profile.device_bytes == runtime.total
+    assert set(profile.device_update_bytes_per_s or {}) == {"bf16", "fp16", "fp32"}
+    assert runtime.pinned == {}
+
+
+def test_an_arena_that_finds_no_room_has_no_slots() -> None:
+    runtime = FakeRuntime(total=1 << 20)
+    ledger = Ledger({Tier.DEVICE: None})
+    arena = DeviceArena(runtime, 2, 4096, ledger, Account.GATHERED)
+    with pytest.raises(BudgetError, match="the device has no room"):
+        arena.resize(1 << 10)
+    assert (arena.slots, arena.is_open, arena.slot_of(4096)) == (0, False, None)
+    assert ledger.in_use_bytes["device"] == 0
+    arena.resize(3)
+    assert ledger.in_use_bytes["device"] == 3 * 4096
+    arena.close()

@@ -1,0 +1,403 @@
+"""offload/fetching: chunks come to the device from RAM and from the file, and nothing hangs."""
+
+import errno
+import gc
+import tempfile
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload import _native
+from offload.cache.slot_cache import SlotCache
+from offload.cache.use_order import UseOrder
+from offload.device.backend import EmulatedBackend
+from offload.device.fetching import Fetch, Fetching
+from offload.device.staging import SharedCache, Staged
+from offload.disk.backing import Extent, FileBacking
+from offload.disk.scratch_file import ScratchFile, Transfers
+from offload.errors import BudgetError
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
+
+SLOT = 8192
+PAGE = 4096
+UINT8 = torch.uint8
+FAST = 1e11
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(
+        0, 256, (nbytes,), dtype=UINT8, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+class Rig:
+    """Chunks of `runs` slots; those in `at_home` are in RAM for good, the others in a file."""
+
+    def __init__(
+        self,
+        device_slots: int,
+        host_slots: int,
+        runs: list[int],
+        at_home: tuple[int, ...] = (),
+        rate: float = FAST,
+        patience_s: float = 0.0,
+    ) -> None:
+        self.ledger = Ledger({Tier.HOST: host_slots * SLOT, Tier.DEVICE: device_slots * SLOT})
+        self.engine = _native.IoEngine("threads", threads=1)
+        self.scratch = ScratchFile(tempfile.gettempdir(), self.ledger, Account.FILE)
+        self.transfers = Transfers(self.engine, self.scratch)
+        self.runs = dict(enumerate(runs))
+        self.used = {chunk: run * SLOT - PAGE * (chunk % 2) for chunk, run in self.runs.items()}
+        self.homes = {chunk: self.want(chunk) for chunk in at_home}
+        extents = {
+            chunk: Extent(self.scratch.reserve(run * SLOT), run * SLOT, run)
+            for chunk, run in self.runs.items()
+        }
+        for chunk, extent in extents.items():
+            whole = torch.from_dlpack(_native.Arena(extent.nbytes).export(0, extent.nbytes))
+            whole[: self.used[chunk]] = self.want(chunk)
+            self.scratch.write_from(memoryview(whole.numpy()), extent.offset)
+        self.host = HostArena(host_slots, SLOT, self.ledger, Account.SHARD)
+        self.host_cache = SlotCache(
+            self.host,
+            FileBacking(self.host, self.transfers, extents),
+            self.runs,
+            UseOrder(),
+            "chunk {}".format,
+        )
+        self.shared = SharedCache(self.host_cache, UINT8)
+        self.backend = EmulatedBackend(rate)
+        self.arena = self.backend.arena(device_slots, SLOT, self.ledger, Account.GATHERED)
+        self.fetching = Fetching(self.arena, self.backend, self, self.runs, self.used, patience_s)
+        self.order = UseOrder()
+        self.cache = SlotCache(self.arena, self.fetching, self.runs, self.order, "chunk {}".format)
+
+    # What a Source is
+
+    def home(self, chunk: int) -> torch.Tensor | None:
+        return self.homes.get(chunk)
+
+    def start(self, chunk: int) -> Staged | None:
+        return self.shared.start(chunk)
+
+    def no_room(self, chunk: int) -> Exception:
+        return self.shared.no_room(chunk)
+
+    def want(self, chunk: int) -> torch.Tensor:
+        return pattern(self.used[chunk], chunk)
+
+    def use(self, chunk: int) -> torch.Tensor:
+        self.order.note(chunk)
+        self.cache.get(chunk)
+        return self.cache.tensor(chunk, UINT8)[: self.used[chunk]]
+
+    def learn(self, *chunks: int) -> None:
+        for chunk in chunks:
+            self.order.note(chunk)
+        self.order.end_step()
+
+    def stall_file(self, milliseconds: int) -> None:
+        """Keeps reads in flight for about that long."""
+        self.engine.inject("read", 0, error=errno.EAGAIN, count=milliseconds)
+
+    def staged(self) -> int:
+        return self.host.live_views()
+
+    def close(self) -> None:
+        self.cache.close()
+        self.fetching.close()
+        self.host_cache.close()
+        self.backend.close()
+        self.transfers.close()
+        self.engine.close()
+        self.scratch.close()
+        self.arena.close()
+        self.host.close()
+        assert set(self.ledger.in_use_bytes.values()) == {0}
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_chunks_come_from_ram_and_from_the_file(rig):
+    r = rig(2, 1, [1, 1, 1, 1], at_home=(1, 2))
+    for chunk in (0, 1, 2, 3, 0):
+        assert torch.equal(r.use(chunk), r.want(chunk))
+    assert r.backend.h2d_bytes == sum(r.used[chunk] for chunk in (0, 1, 2, 3, 0))
+    assert r.backend.d2h_bytes == 0
+    assert r.engine.stats["reads"] == 3  # chunk 3 took the slot of 0
+
+
+def test_what_is_on_the_device_is_not_fetched_again(rig):
+    r = rig(2, 1, [1, 1])
+    for chunk in (0, 1, 0, 1):
+        assert torch.equal(r.use(chunk), r.want(chunk))
+    assert r.backend.h2d_bytes == r.used[0] + r.used[1]
+
+
+def test_memory_of_each_tier_is_charged(rig):
+    r = rig(3, 2, [2, 1])
+    r.use(0)
+    assert r.ledger.used(Tier.DEVICE, Account.GATHERED) == 2 * SLOT
+    assert r.ledger.used(Tier.HOST, Account.SHARD) == 2 * SLOT
+    r.use(1)
+    assert r.ledger.used(Tier.DEVICE, Account.GATHERED) == 3 * SLOT
+
+
+def test_the_slot_in_ram_is_free_when_the_copy_is_done(rig):
+    r = rig(2, 1, [1, 1])
+    lease = r.use(0)
+    assert r.staged() == 0
+    again = r.use(1)
+    assert torch.equal(lease, r.want(0))
+    assert torch.equal(again, r.want(1))
+
+
+def test_prefetch_goes_on_while_compute_does_something_else(rig):
+    r = rig(4, 1, [1, 1, 1, 1])
+    r.learn(0, 1, 2, 3)
+    r.cache.prefetch(4)
+    until(lambda: r.backend.h2d_bytes == sum(r.used.values()))  # through a single slot in RAM
+    until(lambda: r.staged() == 0)
+    reads = r.engine.stats["reads"]
+    for chunk in range(4):
+        assert torch.equal(r.use(chunk), r.want(chunk))
+    assert r.engine.stats["reads"] == reads
+
+
+def test_starting_a_prefetch_does_not_wait_for_the_file(rig):
+    r = rig(3, 2, [1, 1, 1])
+    r.learn(0, 1, 2)
+    r.stall_file(300)
+    r.cache.prefetch(3)
+    assert r.engine.stats["reads"] == 0  # it has returned before any was done
+    assert r.engine.stats["in_flight"] > 0
+    for chunk in range(3):
+        assert torch.equal(r.use(chunk), r.want(chunk))
+
+
+def test_ram_s_chunks_pass_those_that_wait_for_the_file(rig):
+    r = rig(2, 1, [1, 1], at_home=(1,))
+    r.learn(0, 1)
+    r.stall_file(500)
+    r.cache.prefetch(1)
+    assert torch.equal(r.use(1), r.want(1))
+    assert r.engine.stats["reads"] == 0
+
+
+def test_a_demand_fetch_is_next(rig):
+    """The others are queued for the single slot in RAM, which chunk 0 holds."""
+    r = rig(5, 1, [1] * 5)
+    r.learn(0, 1, 2, 3, 4)
+    staged = []
+    start = r.shared.start
+
+    def watched(chunk: int) -> Staged | None:
+        found = start(chunk)
+        if found is not None:
+            staged.append(chunk)
+        return found
+
+    r.shared.start = watched
+    r.stall_file(100)
+    r.cache.prefetch(4)
+    assert torch.equal(r.use(4), r.want(4))
+    assert staged[:2] == [0, 4]
+    for chunk in (1, 2, 3, 0):
+        assert torch.equal(r.use(chunk), r.want(chunk))
+
+
+def test_what_is_dropped_is_not_fetched(rig):
+    r = rig(3, 1, [1, 1, 1], rate=100_000)  # a chunk takes 80 ms
+    r.learn(0, 1, 2)
+    r.cache.prefetch(3)
+    for chunk in (2, 1, 0):
+        r.cache.drop(chunk)
+    until(lambda: r.staged() == 0)
+    assert r.backend.h2d_bytes < SLOT
+    assert torch.equal(r.use(1), r.want(1))
+
+
+def test_a_chunk_dropped_while_it_is_read_can_be_fetched_again(rig):
+    r = rig(2, 1, [1, 1])
+    for _ in range(5):
+        r.learn(0)
+        r.stall_file(20)
+        r.cache.prefetch(1)
+        r.cache.drop(0)
+        assert torch.equal(r.use(0), r.want(0))
+        r.cache.drop(0)
+
+
+def test_no_room_in_ram_is_an_error_with_numbers(rig):
+    r = rig(2, 1, [1, 1])
+    held = r.shared.get(0)  # somebody else's, who does not let go
+    with pytest.raises(BudgetError, match="no room for chunk 1: it needs 1 .* 1 of 1 are held"):
+        r.use(1)
+    del held
+    assert torch.equal(r.use(1), r.want(1))
+
+
+def test_room_in_ram_is_waited_for(rig):
+    r = rig(2, 1, [1, 1], patience_s=30.0)
+    held = [r.shared.get(0)]
+    timer = threading.Timer(0.05, held.clear)
+    timer.start()
+    assert torch.equal(r.use(1), r.want(1))
+    timer.join()
+
+
+def test_room_that_fetches_take_is_waited_for(rig):
+    r = rig(2, 1, [1, 1])
+    r.learn(0)
+    r.stall_file(100)
+    r.cache.prefetch(1)
+    assert torch.equal(r.shared.get(1)[: r.used[1]], r.want(1))
+    assert torch.equal(r.use(0), r.want(0))
+
+
+def test_a_drop_that_was_interrupted_is_made_up_for(rig, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    r = rig(2, 1, [1, 1])
+    for settle in (False, True):
+        r.learn(0)
+        r.stall_file(50)
+        r.cache.prefetch(1)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Fetch, "wait", interrupted)
+            r.cache.drop(0)
+        if settle:
+            r.cache.settle()
+        assert torch.equal(r.use(0), r.want(0))
+        r.cache.drop(0)
+        r.shared.drop(0)
+
+
+def test_no_room_on_the_device_names_its_budget(rig):
+    r = rig(1, 1, [1, 1])
+    held = r.use(0)
+    with pytest.raises(BudgetError, match="raise device_memory by 8"):
+        r.use(1)
+    del held
+    r.use(1)
+
+
+@pytest.mark.parametrize("at_home", [(), (0, 1, 2)])
+def test_a_failing_link_is_an_error_and_no_end(rig, at_home):
+    r = rig(3, 1, [1, 1, 1], at_home=at_home)
+    r.backend.link.inject("h2d", 0)
+    with pytest.raises(_native.NativeLinkError, match="host to device"):
+        r.use(0)
+    assert torch.equal(r.use(0), r.want(0))
+    r.backend.link.inject("h2d", 0)
+    r.learn(1, 2)
+    r.cache.prefetch(2)
+    with pytest.raises(_native.NativeLinkError):
+        r.use(1)
+    for chunk in (1, 2):
+        assert torch.equal(r.use(chunk), r.want(chunk))
+    assert r.staged() == 0
+
+
+def test_a_failing_file_is_an_error_and_no_end(rig):
+    r = rig(3, 1, [1, 1, 1])
+    r.engine.inject("read", 0, error=errno.EIO)
+    with pytest.raises(_native.NativeIoError, match="read of"):
+        r.use(0)
+    assert torch.equal(r.use(0), r.want(0))
+    r.engine.inject("read", 0, error=errno.EIO)
+    r.learn(1, 2)
+    r.cache.prefetch(2)
+    with pytest.raises(_native.NativeIoError):
+        r.use(1)
+    for chunk in (1, 2):
+        assert torch.equal(r.use(chunk), r.want(chunk))
+
+
+def test_an_error_holds_no_memory(rig):
+    r = rig(2, 1, [1, 1])
+    r.backend.link.inject("h2d", 0)
+    with pytest.raises(OSError, match="host to device") as caught:
+        r.use(0)
+    assert r.staged() == 0
+    assert caught.value.__traceback__ is not None
+    assert r.arena.live_views() == 0
+
+
+def test_closing_does_not_wait_for_a_slow_link(rig):
+    r = rig(3, 1, [1, 1, 1], rate=1000)  # a chunk takes 8 s
+    r.learn(0, 1, 2)
+    r.cache.prefetch(3)
+    until(lambda: r.backend.h2d_bytes > 0)
+    started = time.monotonic()
+    r.close()
+    assert time.monotonic() - started < 6
+    r.close()
+
+
+def test_a_closed_backend_is_an_error(rig):
+    r = rig(2, 1, [1, 1], at_home=(0,))
+    r.backend.close()
+    for chunk in (0, 1):
+        with pytest.raises(RuntimeError, match="the link is closed"):
+            r.use(chunk)
+    assert r.staged() == 0
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_sequence_of_uses(data):
+    """Uses, leases, prefetches, drops and faults in any order: the bytes are right or it raises."""
+    runs = data.draw(st.lists(st.integers(1, 2), min_size=2, max_size=6))
+    at_home = tuple(data.draw(st.sets(st.integers(0, len(runs) - 1))))
+    r = Rig(data.draw(st.integers(2, 6)), data.draw(st.integers(2, 4)), runs, at_home=at_home)
+    chunks = st.integers(0, len(runs) - 1)
+    leases: list[tuple[int, torch.Tensor]] = []
+    faults = 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["use", "use", "keep", "let go", "prefetch", "drop"]))
+        if action in ("use", "keep"):
+            chunk = data.draw(chunks)
+            if data.draw(st.integers(0, 5)) == 0:
+                faults += 1
+                if data.draw(st.booleans()):
+                    r.backend.link.inject("h2d", data.draw(st.integers(0, 2)))
+                else:
+                    r.engine.inject("read", data.draw(st.integers(0, 2)), error=errno.EIO)
+            try:
+                lease = r.use(chunk)
+            except BudgetError:
+                assert leases
+            except OSError:
+                assert faults
+                faults -= 1
+            else:
+                assert torch.equal(lease, r.want(chunk))
+                if action == "keep":
+                    leases.append((chunk, lease))
+                del lease
+        elif action == "let go" and leases:
+            leases.pop()
+        elif action == "prefetch":
+            r.order.end_step()
+            r.cache.prefetch(data.draw(st.integers(1, 4)))
+        elif action == "drop":
+            r.cache.drop(data.draw(chunks))
+        assert all(torch.equal(kept, r.want(chunk)) for chunk, kept in leases)
+    leases.clear()
+    r.close()
+    gc.collect()

@@ -1,0 +1,278 @@
+"""offload/drain: gradients arrive in RAM with the same bits, in order, inside the budget."""
+
+import errno
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.device.backend import EmulatedBackend
+from offload.device.grad_offload import BUFFERS, Drain
+from offload.errors import BudgetError, HeteroError
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
+
+BUFFER = 4096
+FAST = 1e11
+
+
+class Rig:
+    def __init__(self, limit: int = 1 << 20, budget: int | None = None, rate: float = FAST) -> None:
+        self.ledger = Ledger({Tier.DEVICE: budget})
+        self.backend = EmulatedBackend(rate)
+        self.buffers = HostArena(BUFFERS, BUFFER, self.ledger, Account.BUFFER)
+        self.buffers.commit(0, BUFFERS)
+        self.drain = Drain(self.backend, self.ledger, limit, self.buffers)
+
+    def take(self, owner, grad, kept, add=False) -> None:
+        self.drain.take(owner, f"p{owner}", grad, kept, add)
+
+    def wait(self, owner) -> None:
+        self.drain.wait(owner, f"p{owner}")
+
+    def charged(self) -> int:
+        return self.ledger.used(Tier.DEVICE, Account.GRAD_SLOT)
+
+    def close(self) -> None:
+        self.drain.close()
+        self.backend.close()
+        self.buffers.close()
+        assert set(self.ledger.in_use_bytes.values()) == {0}
+
+
+def randn(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("kept_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, pytest.param(1, marks=pytest.mark.extra), 5 * BUFFER + 3])
+def test_bits_are_those_of_copy_and_add(rig, dtype, kept_dtype, numel):
+    r = rig()
+    kept = torch.full((numel + 2,), 7, dtype=kept_dtype)
+    want = kept.clone()
+    for number in range(4):
+        grad = randn(numel, dtype, number)
+        (want[1:-1].add_ if number else want[1:-1].copy_)(grad)
+        r.take(0, grad, kept[1:-1], add=number > 0)
+    r.wait(0)
+    assert same(kept, want)
+    assert r.backend.d2h_bytes == 4 * numel * dtype.itemsize
+    assert r.backend.h2d_bytes == 0
+    assert r.charged() == 0
+
+
+def test_shapes_and_strides(rig):
+    r = rig()
+    base = randn(24, torch.float32)
+    grads = [base.view(4, 6).t(), base[::2].view(3, 4), torch.ones(()).expand(2, 3, 4)]
+    for add in (False, True):
+        for owner, grad in enumerate(grads):
+            kept = torch.ones(grad.shape)
+            want = kept + grad if add else grad.contiguous()
+            r.take(owner, grad, kept, add)
+            r.wait(owner)
+            assert torch.equal(kept, want)
+
+
+def test_a_first_gradient_needs_no_buffer(rig):
+    r = rig()
+    grad, kept = randn(100_000, torch.bfloat16), torch.zeros(100_000, dtype=torch.bfloat16)
+    r.take(0, grad, kept)
+    r.wait(0)
+    assert same(kept, grad)
+    assert r.backend.link.stats["d2h_copies"] == 1
+    r.take(0, grad, kept, add=True)
+    r.wait(0)
+    assert r.backend.link.stats["d2h_copies"] == 1 + -(-200_000 // BUFFER)
+
+
+def test_a_replacing_gradient_does_not_overtake_what_is_added(rig):
+    r = rig(rate=20e6)
+    first, last = randn(4 * BUFFER, torch.float32, 1), randn(4 * BUFFER, torch.float32, 2)
+    for _ in range(5):
+        kept = torch.zeros(4 * BUFFER)
+        r.take(0, first, kept, add=True)
+        r.take(0, last, kept)
+        r.take(0, first, kept, add=True)
+        r.wait(0)
+        assert torch.equal(kept, last + first)
+
+
+def test_the_gradient_lives_until_it_has_arrived(rig):
+    r = rig(rate=1e6)
+    kept = torch.zeros(10_000)
+    r.take(0, torch.ones(10_000), kept)
+    r.take(1, torch.ones(10_000), torch.zeros(10_000), add=True)
+    assert r.charged() == 80_000
+    r.wait(0)
+    assert kept.eq(1).all()
+    r.wait(1)
+    assert r.charged() == 0
+
+
+def test_the_place_is_leased_until_it_has_arrived(rig):
+    r = rig()
+    arena = HostArena(2, 1 << 16, r.ledger, Account.GRAD_SLOT)
+    for slot, add in ((0, False), (1, True)):
+        r.take(slot, torch.ones(1 << 14), arena.view(slot, 1, torch.float32, leased=True), add)
+    for owner in (0, 1):
+        r.wait(owner)
+    assert arena.live_views() == 0
+    arena.close()
+
+
+def test_bytes_under_way_are_limited(rig):
+    r = rig(limit=100_000, budget=100_000, rate=5e6)
+    kept = [torch.zeros(10_000) for _ in range(12)]
+    for owner, place in enumerate(kept):
+        r.take(owner, torch.full((10_000,), float(owner)), place, add=owner % 2 == 1)
+        assert r.charged() <= 100_000
+    for owner, place in enumerate(kept):
+        r.wait(owner)
+        assert place.eq(owner).all()
+    assert r.ledger.peak_bytes["device"] == 80_000
+
+
+def test_one_that_is_larger_than_the_limit_goes_alone(rig):
+    r = rig(limit=1000)
+    kept = [torch.zeros(10_000) for _ in range(3)]
+    for owner, place in enumerate(kept):
+        r.take(owner, torch.ones(10_000), place)
+    for owner in range(3):
+        r.wait(owner)
+    assert r.ledger.peak_bytes["device"] == 40_000
+
+
+def test_one_that_the_budget_cannot_hold_is_refused(rig):
+    r = rig(limit=1000, budget=20_000)
+    kept = torch.zeros(10_000)
+    with pytest.raises(BudgetError, match=r"gradient of p3, 39.1 KiB.* device budget of 19.5 KiB"):
+        r.take(3, torch.ones(10_000), kept)
+    r.wait(3)
+    r.take(3, torch.ones(5_000), kept[:5000])
+    r.wait(3)
+    assert kept[:5000].eq(1).all()
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_failure_is_raised_where_the_gradient_is_needed(rig, add):
+    r = rig()
+    kept, other = torch.zeros(3 * BUFFER), torch.zeros(10)
+    r.backend.link.inject("d2h", 1 if add else 0, error=errno.EIO)
+    r.take(0, torch.ones(3 * BUFFER), kept, add)
+    deadline_s = time.monotonic() + 30  # or the other gradient could be the one that fails
+    while not r.backend.link.stats["d2h_errors"] and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    r.take(1, torch.ones(10), other)
+    r.wait(1)
+    assert other.eq(1).all()
+    for _ in range(2):
+        with pytest.raises(HeteroError, match=r"the gradient of p0 did not arrive.*zero_grad\(\)"):
+            r.wait(0)
+    r.take(0, torch.ones(3 * BUFFER), kept, add=True)
+    with pytest.raises(HeteroError, match="device to host"):
+        r.wait(0)  # a part of it is missing still
+    r.take(0, torch.ones(3 * BUFFER), kept)
+    r.wait(0)
+    assert kept.eq(1).all()
+    assert r.charged() == 0
+
+
+def test_busy_and_wait_one(rig):
+    r = rig(rate=1e6)
+    assert not r.drain.wait_one()
+    for owner in range(3):
+        r.take(owner, torch.ones(5000), torch.zeros(5000))
+    assert r.drain.busy(2)
+    assert r.drain.wait_one()
+    assert not r.drain.busy(0)
+    while r.drain.wait_one():
+        pass
+    assert not r.drain.busy(2)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_closing_drops_what_is_under_way(rig, add):
+    r = rig(rate=1000)  # it would take a minute
+    for owner in range(3):
+        r.take(owner, torch.ones(5000), torch.zeros(5000), add)
+    r.backend.close()
+    r.close()
+    for owner in range(3):
+        with pytest.raises(HeteroError, match="did not arrive"):
+            r.wait(owner)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_closing_waits_for_no_copy(rig, add):
+    r = rig(rate=20_000)  # a gradient takes a second
+    kept = [torch.zeros(5000) for _ in range(3)]
+    for owner, place in enumerate(kept):
+        r.take(owner, torch.ones(5000), place, add)
+    while r.backend.d2h_bytes == 0:
+        time.sleep(0.001)
+    r.close()
+    for place in kept:
+        assert not place.eq(1).all()
+
+
+def test_a_replaced_gradient_may_be_lost(rig):
+    """It is cleared while it is under way, and fails when the next one has been given."""
+    r = rig(rate=1e6)
+    r.take(1, torch.ones(25_000), torch.zeros(25_000))  # keeps the link busy
+    while r.backend.d2h_bytes == 0:
+        time.sleep(0.001)
+    kept = torch.zeros(500)
+    r.backend.link.inject("d2h", 0)
+    r.take(0, torch.ones(500, dtype=torch.bfloat16), kept)
+    r.take(0, torch.full((500,), 2.0, dtype=torch.bfloat16), kept)
+    r.wait(0)
+    assert kept.eq(2).all()
+
+
+def test_what_is_added_to_a_lost_gradient_is_lost(rig):
+    r = rig()
+    kept = torch.zeros(500)
+    r.backend.link.inject("d2h", 0)
+    r.take(0, torch.ones(500), kept)
+    r.take(0, torch.ones(500), kept, add=True)
+    r.drain.settle(0)
+    with pytest.raises(HeteroError, match="did not arrive"):
+        r.wait(0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(DTYPES)), max_size=20
+    ),
+    waits=st.sets(st.integers(0, 19)),
+    kept_dtype=st.sampled_from(DTYPES),
+)
+def test_any_sequence(steps, waits, kept_dtype):
+    r = Rig(limit=50_000, rate=1e9)
+    numels = (1, BUFFER, 3 * BUFFER + 1)
+    kept = [torch.zeros(numel, dtype=kept_dtype) for numel in numels]
+    want = [place.clone() for place in kept]
+    for number, (owner, add, dtype) in enumerate(steps):
+        grad = randn(numels[owner], dtype, number)
+        (want[owner].add_ if add else want[owner].copy_)(grad)
+        r.take(owner, grad, kept[owner], add)
+        if number in waits:
+            r.wait(owner)
+            assert same(kept[owner], want[owner])
+    for owner in range(3):
+        r.wait(owner)
+        assert same(kept[owner], want[owner])
+    r.close()

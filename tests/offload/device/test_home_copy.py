@@ -1,0 +1,104 @@
+"""offload/ferry: homes between DEVICE and RAM or the file, in pieces; failures end all of it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import _native
+from offload.device.backend import EmulatedBackend
+from offload.device.grad_offload import BUFFERS
+from offload.device.home_copy import Ferry
+from offload.disk.scratch_file import ScratchFile, Transfers
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
+
+PAGE = 4096
+BUFFER = 2 * PAGE
+
+
+class Rig:
+    def __init__(self, path: Path) -> None:
+        self.ledger = Ledger(dict.fromkeys(Tier))
+        self.engine = _native.IoEngine("threads", threads=2)
+        self.scratch = ScratchFile(str(path), self.ledger, Account.FILE)
+        self.offset = self.scratch.reserve(64 * PAGE)
+        self.transfers = Transfers(self.engine, self.scratch)
+        self.backend = EmulatedBackend(1e11)
+        self.buffers = HostArena(BUFFERS, BUFFER, self.ledger, Account.LINK)
+        self.buffers.commit(0, BUFFERS)
+        self.ferry = Ferry(self.backend, self.buffers, self.transfers)
+
+    def close(self) -> None:
+        self.backend.close()
+        self.transfers.close()
+        self.engine.close()
+        self.scratch.close()
+        self.buffers.close()
+        assert set(self.ledger.in_use_bytes.values()) == {0}
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+
+
+def randoms(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 4, 5, 6, 7, 32])
+def test_bytes_go_out_and_come_back(rig: Rig, pages: int) -> None:
+    device = randoms(pages * PAGE)
+    ram, back, again = (torch.zeros_like(device) for _ in range(3))
+    rig.ferry.to_ram(device, ram)
+    assert torch.equal(ram, device)
+    rig.ferry.from_ram(ram, back)
+    assert torch.equal(back, device)
+    rig.ferry.to_file(device, rig.offset + PAGE)
+    rig.ferry.from_file(rig.offset + PAGE, again)
+    assert torch.equal(again, device)
+    assert rig.backend.d2h_bytes == rig.backend.h2d_bytes == 2 * len(device)
+
+
+def test_ram_need_not_be_whole_pages(rig: Rig) -> None:
+    device = randoms(3 * BUFFER + 100)
+    ram = torch.zeros_like(device)
+    rig.ferry.to_ram(device, ram)
+    assert torch.equal(ram, device)
+    rig.ferry.from_ram(randoms(0), torch.zeros(0, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("nth", [0, 1, 2, 5])
+@pytest.mark.parametrize("way", ["to_file", "from_file", "to_ram", "from_ram"])
+@pytest.mark.parametrize("side", ["link", "file"])
+def test_a_failure_is_told_and_nothing_is_under_way(
+    rig: Rig, way: str, side: str, nth: int
+) -> None:
+    if side == "file" and way.endswith("ram"):
+        return
+    device, other = randoms(12 * PAGE), torch.zeros(12 * PAGE, dtype=torch.uint8)
+    ends = {
+        "to_file": (device, rig.offset),
+        "from_file": (rig.offset, other),
+        "to_ram": (device, other),
+        "from_ram": (device, other),
+    }[way]
+    if side == "link":
+        rig.backend.link.inject("d2h" if way.startswith("to") else "h2d", nth, error=errno.EIO)
+    else:
+        rig.engine.inject("write" if way.startswith("to") else "read", nth, errno.EIO)
+    with pytest.raises(OSError, match=r"failed|Input/output"):
+        getattr(rig.ferry, way)(*ends)
+    assert rig.engine.stats["in_flight"] == 0
+    rig.buffers.view(0, 1, torch.uint8).fill_(7)  # nobody writes to it any more
+    rig.buffers.view(1, 1, torch.uint8).fill_(7)
+    assert (rig.buffers.view(0, 2, torch.uint8) == 7).all()
+    getattr(rig.ferry, way)(*ends)

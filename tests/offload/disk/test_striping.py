@@ -1,0 +1,500 @@
+"""offload/store over several directories."""
+
+import errno
+import itertools
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from offload import _native
+from offload.disk import bandwidth
+from offload.disk import scratch_file as store
+from offload.disk.bandwidth import AREA_BYTES, measure_rates
+from offload.disk.directories import check_directories, free_bytes, total_free_bytes
+from offload.disk.file_member import MemberFile
+from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
+from offload.errors import BudgetError, StoreError
+from offload.memory.ledger import Ledger
+from offload.memory.sizes import PAGE_BYTES
+from offload.memory.tiers import Account, Tier
+from tests.support.native.io_tools import NO_URING
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def directories(tmp_path):
+    made = [tmp_path / name for name in "abc"]
+    for directory in made:
+        directory.mkdir()
+    return [str(directory) for directory in made]
+
+
+@pytest.fixture
+def ledger():
+    return Ledger({Tier.DISK: 256 * MIB})
+
+
+@pytest.fixture
+def scratch(directories, ledger):
+    made = ScratchFile(directories, ledger, Account.RECORD)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine():
+    made, _ = make_io_engine("auto", 3)
+    yield made
+    made.close()
+
+
+def memory_of(nbytes: int) -> tuple[int, torch.Tensor]:
+    arena = _native.Arena(nbytes)
+    tensor = torch.from_dlpack(arena.export(0, nbytes))
+    return arena.address, tensor.random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def sizes(scratch: ScratchFile) -> list[int]:
+    return [os.fstat(member.fd).st_size for member in scratch.members]
+
+
+class TestSpace:
+    def test_each_directory_holds_its_share(self, scratch, ledger):
+        assert scratch.reserve(9 * MIB) == 0
+        assert scratch.reserve(MIB // 2) == 9 * MIB
+        assert sizes(scratch) == [3 * MIB + MIB // 2, 3 * MIB, 3 * MIB]
+        blocks = [os.fstat(member.fd).st_blocks * 512 for member in scratch.members]
+        assert all(b >= s for b, s in zip(blocks, sizes(scratch), strict=True))
+        assert scratch.nbytes == ledger.used(Tier.DISK, Account.RECORD) == 9 * MIB + MIB // 2
+
+    def test_nothing_has_a_name(self, scratch, directories):
+        scratch.reserve(3 * MIB)
+        assert [os.listdir(directory) for directory in directories] == [[], [], []]
+
+    def test_close_gives_everything_back(self, directories, ledger):
+        before = descriptors()
+        scratch = ScratchFile(directories, ledger, Account.RECORD)
+        scratch.reserve(9 * MIB)
+        assert descriptors() == before + 3
+        scratch.close()
+        scratch.close()
+        assert descriptors() == before
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        with pytest.raises(StoreError, match="closed"):
+            scratch.read_into(memoryview(bytearray(PAGE_BYTES)), 0)
+
+    def test_the_capacity_is_of_all_together(self, directories):
+        scratch = ScratchFile(directories, Ledger({Tier.DISK: 8 * MIB}), Account.RECORD)
+        scratch.reserve(8 * MIB)
+        with pytest.raises(BudgetError, match="disk"):
+            scratch.reserve(1)
+        scratch.close()
+
+    def test_a_member_that_cannot_grow_is_named_and_the_others_shrink_again(
+        self, scratch, ledger, directories, monkeypatch
+    ):
+        scratch.reserve(3 * MIB)
+        real = os.posix_fallocate
+
+        def failing(fd, offset, nbytes):
+            if fd == scratch.members[1].fd:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(fd, offset, nbytes)
+
+        monkeypatch.setattr(os, "posix_fallocate", failing)
+        with pytest.raises(StoreError, match=r"cannot reserve 2\.0 MiB") as refusal:
+            scratch.reserve(6 * MIB)
+        assert refusal.value.errno == errno.ENOSPC
+        assert refusal.value.filename == directories[1]
+        assert sizes(scratch) == [MIB, MIB, MIB]
+        assert scratch.nbytes == ledger.used(Tier.DISK, Account.RECORD) == 3 * MIB
+        monkeypatch.undo()
+        assert scratch.reserve(6 * MIB) == 3 * MIB
+        assert sizes(scratch) == [3 * MIB] * 3
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+    def test_an_interrupted_reservation_leaves_nothing(self, scratch, ledger, monkeypatch, error):
+        scratch.reserve(3 * MIB)
+        real = os.posix_fallocate
+
+        def interrupted(fd, offset, nbytes):
+            if fd == scratch.members[1].fd:
+                raise error
+            real(fd, offset, nbytes)
+
+        monkeypatch.setattr(os, "posix_fallocate", interrupted)
+        with pytest.raises(error):
+            scratch.reserve(6 * MIB)
+        assert sizes(scratch) == [MIB, MIB, MIB]
+        assert scratch.nbytes == ledger.used(Tier.DISK, Account.RECORD) == 3 * MIB
+
+    def test_an_error_is_told_where_free_space_is_not_known(self, scratch, ledger, monkeypatch):
+        scratch.stripes  # noqa: B018  decided while it is known
+        monkeypatch.setattr(store, "free_bytes", lambda directory: 100 * MIB)
+
+        def stale(directory):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        def failing(fd, offset, nbytes):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "statvfs", stale)
+        monkeypatch.setattr(os, "posix_fallocate", failing)
+        with pytest.raises(StoreError, match="an unknown number of bytes free") as failure:
+            scratch.reserve(6 * MIB)
+        assert failure.value.errno == errno.EIO
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+
+    def test_a_share_that_does_not_fit_is_refused_with_numbers(
+        self, scratch, directories, monkeypatch
+    ):
+        scratch.reserve(3 * MIB)
+        self.separate(monkeypatch)
+        monkeypatch.setattr(
+            store, "free_bytes", lambda d: MIB if d == directories[2] else 100 * MIB
+        )
+        with pytest.raises(StoreError) as refusal:
+            scratch.reserve(30 * MIB)
+        assert refusal.value.errno == errno.ENOSPC
+        for fact in ("10.0 MiB are needed as its share of 30.0 MiB", "1.0 MiB are free"):
+            assert fact in str(refusal.value)
+        assert directories[2] in str(refusal.value)
+        assert sizes(scratch) == [MIB] * 3
+
+    def test_a_shared_filesystem_has_its_space_once(self, scratch, monkeypatch):
+        monkeypatch.setattr(store, "free_bytes", lambda d: 10 * MIB)
+        with pytest.raises(StoreError, match="are needed"):
+            scratch.reserve(15 * MIB)
+        scratch.reserve(9 * MIB)
+        assert any("share a filesystem" in note for note in scratch.notes)
+
+    def test_shares_follow_the_free_space(self, directories, ledger, engine, monkeypatch):
+        self.separate(monkeypatch)
+        room = dict(zip(directories, (4 * MIB, 100 * MIB, 100 * MIB), strict=True))
+        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
+        scratch = ScratchFile(directories, ledger, Account.RECORD)
+        scratch.balance(engine, 40 * MIB)
+        scratch.reserve(40 * MIB)  # a third would be too much for the first
+        assert 0 < sizes(scratch)[0] <= 4 * MIB
+        assert sum(sizes(scratch)) == 40 * MIB
+        scratch.close()
+
+    def test_a_full_directory_is_not_used_and_said(self, directories, ledger, engine, monkeypatch):
+        self.separate(monkeypatch)
+        room = dict(zip(directories, (0, 100 * MIB, 100 * MIB), strict=True))
+        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
+        before = descriptors()
+        scratch = ScratchFile(directories, ledger, Account.RECORD)
+        scratch.balance(engine, 40 * MIB)
+        assert [member.directory for member in scratch.members] == directories[1:]
+        assert any(f"{directories[0]} is not used" in note for note in scratch.notes)
+        assert descriptors() == before + 2
+        scratch.reserve(40 * MIB)
+        scratch.close()
+
+    @staticmethod
+    def separate(monkeypatch) -> None:
+        """Every directory on a filesystem of its own."""
+        monkeypatch.setattr(store, "filesystem_of", hash)
+
+
+class TestBytes:
+    def test_both_ways_of_transfer_see_one_file(self, scratch, engine):
+        nbytes = 7 * MIB + 3 * PAGE_BYTES
+        scratch.reserve(nbytes)
+        transfers = Transfers(engine, scratch)
+        out_address, out = memory_of(nbytes)
+        back_address, back = memory_of(nbytes)
+        scratch.write_from(memoryview(out.numpy()), 0)
+        transfers.read(back_address, nbytes, 0).wait()
+        assert torch.equal(out, back)
+        part = 2 * MIB + PAGE_BYTES
+        transfers.write(out_address + PAGE_BYTES, part, 3 * PAGE_BYTES).wait()
+        back.zero_()
+        scratch.read_into(memoryview(back.numpy())[:part], 3 * PAGE_BYTES)
+        assert torch.equal(back[:part], out[PAGE_BYTES : PAGE_BYTES + part])
+        transfers.close()
+
+    def test_every_disk_takes_part_in_one_transfer(self, scratch, engine):
+        scratch.reserve(6 * MIB)
+        transfers = Transfers(engine, scratch)
+        address, memory = memory_of(6 * MIB)
+        transfers.write(address, 6 * MIB, 0).wait()
+        for index, member in enumerate(scratch.members):
+            _, got = memory_of(2 * MIB)
+            member.read_into(memoryview(got.numpy()), 0)
+            units = memory.view(6, MIB)[index::3]
+            assert torch.equal(got.view(2, MIB), units)
+        transfers.close()
+
+    def test_growing_does_not_move_what_is_there(self, scratch, engine):
+        scratch.reserve(4 * MIB)
+        transfers = Transfers(engine, scratch)
+        address, memory = memory_of(4 * MIB)
+        transfers.write(address, 4 * MIB, 0).wait()
+        end = scratch.reserve(5 * MIB)
+        transfers.write(address, 4 * MIB, end).wait()
+        want = memory.clone()
+        for offset in (0, end):
+            memory.zero_()
+            transfers.read(address, 4 * MIB, offset).wait()
+            assert torch.equal(memory, want)
+        transfers.close()
+
+    def test_an_error_names_the_member(self, scratch, directories, monkeypatch):
+        scratch.reserve(3 * MIB)
+        os.ftruncate(scratch.members[1].fd, PAGE_BYTES)
+        _, memory = memory_of(2 * PAGE_BYTES)
+        with pytest.raises(StoreError, match=f"offset {PAGE_BYTES} met the end") as failure:
+            scratch.read_into(memoryview(memory.numpy()), MIB)
+        assert directories[1] in str(failure.value)
+
+
+class TestBalance:
+    def test_what_is_small_is_not_measured(self, scratch, engine, monkeypatch):
+        monkeypatch.setattr(store, "measure_rates", None)
+        scratch.balance(engine, 3 * MIB)
+        assert scratch.stripes.pattern == [0, 1, 2]
+        assert any("too little" in note for note in scratch.notes)
+
+    def test_one_directory_is_not_measured(self, directories, ledger, engine, monkeypatch):
+        monkeypatch.setattr(store, "measure_rates", None)
+        scratch = ScratchFile(directories[0], ledger, Account.RECORD)
+        scratch.balance(engine, 200 * MIB)
+        assert scratch.stripes.pattern == [0]
+        assert scratch.notes == []
+        scratch.close()
+
+    def test_shares_are_those_of_the_measured_rates(self, scratch, engine, ledger, monkeypatch):
+        seen = []
+
+        def measured(engine, members):
+            seen.append([os.fstat(member.fd).st_size for member in members])
+            assert ledger.used(Tier.DISK, Account.RECORD) == 3 * AREA_BYTES
+            return [2e9, 1e9, 1e6]
+
+        monkeypatch.setattr(store, "measure_rates", measured)
+        scratch.balance(engine, 120 * MIB)
+        assert seen == [[AREA_BYTES] * 3]
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert sorted(scratch.stripes.pattern) == [0, 0, 1]
+        (dealt,) = (note for note in scratch.notes if "striped" in note)
+        assert "1.9 GiB/s" in dealt
+        assert f"{scratch.members[0].directory} 2" in dealt
+        assert any("/c is not used" in note for note in scratch.notes)
+        assert scratch.reserve(120 * MIB) == 0
+        assert sizes(scratch) == [80 * MIB, 40 * MIB]
+        scratch.balance(engine, 120 * MIB)  # decided once
+        assert len(seen) == 1
+
+    def test_real_disks_are_measured(self, scratch, engine, ledger):
+        state = torch.random.get_rng_state()
+        scratch.balance(engine, 3 * AREA_BYTES)
+        assert torch.equal(torch.random.get_rng_state(), state)
+        if all(member.direct for member in scratch.members):
+            assert any("(measured" in note for note in scratch.notes)
+        assert set(scratch.stripes.pattern) == set(range(len(scratch.members)))
+        assert sizes(scratch) == [0] * len(scratch.members)
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert engine.stats["in_flight"] == 0
+
+    def test_a_directory_without_room_counts_as_slow_and_others_are_measured(
+        self, scratch, engine, ledger, directories, monkeypatch
+    ):
+        TestSpace.separate(monkeypatch)
+        room = dict(zip(directories, (500 * MIB, 8 * MIB, 500 * MIB), strict=True))
+        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
+        seen = []
+
+        def measured(engine, members):
+            seen.append([member.directory for member in members])
+            assert sizes(scratch) == [AREA_BYTES, 0, AREA_BYTES]
+            assert ledger.used(Tier.DISK, Account.RECORD) == 2 * AREA_BYTES
+            return [3e9, 1e9]
+
+        monkeypatch.setattr(store, "measure_rates", measured)
+        scratch.balance(engine, 160 * MIB)
+        assert seen == [[directories[0], directories[2]]]
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        (dealt,) = (note for note in scratch.notes if "striped" in note)
+        assert f"not measured, for want of free space: {directories[1]}" in dealt
+        scratch.reserve(160 * MIB)
+        used = dict(zip((m.directory for m in scratch.members), sizes(scratch), strict=True))
+        assert used.get(directories[1], 0) <= 8 * MIB
+        assert used[directories[0]] > 2 * used[directories[2]]
+
+    def test_nothing_is_measured_where_one_directory_alone_has_room(
+        self, scratch, engine, directories, monkeypatch
+    ):
+        TestSpace.separate(monkeypatch)
+        room = dict(zip(directories, (500 * MIB, 8 * MIB, 8 * MIB), strict=True))
+        monkeypatch.setattr(store, "free_bytes", room.__getitem__)
+        monkeypatch.setattr(store, "measure_rates", None)
+        scratch.balance(engine, 160 * MIB)
+        (dealt,) = (note for note in scratch.notes if "striped" in note)
+        reason = f"not measured: too little free space in {directories[1]}, {directories[2]}"
+        assert reason in dealt
+
+    def test_the_page_cache_is_not_measured(self, scratch, engine, monkeypatch):
+        monkeypatch.setattr(store, "measure_rates", None)
+        scratch.members[1].direct = False
+        scratch.balance(engine, 160 * MIB)
+        (dealt,) = (note for note in scratch.notes if "striped" in note)
+        assert f"without O_DIRECT in {scratch.members[1].directory} it would" in dealt
+        assert scratch.stripes.pattern == [0, 1, 2]
+
+    def test_measuring_gives_its_charge_back_whatever_happens(
+        self, scratch, engine, ledger, monkeypatch
+    ):
+        def broken(fd, nbytes):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "ftruncate", broken)
+        with pytest.raises(StoreError, match="Input/output error"):
+            scratch.balance(engine, 200 * MIB)
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+
+    def test_a_disk_that_fails_is_named(self, scratch, engine, ledger):
+        engine.inject("write", 5, error=errno.EIO)
+        with pytest.raises(StoreError, match="cannot be measured.*Input/output error") as failure:
+            scratch.balance(engine, 200 * MIB)
+        assert failure.value.errno == errno.EIO
+        assert sizes(scratch) == [0, 0, 0]
+        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+
+
+def test_rates_are_of_each_member(directories, engine):
+    members = [MemberFile(directory) for directory in directories]
+    for member in members:
+        member.resize(AREA_BYTES)
+    rates = measure_rates(engine, members)
+    assert len(rates) == 3
+    assert all(rate > 0 for rate in rates)
+    for member in members:
+        member.close()
+
+
+class Recorder:
+    """In an engine's place: what is in flight in each file, and in which order it began."""
+
+    def __init__(self) -> None:
+        self.flying: list[int] = []
+        self.most: list[int] = []
+        self.begun: list[list[str]] = []
+
+    def add_file(self, fd, path):
+        for each, fresh in ((self.flying, 0), (self.most, 0), (self.begun, [])):
+            each.append(fresh)
+        return len(self.flying) - 1
+
+    def remove_file(self, file):
+        pass
+
+    def start(self, kind, file, nbytes):
+        assert nbytes == 1 << 20  # a block
+        self.flying[file] += 1
+        self.most[file] = max(self.most[file], self.flying[file])
+        self.begun[file].append(kind)
+
+        def wait():
+            time.sleep(0.001)
+            self.flying[file] -= 1
+
+        return SimpleNamespace(wait=wait)
+
+    def read(self, file, address, nbytes, offset):
+        return self.start("read", file, nbytes)
+
+    def write(self, file, address, nbytes, offset):
+        return self.start("write", file, nbytes)
+
+
+def test_a_directory_never_holds_the_threads_of_the_others(monkeypatch):
+    monkeypatch.setattr(bandwidth, "AREA_BYTES", MIB)
+    recorder = Recorder()
+    measure_rates(recorder, [SimpleNamespace(fd=0, path="a"), SimpleNamespace(fd=1, path="b")])
+    assert recorder.most == [store._THREADS] * 2
+    assert recorder.flying == [0, 0]
+    for begun in recorder.begun:
+        mixed = begun[1:]  # after the area was written
+        assert mixed[:2] == ["read", "write"]
+        assert all(one != other for one, other in itertools.pairwise(mixed))
+
+
+class TestDirectories:
+    def test_one_given_twice_is_refused_under_any_name(self, directories, tmp_path):
+        link = tmp_path / "link"
+        link.symlink_to(directories[0])
+        for again in (directories[0], directories[0] + "/", link):
+            with pytest.raises(StoreError, match="twice") as refusal:
+                check_directories([directories[0], directories[1], again])
+            assert refusal.value.errno == errno.EINVAL
+
+    def test_each_is_checked(self, directories, tmp_path):
+        with pytest.raises(StoreError, match="does not exist"):
+            check_directories([directories[0], tmp_path / "none"])
+        with pytest.raises(StoreError, match="no directory"):
+            check_directories([])
+
+    def test_free_space_of_a_filesystem_counts_once(self, directories, monkeypatch):
+        full = SimpleNamespace(f_bavail=10, f_frsize=PAGE_BYTES)
+        monkeypatch.setattr(os, "statvfs", lambda directory: full)
+        assert free_bytes(directories[0]) == 10 * PAGE_BYTES
+        assert total_free_bytes(directories) == 10 * PAGE_BYTES
+
+    def test_a_directory_that_fails_leaves_no_descriptor(self, directories, ledger, monkeypatch):
+        before = descriptors()
+        real = os.open
+
+        def refusing(path, flags, *mode):
+            if path == directories[2]:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return real(path, flags, *mode)
+
+        monkeypatch.setattr(os, "open", refusing)
+        with pytest.raises(StoreError) as failure:
+            ScratchFile(directories, ledger, Account.RECORD)
+        monkeypatch.undo()
+        assert failure.value.filename == directories[2]
+        assert descriptors() == before
+
+
+def test_engines_for_several_disks_have_deeper_queues(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        store, "IoEngine", lambda kind, **o: asked.append((kind, o)) or SimpleNamespace(notes=[])
+    )
+    make_io_engine("threads")
+    make_io_engine("threads", 4)
+    make_io_engine("auto", 1000)
+    assert asked == [
+        ("threads", {"queue_depth": 32, "threads": 4}),
+        ("threads", {"queue_depth": 128, "threads": 16}),
+        ("io_uring", {"queue_depth": 4096, "threads": 256}),
+    ]
+
+
+def test_auto_takes_threads_where_the_kernel_refuses_but_hides_no_mistake(monkeypatch):
+    def refusing(kind, **options):
+        if kind == "io_uring":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        return SimpleNamespace(kind=kind, notes=[])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "IoEngine", refusing)
+        engine, (note,) = make_io_engine("auto")
+        assert engine.kind == "threads"
+        assert os.strerror(errno.EPERM) in note
+    if NO_URING:
+        pytest.skip(NO_URING)
+    monkeypatch.setenv("HETERO_URING_SETUP", "fast")
+    with pytest.raises(ValueError, match='HETERO_URING_SETUP is "fast"'):
+        make_io_engine("auto")

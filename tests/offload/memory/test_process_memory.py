@@ -1,0 +1,55 @@
+"""offload/process: what the system says and allows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+from offload.memory import process_memory as process
+
+
+def test_resident_bytes_are_those_of_the_system() -> None:
+    memory = process.ResidentMemory()
+    before = memory.nbytes()
+    kept = torch.ones(64 << 20, dtype=torch.uint8)
+    after = memory.nbytes()
+    assert after - before >= 60 << 20
+    assert abs(process.resident_bytes() - psutil.Process().memory_info().rss) < 16 << 20
+    memory.close()
+    memory.close()
+    del kept
+
+
+def test_the_least_limit_of_all_cgroups_above_counts(tmp_path: Path) -> None:
+    mine = tmp_path / "cgroup"
+    mine.write_text("0::/user/job\n")
+    root = tmp_path / "fs"
+    (root / "user" / "job").mkdir(parents=True)
+    (root / "user" / "memory.max").write_text("3000\n")
+    (root / "user" / "job" / "memory.max").write_text("max\n")
+    assert process._cgroup_limits(root, mine) == [3000]
+    (root / "user" / "job" / "memory.max").write_text("2000\n")
+    assert sorted(process._cgroup_limits(root, mine)) == [2000, 3000]
+
+
+def test_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> None:
+    mine = tmp_path / "cgroup"
+    mine.write_text("5:cpu,cpuacct:/a\n4:memory:/a\n")
+    (tmp_path / "memory" / "a").mkdir(parents=True)
+    (tmp_path / "memory" / "a" / "memory.limit_in_bytes").write_text("5000\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{(1 << 63) - 4096}\n")
+    assert process._cgroup_limits(tmp_path, mine) == [5000]
+    assert process._cgroup_limits(tmp_path, tmp_path / "none") == []
+
+
+def test_an_address_limit_counts() -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40));"
+        "from offload.process import allowed_bytes; print(allowed_bytes())"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert 0 < int(out.stdout) <= 1 << 40

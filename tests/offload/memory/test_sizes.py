@@ -1,0 +1,127 @@
+"""offload/sizes: reading and writing byte sizes."""
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from offload.memory.sizes import format_bytes, parse_bytes, round_up
+
+positive = st.integers(1, 1 << 62)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("512b", 512),
+        ("1kb", 1000),
+        ("1KiB", 1024),
+        ("1k", 1024),
+        ("512MB", 512 * 10**6),
+        ("512 MB", 512 * 10**6),
+        ("  2\tm ", 2 << 20),
+        ("4GiB", 4 << 30),
+        ("4gib", 4 << 30),
+        ("1.5g", 3 << 29),
+        ("0.5KiB", 512),
+        ("2T", 2 << 40),
+        ("1tb", 10**12),
+        (7, 7),
+    ],
+)
+def test_sizes_are_read_as_written(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "",
+        " ",
+        "g",
+        "GiB",
+        "4 apples",
+        "4Gi",
+        "4.GiB",
+        ".5g",
+        "1e9",
+        "-1",
+        "+1",
+        "4 GiB 2",
+        "4_000",
+        "4,5g",
+        "nan",
+        "inf",
+        "0x10",
+        "\N{ARABIC-INDIC DIGIT FOUR}g",
+    ],
+)
+def test_text_that_is_no_size_is_quoted_in_the_error(bad):
+    with pytest.raises(ValueError, match=re.escape(repr(bad)) + ".*'4GiB'"):
+        parse_bytes(bad)
+
+
+@pytest.mark.parametrize("bad", [None, 1.5, 4e9, True, False, b"4g", ["4g"]])
+def test_other_types_are_refused(bad):
+    with pytest.raises(ValueError, match=re.escape(repr(bad))):
+        parse_bytes(bad)
+
+
+@pytest.mark.parametrize("bad", [0, -1, "0", "0 GiB", "0.0g", "0.1"])
+def test_sizes_of_no_byte_are_refused(bad):
+    with pytest.raises(ValueError, match="positive"):
+        parse_bytes(bad)
+
+
+@given(positive)
+def test_whole_bytes_are_exact(nbytes):
+    assert parse_bytes(nbytes) == parse_bytes(str(nbytes)) == parse_bytes(f"{nbytes} B") == nbytes
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from(["k", "m", "g", "t"]))
+def test_letters_are_binary_units(count, unit):
+    assert parse_bytes(f"{count}{unit}") == parse_bytes(f"{count} {unit.upper()}iB")
+
+
+@given(st.text(max_size=12) | st.from_regex(r"[0-9]{1,400}\.?[0-9]*[kmgtb]*", fullmatch=True))
+@example("9" * 400)
+@example("1" + "0" * 330 + "g")
+def test_any_text_gives_a_positive_int_or_a_value_error(text):
+    try:
+        nbytes = parse_bytes(text)
+    except ValueError:
+        return
+    assert type(nbytes) is int
+    assert nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (4 << 30, "4.0 GiB"),
+        (-1536, "-1.5 KiB"),
+        (3 << 40, "3.0 TiB"),
+        (2048 << 40, "2048.0 TiB"),
+    ],
+)
+def test_sizes_are_written_with_a_binary_unit(nbytes, text):
+    assert format_bytes(nbytes) == text
+
+
+@given(st.integers(1, 1 << 50))
+def test_written_sizes_read_back_to_the_digits_shown(nbytes):
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05)
+
+
+@given(st.integers(0, 1 << 70), positive)
+def test_round_up_is_the_next_multiple(value, multiple):
+    rounded = round_up(value, multiple)
+    assert rounded % multiple == 0
+    assert value <= rounded < value + multiple

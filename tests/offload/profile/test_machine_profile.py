@@ -1,0 +1,151 @@
+"""offload/profile: what is saved is what is loaded, and nothing else is accepted."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.profile.machine_profile import Profile, default_path
+
+RATES = {"bf16": 2e9, "fp32": 1e9}
+
+
+def profile(**changes) -> Profile:
+    """A GPU's, in round numbers."""
+    values = {
+        "name": "a machine",
+        "date": "2026-01-01",
+        "source": "made up",
+        "devices": 4,
+        "threads": 16,
+        "dram_bytes_per_s": 100e9,
+        "nvme_read_bytes_per_s": 8e9,
+        "nvme_write_bytes_per_s": 4e9,
+        "nvme_mixed_bytes_per_s": 5e9,
+        "h2d_bytes_per_s": 20e9,
+        "d2h_bytes_per_s": 24e9,
+        "rank_bytes_per_s": None,
+        "node_bytes_per_s": None,
+        "update_bytes_per_s": RATES,
+        "device_update_bytes_per_s": RATES,
+        "matmul_flop_per_s": RATES,
+        "update_interference": 0.25,
+        "compute_interference": 0,
+        "host_bytes": 1 << 40,
+        "device_bytes": 1 << 36,
+        "nvme_bytes": 1 << 43,
+    }
+    return Profile(**{**values, **changes})
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = tmp_path / "some" / "folder" / "profile.json"
+    profile().save(path)
+    assert Profile.load(path) == profile()
+    assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
+
+
+NUMBERS = [f.name for f in dataclasses.fields(Profile) if f.name not in ("name", "date", "source")]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "fast", True, [1]])
+def test_numbers_that_make_no_sense_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        profile(**{name: value})
+    for table in ("update_bytes_per_s", "device_update_bytes_per_s", "matmul_flop_per_s"):
+        if name == table:
+            with pytest.raises(ValueError, match=rf"{name}\['bf16'\]"):
+                profile(**{name: {"bf16": value}})
+
+
+def test_zero_is_a_share_and_no_rate():
+    profile(update_interference=0)
+    for name in NUMBERS:
+        if not name.endswith("_interference"):
+            with pytest.raises(ValueError, match=name):
+                profile(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    "missing", ["nvme_mixed_bytes_per_s", "d2h_bytes_per_s", "device_bytes", "h2d_bytes_per_s"]
+)
+def test_a_disk_and_a_device_are_known_whole_or_not_at_all(missing):
+    with pytest.raises(ValueError, match=f"{missing} is not"):
+        profile(**{missing: None})
+
+
+@given(st.integers(1, 64))
+def test_ranks_share_the_machine_and_not_their_devices(ranks):
+    whole = profile()
+    mine = whole.share(ranks)
+    each_device = math.ceil(ranks / whole.devices)
+    assert mine.nvme_read_bytes_per_s == whole.nvme_read_bytes_per_s / ranks
+    assert mine.update_bytes_per_s["bf16"] == RATES["bf16"] / ranks
+    assert mine.host_bytes == whole.host_bytes // ranks
+    assert mine.h2d_bytes_per_s == whole.h2d_bytes_per_s / each_device
+    assert mine.matmul_flop_per_s["fp32"] == RATES["fp32"] / each_device
+    assert mine.devices == 1
+
+
+def test_a_dtype_that_was_not_measured_is_named():
+    with pytest.raises(ValueError, match="no matmul_flop_per_s for fp16, only for bf16, fp32"):
+        profile().rate("matmul_flop_per_s", "fp16")
+
+
+def broken(content, **changes):
+    return json.dumps({**content, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "not JSON"),
+        ("[]", "JSON object"),
+        (lambda c: broken(c, format=2), "format 2"),
+        (lambda c: broken(c, format=True), "format True"),
+        (lambda c: broken(c, speed=1), "unknown field 'speed'"),
+        (
+            lambda c: json.dumps({k: v for k, v in c.items() if k != "threads"}),
+            "no field 'threads'",
+        ),
+        (lambda c: broken(c, threads=0), "threads must be a positive integer, not 0"),
+        (lambda c: broken(c, dram_bytes_per_s=None), "dram_bytes_per_s must be"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_by_name(tmp_path, text, what):
+    path = tmp_path / "bad.json"
+    path.write_text(text if isinstance(text, str) else text(profile().as_dict()))
+    with pytest.raises(ValueError, match="bad.json") as refusal:
+        Profile.load(path)
+    assert what in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read the profile .*none.json: No such file"):
+        Profile.load(tmp_path / "none.json")
+
+
+def test_the_default_place_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "hetero" / "profile.json"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert default_path() == tmp_path / "home" / ".cache" / "hetero" / "profile.json"
+
+
+def test_a_profile_is_of_one_kind_of_device():
+    of_a_gpu = profile()
+    link = ("h2d_bytes_per_s", "d2h_bytes_per_s", "device_bytes", "device_update_bytes_per_s")
+    of_the_cpu = profile(**dict.fromkeys(link))
+    of_the_cpu.check_backend("cpu")
+    of_the_cpu.check_backend("emulated")
+    of_a_gpu.check_backend("cuda")
+    with pytest.raises(ValueError, match="is of the CPU.*measure again"):
+        of_the_cpu.check_backend("cuda")
+    with pytest.raises(ValueError, match="figures of products are not the CPU's"):
+        of_a_gpu.check_backend("cpu")

@@ -1,0 +1,193 @@
+"""Timelines: what is recorded, sums over intervals, traces and pictures."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.profile.timeline_figure import draw_timeline
+from offload.timeline import (
+    LANES,
+    Interval,
+    LaneName,
+    Timeline,
+    note,
+    record,
+    recording,
+    span,
+)
+from tests.support.training.loops import batches, build
+
+TICKS = 12  # of random timelines: whole seconds, so that sums are exact
+
+intervals = st.builds(
+    lambda lane, begin, length, nbytes: Interval(lane, begin, begin + length, nbytes),
+    st.sampled_from(["update", "nvme_read", "h2d"]),
+    st.integers(0, TICKS - 1),
+    st.integers(1, 4),
+    st.integers(0, 100),
+)
+timelines = st.lists(intervals, max_size=12).map(lambda found: Timeline(0, TICKS, tuple(found)))
+
+
+def ticks(timeline: Timeline, *lanes: LaneName) -> set[int]:
+    """The seconds in which one of the lanes is busy, one by one."""
+    return {
+        tick
+        for tick in range(TICKS + 4)
+        for i in timeline.intervals
+        if i.lane in lanes and i.begin_s <= tick < i.end_s
+    }
+
+
+@given(timelines)
+def test_busy_seconds_are_counted_once(timeline: Timeline) -> None:
+    for lanes in (["update"], ["nvme_read", "h2d"], []):
+        assert timeline.busy_s(*lanes) == len(ticks(timeline, *lanes))  # type: ignore[arg-type]
+
+
+@given(timelines)
+def test_both_busy(timeline: Timeline) -> None:
+    both = ticks(timeline, "update") & ticks(timeline, "nvme_read", "h2d")
+    assert timeline.both_s(["update"], ["nvme_read", "h2d"]) == len(both)
+
+
+@given(timelines)
+def test_rows_have_no_overlap_and_are_as_few_as_can_be(timeline: Timeline) -> None:
+    for lane in timeline.lanes:
+        rows = timeline.rows(lane)
+        assert sorted((i for row in rows for i in row), key=hash) == sorted(
+            timeline.of(lane), key=hash
+        )
+        for row in rows:
+            assert all(a.end_s <= b.begin_s for a, b in pairwise(row))
+        deepest = max(
+            sum(i.begin_s <= tick < i.end_s for i in timeline.of(lane)) for tick in range(TICKS + 4)
+        )
+        assert len(rows) == deepest
+
+
+@given(timelines, st.integers(0, TICKS), st.integers(0, TICKS))
+def test_a_part_has_what_lies_in_it(timeline: Timeline, begin: int, length: int) -> None:
+    part = timeline.between(begin, begin + length)
+    inside = set(range(begin, begin + length))
+    for lane in LANES:
+        assert part.busy_s(lane) == len(ticks(timeline, lane) & inside)
+    whole = timeline.between(0, TICKS + 4)
+    assert whole.intervals == timeline.intervals
+
+
+def test_bytes_of_what_is_cut_are_in_proportion() -> None:
+    timeline = Timeline(0, 10, (Interval("h2d", 2, 6, 400),))
+    assert timeline.between(3, 9).nbytes("h2d") == 300
+    assert timeline.nbytes("h2d") == 400
+
+
+def test_python_notes_beside_the_native_core() -> None:
+    with record() as found:
+        assert recording()
+        begin_s = time.perf_counter()
+        with span("gather", 5, "a chunk"):
+            pass
+        note("compute", begin_s, name="forward")
+        with pytest.raises(RuntimeError, match="still being recorded"):
+            _ = found.timeline
+    assert not recording()
+    timeline = found.timeline
+    assert timeline.lanes == ["compute", "gather"]
+    (gather,) = timeline.of("gather", "a chunk")
+    assert gather.nbytes == 5
+    assert timeline.begin_s <= begin_s <= gather.begin_s <= gather.end_s <= timeline.end_s
+    assert timeline.of("compute", "backward") == []
+
+
+def test_nothing_is_noted_otherwise() -> None:
+    note("gather", 0.0, 1.0)
+    with record() as found:
+        pass
+    note("gather", 0.0, 1.0)
+    assert found.timeline.intervals == ()
+
+
+def test_what_began_before_counts_from_the_beginning_on() -> None:
+    with record() as found:
+        note("gather", 0.0)
+    (gather,) = found.timeline.intervals
+    assert gather.begin_s == found.timeline.begin_s
+
+
+def test_an_exception_ends_the_recording() -> None:
+    with pytest.raises(KeyError), record():
+        raise KeyError
+    with record(), pytest.raises(RuntimeError, match="recorded already"), record():
+        pass
+    with record():
+        pass
+
+
+def test_training_shows_all_its_bytes(tmp_path: Path) -> None:
+    """Of a step on three tiers: each byte of disk and link, each piece's update, in time."""
+    model, optimizer = build(
+        placement_policy="auto", backend="emulated", device_memory="300KiB", chunk_numel=4096,
+        host_memory="900KiB", nvme_path=str(tmp_path),
+    )  # fmt: skip
+    engine = optimizer.engine
+    tokens = batches(1)[0]
+    cache = engine.banks[0].params._cache
+    for _ in range(2):
+        engine.synchronize()
+        cache.settle()
+        before, tasks = engine.traffic, engine.banks[0].pipeline.stats["tasks"]
+        with record() as found:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.synchronize()
+            cache.settle()
+            after = engine.traffic
+        timeline = found.timeline
+        assert timeline.dropped == 0
+        assert timeline.nbytes("nvme_read") == after.disk_read - before.disk_read > 0
+        assert timeline.nbytes("nvme_write") == after.disk_write - before.disk_write > 0
+        assert timeline.nbytes("h2d") == after.h2d - before.h2d > 0
+        assert timeline.nbytes("d2h") == after.d2h - before.d2h > 0
+        assert len(timeline.of("update")) >= engine.banks[0].pipeline.stats["tasks"] - tasks
+        assert timeline.of("gather")
+    engine.close()
+
+
+TIMELINE = Timeline(
+    10.0,
+    20.0,
+    (
+        Interval("compute", 10.0, 14.0, name="forward"),
+        Interval("compute", 14.0, 20.0, name="backward"),
+        Interval("nvme_read", 11.0, 13.0, 2000),
+        Interval("nvme_read", 12.0, 15.0, 1000),
+    ),
+)
+
+
+def test_trace_has_a_track_for_each_row(tmp_path: Path) -> None:
+    TIMELINE.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["NVMe read 1", "NVMe read 2", "training loop"]
+    whole = [e for e in events if e["ph"] == "X"]
+    assert {names[e["tid"]] for e in whole} == set(names.values())
+    first = next(e for e in whole if e["name"] == "forward")
+    assert (first["ts"], first["dur"]) == (0.0, 4e6)
+    assert sum(e["args"].get("bytes", 0) for e in whole) == 3000
+
+
+@pytest.mark.parametrize("timeline", [TIMELINE, replace(TIMELINE, intervals=())])
+def test_picture(timeline: Timeline, tmp_path: Path) -> None:
+    draw_timeline(timeline, tmp_path / "picture.png", "two steps")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

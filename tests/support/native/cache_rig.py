@@ -1,0 +1,106 @@
+"""A cache over a real file, for its tests."""
+
+import errno
+import tempfile
+import time
+
+import torch
+
+from offload import _native
+from offload.cache.slot_cache import SlotCache, SlotState
+from offload.cache.use_order import UseOrder
+from offload.disk.backing import Extent, FileBacking
+from offload.disk.scratch_file import ScratchFile, Transfers
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
+
+SLOT = 8192
+PAGE = 4096
+UINT8 = torch.uint8
+
+
+class Rig:
+    """A cache of `slots` slots over a file with one extent per entry of `runs`."""
+
+    def __init__(self, slots: int, runs: list[int]) -> None:
+        self.ledger = Ledger({Tier.HOST: slots * SLOT})
+        # One thread, so that transfers and the faults injected into them keep their order.
+        self.engine = _native.IoEngine("threads", threads=1)
+        self.scratch = ScratchFile(tempfile.gettempdir(), self.ledger, Account.PARAM)
+        self.transfers = Transfers(self.engine, self.scratch)
+        self.arena = HostArena(slots, SLOT, self.ledger, Account.GATHERED)
+        self.order = UseOrder()
+        self.extents: dict[int, Extent] = {}
+        for chunk, run in enumerate(runs):
+            # Every other chunk ends a page before its last slot does.
+            nbytes = run * SLOT - PAGE * (chunk % 2)
+            self.extents[chunk] = Extent(self.scratch.reserve(run * SLOT), nbytes, run)
+            self.put(chunk, pattern(nbytes, chunk))
+        self.cache = SlotCache(
+            self.arena,
+            FileBacking(self.arena, self.transfers, self.extents),
+            dict(enumerate(runs)),
+            self.order,
+            "chunk {}".format,
+        )
+        self.reads: list[int] = []
+        self.writes: list[int] = []
+        self.cache.before_read = self.reads.append
+        self.cache.before_write = self.writes.append
+
+    def bounce(self, nbytes: int) -> torch.Tensor:
+        return torch.from_dlpack(_native.Arena(nbytes).export(0, nbytes))
+
+    def put(self, chunk: int, content: torch.Tensor) -> None:
+        aligned = self.bounce(len(content)).copy_(content)
+        self.scratch.write_from(memoryview(aligned.numpy()), self.extents[chunk].offset)
+
+    def on_file(self, chunk: int) -> torch.Tensor:
+        aligned = self.bounce(self.extents[chunk].nbytes)
+        self.scratch.read_into(memoryview(aligned.numpy()), self.extents[chunk].offset)
+        return aligned
+
+    def tensor(self, chunk: int) -> torch.Tensor:
+        """A lease on what is transferred of the chunk."""
+        return self.cache.tensor(chunk, UINT8)[: self.extents[chunk].nbytes]
+
+    def got(self, chunk: int) -> torch.Tensor:
+        self.cache.get(chunk)
+        return self.tensor(chunk)
+
+    def use(self, chunk: int) -> torch.Tensor:
+        self.order.note(chunk)
+        return self.got(chunk)
+
+    def fail_prefetch(self, chunk: int) -> None:
+        """A prefetch that has failed, unseen. Were its read still queued, what drops it would
+        cancel it, and the error would hit the next read instead."""
+        errors = self.engine.stats["errors"]
+        self.order.note(chunk)
+        self.order.end_step()
+        self.engine.inject("read", 0, error=errno.EIO)
+        self.cache.prefetch(1)
+        deadline = time.monotonic() + 10
+        while self.engine.stats["errors"] == errors:
+            assert time.monotonic() < deadline, "the prefetch did not fail"
+            time.sleep(0.001)
+
+    def held(self) -> set[int]:
+        return {chunk for chunk in self.extents if self.cache.holds(chunk)}
+
+    def state(self, chunk: int) -> SlotState:
+        return self.cache._entries[chunk].state
+
+    def close(self) -> None:
+        self.cache.close()
+        self.transfers.close()
+        self.engine.close()
+        self.scratch.close()
+        self.arena.close()
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(
+        0, 256, (nbytes,), dtype=UINT8, generator=torch.Generator().manual_seed(seed)
+    )

@@ -1,0 +1,91 @@
+"""A piece on a device, and its update compared with the CPU's."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import torch
+
+from offload import _native
+from offload.device.backend import DeviceTask
+from offload.device.cuda_runtime import Runtime
+from offload.device.device_updater import DeviceUpdater
+from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
+from tests.support.native.update_oracle import Hyper
+
+DTYPES = ["fp32", "bf16", "fp16"]
+RULES = ["adam", "lion", "adagrad"]
+KINDS = [_native.UpdateKind(*k) for k in itertools.product(DTYPES, DTYPES, RULES, ["fp32", "bf16"])]
+PIECE = 8192
+
+
+def hypers(kind: _native.UpdateKind, step: int) -> list[Hyper]:
+    """Two of each rule: with weight decay and without."""
+    made = [Hyper(lr=1e-2, grad_scale=0.3, step=step)]
+    if kind.rule == "adam":
+        made.append(Hyper(lr=1e-3, weight_decay=0.1, decoupled=True, step=step))
+        made.append(Hyper(lr=1e-3, weight_decay=0.1, bias_correction=False, step=step))
+    elif kind.rule == "lion":
+        made.append(Hyper(lr=1e-3, weight_decay=0.3, decoupled=True, step=step))
+    else:
+        made.append(Hyper(lr=1e-2, weight_decay=0.1, lr_decay=0.05, step=step))
+    return made
+
+
+def native(hyper: Hyper) -> _native.Hyper:
+    return _native.Hyper(**dataclasses.asdict(hyper))
+
+
+class Piece:
+    """A piece as homes have it: parameters, gradients and a record, in memory of the device."""
+
+    def __init__(self, runtime: Runtime, kind: _native.UpdateKind) -> None:
+        self.kind = kind
+        self.param = runtime.empty(PIECE * TORCH_DTYPES[kind.dtype].itemsize)
+        self.grad = runtime.empty(PIECE * TORCH_DTYPES[kind.grad_dtype].itemsize)
+        self.record = runtime.empty(PIECE * kind.record_bytes)
+        self.state_bytes = PIECE * TORCH_DTYPES[kind.state_dtype].itemsize
+        self.state_at = len(self.record) - kind.states * self.state_bytes
+
+    def parts(self) -> list[torch.Tensor]:
+        """[param, master (perhaps empty), states]"""
+        states = self.record[self.state_at :].split(self.state_bytes)
+        return [self.param, self.record[: self.state_at], *states]
+
+    def take(self, arrays: Arrays, grad: np.ndarray) -> None:
+        master = [] if arrays.master is None else [arrays.master]
+        mine = [p for p in self.parts() if len(p)]
+        for part, values in zip(mine, [arrays.param, *master, *arrays.states], strict=True):
+            part.copy_(torch.from_numpy(values.view(np.uint8)))
+        self.grad.copy_(torch.from_numpy(grad.view(np.uint8)))
+
+    def same(self, arrays: Arrays) -> bool:
+        master = [] if arrays.master is None else [arrays.master]
+        mine = [p.cpu().numpy() for p in self.parts() if len(p)]
+        theirs = [arrays.param, *master, *arrays.states]
+        return all(equal_bits(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def check_update(runtime: Runtime, kind: _native.UpdateKind) -> None:
+    """Three updates by the device's kernels have the bits of the CPU's."""
+    updater = DeviceUpdater(runtime, kind, PIECE)
+    arrays, piece = Arrays(kind, masters(PIECE)), Piece(runtime, kind)
+    index = (1 << 32) - 3000  # numbers are taken modulo 2^32
+    for step in range(1, 4):
+        grad = gradients(PIECE, kind.grad_dtype, seed=step)
+        piece.take(arrays, grad)
+        all_hypers = hypers(kind, step)
+        # Beginnings and ends that groups of four elements do not fit, and gaps.
+        cuts = [(0, 1024), (1024, 1), (1025, 6), (1088, 3001), (4096, 4095)]
+        segments = []
+        for number, (first, numel) in enumerate(cuts):
+            hyper = number % len(all_hypers)
+            arrays.step(grad, all_hypers[hyper], first, first + numel, index)
+            segments.append((first, numel, hyper, index + first))
+        task = DeviceTask(
+            piece.param.data_ptr(), piece.grad.data_ptr(), piece.record.data_ptr(), segments
+        )
+        updater.update([task], [native(h) for h in all_hypers])
+        assert piece.same(arrays)

@@ -1,0 +1,250 @@
+"""A device of CUDA's kind without one: streams that do their work as late as they may.
+
+Its memory is RAM, and its kernels are native/update/cuda/update.cu compiled for the host. Compute, which
+is torch on the CPU, is done at once, or, for tests of the order alone, is given as functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_uint, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+from offload._native import UpdateKind
+from tests.support.native.native_build import BUILD, ROOT, succeed
+
+PAGE = 4096
+
+
+class FakeStream:
+    """Work in order; `eager`: done when it is given."""
+
+    def __init__(self, eager: bool) -> None:
+        self.eager = eager
+        self.queue: deque[Callable[[], bool]] = deque()  # each says whether it could be done
+
+
+class FakeEvent:
+    """A moment in a stream."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+        self.come = False
+
+
+class FakeRuntime:
+    """As offload.cuda_runtime.Runtime says."""
+
+    device = torch.device("cpu")
+    dlpack_device = (1, 0)  # kDLCPU
+
+    def __init__(self, total: int = 1 << 30, pinnable: bool = True, eager: bool = True) -> None:
+        """`total` bytes of memory; not `eager`: compute is given by give()."""
+        self.total = total
+        self.pinnable = pinnable
+        self.taken: dict[int, int] = {}  # by address, of tensors that live
+        self.cached = 0  # given back by tensors, and not to the device
+        self.peak = 0
+        self.pinned: dict[int, int] = {}
+        self.copying: list[tuple[int, int]] = []  # addresses and bytes of copies to come
+        self.synchronized = 0  # how often the host waited
+        self.compute = FakeStream(eager)
+        self.streams = [self.compute]
+        self.failure: str | None = None  # of every copy from now on
+        self.lock = threading.RLock()
+
+    # Streams
+
+    def new_stream(self) -> FakeStream:
+        self.streams.append(FakeStream(eager=False))
+        return self.streams[-1]
+
+    def current_stream(self) -> FakeStream:
+        return self.compute
+
+    def give(self, stream: FakeStream, work: Callable[[], object]) -> None:
+        def do() -> bool:
+            work()
+            return True
+
+        with self.lock:
+            stream.queue.append(do)
+            if stream.eager:
+                self._drain(stream)
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        event = FakeEvent(stream)
+        self.give(stream, lambda: setattr(event, "come", True))
+        return event
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        with self.lock:
+            stream.queue.append(lambda: event.come)
+            if stream.eager:
+                self._reach(event)
+                self._drain(stream)
+
+    def done(self, event: FakeEvent) -> bool:
+        return event.come
+
+    def synchronize(self, event: FakeEvent) -> None:
+        with self.lock:
+            self.synchronized += 1
+            self._reach(event)
+            if self.failure is not None:
+                raise RuntimeError(self.failure)
+
+    def synchronize_all(self) -> None:
+        with self.lock:
+            while any(stream.queue for stream in self.streams):
+                assert any(self.step(stream) for stream in self.streams), "streams hang"
+
+    def step(self, stream: FakeStream) -> bool:
+        """Does the next thing of a stream, if it has one and can."""
+        with self.lock:
+            if stream.queue and stream.queue[0]():
+                stream.queue.popleft()
+                return True
+            return False
+
+    def _reach(self, event: FakeEvent) -> None:
+        while not event.come:
+            if not self.step(event.stream):  # it waits for other streams
+                others = [s for s in self.streams if s is not event.stream]
+                assert any(self.step(s) for s in others), "streams hang"
+
+    def _drain(self, stream: FakeStream) -> None:
+        while stream.queue:
+            if not self.step(stream):
+                others = [s for s in self.streams if s is not stream]
+                assert any(self.step(s) for s in others), "streams hang"
+
+    # Copies
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
+        self._check_pinned(to, source)
+        if self.compute.eager:  # who reads it before it is there, reads this
+            to.view(torch.uint8).fill_(0xFF)
+        sides = [(side.data_ptr(), side.nbytes) for side in (to, source)]
+        self.copying += sides
+
+        def work() -> None:
+            to.copy_(source)
+            for side in sides:
+                self.copying.remove(side)
+
+        self.give(stream, work)
+
+    def _check_pinned(self, *sides: torch.Tensor) -> None:
+        """One side is within one range of pinned RAM."""
+        found = 0
+        for side in sides:
+            at, nbytes = side.data_ptr(), side.nbytes
+            # (What autograd made counts as the device's.)
+            for begin, length in self.pinned.items():
+                if begin <= at < begin + length:
+                    assert at + nbytes <= begin + length, "a copy spans two pinned ranges"
+            found += any(a <= at < a + n for a, n in self.pinned.items())
+        assert found == self.pinnable
+
+    # Memory
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with self.lock:
+            in_use = sum(self.taken.values())
+            if in_use + nbytes > self.total:
+                raise torch.OutOfMemoryError(f"fake CUDA out of memory: tried to allocate {nbytes}")
+            # As torch: what was given back is used again, and goes to the device before it is full.
+            self.cached = min(max(0, self.cached - nbytes), self.total - in_use - nbytes)
+            # Page by page, as arenas want it.
+            raw = torch.full((nbytes + PAGE,), 0xFF, dtype=torch.uint8)
+            begin = -raw.data_ptr() % PAGE
+            block = raw[begin : begin + nbytes]
+            self.taken[block.data_ptr()] = nbytes
+            self.peak = max(self.peak, self._reserved())
+        weakref.finalize(block, self._free, block.data_ptr())
+        return block
+
+    def _free(self, address: int) -> None:
+        with self.lock:
+            self.cached += self.taken.pop(address, 0)
+
+    def _reserved(self) -> int:
+        return sum(self.taken.values()) + self.cached
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        assert address % PAGE == nbytes % PAGE == 0
+        assert nbytes
+        if not self.pinnable:
+            return "operation not supported"
+        assert not any(a < address + nbytes and address < a + n for a, n in self.pinned.items())
+        self.pinned[address] = nbytes
+        return None
+
+    def unregister(self, address: int) -> None:
+        end = address + self.pinned.pop(address)
+        with self.lock:
+            assert not any(a < end and address < a + n for a, n in self.copying), "a copy uses it"
+
+    def memory(self) -> tuple[int, int]:
+        with self.lock:
+            return self.total - self._reserved(), self.total
+
+    def torch_bytes(self) -> tuple[int, int, int]:
+        with self.lock:
+            return sum(self.taken.values()), self._reserved(), self.peak
+
+    def reset_peak(self) -> None:
+        with self.lock:
+            self.peak = self._reserved()
+
+    # Kernels
+
+    def kernels(self, kind: UpdateKind) -> HostKernels:
+        return HostKernels(self, kind)
+
+
+class HostKernels:
+    """The kernels of one kind, on the host."""
+
+    def __init__(self, runtime: FakeRuntime, kind: UpdateKind) -> None:
+        self._runtime = runtime
+        self._kind = kind
+
+    def launch(
+        self, kernel: str, blocks: int, arguments: Sequence[Any], stream: FakeStream
+    ) -> None:
+        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
+
+        def run() -> None:
+            failed = _library().hetero_on_host(hash(self._kind), kernel.encode(), blocks, pointers)
+            assert not failed, kernel
+
+        self._runtime.give(stream, run)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """native/update/cuda/update.cu for the host."""
+    target = BUILD / f"cuda-on-host-{os.getpid()}.so"
+    BUILD.mkdir(exist_ok=True)
+    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
+    source = str(ROOT / "tests/native/cuda_host/on_host.cpp")
+    compiler = os.environ.get("CXX", "g++")
+    quiet = ["-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    succeed([compiler, *flags, *quiet, f"-I{ROOT / 'native'}", source, "-o", str(target)])
+    library = ctypes.CDLL(str(target))
+    target.unlink()  # it is loaded
+    library.hetero_on_host.argtypes = (c_uint, c_char_p, c_uint, c_void_p)
+    return library

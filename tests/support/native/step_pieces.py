@@ -1,0 +1,195 @@
+"""Pieces of the optimizer's state in RAM and in a file, for tests of the step pipeline."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload import _native
+from tests.support.native.update_oracle import Hyper
+
+PIECE = 4096  # elements
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
+KIND = _native.UpdateKind("bf16", "bf16")
+HYPERS = [Hyper(lr=1e-2, weight_decay=0.1), Hyper(lr=1e-3, beta1=0.8)]
+SEGMENTS = [
+    (0, 1000, 0, 7),
+    (1000, 1777, 1, 9),
+    (3000, 1000, 0, 5),
+]  # with holes that stay as they are
+
+
+def refusal(kind: str) -> str:
+    try:
+        _native.IoEngine(kind).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+ENGINES = [
+    pytest.param(kind, marks=pytest.mark.skipif(bool(refusal(kind)), reason=refusal(kind)))
+    for kind in ("io_uring", "threads")
+]
+
+
+def hypers(step: int, scale: float = 1.0, decoupled: bool = True) -> list[_native.Hyper]:
+    changes = {"step": step, "grad_scale": scale, "decoupled": decoupled}
+    return [_native.Hyper(**{**dataclasses.asdict(hyper), **changes}) for hyper in HYPERS]
+
+
+def ram(array: np.ndarray) -> _native.Location:
+    return _native.Location(address=array.ctypes.data)
+
+
+def pipeline_threads() -> list[str]:
+    """Names of this process's threads that belong to a pipeline. The kernel lists a thread for a
+    moment after it was joined, so the ones that are about to go get the time."""
+    deadline = time.monotonic() + 5
+    while True:
+        names = []
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                names.append(path.read_text().strip())
+        names = [name for name in names if name in ("hetero-stage", "hetero-step")]
+        if not names or time.monotonic() > deadline:
+            return names
+        time.sleep(0.001)
+
+
+class Pieces:
+    """Pieces of one dtype in RAM, with random content and gradients."""
+
+    def __init__(
+        self,
+        count: int,
+        dtype: str,
+        grad_dtype: str,
+        rule: str = "adam",
+        state_dtype: str = "fp32",
+    ) -> None:
+        self.count = count
+        self.kind = _native.UpdateKind(dtype, grad_dtype, rule, state_dtype)
+        self.param_bytes = PIECE * BYTES[dtype]
+        self.grad_bytes = PIECE * BYTES[grad_dtype]
+        self.record_bytes = PIECE * (MASTER_BYTES[dtype] + self.kind.states * BYTES[state_dtype])
+        random = np.random.default_rng(0)
+        words = {2: np.uint16, 4: np.uint32}
+        # Bit patterns of moderate numbers: exponents in the middle, any sign and fraction.
+        base = {"fp32": 0x3C000000, "bf16": 0x3C00, "fp16": 0x3000}
+        span = {"fp32": 1 << 24, "bf16": 1 << 8, "fp16": 1 << 11}
+
+        def numbers(dtype: str) -> np.ndarray:
+            bits = base[dtype] + random.integers(0, span[dtype], PIECE)
+            return bits.astype(words[BYTES[dtype]])
+
+        self.params = [numbers(dtype) for _ in range(count)]
+        self.grads = [numbers(grad_dtype) for _ in range(count)]
+        self.records = []
+        for param in self.params:
+            record = np.zeros(self.record_bytes, np.uint8)
+            if dtype == "fp16":
+                record[: 4 * PIECE].view(np.float32)[:] = param.view(np.float16)
+            elif dtype == "bf16":
+                record[: 2 * PIECE].view(np.uint16)[:] = random.integers(0, 1 << 15, PIECE)
+            self.records.append(record)
+
+    def tasks_in_ram(self, order: Sequence[int]) -> list[_native.StepTask]:
+        return [
+            _native.StepTask(
+                key, ram(self.params[key]), ram(self.grads[key]), ram(self.records[key]), SEGMENTS
+            )
+            for key in order
+        ]
+
+    def bytes(self) -> bytes:
+        return b"".join(array.tobytes() for array in [*self.records, *self.params, *self.grads])
+
+
+class Filed:
+    """A copy of pieces whose records, and if wanted parameters and gradients, are in a file."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        path: Path,
+        kind: str,
+        buffers: int,
+        param_in_file: bool = False,
+        grad_in_file: bool = False,
+    ) -> None:
+        self.pieces = pieces
+        self.param_in_file, self.grad_in_file = param_in_file, grad_in_file
+        self.params = [param.copy() for param in pieces.params]
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.record_at, self.param_at, self.grad_at = [], [], []
+        end = 0
+        for offsets, payloads in [
+            (self.record_at, pieces.records),
+            (self.param_at, pieces.params),
+            (self.grad_at, pieces.grads),
+        ]:
+            for payload in payloads:
+                offsets.append(end)
+                end += os.pwrite(self.fd, payload.tobytes(), end)
+        shape = (pieces.kind, PIECE, param_in_file, grad_in_file)
+        self.engine = _native.IoEngine(kind, queue_depth=4, block_bytes=8192)
+        self.file = self.engine.add_file(self.fd, str(path))
+        self.arena = _native.Arena(buffers * _native.StepPipeline.buffer_bytes(*shape))
+        self.pipeline = _native.StepPipeline(self.engine, self.file, self.arena, buffers, *shape)
+
+    def tasks(self, order: Sequence[int], due: Sequence[int] = ()) -> list[_native.StepTask]:
+        """In this order, or as they are `due`."""
+
+        def payload(in_file: bool, offsets: list[int], arrays: list[np.ndarray], key: int):
+            if in_file:
+                return _native.Location(file_offset=offsets[key])
+            return ram(arrays[key])
+
+        return [
+            _native.StepTask(
+                key,
+                payload(self.param_in_file, self.param_at, self.params, key),
+                payload(self.grad_in_file, self.grad_at, self.pieces.grads, key),
+                _native.Location(file_offset=self.record_at[key]),
+                SEGMENTS,
+                *due[place : place + 1],
+            )
+            for place, key in enumerate(order)
+        ]
+
+    def in_file(self, array: np.ndarray, offset: int) -> bytes:
+        return os.pread(self.fd, array.nbytes, offset)
+
+    def bytes(self) -> bytes:
+        pieces = self.pieces
+        records = [self.in_file(*pair) for pair in zip(pieces.records, self.record_at, strict=True)]
+        params = [param.tobytes() for param in self.params]
+        if self.param_in_file:
+            params = [self.in_file(*pair) for pair in zip(self.params, self.param_at, strict=True)]
+        grads = [self.in_file(*pair) for pair in zip(pieces.grads, self.grad_at, strict=True)]
+        return b"".join(records + params + grads)
+
+    def close(self) -> None:
+        self.pipeline.close()
+        self.engine.close()
+        os.close(self.fd)
+
+
+def train_in_ram(pieces: Pieces, steps: int, scale: float = 1.0) -> None:
+    pipeline = _native.StepPipeline(None, 0, None, 0, pieces.kind, PIECE, False, False)
+    for step in range(1, steps + 1):
+        pipeline.submit(pieces.tasks_in_ram(range(pieces.count)), hypers(step, scale))
+        pipeline.wait_updated()
+    pipeline.close()
+
+
+def zig_zag(count: int, step: int) -> list[int]:
+    order = list(range(count))
+    return order if step % 2 else order[::-1]

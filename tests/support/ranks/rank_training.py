@@ -1,0 +1,424 @@
+"""What ranks do in tests: functions that can be pickled. Each runs on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import hetero
+from offload.memory.tiers import Account, Tier
+from tests.support.training.loops import batches, tiny_gpt2
+from tests.support.training.smallest import smallest_host_memory
+
+BASE = {"dtype": "fp32", "placement_policy": "cpu", "rank_timeout_s": 60.0}
+
+
+class Layers(nn.Module):
+    """`count` square matrices of 16384 elements, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(128, 128, bias=False) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Experts(nn.Module):
+    """Of `count` experts one is used; which one is said from outside."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.experts = nn.ModuleList([nn.Linear(64, 64) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor, expert: int | None) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        return x if expert is None else self.experts[expert](x)
+
+
+def make(
+    model: str, options: dict[str, Any], lr: float = 1e-2, **where: Any
+) -> tuple[nn.Module, hetero.HybridAdam]:
+    """A model under seed 0 and its optimizer, initialized over the ranks."""
+    makers = {"gpt2": tiny_gpt2, "layers": lambda: Layers(12), "experts": lambda: Experts(4)}
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(BASE | options, **where):
+        made = makers[model]()
+    optimizer = hetero.HybridAdam(made.parameters(), lr=lr, weight_decay=0.1)
+    return hetero.initialize(made, optimizer)
+
+
+def inputs(rank: int, step: int, width: int = 64) -> torch.Tensor:
+    """A batch for Layers and Experts."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, width, generator=generator)
+
+
+def train(
+    rank: int,
+    world: int,
+    options: dict[str, Any],
+    steps: int = 3,
+    accumulate: int = 1,
+    sync_each: bool = True,
+    mesh: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
+    """Trains tiny_gpt2 on this rank's share of the data; what it saw."""
+    where = {} if mesh is None else {"mesh": init_device_mesh("cpu", mesh)}
+    model, optimizer = make("gpt2", options, **where)
+    engine = optimizer.engine
+    data = batches(steps * accumulate * world)[rank::world]
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(accumulate):
+            tokens = data[step * accumulate + micro]
+            held = not sync_each and micro < accumulate - 1
+            with hetero.no_sync(model) if held else contextlib.nullcontext():
+                loss = model(input_ids=tokens, labels=tokens).loss / accumulate
+                optimizer.backward(loss)
+            losses.append(loss.item())
+        norms.append(hetero.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    traffic = engine.traffic
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "masters": hetero.masters(list(model.parameters())),
+        "disk": traffic.disk_read > 0,
+        "peak": engine.ledger.peak_bytes["host"],
+        "scale": engine.loss_scale.value,
+        "skipped": engine.loss_scale.skipped_steps,
+    }
+    engine.close()
+    return result
+
+
+def traffic(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that one step of Layers sends and receives, once it is known what comes when."""
+    model, optimizer = make("layers", {"chunk_numel": 16384} | options)
+    engine = optimizer.engine
+    counts = []
+
+    def quiet_traffic() -> Any:
+        """While no rank asks for anything."""
+        dist.barrier()
+        found = engine.traffic
+        dist.barrier()
+        return found
+
+    for step in range(4):
+        before = quiet_traffic()
+        loss = model(inputs(rank, step, 128).requires_grad_()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = quiet_traffic()
+        counts.append((after.sent - before.sent, after.received - before.received))
+    capacity = engine.layout.slot_count * engine.layout.slot_numel
+    used = {account.value: engine.ledger.used(Tier.HOST, account) for account in Account}
+    found = {
+        "last": counts[-1],
+        "capacity": capacity,
+        "chunks": len(engine.layout.chunks),
+        "gathered_slots": engine.placement.gathered_slots,
+        "used": used,
+    }
+    engine.close()
+    return found
+
+
+def expert_steps(
+    rank: int, world: int, options: dict[str, Any], steps: int, chosen: list[list[int | None]]
+) -> dict[str, Any]:
+    """Trains Experts; in step s rank r uses expert chosen[s][r]."""
+    model, optimizer = make("experts", options)
+    for step in range(steps):
+        loss = model(inputs(rank, step), chosen[step][rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"masters": hetero.masters(list(model.parameters()))}
+    optimizer.engine.close()
+    return found
+
+
+def construct(rank: int, world: int, options: dict[str, Any], seed_by_rank: bool) -> dict[str, Any]:
+    """First values of tiny_gpt2, and the most RAM its construction took."""
+    torch.manual_seed(rank if seed_by_rank else 0)
+    with hetero.ZeroInitContext(BASE | options):
+        model = tiny_gpt2()
+    drawn = torch.rand(1).item()
+    optimizer = hetero.HybridAdam(model.parameters())
+    model, optimizer = hetero.initialize(model, optimizer)
+    found = {
+        "masters": hetero.masters(list(model.parameters())),
+        "peak": optimizer.engine.ledger.peak_bytes["host"],
+        "drawn": drawn,
+    }
+    optimizer.engine.close()
+    return found
+
+
+def outside(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """First values of a model that was built before, of another seed on each rank."""
+    torch.manual_seed(rank)
+    model = Experts(2)
+    model.register_buffer("seen", torch.full((3,), float(rank)))
+    optimizer = hetero.HybridAdam(model.parameters())
+    model, optimizer = hetero.initialize(model, optimizer, BASE | options)
+    found = [*hetero.masters(list(model.parameters())), model.seen.clone()]
+    optimizer.engine.close()
+    return found
+
+
+def one_sided(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0 alone evaluates, generates, reads weights and state, while others are in a barrier."""
+    model, optimizer = make("gpt2", options)
+    tokens = batches(world)[rank]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found: dict[str, Any] = {}
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            found["loss"] = model(input_ids=tokens, labels=tokens).loss.item()
+            found["generated"] = model.generate(tokens[:, :4], max_new_tokens=5, do_sample=False)
+        model.train()
+        found["state"] = model.state_dict()
+        found["optimizer"] = optimizer.state_dict()
+        with hetero.gathered(model.transformer.wte.weight):
+            found["wte"] = model.transformer.wte.weight.detach().clone()
+    dist.barrier()
+    # And each for another number of tokens.
+    found["many"] = model.generate(tokens[:, :4], max_new_tokens=3 + 4 * rank, do_sample=False)
+    found["masters"] = hetero.masters(list(model.parameters()))
+    optimizer.engine.close()
+    return found
+
+
+def load(rank: int, world: int, options: dict[str, Any], state: Any, optimizer_state: Any) -> Any:
+    """Loads what another world saved, makes one step, and says what came out."""
+    model, optimizer = make("gpt2", options)
+    model.load_state_dict(state)
+    optimizer.load_state_dict(optimizer_state)
+    tokens = batches(world)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    found = hetero.masters(list(model.parameters()))
+    optimizer.engine.close()
+    return found
+
+
+def modified(rank: int, world: int, options: dict[str, Any], modifier: int) -> Any:
+    """Weights after one rank changed one of them."""
+    model, optimizer = make("experts", options)
+    weight = model.inner.weight
+    with hetero.gathered([weight], modifier_rank=modifier):
+        weight.data.fill_(float(10 + rank))
+    with hetero.gathered(model.parameters()):
+        now = [p.detach().clone() for p in model.parameters()]
+    optimizer.engine.close()
+    return now
+
+
+def two_models(rank: int, world: int, options: dict[str, Any]) -> Any:
+    """Two models and optimizers, one backward, and a model that only part of the ranks share."""
+    first, first_optimizer = make("experts", options)
+    second, second_optimizer = make("experts", options, lr=1e-3)
+    pair = dist.new_group([0, 1])
+    third = None
+    if rank < 2:
+        torch.manual_seed(0)
+        third = Experts(1)
+        third_optimizer = hetero.HybridAdam(third.parameters(), lr=1e-2)
+        hetero.initialize(third, third_optimizer, BASE | options, process_group=pair)
+    for step in range(2):
+        x = inputs(rank, step)
+        made = first(x, 0)
+        (second(made, 1).square().mean() + made.mean()).backward()
+        first_optimizer.step()
+        second_optimizer.step()
+        for optimizer in (first_optimizer, second_optimizer):
+            optimizer.zero_grad()
+        if third is not None:
+            third(x, 0).square().mean().backward()
+            third_optimizer.step()
+            third_optimizer.zero_grad()
+    models = [m for m in (first, second, third) if m is not None]
+    found = [hetero.masters(list(m.parameters())) for m in models]
+    first_optimizer.engine.close()
+    second_optimizer.engine.close()
+    if third is not None:
+        third_optimizer.engine.close()
+    return found
+
+
+def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str) -> dict[str, Any]:
+    """The last rank fails; what the others meet, after how long, and what is left of it."""
+    # What torch.distributed itself opens is no matter of ours.
+    threads, files = set(threading.enumerate()), open_scratch_files()
+    bad = rank == world - 1
+    tokens = batches(world)[rank]
+
+    def fail(here: str) -> None:
+        if not bad or where != here:
+            return
+        if how == "die":
+            os._exit(7)
+        if how == "hang":
+            time.sleep(10)  # longer than others wait
+        raise ValueError("the bad rank's own error")
+
+    dist.barrier()  # however long a rank took to start
+    started = time.monotonic()
+    engine = None
+    try:
+        fail("construction")
+        model, optimizer = make("gpt2", {"rank_timeout_s": 3.0} | options)
+        engine = optimizer.engine
+        # Once the ranks have met, the clock starts: what comes before takes its time.
+        for step in range(2):
+            if step == 1:
+                dist.barrier()
+                started = time.monotonic()
+                fail("forward")
+            loss = model(input_ids=tokens, labels=tokens).loss
+            if step == 1:
+                fail("backward")
+            loss.backward()
+            if step == 1:
+                fail("clipping")
+                hetero.clip_grad_norm_(model.parameters(), 1.0)
+                fail("step")
+            optimizer.step()
+            optimizer.zero_grad()
+        fail("state_dict")
+        model.state_dict()
+        optimizer.state_dict()
+        fail("close")
+    except hetero.PeerError as error:
+        found = {"error": str(error), "seconds": time.monotonic() - started}
+        del error
+    else:
+        found = {"error": None, "seconds": time.monotonic() - started}
+    if engine is not None:
+        started = time.monotonic()
+        engine.close()
+        found["closing"] = time.monotonic() - started
+        del engine, model, optimizer
+    gc.collect()
+    deadline = time.monotonic() + 5.0
+    while set(threading.enumerate()) - threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found["threads"] = [t.name for t in set(threading.enumerate()) - threads]
+    found["files"] = sorted(open_scratch_files() - files)
+    return found
+
+
+def open_scratch_files() -> set[str]:
+    """Descriptors of files without a name and of io_uring."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if "(deleted)" in target or "io_uring" in target:
+                found.add(f"{fd} -> {target}")
+    return found
+
+
+def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
+    """The error for ranks that do not do the same."""
+    try:
+        if what == "model":
+            torch.manual_seed(0)
+            model: nn.Module = Experts(2 + rank)
+            optimizer = hetero.HybridAdam(model.parameters())
+            hetero.initialize(model, optimizer, BASE | options)
+        elif what == "option":
+            make("experts", {"chunk_numel": 4096 * 2 * (1 + rank)} | options)
+        elif what == "gradient":
+            model, optimizer = make("experts", options)
+            model(inputs(rank, 0), 0).sum().backward()
+            hetero.clip_grad_norm_(model.parameters(), 1.0)
+            if rank:
+                model.inner.weight.grad = None
+            optimizer.step()
+        elif what == "load":
+            model, optimizer = make("experts", options)
+            if rank == 0:
+                model.load_state_dict(model.state_dict())
+    except hetero.HeteroError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused_step(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """A step that all ranks refuse, for what makes no sense, and training that goes on."""
+    model, optimizer = make("experts", {"rank_timeout_s": 20.0} | options)
+    for step in range(2):
+        model(inputs(rank, step), 0).square().mean().backward()
+        lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], -1.0
+        with contextlib.suppress(ValueError):
+            optimizer.step()
+            raise AssertionError("not refused")
+        optimizer.param_groups[0]["lr"] = lr
+        model(inputs(rank, step), 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = hetero.masters(list(model.parameters()))
+    optimizer.engine.close()
+    return found
+
+
+def tight_use_order(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Layers that are used in the reverse of the order that is expected, at the smallest budget."""
+
+    def build(host_memory: int) -> tuple[nn.Module, hetero.HybridAdam]:
+        torch.manual_seed(0)
+        model = Layers(12)
+        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+        more = {"host_memory": host_memory, "chunk_numel": 16384, "rank_timeout_s": 30.0}
+        return hetero.initialize(model, optimizer, BASE | more | options)
+
+    smallest = smallest_host_memory(lambda: build(1 << 20))
+    model, optimizer = build(smallest)
+    model.layers = nn.ModuleList(reversed(model.layers))
+    for step in range(3):
+        model(inputs(rank, step, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {
+        "masters": hetero.masters(list(model.parameters())),
+        "peak": optimizer.engine.ledger.peak_bytes["host"],
+        "smallest": smallest,
+    }
+    optimizer.engine.close()
+    return found
+
+
+def unequal(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """In the second step the last rank has no data."""
+    model, optimizer = make("experts", options)
+    for step in range(3):
+        if step != 1 or rank < world - 1:
+            model(inputs(rank, step), 0).square().mean().backward()
+        hetero.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = hetero.masters(list(model.parameters()))
+    optimizer.engine.close()
+    return found

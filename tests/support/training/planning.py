@@ -1,0 +1,152 @@
+"""Problems for planners: small ones in round numbers, and random ones."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hetero.chunks.dtypes import Dtypes
+from hetero.chunks.layout import WHOLE, Layout, ParamSpec, Shard, pack
+from hetero.planning.placement import Budgets, SlotBytes
+from hetero.planning.step_cost import Problem
+from hetero.planning.trace import Work, expected_trace
+from offload.profile.machine_profile import Profile
+
+SLOT = 4096
+AMPLE = 1 << 50
+BF16 = Dtypes("bf16", "bf16")
+
+
+def make_profile(**changes) -> Profile:
+    """A CPU machine: disk 1 and 2 and 1.5 bytes per unit of time, update 10."""
+    values = {
+        "name": "made up",
+        "date": "2026-01-01",
+        "source": "a test",
+        "devices": 1,
+        "threads": 1,
+        "dram_bytes_per_s": 20.0,
+        "nvme_read_bytes_per_s": 2.0,
+        "nvme_write_bytes_per_s": 1.0,
+        "nvme_mixed_bytes_per_s": 1.5,
+        "h2d_bytes_per_s": None,
+        "d2h_bytes_per_s": None,
+        "rank_bytes_per_s": None,
+        "node_bytes_per_s": None,
+        "update_bytes_per_s": {"bf16": 10.0, "fp32": 10.0, "fp16": 10.0},
+        "device_update_bytes_per_s": None,
+        "matmul_flop_per_s": {"bf16": 1.0, "fp32": 1.0, "fp16": 1.0},
+        "update_interference": 0.0,
+        "compute_interference": 0.0,
+        "host_bytes": AMPLE,
+        "device_bytes": None,
+        "nvme_bytes": AMPLE,
+    }
+    return Profile(**{**values, **changes})
+
+
+def separate_profile(**changes) -> Profile:
+    """The same with a device that has memory of its own."""
+    device = {
+        "h2d_bytes_per_s": 4.0,
+        "d2h_bytes_per_s": 5.0,
+        "device_bytes": AMPLE,
+        "device_update_bytes_per_s": {"bf16": 100.0, "fp32": 100.0, "fp16": 100.0},
+    }
+    return make_profile(**{**device, **changes})
+
+
+def layout_of(*numels: int, frozen: tuple[int, ...] = (), shard: Shard = WHOLE) -> Layout:
+    """One chunk for each parameter of so many elements."""
+    specs = [ParamSpec(i, f"p{i}", n, i not in frozen, group=i) for i, n in enumerate(numels)]
+    return pack(specs, SLOT * shard.ranks, shard)
+
+
+def make_problem(
+    layout: Layout,
+    budgets: Budgets,
+    profile: Profile | None = None,
+    policy: str = "auto",
+    tokens: float = 1e-3,
+    micro_batches: int = 1,
+    **more,
+) -> Problem:
+    profile = make_profile() if profile is None else profile
+    rate = profile.rate("matmul_flop_per_s", "bf16") / tokens
+    return Problem(
+        trace=expected_trace([layout], Work(1, micro_batches), rate),
+        layout=layout,
+        dtypes=BF16,
+        budgets=budgets,
+        profile=profile,
+        policy=policy,
+        min_gathered_slots=max(c.slots for c in layout.chunks),
+        **more,
+    )
+
+
+def total_bytes(layout: Layout) -> int:
+    slot = SlotBytes.of(layout, BF16)
+    trained = sum(c.slots for c in layout.chunks if c.trainable)
+    return layout.slot_count * slot.param + trained * (slot.grad + slot.record)
+
+
+SHARDS = (WHOLE, WHOLE, Shard(0, 2), Shard(0, 2, params=False), Shard(0, 2, replicas=2))
+rates = st.floats(0.1, 100)
+profiles = st.builds(
+    lambda **r: make_profile(
+        nvme_read_bytes_per_s=r["a"],
+        nvme_write_bytes_per_s=r["b"],
+        nvme_mixed_bytes_per_s=(r["a"] + r["b"]) / 2,
+        update_bytes_per_s={"bf16": r["c"]},
+    ),
+    a=rates,
+    b=rates,
+    c=rates,
+) | st.builds(
+    lambda **r: separate_profile(
+        nvme_read_bytes_per_s=r["a"],
+        nvme_write_bytes_per_s=r["b"],
+        nvme_mixed_bytes_per_s=(r["a"] + r["b"]) / 2,
+        update_bytes_per_s={"bf16": r["c"]},
+        h2d_bytes_per_s=r["d"],
+        d2h_bytes_per_s=r["e"],
+        device_update_bytes_per_s={"bf16": r["c"] * 9},
+    ),
+    a=rates,
+    b=rates,
+    c=rates,
+    d=rates,
+    e=rates,
+)
+
+
+@st.composite
+def problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
+    """Problems with budgets from far too small to more than enough."""
+    numels = st.integers(1, SLOT) | st.integers(SLOT + 1, 3 * SLOT)
+    sizes = draw(st.lists(numels, min_size=1, max_size=most_chunks))
+    frozen = draw(st.sets(st.integers(0, most_chunks), max_size=2))
+    shard = draw(st.sampled_from(SHARDS))
+    layout = layout_of(*sizes, frozen=tuple(frozen), shard=shard)
+    profile = draw(profiles)
+    within = st.floats(0, 1.5).map(lambda share: int(total_bytes(layout) * share))
+    budgets = Budgets(
+        host=draw(within),
+        disk=draw(st.sampled_from([0, AMPLE, AMPLE]) | within),
+        device=draw(within) if profile.separate else None,
+        keep_records=draw(st.booleans()),
+        under_construction=draw(st.booleans()),
+    )
+    return make_problem(
+        layout,
+        budgets,
+        profile,
+        draw(st.sampled_from(policies)),
+        tokens=draw(st.floats(1e-3, 10)),
+        micro_batches=draw(st.sampled_from([1, 1, 2, 3, 7])),
+        prefetch=draw(st.booleans()),
+        early_updates=draw(st.booleans()),
+        late_updates=draw(st.booleans()),
+        held=shard.ranks > 1 and draw(st.booleans()),
+        network_bytes_per_s=draw(st.none() | rates),
+    )

@@ -1,0 +1,76 @@
+"""A small net whose training is compared with plain PyTorch's, in RAM and on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from offload.memory.tiers import Tier
+
+SETTINGS = [
+    pytest.param({"placement_policy": "cpu"}, id="cpu"),
+    pytest.param({"placement_policy": "nvme", "host_memory": "128KiB"}, id="nvme-all-on-disk"),
+]
+
+Settings = dict[str, object]
+
+# The smallest budgets that work, which leave no room in RAM.
+_SMALLEST = {"fp32": "128KiB", "bf16": "88KiB", "fp16": "96KiB"}
+
+
+class Net(nn.Module):
+    """Chunks whose parameters do not all get gradients, and a single-element parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.unused = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x))) * self.scale
+
+
+def managed(
+    settings: Settings, path: Path, dtype: str = "fp32", **more: object
+) -> tuple[Net, hetero.HybridAdam]:
+    """A managed net under seed 0; with the second of SETTINGS all its state is on disk."""
+    torch.manual_seed(0)
+    options = {"nvme_path": str(path), "chunk_numel": 4096, **settings, **more}
+    if settings["placement_policy"] == "nvme":
+        options["host_memory"] = _SMALLEST[dtype]
+    with hetero.ZeroInitContext(dtype=dtype, **options):
+        model = Net()
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+    model, optimizer = hetero.initialize(model, optimizer)
+    placement = optimizer.engine.placement
+    tier = Tier.DISK if settings["placement_policy"] == "nvme" else Tier.HOST
+    assert {*placement.param, *placement.grad} == {tier}
+    return model, optimizer
+
+
+def plain(dtype: torch.dtype = torch.float32) -> tuple[Net, torch.optim.AdamW]:
+    """The same in plain PyTorch."""
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+
+
+def loss_of(model: nn.Module, seed: int = 1) -> torch.Tensor:
+    """A loss on random inputs, in fp32."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+    dtype = next(model.parameters()).dtype
+    return (model(x.to(dtype)).float() - 1).square().mean()
+
+
+def assert_same(model: Net, expected: Net) -> None:
+    """Masters equal the plain net's weights, up to the rounding of another order of operations."""
+    for found, weight in zip(
+        hetero.masters(model.parameters()), expected.parameters(), strict=True
+    ):
+        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)

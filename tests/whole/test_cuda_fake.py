@@ -1,0 +1,319 @@
+"""backend='cuda' over a fake device that copies as late as it may: the same bits as on the CPU.
+
+What only a true device shows is in tests/cuda.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from offload.device.cuda_backend import CudaBackend
+from offload.errors import BudgetError, HeteroError
+from offload.memory.tiers import Tier
+from tests.support.native.fake_cuda import FakeRuntime
+from tests.support.training.loops import Run, batches, build, train
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+SMALL, LARGE = "300KiB", "64MiB"
+SETTINGS = [
+    pytest.param({"placement_policy": "cpu"}, id="cpu"),
+    pytest.param({"placement_policy": "cpu", "prefetch": False}, id="cpu-no-prefetch"),
+    pytest.param({"placement_policy": "cpu", "device_memory": LARGE}, id="cpu-all-gathered"),
+    pytest.param({"placement_policy": "nvme"}, id="nvme"),
+    pytest.param({"placement_policy": "nvme", "host_memory": "500KiB"}, id="nvme-all-on-disk"),
+    pytest.param({"placement_policy": "auto", "device_memory": "1200KiB"}, id="auto-three-tiers"),
+    pytest.param(
+        {"placement_policy": "auto", "device_memory": "1200KiB", "host_memory": "1500KiB"},
+        id="auto-all-tiers",
+    ),
+    pytest.param({"placement_policy": "auto", "device_memory": LARGE}, id="auto-all-on-device"),
+    pytest.param({"placement_policy": "cuda", "device_memory": LARGE}, id="all-on-device"),
+]
+REFERENCES: dict[Any, Run] = {}
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    """The device that Config's backend will be."""
+    made = FakeRuntime()
+    monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
+    monkeypatch.setattr("hetero.config.default_device_bytes", lambda: 64 << 20)
+    monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(made))
+    return made
+
+
+def options(path: Path, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    given = {"device_memory": SMALL, "chunk_numel": 4096, "nvme_path": str(path)}
+    return {"backend": "cuda", "initial_loss_scale": 256.0, **given, **settings, **more}
+
+
+def reference(dtype: str, accumulate: int) -> Run:
+    """The same training in RAM."""
+    key = dtype, accumulate
+    if key not in REFERENCES:
+        model, optimizer = build(placement_policy="cpu", dtype=dtype, initial_loss_scale=256.0)
+        REFERENCES[key] = train(model, optimizer, batches(6), accumulate, clip=1.0)
+    return REFERENCES[key]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bf16", *(pytest.param(other, marks=pytest.mark.extra) for other in ("fp32", "fp16"))],
+)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_same_bits_as_cpu(
+    runtime: FakeRuntime, settings: dict[str, Any], dtype: str, accumulate: int, tmp_path: Path
+) -> None:
+    given = options(tmp_path, settings, dtype=dtype)
+    if dtype == "fp32":
+        for name in ("device_memory", "host_memory"):
+            if str(given.get(name, "")).endswith("KiB"):
+                given[name] = f"{2 * int(given[name][:-3])}KiB"
+    model, optimizer = build(**given)
+    engine = optimizer.engine
+    assert engine.backend.kind == "cuda"
+    on_device = [tier is Tier.DEVICE for tier in engine.placement.param]
+    run = train(model, optimizer, batches(6), accumulate, clip=1.0)
+    assert run.same_bits(reference(dtype, accumulate))
+    assert engine.ledger.peak_bytes["device"] <= (engine.ledger.budget_bytes["device"] or 0)
+    assert (engine.traffic.h2d > 0) == (engine.traffic.d2h > 0) == (not all(on_device))
+    assert set(engine.ledger.in_use_bytes.values()) == {0}
+    assert runtime.pinned == {}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("rule", ["HybridLion", "HybridAdagrad"])
+def test_other_rules(
+    runtime: FakeRuntime, settings: dict[str, Any], rule: str, tmp_path: Path
+) -> None:
+    found = []
+    for given in (
+        {"placement_policy": "cpu", "chunk_numel": 4096},
+        options(tmp_path, settings, device_memory=settings.get("device_memory", LARGE)),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        optimizer = getattr(hetero, rule)(model.parameters(), state_dtype="bf16")
+        hetero.initialize(model, optimizer, {"dtype": "bf16", "backend": "cpu", **given})
+        for seed in range(3):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(hetero.masters(model.parameters()))
+        optimizer.engine.close()
+    assert all(map(torch.equal, *found))
+
+
+def test_a_step_waits_for_nothing_if_all_is_on_the_device(
+    runtime: FakeRuntime, tmp_path: Path
+) -> None:
+    model, optimizer = build(
+        **options(tmp_path, {"placement_policy": "cuda", "device_memory": LARGE})
+    )
+    for x in batches(2):
+        before = runtime.synchronized
+        optimizer.backward(model(input_ids=x, labels=x).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert runtime.synchronized == before
+    optimizer.engine.close()
+
+
+def test_the_host_does_not_wait_for_fetches(runtime: FakeRuntime, tmp_path: Path) -> None:
+    model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}))
+    x = batches(1)[0]
+    with torch.no_grad():
+        model(input_ids=x)
+        before = runtime.synchronized
+        model(input_ids=x)
+        assert runtime.synchronized == before
+    assert optimizer.engine.traffic.h2d > 0
+    optimizer.engine.close()
+
+
+def test_values_that_the_host_changes_while_they_are_fetched(
+    runtime: FakeRuntime, tmp_path: Path
+) -> None:
+    """The copy is as late as it may be; what it reads must not have been changed by then."""
+    model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}, dtype="fp32"))
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in range(2):
+        with torch.no_grad():
+            model(input_ids=batches(1)[0])
+        expected = {k: v + 1 for k, v in expected.items()}
+        model.load_state_dict(expected)
+        assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
+    optimizer.engine.close()
+
+
+def test_states_go_out_and_come_back(runtime: FakeRuntime, tmp_path: Path) -> None:
+    for settings in ({"placement_policy": "cuda"}, {"placement_policy": "auto"}):
+        model, optimizer = build(
+            **options(tmp_path, {**settings, "device_memory": LARGE}, dtype="bf16")
+        )
+        for x in batches(2):
+            optimizer.backward(model(input_ids=x, labels=x).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights, state = model.state_dict(), optimizer.state_dict()
+        weights = {k: v.clone() for k, v in weights.items()}
+        other, second = build(placement_policy="cpu", dtype="bf16")
+        other.load_state_dict(weights)
+        second.load_state_dict(state)
+        masters = hetero.masters(model.parameters())
+        assert all(map(torch.equal, masters, hetero.masters(other.parameters())))
+        for engine in (optimizer.engine, second.engine):
+            engine.close()
+
+
+def test_a_device_that_is_full(runtime: FakeRuntime, tmp_path: Path) -> None:
+    runtime.total = 1 << 20
+    with pytest.raises(BudgetError, match=r"no room for .* of 1.0 MiB .* lower device_memory"):
+        build(**options(tmp_path, {"placement_policy": "cuda", "device_memory": LARGE}))
+    runtime.taken.clear()
+    _model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}))
+    optimizer.engine.close()
+
+
+def test_ram_that_cannot_be_pinned_is_told_and_used(runtime: FakeRuntime, tmp_path: Path) -> None:
+    runtime.pinnable = False
+    model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}, dtype="bf16"))
+    assert [n for n in optimizer.engine.notes if "cannot be pinned" in n]
+    run = train(model, optimizer, batches(6), 1, clip=1.0)
+    assert run.same_bits(reference("bf16", 1))
+
+
+def test_a_gradient_that_is_lost_on_the_link(runtime: FakeRuntime, tmp_path: Path) -> None:
+    model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}, dtype="bf16"))
+    x = batches(1)[0]
+    loss = model(input_ids=x, labels=x).loss
+    runtime.failure = "CUDA error: unspecified launch failure"
+    optimizer.backward(loss)
+    with pytest.raises(HeteroError, match="did not arrive in RAM: .*copy of .* unspecified launch"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_what_compute_takes_beside_the_arenas(runtime: FakeRuntime, tmp_path: Path) -> None:
+    _model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}))
+    backend = optimizer.engine.backend
+    backend.reset_beside()
+    assert backend.beside_bytes() == 0
+    activations = runtime.empty(12345)
+    assert backend.beside_bytes() == 12345
+    del activations
+    optimizer.engine.close()
+
+
+# Homes that move
+
+
+@pytest.mark.parametrize("policy", ["auto", "nvme"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_homes_and_slots_move_and_bits_are_the_same(
+    runtime: FakeRuntime, dtype: str, policy: str, tmp_path: Path
+) -> None:
+    """Between backward and step: gradients move, too, and records, which are not pinned."""
+    given = options(tmp_path, {"placement_policy": policy}, dtype=dtype)
+    model, optimizer = build(**{**given, "device_memory": "2MiB", "host_memory": "16MiB"})
+    engine = optimizer.engine
+    ways = [("1MiB", "600KiB"), ("16MiB", "600KiB"), ("1MiB", LARGE), ("16MiB", "1MiB")]
+    run, counts = Run(), []
+    for number, x in enumerate(batches(6)):
+        loss = model(input_ids=x, labels=x).loss
+        optimizer.backward(loss)
+        run.losses.append(loss.item())
+        del loss
+        engine.set_budget(*ways[number % len(ways)])
+        counts.append(engine.placement.param.count(Tier.DEVICE))
+        arenas = sum(runtime.taken.values())
+        assert arenas == engine.ledger.in_use_bytes["device"]
+        run.norms.append(hetero.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = reference(dtype, 1)
+    run.masters = hetero.masters(model.parameters())
+    assert (run.losses, run.norms) == (expected.losses, expected.norms)
+    assert all(map(torch.equal, run.masters, expected.masters))
+    assert len(set(counts)) > 1 or policy == "nvme"
+    ledger = engine.ledger
+    engine.close()
+    assert set(ledger.in_use_bytes.values()) == {0}
+    assert runtime.pinned == {}
+    assert runtime.taken == {}
+
+
+def test_a_copy_that_failed_leaves_homes_where_they_were(
+    runtime: FakeRuntime, tmp_path: Path
+) -> None:
+    model, optimizer = build(
+        **options(tmp_path, {"placement_policy": "auto"}, dtype="bf16", device_memory=LARGE)
+    )
+    engine = optimizer.engine
+    placed = engine.placement
+    runtime.failure = "CUDA error: unspecified launch failure"
+    with pytest.raises(OSError, match="unspecified launch failure"):
+        engine.set_budget(device_memory="600KiB")
+    assert engine.placement == placed
+    runtime.failure = None
+    engine.set_budget(device_memory="600KiB")
+    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+
+
+def test_a_device_without_room_for_homes_leaves_them_where_they_were(
+    runtime: FakeRuntime, tmp_path: Path
+) -> None:
+    """Others have taken what the budget promises."""
+    model, optimizer = build(**options(tmp_path, {"placement_policy": "auto"}, dtype="bf16"))
+    engine = optimizer.engine
+    placed = engine.placement
+    runtime.total = sum(runtime.taken.values()) + (500 << 10)
+    with pytest.raises(BudgetError, match="the device has no room"):
+        engine.set_budget(device_memory=LARGE)
+    assert engine.placement == placed
+    runtime.total = 1 << 30
+    engine.set_budget(device_memory=LARGE)
+    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+
+
+def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
+    runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies from slots where the file is read are under way when homes move, and take long."""
+    settings = {"placement_policy": "nvme", "host_memory": "500KiB"}
+    _model, optimizer = build(**options(tmp_path, settings, dtype="bf16"))
+    engine = optimizer.engine
+    go_on, synchronize = threading.Event(), runtime.synchronize
+
+    def slowly(event: Any) -> None:
+        if threading.current_thread().name == "hetero-copying":
+            assert go_on.wait(30)
+        synchronize(event)
+
+    monkeypatch.setattr(runtime, "synchronize", slowly)
+    monkeypatch.setattr(CudaBackend, "settle", lambda _: None)  # which would do them all
+    cache = engine.banks[0].params._cache
+    assert cache is not None
+    cache.start(0)
+    deadline_s = time.monotonic() + 30
+    while not runtime.copying and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert runtime.copying
+    later = threading.Timer(0.3, go_on.set)
+    later.start()
+    engine.set_budget("700KiB")
+    assert go_on.is_set()
+    later.join()
+    monkeypatch.undo()
+    engine.close()

@@ -1,0 +1,138 @@
+"""An exception in the middle leaves the engine usable, and stale graphs are refused."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+import hetero
+from tests.support.training.loops import batches, build, train
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+SETTINGS = [
+    pytest.param({"placement_policy": "cpu"}, id="cpu"),
+    pytest.param({"placement_policy": "nvme", "host_memory": "400KiB"}, id="nvme-all-on-disk"),
+]
+
+
+class Stop(Exception):
+    """Raised in the middle."""
+
+
+def reference(count: int) -> list[torch.Tensor]:
+    model, optimizer = build(placement_policy="cpu", dtype="fp32")
+    return train(model, optimizer, batches(count), clip=1.0).masters
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_training_goes_on_after_an_exception(
+    where: str, settings: dict[str, object], tmp_path: Path
+) -> None:
+    model, optimizer = build(dtype="fp32", nvme_path=str(tmp_path), **settings)
+    block = model.transformer.h[1].mlp
+    tokens = batches(1)[0]
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    if where == "forward":
+        handle = block.register_forward_hook(stop)
+        with pytest.raises(Stop):
+            model(input_ids=tokens)
+    else:
+        handle = block.c_fc.weight.register_hook(stop)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        with pytest.raises(Stop):
+            loss.backward()
+        del loss
+    handle.remove()
+    optimizer.zero_grad()
+    run = train(model, optimizer, batches(3), clip=1.0)
+    assert all(map(torch.equal, run.masters, reference(3)))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_backward_after_a_step_is_refused(settings: dict[str, object], tmp_path: Path) -> None:
+    """As in PyTorch, where the version counter of the changed weight says so."""
+    model, optimizer = build(dtype="fp32", nvme_path=str(tmp_path), **settings)
+    tokens = batches(1)[0]
+    stale = model(input_ids=tokens, labels=tokens).loss
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"inplace operation|before an optimizer step"):
+        stale.backward()
+    optimizer.engine.close()
+
+
+def test_read_error_in_forward_and_then_on(tmp_path: Path) -> None:
+    model, optimizer = build(
+        placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path), host_memory="400KiB"
+    )
+    tokens = batches(1)[0]
+    optimizer.engine.banks[0].disk.io.inject("read", 0, errno.EIO)
+    with pytest.raises(OSError, match=r"read of \d+ bytes .*Input/output error"):
+        model(input_ids=tokens)
+    run = train(model, optimizer, batches(3), clip=1.0)
+    assert all(map(torch.equal, run.masters, reference(3)))
+
+
+def test_an_absent_parameter_is_loud(tmp_path: Path) -> None:
+    _, optimizer = build(
+        placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path), host_memory="400KiB"
+    )
+    engine = optimizer.engine
+    absent = [m.param for m in engine.managed_params() if not engine.params.is_resident(m.chunk)]
+    assert absent
+    for param in absent:
+        assert param.isnan().all()
+        assert param.numel() > 1
+        with pytest.raises(RuntimeError, match="memory location"), torch.no_grad():
+            param.add_(1.0)
+    engine.close()
+
+
+def test_fp16_needs_a_scaled_loss() -> None:
+    model, optimizer = build(placement_policy="cpu", dtype="fp16")
+    tokens = batches(1)[0]
+    with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\)"):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.engine.close()
+
+
+def test_fp16_overflow_skips_the_step(tmp_path: Path) -> None:
+    model, optimizer = build(
+        placement_policy="nvme",
+        dtype="fp16",
+        nvme_path=str(tmp_path),
+        initial_loss_scale=2.0**40,
+        loss_scale_window=2,
+    )
+    before = hetero.masters(model.parameters())
+    tokens = batches(1)[0]
+    scale = optimizer.engine.loss_scale
+    while scale.good_steps == 0:
+        optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scale.good_steps == 0:
+            assert all(map(torch.equal, hetero.masters(model.parameters()), before))
+    assert scale.skipped_steps > 10
+    assert scale.value == 2.0 ** (40 - scale.skipped_steps)
+    assert not all(map(torch.equal, hetero.masters(model.parameters()), before))
+    states = optimizer.state_dict()["state"]
+    assert {state["step"].item() for state in states.values()} == {1.0}
+    optimizer.engine.close()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with hetero.ZeroInitContext(placement_policy="cpu", dtype="fp32"):
+        model = torch.nn.Embedding(10, 4, sparse=True)
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    with pytest.raises(ValueError, match=r"weight got a .*sparse.* use sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+    optimizer.engine.close()

@@ -1,0 +1,491 @@
+"""Budgets hold: under limits of the operating system, and whatever models and loops do."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hetero
+from bench.limited_train import Spec
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
+from tests.support.training.loops import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+# Under limits of the operating system
+
+MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 6,
+    "n_embd": 512,
+    "n_head": 8,
+    "vocab_size": 1024,
+    "n_positions": 64,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+PARAMS = 19e6
+HOST_MEMORY = 38 * MIB  # an eighth of what others hold: 16 bytes a parameter
+# Of 64 tokens, per layer that is not recomputed, and gradients in autograd's hands.
+ACTIVATIONS = 6 * 4 * MIB + 32 * MIB
+# Counted by limits although nobody touches it: stacks of eight threads, slots of pools that are
+# used only when there is RAM to spare.
+UNTOUCHED = 8 * 8 * MIB + 32 * MIB
+# One thread of torch's is enough; and malloc would reserve 64 MiB of addresses for each.
+ENVIRONMENT = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+
+# Plain PyTorch, argv: layers, whether to train, limit of data in bytes (0: none).
+_PLAIN = """
+import json, resource, sys
+model_config, layers, train, limit = json.loads(sys.argv[1]), *map(int, sys.argv[2:])
+if limit:
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+import torch
+import hetero
+from bench.limited_train import memory_bytes
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_config(
+    AutoConfig.for_model(**{**model_config, "n_layer": layers}))
+optimizer = torch.optim.AdamW(model.parameters())
+tokens = torch.randint(0, 256, (1, 64))
+model(input_ids=tokens, labels=tokens).loss.backward()
+found = memory_bytes()
+if train:
+    optimizer.step()
+print(json.dumps(found))
+"""
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=300, env=ENVIRONMENT, **options,
+    )  # fmt: skip
+
+
+def plain(layers: int, train: bool, limit: int = 0) -> subprocess.CompletedProcess[str]:
+    numbers = map(str, (layers, int(train), limit))
+    return python("-c", _PLAIN, json.dumps(MODEL), *numbers)
+
+
+@pytest.fixture(scope="module")
+def framework() -> dict[str, int]:
+    """What a plain run takes of all kinds of memory, with a model of a single layer."""
+    done = plain(1, False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+def limited(path: Path, limits: dict[str, int], **options: Any) -> dict[str, Any]:
+    """Trains MODEL within HOST_MEMORY and the limits; what it took."""
+    spec = Spec(
+        model_config=MODEL,
+        rss_bytes=0,
+        nvme_path=str(path),
+        host_memory=HOST_MEMORY,
+        limits=limits,
+        seq_len=64,
+        checkpointing=False,
+        threads=1,
+        steps=2,
+    )
+    spec.write(path / "spec.json")
+    done = python("-m", "bench.limited_train", str(path / "spec.json"), **options)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_training_under_limits_of_the_process(framework: dict[str, int], tmp_path: Path) -> None:
+    """Private memory and address space are limited to the budget beside what a plain run takes."""
+    limits = {
+        "data": framework["VmData"] + HOST_MEMORY + ACTIVATIONS + UNTOUCHED,
+        "address": framework["VmPeak"] + HOST_MEMORY + ACTIVATIONS + UNTOUCHED,
+    }
+    found = limited(tmp_path, limits)
+    assert found["status"] == "trained", found["error"]
+    assert found["params"] > PARAMS
+    assert found["all_finite"]
+    assert found["peak_managed_bytes"]["host"] <= HOST_MEMORY
+    assert found["peak_managed_bytes"]["disk"] > 10 * PARAMS
+    assert found["peak_rss_bytes"] <= HOST_MEMORY + framework["VmHWM"] + ACTIVATIONS
+    # The limit is one: what the model takes in memory does not fit below it.
+    done = plain(int(str(MODEL["n_layer"])), True, limits["data"])
+    assert done.returncode != 0
+    assert re.search("allocate|MemoryError|memory", done.stderr), done.stderr[-500:]
+
+
+def test_a_limit_that_is_too_small_is_an_error_and_no_crash(
+    framework: dict[str, int], tmp_path: Path
+) -> None:
+    found = limited(tmp_path, {"data": framework["VmData"] + HOST_MEMORY // 4})
+    assert found["status"] in ("failed", "refused")
+    assert found["error"]
+    assert [p.name for p in tmp_path.iterdir()] == ["spec.json"]
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """A cgroup (version 2) below this process's own that limits memory; skips where none can be."""
+    own = next(
+        (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines()
+         if line.startswith("0::")), None
+    )  # fmt: skip
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    mount = next((Path(m[1]) for m in mounts if m[2] == "cgroup2"), None)
+    if own is None or mount is None:
+        pytest.skip("there is no cgroup v2 hierarchy")
+    parent = mount / own.lstrip("/")
+    controllers = (parent / "cgroup.controllers").read_text().split()
+    if "memory" not in controllers:
+        pytest.skip(f"memory is not among the controllers of {parent}: {' '.join(controllers)}")
+    if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
+        pytest.skip(f"{parent} does not hand the memory controller on to cgroups below it")
+    group = parent / f"hetero-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup may be made in {parent}: {error.strerror}")
+    try:
+        (group / "memory.max").write_text(str(limit_bytes))
+        if (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_training_inside_a_limited_cgroup(framework: dict[str, int], tmp_path: Path) -> None:
+    limit = framework["VmHWM"] + HOST_MEMORY + ACTIVATIONS
+    with memory_cgroup(limit) as group:
+
+        def enter() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        found = limited(tmp_path, {}, preexec_fn=enter)
+        events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
+    assert found["status"] == "trained", found["error"]
+    assert events["oom_kill"] == "0"
+    assert found["peak_rss_bytes"] <= limit
+
+
+# Whatever models and loops do
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A random net: blocks of one width, some of them frozen; `tied`: the last has the first's
+    matrix."""
+
+    width: int
+    blocks: int
+    tied: bool
+    frozen: frozenset[int]
+    norms: bool
+
+    def make(self) -> Net:
+        torch.manual_seed(self.width)
+        return Net(self)
+
+
+class Net(nn.Module):
+    """Residual blocks that are used in the order that is asked for."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(shape.blocks))
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(width) if shape.norms else nn.Identity() for _ in range(shape.blocks)
+        )
+        self.head = nn.Linear(width, width, bias=False)
+        if shape.tied:
+            self.head.weight = self.blocks[0].weight
+        for number in shape.frozen:
+            self.blocks[number].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for number in order:
+            x = x + torch.tanh(self.blocks[number](self.norms[number](x)))
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step does: blocks in this order for each micro-batch, and what else."""
+
+    orders: tuple[tuple[int, ...], ...]
+    rows: int = 3
+    evaluates: bool = False  # before it, and between micro-batches
+    clips: bool = True
+    keeps: bool = False  # gradients until the next step's backward adds to them
+
+
+@dataclass(frozen=True)
+class Place:
+    """Options, and how many times the smallest budgets that work are given."""
+
+    options: dict[str, Any] = field(hash=False)
+    host: float = 1.0
+    device: float = 1.0
+    disk: float = 1.0
+
+
+shapes = st.integers(1, 4).flatmap(
+    lambda blocks: st.builds(
+        Shape,
+        width=st.sampled_from([16, 48, 64, 96, 130]),
+        blocks=st.just(blocks),
+        tied=st.booleans(),
+        frozen=st.frozensets(st.integers(0, blocks - 1), max_size=blocks - 1),
+        norms=st.booleans(),
+    )
+)
+
+
+def steps_of(shape: Shape) -> st.SearchStrategy[list[Step]]:
+    """Two to five steps; most use all blocks in order, as training does."""
+    usual = tuple(range(shape.blocks))
+    orders = st.just(usual) | st.lists(st.integers(0, shape.blocks - 1), max_size=6).map(tuple)
+    return st.lists(
+        st.builds(
+            Step,
+            orders=st.lists(orders, min_size=1, max_size=3).map(tuple),
+            rows=st.sampled_from([1, 3, 17]),
+            evaluates=st.booleans(),
+            clips=st.booleans(),
+            keeps=st.booleans(),
+        ),
+        min_size=2,
+        max_size=5,
+    )
+
+
+slack = st.sampled_from([1.0, 1.0, 1.1, 1.5, 4.0])
+places = st.builds(
+    Place,
+    options=st.fixed_dictionaries(
+        {
+            "placement_policy": st.sampled_from(["nvme", "auto", "cpu"]),
+            "backend": st.sampled_from(["cpu", "emulated"]),
+            "dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
+            "grad_dtype": st.sampled_from([None, None, "fp32"]),
+            "chunk_numel": st.sampled_from([4096, 8192, 20480]),
+            "io_engine": st.sampled_from(["io_uring", "threads"]),
+            "prefetch": st.booleans(),
+        }
+    ),
+    host=slack,
+    device=slack,
+    disk=slack,
+)
+
+
+def smallest(shape: Shape, options: dict[str, Any]) -> dict[str, int]:
+    """The budgets that refusals come down to, from next to nothing on."""
+    budgets = {"host_memory": 1}
+    if options["backend"] == "emulated":
+        budgets["device_memory"] = 1
+    if options["placement_policy"] != "cpu":
+        budgets["nvme_capacity"] = 1
+    patterns = {
+        "host_memory": r"host_memory is .*?smallest that works is .*? \((\d+) bytes\)",
+        "device_memory": r"device_memory is .*?smallest that works is .*? \((\d+) bytes\)",
+        "nvme_capacity": r"\((\d+) bytes\) go to disk",
+    }
+    for _ in range(40):
+        model = shape.make()
+        optimizer = hetero.HybridAdam(model.parameters())
+        try:
+            hetero.initialize(model, optimizer, **options, **budgets)
+        except hetero.BudgetError as refusal:
+            named = {
+                name: int(found[1])
+                for name, pattern in patterns.items()
+                if (found := re.search(pattern, str(refusal)))
+            }
+            missing = re.search(r"would pass the (\w+) budget of .*? by (\d+) bytes", str(refusal))
+            if missing:  # while the model is adopted: no plan is made yet
+                name = {"disk": "nvme_capacity"}.get(missing[1], f"{missing[1]}_memory")
+                named[name] = budgets[name] + int(missing[2])
+            more = {name: n for name, n in named.items() if n > budgets.get(name, n)}
+            if not more:
+                pytest.fail(f"{budgets} are refused without a larger one: {refusal}")
+            budgets |= more
+        else:
+            optimizer.engine.close()
+            return budgets
+    raise AssertionError(f"refusals do not come to an end: {budgets}")
+
+
+def train(
+    shape: Shape, steps: list[Step], after_step: Callable[[Any], None], **options: Any
+) -> Run:
+    """Trains; `after_step` gets the engine."""
+    model = shape.make()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    hetero.initialize(model, optimizer, initial_loss_scale=64.0, **options)
+    engine = optimizer.engine
+    run = Run()
+    try:
+        for number, step in enumerate(steps):
+            generator = torch.Generator().manual_seed(number)
+            for order in step.orders:
+                x = torch.randn(step.rows, shape.width, generator=generator)
+                if step.evaluates:
+                    with torch.no_grad():
+                        run.losses.append(model(x, tuple(reversed(order))).float().sum().item())
+                loss = (model(x, order).float() - 1).square().mean()
+                if loss.requires_grad:  # a frozen head alone has nothing to train
+                    optimizer.backward(loss)
+                run.losses.append(loss.item())
+            if step.clips:
+                run.norms.append(hetero.clip_grad_norm_(trained, 0.5).item())
+            optimizer.step()
+            if not step.keeps:
+                optimizer.zero_grad()
+            after_step(engine)
+        run.masters = hetero.masters(trained)
+        for param in model.parameters():
+            with hetero.gathered(param):
+                run.params.append(param.detach().clone())
+    finally:
+        engine.close()
+    assert set(engine.ledger.in_use_bytes.values()) == {0}
+    return run
+
+
+@contextlib.contextmanager
+def watched_ledgers() -> Iterator[list[int]]:
+    """Fails at once where the bytes in use of a tier pass its budget; counts changes."""
+    changes = [0]
+    change = Ledger._change
+
+    def checked(ledger: Ledger, tier: Tier, account: Account, nbytes: int) -> None:
+        change(ledger, tier, account, nbytes)
+        changes[0] += 1
+        for name, budget in ledger.budget_bytes.items():
+            used = ledger.in_use_bytes[name]
+            assert budget is None or used <= budget, (name, account, used, budget)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "_change", checked)
+        yield changes
+
+
+def check(shape: Shape, steps: list[Step], place: Place) -> None:
+    """No budget is passed, and the bits are those of policy cpu."""
+    kept = ("dtype", "grad_dtype")
+    expected = train(
+        shape, steps, lambda engine: None, placement_policy="cpu",
+        **{name: place.options[name] for name in kept},
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        options = dict(place.options)
+        if options["placement_policy"] != "cpu":
+            options["nvme_path"] = folder
+        budgets = smallest(shape, options)
+        for name, more in (
+            ("host_memory", place.host),
+            ("device_memory", place.device),
+            ("nvme_capacity", place.disk),
+        ):
+            if name in budgets:
+                budgets[name] = int(budgets[name] * more)
+        tiers = {
+            "host": budgets["host_memory"],
+            "device": budgets.get("device_memory"),
+            "disk": budgets.get("nvme_capacity"),
+        }
+
+        def after_step(engine: Any) -> None:
+            for tier, most in tiers.items():
+                peak = engine.ledger.peak_bytes[tier]
+                assert most is None or peak <= most, (tier, peak, most)
+
+        with watched_ledgers() as changes:
+            found = train(shape, steps, after_step, **options, **budgets)
+        assert changes[0] > 2
+        assert found.same_bits(expected)
+        gc.collect()
+        assert list(Path(folder).iterdir()) == []
+
+
+ALL = Shape(64, 3, tied=True, frozen=frozenset({1}), norms=True)
+DEVIATING = [
+    Step(orders=((0, 1, 2),)),
+    Step(orders=((0, 1, 2), (2, 0)), evaluates=True),
+    Step(orders=((),), rows=17, keeps=True),
+    Step(orders=((1, 1, 0), (2, 1, 0)), clips=False),
+]
+OPTIONS: dict[str, Any] = {
+    "placement_policy": "nvme",
+    "backend": "cpu",
+    "dtype": "bf16",
+    "grad_dtype": None,
+    "chunk_numel": 4096,
+    "io_engine": "io_uring",
+    "prefetch": True,
+}
+EMULATED = {**OPTIONS, "placement_policy": "auto", "backend": "emulated"}
+cases = shapes.flatmap(lambda shape: st.tuples(st.just(shape), steps_of(shape), places))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Such small products are not worth a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases)
+@example((ALL, DEVIATING, Place(OPTIONS)))
+@example((ALL, DEVIATING, Place({**OPTIONS, "dtype": "fp16"}, host=1.5)))
+@example((ALL, DEVIATING, Place(EMULATED)))
+@example((ALL, DEVIATING, Place({**EMULATED, "placement_policy": "nvme"}, device=1.5)))
+@example((replace(ALL, width=130), DEVIATING, Place({**EMULATED, "grad_dtype": "fp32"})))
+def test_no_budget_is_passed_whatever_happens(case: tuple[Shape, list[Step], Place]) -> None:
+    check(*case)
+
+
+@pytest.mark.extra
+@pytest.mark.usefixtures("one_thread")
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases)
+def test_no_budget_is_passed_whatever_happens_long(
+    case: tuple[Shape, list[Step], Place],
+) -> None:
+    check(*case)
+
+
+def test_a_budget_that_is_passed_is_noticed() -> None:
+    ledger = Ledger({Tier.HOST: 100})
+    with watched_ledgers(), pytest.raises(AssertionError):
+        ledger._change(Tier.HOST, Account.PARAM, 101)

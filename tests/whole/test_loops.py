@@ -1,0 +1,308 @@
+"""What training loops do besides the plain loop: right, or refused; never silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+import hetero
+from tests.support.ranks.interrupts import interrupt_in
+from tests.support.training.small_net import (
+    SETTINGS,
+    Net,
+    Settings,
+    assert_same,
+    loss_of,
+    managed,
+    plain,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.parametrize("settings", SETTINGS),
+]
+
+
+@pytest.fixture
+def net(settings: Settings, tmp_path: Path) -> Callable[..., tuple[Net, hetero.HybridAdam]]:
+    def build(**more: object) -> tuple[Net, hetero.HybridAdam]:
+        return managed(settings, tmp_path, **more)
+
+    return build
+
+
+def test_gradients_stay_after_a_step_until_they_are_cleared(net: Callable) -> None:
+    model, optimizer = net()
+    expected, adam = plain()
+    for seed in range(3):
+        for each, step in ((model, optimizer.step), (expected, adam.step)):
+            loss_of(each, seed).backward()
+            step()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_a_skipped_step_does_not_leave_its_clipping_behind(net: Callable) -> None:
+    model, optimizer = net()
+    clean, clean_optimizer = net()
+    (loss_of(model) * 1e6).backward()
+    hetero.clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    norms = []
+    for each, its in ((model, optimizer), (clean, clean_optimizer)):
+        loss_of(each).backward()
+        norms.append(hetero.clip_grad_norm_(each.parameters(), 0.1))
+        its.step()
+    assert norms[0] == norms[1]
+    assert all(map(torch.equal, *(hetero.masters(m.parameters()) for m in (model, clean))))
+    optimizer.engine.close()
+    clean_optimizer.engine.close()
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e9], ids=["clipping", "nothing to clip"])
+@pytest.mark.parametrize("step_between", [False, True])
+def test_a_micro_batch_after_clipping_is_added_to_what_was_clipped(
+    net: Callable, max_norm: float, step_between: bool
+) -> None:
+    model, optimizer = net()
+    expected, adam = plain()
+    for each, clip, step in (
+        (model, hetero.clip_grad_norm_, optimizer.step),
+        (expected, torch.nn.utils.clip_grad_norm_, adam.step),
+    ):
+        loss_of(each).backward()
+        clip(each.parameters(), max_norm)
+        if step_between:
+            step()
+        loss_of(each, 2).backward()
+        step()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_gradients_that_are_assigned_are_taken(net: Callable) -> None:
+    model, optimizer = net()
+    expected, adam = plain()
+    for each, step in ((model, optimizer.step), (expected, adam.step)):
+        for seed in range(2):
+            used = [p for n, p in each.named_parameters() if not n.startswith("unused")]
+            for param, grad in zip(
+                used, torch.autograd.grad(loss_of(each, seed), used), strict=True
+            ):
+                param.grad = grad
+            each.unused.weight.grad = torch.ones(8, 8)
+            if seed:
+                loss_of(each, 5).backward()  # adds to them
+            step()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_gradients_made_of_placeholders_are_refused(net: Callable) -> None:
+    model, optimizer = net()
+    loss_of(model).backward()
+    model.first.weight.grad = model.first.weight.grad + 1
+    with pytest.raises(hetero.HeteroError, match=r"first.weight is all NaN.*hetero.grads"):
+        optimizer.step()
+    model.first.weight.grad = torch.ones(64, 64).to_sparse()
+    with pytest.raises(ValueError, match=r"first.weight got a .*sparse"):
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_a_step_without_gradients_changes_nothing(net: Callable) -> None:
+    model, optimizer = net(dtype="fp16", loss_scale_window=1)
+    before = hetero.masters(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step(lambda: 0.0)
+    assert all(map(torch.equal, hetero.masters(model.parameters()), before))
+    assert optimizer.engine.loss_scale.good_steps == 0
+    assert optimizer.engine.loss_scale.value == 65536.0
+    optimizer.engine.close()
+
+
+def test_autograd_grad_leaves_kept_gradients_alone(net: Callable) -> None:
+    model, optimizer = net()
+    expected, adam = plain()
+    for each in (model, expected):
+        loss_of(each).backward()
+        used = [p for n, p in each.named_parameters() if not n.startswith("unused")]
+        torch.autograd.grad(loss_of(each, 2), used)
+    optimizer.step()
+    adam.step()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_a_users_hook_that_raises_loses_no_earlier_micro_batch(net: Callable) -> None:
+    model, optimizer = net()
+    loss_of(model).backward()
+    before = optimizer.engine.grad_norm([model.first.weight])
+
+    def stop(grad: torch.Tensor) -> None:
+        raise KeyError
+
+    handle = model.first.weight.register_hook(stop)
+    with pytest.raises(KeyError):
+        loss_of(model).backward()
+    handle.remove()
+    assert optimizer.engine.grad_norm([model.first.weight]) == before
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("name", ["scale", "first.weight"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_writes_outside_gathered_are_refused(
+    name: str, dtype: str, net: Callable, settings: Settings, tmp_path: Path
+) -> None:
+    with hetero.ZeroInitContext(dtype=dtype, nvme_path=str(tmp_path), chunk_numel=4096, **settings):
+        model = Net()
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    with pytest.raises((hetero.HeteroError, RuntimeError), match=r"changed in place|memory loc"):
+        with torch.no_grad():
+            model.get_parameter(name).clamp_(0, 1)
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_writes_inside_gathered_are_kept(net: Callable) -> None:
+    model, optimizer = net()
+    for _ in range(2):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with hetero.gathered(model.scale, modifier_rank=0), torch.no_grad():
+            model.scale.clamp_(0, 1)
+    assert hetero.masters(model.scale)[0].item() == 1.0
+    optimizer.engine.close()
+
+
+def test_reading_gathered_parameters_only_reads(net: Callable) -> None:
+    model, optimizer = net()
+    with pytest.raises(hetero.HeteroError, match="changed in place"):
+        with hetero.gathered(model.first.weight), torch.no_grad():
+            model.first.weight.zero_()
+        optimizer.step()
+    optimizer.engine.close()
+
+
+def test_interruption_after_an_update_leaves_no_old_values_in_use(net: Callable) -> None:
+    model, optimizer = net()
+    expected, expected_optimizer = net()
+    for each in (model, expected):
+        loss_of(each).backward()
+    expected_optimizer.step()
+    with interrupt_in(optimizer.engine.banks[0].stepper, "run"):
+        optimizer.step()
+    with torch.no_grad():
+        assert loss_of(model, 5) == loss_of(expected, 5)
+    optimizer.engine.close()
+    expected_optimizer.engine.close()
+
+
+def test_interruption_of_a_forward_is_unwound(net: Callable) -> None:
+    model, optimizer = net()
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.last.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model)
+    handle.remove()
+    loss_of(model).backward()
+    optimizer.step()
+    assert torch._C._len_torch_function_stack() == 0
+    assert optimizer.engine.params.leased_copies() == 0
+    optimizer.engine.close()
+
+
+def test_refused_hyper_parameters_change_nothing(net: Callable) -> None:
+    model, optimizer = net()
+    clean, clean_optimizer = net()
+    for each in (model, clean):
+        loss_of(each).backward()
+        hetero.clip_grad_norm_(each.parameters(), 0.01)
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.step()
+    clean_optimizer.step()
+    assert all(map(torch.equal, *(hetero.masters(m.parameters()) for m in (model, clean))))
+    optimizer.engine.close()
+    clean_optimizer.engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_create_graph_does_not_keep_graphs(net: Callable) -> None:
+    model, optimizer = net()
+
+    def graphs() -> int:
+        gc.collect()
+        return sum(isinstance(o, torch.Tensor) and o.grad_fn is not None for o in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        loss = loss_of(model)
+        loss.backward(create_graph=True)
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(graphs())
+    # torch itself keeps one tensor a backward if saved-tensor hooks were in force, whoever's.
+    assert counts[-1] - counts[0] <= 2
+    optimizer.engine.close()
+
+
+def test_deep_copies_are_refused(net: Callable) -> None:
+    model, optimizer = net()
+    with pytest.raises(hetero.HeteroError, match="cannot be deep-copied"):
+        copy.deepcopy(model)
+    optimizer.engine.close()
+
+
+def test_several_forwards_then_backwards_and_evaluation_between(net: Callable) -> None:
+    model, optimizer = net()
+    expected, adam = plain()
+    for each, step in ((model, optimizer.step), (expected, adam.step)):
+        first, second = loss_of(each, 1), loss_of(each, 2)
+        with torch.no_grad():
+            loss_of(each, 3)
+        second.backward()
+        first.backward(retain_graph=True)
+        first.backward()
+        step()
+    assert_same(model, expected)
+    optimizer.engine.close()
+
+
+def test_a_step_leaves_nothing_to_the_garbage_collector(net: Callable) -> None:
+    """Cycles keep activations alive until the collector comes: memory that no budget knows of."""
+    model, optimizer = net()
+
+    def step() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        step()
+        gc.collect()
+        left = [type(o).__name__ for o in gc.garbage if isinstance(o, (torch.Tensor, FrameType))]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not left
+    optimizer.engine.close()

@@ -1,0 +1,334 @@
+"""Ways of writing models: each compared with plain PyTorch, parameters on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hetero
+from offload.memory.tiers import Tier
+from tests.support.training.loops import batches, build, tiny_gpt2
+from tests.support.training.smallest import smallest_host_memory
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + torch.tanh(self.inner(x)))
+
+
+class Twice(nn.Module):
+    """The same module called twice, and a tied weight used by two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.a = nn.Linear(64, 64)
+        self.b = nn.Linear(64, 64, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.block(self.a(self.block(x))))
+
+
+class Bare(nn.Module):
+    """Parameters of the model itself, held while its children run, and outputs as a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(64))
+        self.list = nn.ParameterList([nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.block(x + self.shift)
+        for weight in self.list:
+            x = torch.tanh(x @ weight)
+        return {"y": x * self.shift}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_() if not x.requires_grad else x
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64)
+        self.adapter = nn.Linear(64, 64)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(torch.tanh(self.base(x)))
+
+
+class Mixed(nn.Module):
+    """Convolution, recurrence, attention, an embedding with padding, a scalar, an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 64, padding_idx=0)
+        self.convolution = nn.Conv1d(64, 64, 3, padding=1)
+        self.recurrence = nn.GRU(64, 64, batch_first=True)
+        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding((x.abs()[..., :1] * 7).long().squeeze(-1) % 32)
+        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        x = self.recurrence(x)[0]
+        return self.attention(x, x, x)[0] * self.scale
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "twice": Twice,
+    "bare": Bare,
+    "checkpoint": lambda: Checkpointed(False),
+    "checkpoint-reentrant": lambda: Checkpointed(True),
+    "frozen": Frozen,
+    "mixed": Mixed,
+}
+
+
+def outputs(result: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
+    return result["y"] if isinstance(result, dict) else result
+
+
+def losses_of(
+    model: nn.Module, backward: Callable[[torch.Tensor], None], step: Callable[[], None]
+) -> list[float]:
+    """Losses of three steps on fixed data; the last entry is a loss without gradients."""
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(3):
+        x, target = torch.randn(2, 2, 5, 64, generator=generator)
+        loss = (outputs(model(x)) - target).square().mean()
+        backward(loss)
+        losses.append(loss.item())
+        del loss
+        step()
+    with torch.no_grad():
+        losses.append(outputs(model(x)).square().mean().item())
+    return losses
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_training_equals_plain_torch(
+    make: Callable[[], nn.Module], prefetch: bool, tmp_path: Path, nothing_left: None
+) -> None:
+    """Losses as in plain PyTorch to rounding; bits as with everything in RAM."""
+
+    def run(**options: object) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        with hetero.ZeroInitContext(dtype="fp32", chunk_numel=4096, **options):
+            model = make()
+        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3, weight_decay=1e-2)
+        model, optimizer = hetero.initialize(model, optimizer)
+        engine = optimizer.engine
+        on_disk = [m for m in engine.managed_params() if not engine.params.is_resident(m.chunk)]
+        assert bool(on_disk) == (options["placement_policy"] == "nvme")
+
+        def step() -> None:
+            assert engine.params.leased_copies() == 0, "nothing is held after a backward"
+            optimizer.step()
+            optimizer.zero_grad()
+
+        losses = losses_of(model, optimizer.backward, step)
+        masters = hetero.masters(model.parameters())
+        state = model.state_dict()
+        for master, name in zip(masters, dict(model.named_parameters()), strict=True):
+            assert torch.equal(state[name], master)
+        engine.close()
+        return losses, masters
+
+    torch.manual_seed(0)
+    plain = make()
+    adam = torch.optim.AdamW(
+        [p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=1e-2
+    )
+
+    def plain_step() -> None:
+        adam.step()
+        adam.zero_grad()
+
+    expected = losses_of(plain, lambda loss: loss.backward(), plain_step)
+    nvme = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "prefetch": prefetch}
+    smallest = smallest_host_memory(lambda: run(host_memory=60 << 10, **nvme))
+    losses, masters = run(host_memory=smallest, **nvme)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    in_ram = run(placement_policy="cpu")
+    assert losses == in_ram[0]
+    assert all(map(torch.equal, masters, in_ram[1]))
+
+
+def test_frozen_parameters_have_no_record_and_keep_their_values(tmp_path: Path) -> None:
+    with hetero.ZeroInitContext(placement_policy="nvme", dtype="bf16", nvme_path=str(tmp_path)):
+        model = Frozen()
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    frozen = [m for m in optimizer.engine.managed_params() if not m.chunk.trainable]
+    assert [m.name for m in frozen] == ["base.weight", "base.bias"]
+    assert all(optimizer.engine.placement.record[m.chunk.id] is None for m in frozen)
+    before = model.base.weight.clone()
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.base.weight, before)
+    assert set(optimizer.state_dict()["state"]) == {2, 3}
+    optimizer.engine.close()
+
+
+def test_gathered_reads_and_writes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(
+        placement_policy="nvme", dtype="bf16", nvme_path=str(tmp_path), host_memory="200KiB"
+    ):
+        model = Twice()
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    weight = model.a.weight
+    before = hetero.masters(weight)[0]
+    with hetero.gathered(model.parameters()):
+        assert torch.equal(weight, before.bfloat16())
+    with hetero.gathered(weight, modifier_rank=0), torch.no_grad():
+        weight[0] = 3.0
+        weight[1, 1] = weight[1, 1]
+    after = hetero.masters(weight)[0]
+    assert torch.equal(after[0], torch.full((64,), 3.0))
+    assert torch.equal(after[1:], before[1:]), "untouched elements keep their master's every bit"
+
+    with pytest.raises(KeyError), hetero.gathered(weight, modifier_rank=0), torch.no_grad():
+        weight.zero_()
+        raise KeyError
+    assert torch.equal(hetero.masters(weight)[0], after)
+    optimizer.engine.close()
+
+
+def test_floating_inputs_are_cast_to_the_compute_dtype() -> None:
+    with hetero.ZeroInitContext(placement_policy="cpu", dtype="bf16"):
+        model = Block()
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    assert model(torch.randn(2, 64)).dtype == torch.bfloat16
+    optimizer.engine.close()
+
+
+def test_two_engines_in_one_process(tmp_path: Path, nothing_left: None) -> None:
+    pairs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with hetero.ZeroInitContext(placement_policy="nvme", nvme_path=str(tmp_path)):
+            model = Block()
+        pairs.append(hetero.initialize(model, hetero.HybridAdam(model.parameters())))
+    x = torch.randn(4, 64)
+    for _ in range(3):
+        for model, optimizer in pairs:
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = (hetero.masters(model.parameters()) for model, _ in pairs)
+    assert all(map(torch.equal, first, second))
+    for _, optimizer in pairs:
+        optimizer.engine.close()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_generation_and_evaluation_between_steps(mode: type, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = tiny_gpt2()
+    model, optimizer = build(
+        placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path), host_memory="600KiB"
+    )
+    tokens = batches(1)[0]
+    for _ in range(2):
+        plain.eval()
+        model.eval()
+        expected = plain.generate(tokens[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        found = model.generate(tokens[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert torch.equal(found, expected)
+        with mode():
+            torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+        model.train()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_with_a_torch_that_cannot_tell_about_hooks(
+    reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch before 2.8: the same results by the other way of finding out."""
+    nvme = {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
+
+    def trained(host_memory: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with hetero.ZeroInitContext(
+            dtype="fp32", chunk_numel=4096, host_memory=host_memory, **nvme
+        ):
+            model = Checkpointed(reentrant)
+        model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+        assert not all(
+            optimizer.engine.params.is_resident(m.chunk) for m in optimizer.engine.managed_params()
+        )
+        (model(torch.linspace(-1, 1, 128).view(2, 64)) ** 3).sum().backward()
+        optimizer.step()
+        found = hetero.masters(model.parameters())
+        optimizer.engine.close()
+        return found
+
+    enough = smallest_host_memory(lambda: trained(40 << 10)) + 2 * 4096 * 4
+    expected = trained(enough)
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    assert all(map(torch.equal, trained(enough), expected))
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["head-trained", "all-frozen"])
+def test_frozen_parameters_alone_on_disk(trained: bool, tmp_path: Path) -> None:
+    """A trained head in RAM over a frozen base that does not fit there."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(20)), nn.Linear(256, 16))
+        for param in list(model.parameters())[: 40 if trained else None]:
+            param.requires_grad_(False)
+        return model
+
+    x = torch.randn(4, 256)
+    model, plain = make(), make()
+    model, optimizer = hetero.initialize(
+        model,
+        hetero.HybridAdam(model.parameters(), lr=1e-2),
+        placement_policy="auto",
+        host_memory="2MiB",
+        nvme_path=str(tmp_path),
+        dtype="fp32",
+    )
+    assert optimizer.engine.placement.buffers == 0
+    assert Tier.DISK in optimizer.engine.placement.param
+    assert torch.equal(model(x), plain(x))
+    if trained:
+        theirs = torch.optim.AdamW(plain[-1].parameters(), lr=1e-2, weight_decay=0.0)
+        for each, optim in ((model, optimizer), (plain, theirs)):
+            each(x).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+    optimizer.engine.close()

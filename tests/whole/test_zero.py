@@ -1,0 +1,167 @@
+"""ZeRO over ranks: the same numbers in every stage, and the bytes that theory says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import rank_training
+from tests.support.ranks.processes import RankPool
+from tests.support.training.loops import batches, build
+from tests.support.training.loops import train as train_alone
+
+PLACES: dict[str, dict[str, Any]] = {
+    "cpu": {"placement_policy": "cpu"},
+    "nvme": {"placement_policy": "nvme"},
+    "tight": {"placement_policy": "nvme", "host_memory": "900KiB", "chunk_numel": 16384},
+    "auto": {"placement_policy": "auto", "host_memory": "2500KiB"},
+}
+REFERENCES: dict[Any, Any] = {}
+
+
+def sweep(*values: Any) -> Any:
+    """A case for `make test-all` only."""
+    return pytest.param(*values, marks=pytest.mark.extra)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def options(stage: int, place: str, path: Path, **more: Any) -> dict[str, Any]:
+    where = {} if place == "cpu" else {"nvme_path": str(path)}
+    return {"zero_stage": stage, **PLACES[place], **where, **more}
+
+
+def reference(pool: RankPool, dtype: str, accumulate: int, sync_each: bool) -> Any:
+    """Stage 2 (its rounding is that of stage 3) or, without sync, stage 1, all in RAM."""
+    key = (pool.world, dtype, accumulate, sync_each)
+    if key not in REFERENCES:
+        stage = 2 if sync_each else 1
+        chosen = {"zero_stage": stage, "dtype": dtype, "initial_loss_scale": 256.0}
+        REFERENCES[key] = pool.run(rank_training.train, chosen, 3, accumulate, sync_each)
+    return REFERENCES[key]
+
+
+@pytest.mark.parametrize(
+    ("stage", "place", "dtype", "accumulate", "sync_each", "more"),
+    [
+        (1, "nvme", "bf16", 1, True, {}),
+        (2, "auto", "fp32", 1, True, {}),
+        (3, "cpu", "fp32", 1, True, {"shard_strategy": "tensor"}),
+        (3, "cpu", "fp32", 1, True, {"shard_strategy": "bucket", "prefetch": False}),
+        (3, "tight", "bf16", 3, True, {}),
+        (3, "auto", "fp16", 1, True, {}),
+        (3, "cpu", "fp32", 3, False, {}),
+        sweep(1, "cpu", "fp32", 1, True, {}),
+        sweep(1, "nvme", "fp16", 3, False, {}),
+        sweep(2, "nvme", "bf16", 3, True, {}),
+        sweep(2, "cpu", "fp32", 3, False, {}),
+        sweep(3, "cpu", "bf16", 1, True, {}),
+        sweep(3, "nvme", "fp32", 3, True, {"io_engine": "threads"}),
+        sweep(3, "tight", "fp32", 1, True, {}),
+    ],
+)
+def test_stage_and_placement_change_no_bit(
+    ranks2: RankPool,
+    tmp_path: Path,
+    stage: int,
+    place: str,
+    dtype: str,
+    accumulate: int,
+    sync_each: bool,
+    more: dict[str, Any],
+) -> None:
+    chosen = options(stage, place, tmp_path, dtype=dtype, initial_loss_scale=256.0, **more)
+    found = ranks2.run(rank_training.train, chosen, 3, accumulate, sync_each)
+    expected = reference(ranks2, dtype, accumulate, sync_each)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert mine["norms"] == theirs["norms"]
+        assert same(mine["masters"], theirs["masters"])
+    assert same(found[0]["masters"], found[1]["masters"])
+    assert all(one["disk"] == (place in ("nvme", "tight")) or place == "auto" for one in found)
+
+
+def test_two_ranks_are_one_with_both_batches(ranks2: RankPool) -> None:
+    """To the rounding of a mean: gradients of two ranks are as those of two micro-batches."""
+    model, optimizer = build(placement_policy="cpu", dtype="fp32")
+    alone = train_alone(model, optimizer, batches(6), accumulate=2, clip=1.0)
+    found = ranks2.run(rank_training.train, {"zero_stage": 3})[0]
+    assert found["norms"] == pytest.approx(alone.norms, rel=1e-5)
+    for mine, theirs in zip(found["masters"], alone.masters, strict=True):
+        # Adam divides by the square root: where a gradient is but rounding, its sign decides.
+        assert (mine - theirs).abs().max() < 6e-2 * 1e-2 * 3 or torch.allclose(mine, theirs)
+
+
+def test_fp16_means_do_not_overflow(ranks2: RankPool) -> None:
+    found = ranks2.run(rank_training.train, {"dtype": "fp16", "initial_loss_scale": 2.0**14})[0]
+    assert found["skipped"] == 0
+
+
+def test_skipped_steps_are_skipped_on_all_ranks(ranks2: RankPool) -> None:
+    found = ranks2.run(rank_training.train, {"dtype": "fp16", "initial_loss_scale": 2.0**24})
+    assert found[0]["skipped"] == found[1]["skipped"] > 0
+    assert found[0]["scale"] == found[1]["scale"]
+    assert same(found[0]["masters"], found[1]["masters"])
+
+
+def test_gradients_travel_in_the_reduce_dtype(ranks2: RankPool) -> None:
+    kept = ranks2.run(rank_training.train, {"grad_dtype": "fp32", "dtype": "bf16"})
+    rounded = ranks2.run(
+        rank_training.train, {"grad_dtype": "fp32", "dtype": "bf16", "reduce_dtype": "bf16"}
+    )
+    assert not same(kept[0]["masters"], rounded[0]["masters"])
+    assert same(rounded[0]["masters"], rounded[1]["masters"])
+
+
+class TestBytes:
+    def test_stages_1_and_2_send_as_data_parallel_does(self, ranks2: RankPool) -> None:
+        for stage in (1, 2):
+            for found in ranks2.run(rank_training.traffic, {"zero_stage": stage}):
+                once = found["capacity"] * 4 // 2  # fp32, (n - 1) / n of it
+                assert found["last"] == (2 * once, 2 * once), stage
+
+    @pytest.mark.parametrize("prefetch", [True, False])
+    def test_stage_3_sends_half_as_much_again(self, ranks4: RankPool, prefetch: bool) -> None:
+        for found in ranks4.run(rank_training.traffic, {"zero_stage": 3, "prefetch": prefetch}):
+            once = found["capacity"] * 4 // 4 * 3
+            # Backward begins with what forward left in the slots.
+            kept = once * found["gathered_slots"] // found["chunks"]
+            assert found["chunks"] == 12
+            assert found["last"] == (3 * once - kept, 3 * once - kept)
+
+    @pytest.mark.parametrize(
+        ("stage", "dtype"),
+        [(1, "bf16"), (2, "fp32"), (3, "bf16"), sweep(1, "fp32"), sweep(2, "bf16")],
+    )
+    def test_memory_is_as_the_formula_says(
+        self, ranks2: RankPool, ranks4: RankPool, stage: int, dtype: str
+    ) -> None:
+        for pool in (ranks2, ranks4):
+            n = pool.world
+            chosen = {"zero_stage": stage, "dtype": dtype}
+            for found in pool.run(rank_training.traffic, chosen):
+                capacity, used = found["capacity"], found["used"]
+                param, record = (2, 10) if dtype == "bf16" else (4, 8)
+                assert used["param"] == capacity * param // (n if stage == 3 else 1)
+                assert used["grad"] == capacity * param // (n if stage >= 2 else 1)
+                assert used["record"] == capacity * record // n
+                assert (used["gathered"] > 0) == (stage == 3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shape"),
+    [(3, (2, 2)), (2, (4, 1)), sweep(1, (2, 2)), sweep(2, (2, 2))]
+    + [sweep(stage, shape) for stage in (1, 3) for shape in ((4, 1), (1, 4), (4,))],
+)
+def test_hybrid_sharding(ranks4: RankPool, stage: int, shape: tuple[int, ...]) -> None:
+    found = ranks4.run(rank_training.train, {"zero_stage": stage}, 2, 1, True, shape)
+    expected = ranks4.run(rank_training.train, {"zero_stage": 3}, 2)
+    assert all(same(one["masters"], found[0]["masters"]) for one in found)
+    assert found[0]["norms"] == pytest.approx(expected[0]["norms"], rel=1e-5)
+    if len(shape) == 1 or shape[0] == 1:
+        assert same(found[0]["masters"], expected[0]["masters"])

@@ -1,0 +1,197 @@
+"""What ranks do together, each alone, and when one of them fails."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import rank_training
+from tests.support.ranks.processes import RankPool, run_ranks_to_the_end
+from tests.support.training.loops import build, tiny_gpt2
+
+TIGHT = {"placement_policy": "nvme", "host_memory": "900KiB", "chunk_numel": 16384}
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+class TestConstruction:
+    def plain(self) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [p.detach() for p in tiny_gpt2().parameters()]
+
+    @pytest.mark.parametrize("host_memory", ["64MiB", "1504KiB"])
+    @pytest.mark.parametrize("seed_by_rank", [False, True])
+    def test_values_are_those_of_plain_construction(
+        self, ranks2: RankPool, host_memory: str, seed_by_rank: bool
+    ) -> None:
+        chosen = {"host_memory": host_memory, "dtype": "bf16", "chunk_numel": 8192}
+        found = ranks2.run(rank_training.construct, chosen, seed_by_rank)
+        for one in found:
+            assert same(one["masters"], self.plain())
+            assert one["peak"] <= 1504 << 10 or host_memory == "64MiB"
+        # Outside the block each rank's random numbers are its own.
+        assert (found[0]["drawn"] != found[1]["drawn"]) == seed_by_rank
+
+    def test_construction_passes_no_budget_on_disk(self, ranks2: RankPool, tmp_path: Path) -> None:
+        chosen = TIGHT | {"nvme_path": str(tmp_path)}
+        for one in ranks2.run(rank_training.construct, chosen, False):
+            assert same(one["masters"], self.plain())
+            assert one["peak"] <= 900 << 10
+
+    def test_a_model_from_outside_starts_as_on_the_first_rank(self, ranks2: RankPool) -> None:
+        found = ranks2.run(rank_training.outside, {})
+        assert same(found[0], found[1])
+        torch.manual_seed(0)
+        first = rank_training.Experts(2)
+        assert same(found[1][:-1], [p.detach() for p in first.parameters()])
+        assert torch.equal(found[1][-1], torch.zeros(3))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_that_differ_per_step_and_rank(ranks2: RankPool, stage: int) -> None:
+    """One rank with both batches is the oracle; buckets are few, so that chunks are sent early."""
+    chosen = [[0, 1], [1, 1], [None, 3], [3, None], [2, 0]]
+    made = {"zero_stage": stage, "chunk_numel": 8192, "shard_strategy": "bucket"}
+    found = ranks2.run(rank_training.expert_steps, made, 5, chosen)
+    assert same(found[0]["masters"], found[1]["masters"])
+    model, optimizer = build(lambda: rank_training.Experts(4), placement_policy="cpu", dtype="fp32")
+    for step in range(5):
+        for rank in range(2):
+            output = model(rank_training.inputs(rank, step), chosen[step][rank])
+            (output.square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, theirs in zip(
+        found[0]["masters"], rank_training.hetero.masters(list(model.parameters())), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank_alone_reads_and_generates(ranks2: RankPool, tmp_path: Path, stage: int) -> None:
+    where = TIGHT | {"nvme_path": str(tmp_path)} if stage == 3 else {}
+    found = ranks2.run(rank_training.one_sided, {"zero_stage": stage, **where})
+    state = found[0]["state"]
+    assert list(state) == list(tiny_gpt2().state_dict())
+    names = dict(tiny_gpt2().named_parameters())
+    for name, master in zip(names, found[0]["masters"], strict=True):
+        assert torch.equal(state[name], master), name  # fp32: they are the same
+    assert torch.equal(found[0]["wte"], state["transformer.wte.weight"])
+    assert found[0]["many"].shape[1] == 4 + 3
+    assert found[1]["many"].shape[1] == 4 + 7
+    # What rank 0 saved alone, one process and other stages load.
+    saved = (state, found[0]["optimizer"])
+    again = ranks2.run(rank_training.load, {"zero_stage": 4 - stage}, *saved)
+    model, optimizer = build(placement_policy="cpu", dtype="fp32")
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    tokens = rank_training.batches(2)[0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    assert same(again[0], again[1])
+    for mine, theirs in zip(
+        again[0], rank_training.hetero.masters(list(model.parameters())), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("modifier", [0, 1])
+def test_one_ranks_change_is_everybodys(ranks2: RankPool, stage: int, modifier: int) -> None:
+    found = ranks2.run(rank_training.modified, {"zero_stage": stage}, modifier)
+    assert same(found[0], found[1])
+    assert torch.equal(found[0][0], torch.full((64, 64), 10.0 + modifier))
+
+
+def test_two_models_and_a_part_of_the_ranks(ranks4: RankPool) -> None:
+    found = ranks4.run(rank_training.two_models, {})
+    for other in found[1:]:
+        for mine, theirs in zip(found[0][:2], other[:2], strict=True):
+            assert same(mine, theirs)
+    assert same(found[0][2], found[1][2])
+    assert len(found[2]) == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_smallest_budget_is_enough_in_any_order_of_use(ranks2: RankPool, stage: int) -> None:
+    found = ranks2.run(rank_training.tight_use_order, {"zero_stage": stage})
+    assert same(found[0]["masters"], found[1]["masters"])
+    assert all(one["peak"] <= one["smallest"] for one in found)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_without_data_gives_zeros(ranks2: RankPool, stage: int) -> None:
+    found = ranks2.run(rank_training.unequal, {"zero_stage": stage})
+    assert same(found[0], found[1])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_after_a_refused_step(ranks2: RankPool, stage: int) -> None:
+    found = ranks2.run(rank_training.refused_step, {"zero_stage": stage})
+    assert same(found[0], found[1])
+
+
+PLACES = ("construction", "forward", "backward", "clipping", "step", "state_dict", "close")
+ALWAYS = (("die", "backward", 3),)
+
+
+class TestFailure:
+    def check(self, how: str, where: str, options: dict[str, Any], path: Path, world: int) -> None:
+        chosen = TIGHT | {"nvme_path": str(path)} if options["zero_stage"] == 3 else {}
+        outcomes = run_ranks_to_the_end(world, rank_training.failing, chosen | options, how, where)
+        *others, bad = outcomes
+        if how == "die":
+            assert bad.failure == "died with exit code 7"
+        else:
+            assert bad.failure is not None
+            assert "the bad rank's own error" in bad.failure
+        for one in others:
+            assert one.failure is None, one.failure
+            found = one.result
+            # A rank that stays in the middle of things only serves: what others need of it
+            # alone they may have until it is gone.
+            if found["error"] is not None:
+                assert f"rank {world - 1} " in found["error"], found
+                assert "imed out" not in found["error"], found
+            else:
+                assert where in ("state_dict", "close"), found
+            assert found["seconds"] < 3 * 3.0, found
+            assert found.get("closing", 0.0) < 3 * 3.0, found
+            # gloo cannot stop listening to a rank that hangs; that thread ends with it.
+            hung = {f"hetero-shards-{world - 1}"} if how == "hang" else set()
+            assert set(found["threads"]) <= hung, found
+            assert not found["files"], found
+        assert not list(path.iterdir())
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("how", "where", "stage"),
+        [
+            pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.extra)
+            for case in product(("die", "raise", "hang"), PLACES, (1, 3))
+        ],
+    )
+    def test_a_rank_that_fails_is_named_in_time(
+        self, how: str, where: str, stage: int, tmp_path: Path
+    ) -> None:
+        self.check(how, where, {"zero_stage": stage}, tmp_path, 3 if stage == 3 else 2)
+
+    @pytest.mark.parametrize("what", ["model", "option", "gradient", "load"])
+    def test_ranks_that_do_not_do_the_same_are_told(self, ranks2: RankPool, what: str) -> None:
+        found: list[Any] = ranks2.run(rank_training.different, {"rank_timeout_s": 5.0}, what)
+        assert what == "load" or all("Error: " in one for one in found), found
+        named = {
+            "model": "experts.2.weight",
+            "option": "chunk_numel",
+            "gradient": "inner.weight",
+            "load": "changing inner.weight",
+        }
+        assert any(named[what] in one for one in found), found
