@@ -293,7 +293,7 @@ def _measure(
         "compute_from": alone.method,
         "homes": {
             part: Counter(tier.value for tier in getattr(placement, part) if tier is not None)
-            for part in ("param", "grad", "record")
+            for part in ("param", "grad", "optim_state")
         },
         **summarize(rounds, job.setting.params, dtypes, case.options),
     }
@@ -466,7 +466,7 @@ def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
 def overlap(timeline: Timeline) -> dict[str, Any]:
     """Seconds in all, in which each lane was busy, and in which disk or link were beside compute.
 
-    Beside compute is: beside forward, backward, or a piece of the update.
+    Beside compute is: beside forward, backward, or a tile of the update.
     """
     computing = replace(
         timeline, intervals=tuple(i for i in timeline.intervals if i.name != "optimizer")

@@ -4,8 +4,8 @@ usage: python -m bench.cuda [--models gpt2-1.3b,gpt-6b] [--contenders torch,100,
                             [--minutes 8] [--json]
 
 A model *wants* on the device what it takes with all its state there: 14 bytes a parameter (bf16
-parameter and gradient, and a record of 10). Each contender is a process of its own. What does not
-fit into the time is left out, and said to be.
+parameter and gradient, and an optimizer state of 10). Each contender is a process of its own. What
+does not fit into the time is left out, and said to be.
 
     torch      plain PyTorch in bf16 with fused AdamW, all in the GPU's memory: 8 bytes a parameter
     100 % ...  hetero, policy auto, with that share of what the model wants as device_memory

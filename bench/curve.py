@@ -1,7 +1,7 @@
 """Disk traffic of a step against the budget for buffers: measured, and the line of the theory.
 
-A step moves each record that no buffer keeps twice, so traffic falls by two bytes for each byte of
-budget, in a straight line to nothing.
+A step moves each optimizer state that no buffer keeps twice, so traffic falls by two bytes for each
+byte of budget, in a straight line to nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ FEWEST_BUFFERS = 4
 def measure_curve(
     numel: int, directory: str, chunk_numel: int | None, steps: int
 ) -> list[dict[str, Any]]:
-    """One point per budget, from a few buffers to one for each record; all with the same chunks."""
+    """One point per budget, from a few buffers to one for each optimizer state; all with the same
+    chunks.
+    """
     chunk_numel = chunk_numel or curve_chunk_numel(numel)
     points = []
-    # With a budget beyond any need the plan says how many records there are, and how large.
+    # With a budget beyond any need the plan says how many optimizer states there are, and how
+    # large.
     whole = make_plan(numel, 16 * numel + (1 << 30), directory, chunk_numel)
-    for buffers in buffer_counts(whole.records):
-        budget = buffers * whole.record_bytes
+    for buffers in buffer_counts(whole.optim_states):
+        budget = buffers * whole.optim_state_bytes
         plan = make_plan(numel, budget, directory, chunk_numel)
         with HeteroStep(numel, plan) as step:
             step.sample(1)  # fills the buffers
@@ -34,14 +37,14 @@ def measure_curve(
             {"host_memory": budget, "buffers": plan.buffers, "theory_bytes": plan.streamed_bytes}
             | {key: sample[key] for key in ("read_bytes", "written_bytes", "step_s")}
         )
-        print(f"curve  {buffers}/{whole.records} buffers", file=sys.stderr, flush=True)
+        print(f"curve  {buffers}/{whole.optim_states} buffers", file=sys.stderr, flush=True)
     return points
 
 
-def buffer_counts(records: int) -> list[int]:
-    """About POINTS counts, evenly from FEWEST_BUFFERS to one for each record."""
-    least = min(FEWEST_BUFFERS, records)
-    return sorted({least + (records - least) * i // (POINTS - 1) for i in range(POINTS)})
+def buffer_counts(optim_states: int) -> list[int]:
+    """About POINTS counts, evenly from FEWEST_BUFFERS to one for each optimizer state."""
+    least = min(FEWEST_BUFFERS, optim_states)
+    return sorted({least + (optim_states - least) * i // (POINTS - 1) for i in range(POINTS)})
 
 
 def draw_curve(points: Sequence[Mapping[str, Any]], params: int, path: str) -> None:
@@ -71,7 +74,7 @@ def draw_curve(points: Sequence[Mapping[str, Any]], params: int, path: str) -> N
         ]
         axes.plot(budgets, values, marker, color=color, markersize=7, label=label)
     axes.set_title(f"Disk traffic of one optimizer step, {params / 1e6:.0f}M parameters")
-    axes.set_xlabel("RAM for records (GB)")
+    axes.set_xlabel("RAM for optimizer states (GB)")
     axes.set_ylabel("disk traffic per step (GB)")
     axes.margins(x=0.04, y=0.08)
     axes.set_xlim(left=0)

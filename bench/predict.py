@@ -48,7 +48,11 @@ from offload.profile.machine_profile import Profile
 from offload.profile.measure import measure_profile
 
 SKIPPED_STEPS = 2
-STATE_BYTES = {"bf16": 14, "fp16": 16, "fp32": 16}  # of parameter, gradient and record, with AdamW
+STATE_BYTES = {
+    "bf16": 14,
+    "fp16": 16,
+    "fp32": 16,
+}  # of parameter, gradient and optimizer state, with AdamW
 GOAL = 0.15
 
 # Policy, host memory as a share of the model state (None: no limit), micro-batches per step.
@@ -281,11 +285,11 @@ def train(
                 whole = Computing(computing.forward_s * batches, computing.backward_s * batches)
             work = Work(options.batch_size * options.seq_len, batches)
             made = predict(
-                job.engine.banks,
+                job.engine.chunk_groups,
                 profile,
                 work,
                 whole,
-                clipping=options.clip > 0,
+                grad_factors=options.clip > 0,
                 early_updates=options.early_updates,
                 late_updates=options.late_updates,
             )

@@ -30,7 +30,8 @@ from offload.disk.directories import free_bytes
 from offload.errors import BudgetError
 from offload.memory.sizes import format_bytes
 
-# Bytes a parameter: fp32 until it finds its place, and bf16 parameter, gradient and record.
+# Bytes a parameter: fp32 until it finds its place, and bf16 parameter, gradient and optimizer
+# state.
 BUILDING_BYTES, TRAINING_BYTES = 4, 14
 USUAL_STATE_BYTES = 16
 DISK_SHARE = 0.95  # of what is free

@@ -3,8 +3,8 @@
 usage: python -m bench.step --params 500e6 --host-memory 512MiB --path DIR
                             [--peers deepspeed] [--peer-python PY] [--curve] [--json]
 
-bf16 parameters and gradients (4 bytes a parameter) stay in RAM and are reported apart;
---host-memory is for the pipeline's buffers, which keep records between steps. A sample is several
+bf16 parameters and gradients (4 bytes a parameter) stay in RAM and are reported apart; --host-
+memory is for the pipeline's buffers, which keep optimizer states between steps. A sample is several
 steps in a row until their last write is done. The bound, measured in the same round, is the larger
 of the step's disk traffic at the rate at which the same I/O engine moves it alone ("mixed" of
 bench.io), and of the bytes that the update moves in RAM, 26 a parameter, at the rate of a kernel
@@ -211,8 +211,8 @@ def describe_plan(plan: Plan, budget: int) -> dict[str, Any]:
         "host_memory": budget,
         "resident_bytes": plan.resident_bytes,
         "buffers": plan.buffers,
-        "records": plan.records,
-        "record_bytes": plan.record_bytes,
+        "optim_states": plan.optim_states,
+        "optim_state_bytes": plan.optim_state_bytes,
         "chunk_numel": plan.arrangement.layout.slot_numel,
     }
 
@@ -245,7 +245,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     moved, size = result["disk_bytes"], format_bytes
     table = Table(
         title=f"bench.step: {result['params'] / 1e6:.0f}M parameters, {result['buffers']} buffers"
-        f" of {size(result['record_bytes'])} for {result['records']} records, median of"
+        f" of {size(result['optim_state_bytes'])} for {result['optim_states']} optimizer states, "
+        f"median of"
         f" {result['rounds']} rounds of {result['steps']} steps",
         title_justify="left",
     )

@@ -26,7 +26,9 @@ LEAST_PARAMS = 128
 RESIDENT_BYTES = 4  # a bf16 parameter and its bf16 gradient, which are in RAM
 UPDATE_BYTES = 26  # read and written in RAM per parameter by the bf16 update: 12 states and their
 # remainder there and back, the parameter there and back, the gradient there
-CURVE_RECORDS = 48  # at least so many records, for steps that the picture does not show
+CURVE_OPTIM_STATES = (
+    48  # at least so many optimizer states, for steps that the picture does not show
+)
 
 
 class Parameters(torch.nn.Module):
@@ -49,10 +51,10 @@ def tensor_shape(numel: int) -> tuple[int, int]:
 
 
 def curve_chunk_numel(numel: int) -> int:
-    """A chunk size that gives a model of `numel` parameters CURVE_RECORDS records or more."""
+    """A chunk size that cuts a model of `numel` parameters into CURVE_RECORDS chunks or more."""
     each, count = tensor_shape(numel)
     specs = [ParamSpec(i, str(i), each, True) for i in range(count)]
-    return search_slot_numel(specs, max(each, each * count // CURVE_RECORDS))
+    return search_slot_numel(specs, max(each, each * count // CURVE_OPTIM_STATES))
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ class Plan:
     arrangement: Arrangement
 
     @property
-    def record_bytes(self) -> int:
-        """Of one record, which is also what a buffer has."""
-        return self.arrangement.layout.slot_numel * self.config.dtypes.record_bytes
+    def optim_state_bytes(self) -> int:
+        """Of one optimizer state, which is also what a buffer has."""
+        return self.arrangement.layout.slot_numel * self.config.dtypes.optim_state_bytes
 
     @property
-    def records(self) -> int:
+    def optim_states(self) -> int:
         return self.arrangement.layout.slot_count
 
     @property
@@ -83,8 +85,8 @@ class Plan:
 
     @property
     def streamed_bytes(self) -> int:
-        """What theory says a step moves: each record that no buffer keeps, there and back."""
-        return 2 * (self.records - self.buffers) * self.record_bytes
+        """What theory says a step moves: each optimizer state that no buffer keeps, twice."""
+        return 2 * (self.optim_states - self.buffers) * self.optim_state_bytes
 
 
 def make_plan(numel: int, buffer_budget: int, directory: str, chunk_numel: int | None) -> Plan:
@@ -112,8 +114,8 @@ def make_plan(numel: int, buffer_budget: int, directory: str, chunk_numel: int |
     placement = arrangement.placement
     if Tier.DISK in placement.param or Tier.DISK in placement.grad:
         raise ValueError(
-            f"--host-memory {format_bytes(buffer_budget)} is less than one record of"
-            f" {format_bytes(plan.record_bytes)}; raise it or lower --chunk-numel"
+            f"--host-memory {format_bytes(buffer_budget)} is less than one optimizer state of"
+            f" {format_bytes(plan.optim_state_bytes)}; raise it or lower --chunk-numel"
             f" (now {chunk_numel})"
         )
     return plan
@@ -163,13 +165,16 @@ class HeteroStep:
 
     def sample(self, steps: int) -> dict[str, float]:
         """Means of `steps` steps in a row, the last one's writes included; bytes are exact."""
-        traffic, stats = self._engine.traffic, self._engine.banks[0].pipeline.stats
+        traffic, stats = self._engine.traffic, self._engine.chunk_groups[0].pipeline.stats
         begin_s = time.perf_counter()
         for _ in range(steps):
             self._optimizer.step()
         self._engine.synchronize()
         seconds = time.perf_counter() - begin_s
-        traffic_after, stats_after = self._engine.traffic, self._engine.banks[0].pipeline.stats
+        traffic_after, stats_after = (
+            self._engine.traffic,
+            self._engine.chunk_groups[0].pipeline.stats,
+        )
         timers = ("adam_s", "read_wait_s", "write_wait_s")
         return {
             "step_s": seconds / steps,

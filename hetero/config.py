@@ -34,72 +34,61 @@ _ALIASES = {"tensor_placement_policy": "placement_policy"}
 class Config:
     """Placement, budgets and dtypes of one engine.
 
-    placement_policy  "cpu": all state in RAM. "nvme": records stream from NVMe every step, and
-                      gradients and parameters too as far as host_memory does not hold them. "auto":
-                      the fastest tiers that the budgets allow, per chunk. "cuda": all on DEVICE.
-    host_memory       bytes of RAM for model state (int, or text such as "4GiB"). If it is given,
-                      what is left of it keeps records between steps. Default: 80 % of what is
-                      available now, of which nothing is used without need.
-    reserve_memory    bytes of host_memory that are left for parameters that get a record later:
-                      unfrozen ones, and those of new param groups, about 14 per element in bf16.
-    backend           where compute happens. "cpu" (default): in RAM. "cuda": on torch's current
-                      CUDA device. "auto": there, if there is one, else in RAM. "emulated": on the
-                      CPU as if it had memory of its own, which copies reach in the background: what
-                      a device brings can be tried without one.
-    link_gbps         bandwidth of these copies in GB/s, each way; of "emulated" alone. Default: 16.
-    device_memory     bytes of device memory: for parameters while they are used, gradients on their
-                      way to RAM, and what "auto" and "cuda" keep there. Needed by "emulated".
-                      Default of "cuda", or "auto": 70 % of what is free when the model is built,
-                      and, once steps were seen, all but what they need beside it and a reserve. If
-                      less than the reserve is left, it is lowered, also one that was given. With
-                      "cpu" the device's memory is RAM, so this then limits the slots for gathered
-                      parameters, within host_memory.
-    nvme_path         directory on NVMe; needed by "nvme", and by "auto" when RAM is not enough.
-                      Several, best on different disks: the bytes are striped over all of them.
-    nvme_capacity     bytes of it, of all together. Default: 95 % of what is free now.
-    dtype             compute dtype: "bf16" (default), "fp16" (with dynamic loss scaling) or "fp32";
-                      None: bf16 where the machine has it in hardware, else fp32.
-    grad_dtype        dtype gradients are kept and accumulated in; default: the compute dtype.
+    placement_policy  "cpu": all state in RAM. "nvme": optimizer states stream from NVMe every step,
+    and gradients and parameters too as far as host_memory does not hold them. "auto": the fastest
+    tiers that the budgets allow, per chunk. "cuda": all on DEVICE. host_memory       bytes of RAM
+    for model state (int, or text such as "4GiB"). If it is given, what is left of it keeps
+    optimizer states between steps. Default: 80 % of what is available now, of which nothing is used
+    without need. reserve_memory    bytes of host_memory that are left for parameters that get an
+    optimizer state later: unfrozen ones, and those of new param groups, about 14 per element in
+    bf16. backend           where compute happens. "cpu" (default): in RAM. "cuda": on torch's
+    current CUDA device. "auto": there, if there is one, else in RAM. "emulated": on the CPU as if
+    it had memory of its own, which copies reach in the background: what a device brings can be
+    tried without one. link_gbps         bandwidth of these copies in GB/s, each way; of "emulated"
+    alone. Default: 16. device_memory     bytes of device memory: for parameters while they are
+    used, gradients on their way to RAM, and what "auto" and "cuda" keep there. Needed by
+    "emulated". Default of "cuda", or "auto": 70 % of what is free when the model is built, and,
+    once steps were seen, all but what they need beside it and a reserve. If less than the reserve
+    is left, it is lowered, also one that was given. With "cpu" the device's memory is RAM, so this
+    then limits the slots for gathered parameters, within host_memory. nvme_path         directory
+    on NVMe; needed by "nvme", and by "auto" when RAM is not enough. Several, best on different
+    disks: the bytes are striped over all of them. nvme_capacity     bytes of it, of all together.
+    Default: 95 % of what is free now. dtype             compute dtype: "bf16" (default), "fp16"
+    (with dynamic loss scaling) or "fp32"; None: bf16 where the machine has it in hardware, else
+    fp32. grad_dtype        dtype gradients are kept and accumulated in; default: the compute dtype.
     keep_fp32         patterns (as of file names: "*.norm.weight") of names of parameters that stay
-                      fp32 whatever `dtype` is. Those of batch normalisation always do.
-    chunk_numel       elements per slot; default: found by search.
-    io_engine         "io_uring", "threads", or "auto": io_uring where it works.
-    prefetch          read what is homed on NVMe ahead of its use: parameters, and, while backward
-                      runs, what step() needs first.
-    early_updates     update parameters while backward still runs, a chunk at a time, as soon as its
-                      gradients are final; step() then updates the rest. Same bits. From the
-                      second step on; for one rank; without anything that needs all gradients
-                      first: clipping, a GradScaler, the loss scale of fp16. Backward calls of a
-                      step before the last belong into hetero.no_sync(), unless each step has as
-                      many. Between backward and step() parameters read NaN, options of param groups
-                      must not change, and what has begun cannot be undone. Default: False.
-    late_updates      step() returns while updates go on, in the order in which the next forward
-                      needs them: a module waits for its own parameters only. Same bits; clipping
-                      and loss scaling work; for one rank. Until then parameters read NaN outside
-                      of modules and of hetero's own calls (gathered(), state_dict(), masters()
-                      wait); optimizer.engine.synchronize() waits for all. With early_updates, too,
-                      the disk is busy nearly all the time. Default: False.
-    zero_stage        over several ranks: 1 shards optimizer state, 2 gradients too, 3 (default)
-                      parameters too. Budgets, like everything here, are of one rank.
+    fp32 whatever `dtype` is. Those of batch normalisation always do. chunk_numel       elements per
+    slot; default: found by search. io_engine         "io_uring", "threads", or "auto": io_uring
+    where it works. prefetch          read what is homed on NVMe ahead of its use: parameters, and,
+    while backward runs, what step() needs first. early_updates     update parameters while backward
+    still runs, a chunk at a time, as soon as its gradients are final; step() then updates the rest.
+    Same bits. From the second step on; for one rank; without anything that needs all gradients
+    first: clipping, a GradScaler, the loss scale of fp16. Backward calls of a step before the last
+    belong into hetero.no_sync(), unless each step has as many. Between backward and step()
+    parameters read NaN, options of param groups must not change, and what has begun cannot be
+    undone. Default: False. late_updates      step() returns while updates go on, in the order in
+    which the next forward needs them: a module waits for its own parameters only. Same bits;
+    clipping and loss scaling work; for one rank. Until then parameters read NaN outside of modules
+    and of hetero's own calls (gathered(), state_dict(), masters() wait);
+    optimizer.engine.synchronize() waits for all. With early_updates, too, the disk is busy nearly
+    all the time. Default: False. zero_stage        over several ranks: 1 shards optimizer state, 2
+    gradients too, 3 (default) parameters too. Budgets, like everything here, are of one rank.
     shard_strategy    "chunk" (default) shards chunks of many tensors; "tensor" every tensor by
-                      itself; "bucket" the tensors of one module together. Or an object of
-                      TensorShardStrategy or BucketTensorShardStrategy.
-    reduce_dtype      dtype in which gradients travel between ranks; default: grad_dtype, and in
-                      stage 1 always. They are summed in fp32.
-    rank_timeout_s    seconds after which a rank that does not take part is given up with an error.
-    profile           what this machine moves and computes per second: a Profile, or the path of one
-                      that `hetero profile` saved. Default: the saved one, if there is one. By it
-                      the placement with the least predicted step time is taken, and again when
-                      steps have been traced. False, or none saved: a placement is chosen by sizes.
-    expected_tokens   tokens that a rank computes per step, as far as the first plan needs to know:
-                      until a step has been traced. Default: 1024, that is 8 sequences of 128.
+    itself; "bucket" the tensors of one module together. Or an object of TensorShardStrategy or
+    BucketTensorShardStrategy. reduce_dtype      dtype in which gradients travel between ranks;
+    default: grad_dtype, and in stage 1 always. They are summed in fp32. rank_timeout_s    seconds
+    after which a rank that does not take part is given up with an error. profile           what
+    this machine moves and computes per second: a Profile, or the path of one that `hetero profile`
+    saved. Default: the saved one, if there is one. By it the placement with the least predicted
+    step time is taken, and again when steps have been traced. False, or none saved: a placement is
+    chosen by sizes. expected_tokens   tokens that a rank computes per step, as far as the first
+    plan needs to know: until a step has been traced. Default: 1024, that is 8 sequences of 128.
     process_memory    bytes that the whole process may hold (RSS), activations and libraries
-                      included; "auto": what the cgroup or RLIMIT_AS allows. If what is measured
-                      would pass it, host_memory is lowered, and what does not fit goes to NVMe.
-                      Default: no limit; host_memory alone counts.
-    initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale, and the
-                      number of good steps after which it is doubled. initial_loss_scale=None: the
-                      loss is not scaled here but by the user, with torch.amp.GradScaler say.
+    included; "auto": what the cgroup or RLIMIT_AS allows. If what is measured would pass it,
+    host_memory is lowered, and what does not fit goes to NVMe. Default: no limit; host_memory alone
+    counts. initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale,
+    and the number of good steps after which it is doubled. initial_loss_scale=None: the loss is not
+    scaled here but by the user, with torch.amp.GradScaler say.
 
     Raises ValueError or StoreError for what cannot work.
     """

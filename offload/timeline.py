@@ -1,7 +1,7 @@
 """What each resource did when: recorded on request, as intervals.
 
 A *lane* is a resource: "compute" (what the training loop calls forward, backward, optimizer),
-"gather" (compute waits for a chunk's parameters), "update" (pieces of the optimizer's update on the
+"gather" (compute waits for a chunk's parameters), "update" (tiles of the optimizer's update on the
 CPU), "nvme_read", "nvme_write", "h2d", "d2h" (the link). An *interval* is a time in which a lane
 was busy with one thing; intervals of a lane may overlap, as transfers in flight do.
 

@@ -108,7 +108,7 @@ def grads(params: Params) -> list[torch.Tensor | None]:
     if not listed:
         return []
     engine = engine_of(listed)
-    found = {id(m.param): engine.clipping.read(m) for m in engine.with_grads(listed)}
+    found = {id(m.param): engine.grad_factors.read(m) for m in engine.with_grads(listed)}
     return [found.get(id(p)) for p in listed]
 
 
@@ -134,7 +134,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be positive, not {max_norm}")
     listed = _listed(parameters)
     engine = engine_of(listed)
-    norm = engine.clipping.clip_norm(
+    norm = engine.grad_factors.clip_norm(
         engine.with_grads(listed), max_norm, norm_type, error_if_nonfinite
     )
     return torch.tensor(norm, dtype=torch.float32)
@@ -153,7 +153,7 @@ def clip_grad_value_(parameters: Params, clip_value: float) -> None:
         raise ValueError(f"clip_value must be 0 or more, not {clip_value}")
     listed = _listed(parameters)
     engine = engine_of(listed)
-    engine.clipping.clamp(engine.with_grads(listed), -clip_value, clip_value)
+    engine.grad_factors.clamp(engine.with_grads(listed), -clip_value, clip_value)
 
 
 def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:

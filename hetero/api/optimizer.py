@@ -20,7 +20,7 @@ ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
 class HybridOptimizer(torch.optim.Optimizer):
-    """Updates parameters that an engine manages, where their records live, in fp32.
+    """Updates parameters that an engine manages, where their optimizer states live, in fp32.
 
     A true torch.optim.Optimizer: param groups, LR schedulers, zero_grad and state_dict work. A
     subclass names a rule of the native kernel (docs/design.md has the formulas) and says what its
@@ -28,7 +28,9 @@ class HybridOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[RuleName]
-    state_names: ClassVar[tuple[str, ...]]  # as in state_dict(), in the order of the record
+    state_names: ClassVar[
+        tuple[str, ...]
+    ]  # as in state_dict(), in the order of the optimizer state
     device_updates: ClassVar[bool] = True  # of what is at home on DEVICE
 
     def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
@@ -45,9 +47,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def dtypes(self, config: Config) -> Dtypes:
-        """The configuration's dtypes with this optimizer's records.
+        """The configuration's dtypes with this optimizer's optimizer states.
 
-        Raises ValueError for a policy that wants records where this optimizer does not update them.
+        Raises ValueError for a policy that wants optimizer states where this optimizer does not
+        update them.
         """
         if config.placement_policy == "cuda" and not self.device_updates:
             raise ValueError(

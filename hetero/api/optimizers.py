@@ -86,7 +86,7 @@ class HybridAdam(HybridOptimizer):
 class CPUAdam(HybridAdam):
     """HybridAdam whose updates always run on the CPU, whatever the compute device.
 
-    So nothing that is trained is at home on DEVICE: records stay in RAM and on NVMe.
+    So nothing that is trained is at home on DEVICE: optimizer states stay in RAM and on NVMe.
     """
 
     device_updates = False

@@ -10,15 +10,16 @@ import torch
 from hetero.chunks.layout import Layout
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import Part, Record, parts_of
+from hetero.state.optimizer_state import OptimState, Part, parts_of
 
-Visit = Callable[[ManagedParam, Part, torch.Tensor, Record | None], None]
+Visit = Callable[[ManagedParam, Part, torch.Tensor, OptimState | None], None]
 
 
 def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
-    """Calls `visit(managed, part, parameter values of the part, record)` for every part.
+    """Calls `visit(managed, part, parameter values of the part, optimizer state)` for every part.
 
-    Of all ranks' shards; the other ranks need do nothing. Each piece's record is brought in once.
+    Of all ranks' shards; the other ranks need do nothing. Each tile's optimizer state is brought in
+    once.
     """
     engine.early.require_whole("reading masters or optimizer states")
     for members in _by_chunk(managed):
@@ -26,16 +27,16 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
 
 def _read_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
-    # A function of its own so that the lease on one chunk ends before the next is brought in.
-    chunk, bank = members[0].chunk, engine.bank_of(members[0])
-    layout = bank.layout
-    flat = bank.params.flat(chunk)
+    # A function of its own so that the pin on one chunk ends before the next is brought in.
+    chunk, chunk_group = members[0].chunk, engine.chunk_group_of(members[0])
+    layout = chunk_group.layout
+    flat = chunk_group.params.flat(chunk)
     for rank in range(layout.shard.ranks):
         shard = flat[layout.shard.range(flat.numel(), rank)]
-        for piece, parts in _parts(layout, members, rank):
-            with bank.open_record(chunk, piece, rank) as record:
+        for tile, parts in _parts(layout, members, rank):
+            with chunk_group.open_optim_state(chunk, tile, rank) as optim_state:
                 for m, part in parts:
-                    visit(m, part, shard[_in_shard(layout, part)], record)
+                    visit(m, part, shard[_in_shard(layout, part)], optim_state)
 
 
 def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
@@ -49,14 +50,14 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
 
 
 def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
-    chunk, bank = members[0].chunk, engine.bank_of(members[0])
+    chunk, chunk_group = members[0].chunk, engine.chunk_group_of(members[0])
     engine.meet(torch.tensor([chunk.id]), f"changing {chunk.name}")
-    with bank.params.shard(chunk) as shard:
-        for piece, parts in _parts(bank.layout, members):
-            with bank.records.open(chunk, piece, write=True) as record:
+    with chunk_group.params.shard(chunk) as shard:
+        for tile, parts in _parts(chunk_group.layout, members):
+            with chunk_group.optim_states.open(chunk, tile, write=True) as optim_state:
                 for m, part in parts:
-                    visit(m, part, shard[_in_shard(bank.layout, part)], record)
-        bank.params.filled(chunk)
+                    visit(m, part, shard[_in_shard(chunk_group.layout, part)], optim_state)
+        chunk_group.params.filled(chunk)
     for m in members:
         torch.autograd.graph.increment_version(m.param)
         m.note_change()
@@ -65,24 +66,24 @@ def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> N
 def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
     by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
     for m in managed:
-        by_chunk.setdefault((m.chunk.bank, m.chunk.id), []).append(m)
+        by_chunk.setdefault((m.chunk.chunk_group, m.chunk.id), []).append(m)
     return by_chunk.values()
 
 
 def _parts(
     layout: Layout, members: list[ManagedParam], rank: int | None = None
 ) -> list[tuple[int, list[tuple[ManagedParam, Part]]]]:
-    """What a rank's shard has of `members`, by piece."""
-    by_piece: dict[int, list[tuple[ManagedParam, Part]]] = {}
+    """What a rank's shard has of `members`, by tile."""
+    by_tile: dict[int, list[tuple[ManagedParam, Part]]] = {}
     for m in members:
         for part in parts_of(m, layout, rank):
-            by_piece.setdefault(part.piece, []).append((m, part))
-    return sorted(by_piece.items())
+            by_tile.setdefault(part.tile, []).append((m, part))
+    return sorted(by_tile.items())
 
 
 def _in_shard(layout: Layout, part: Part) -> slice:
-    first = part.piece * layout.piece_numel
-    return slice(first + part.in_piece.start, first + part.in_piece.stop)
+    first = part.tile * layout.tile_numel
+    return slice(first + part.in_tile.start, first + part.in_tile.stop)
 
 
 def export_masters(
@@ -91,11 +92,13 @@ def export_masters(
     """Each parameter's fp32 master; of a frozen parameter its value in fp32."""
     masters = {m: torch.empty(m.numel) for m in engine.find_all(params)}
 
-    def visit(m: ManagedParam, part: Part, values: torch.Tensor, record: Record | None) -> None:
+    def visit(
+        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: OptimState | None
+    ) -> None:
         masters[m][part.in_param] = (
             values
-            if record is None
-            else engine.bank_of(m).records.join(values, record, part.in_piece)
+            if optim_state is None
+            else engine.chunk_group_of(m).optim_states.join(values, optim_state, part.in_tile)
         )
 
     read_parts(engine, masters, visit)
@@ -109,12 +112,14 @@ def export_states(
     trained = [m for m in engine.find_all(params) if m.chunk.trainable]
     states = {m: {key: torch.empty(m.numel) for key in (*names, "master")} for m in trained}
 
-    def visit(m: ManagedParam, part: Part, values: torch.Tensor, record: Record | None) -> None:
-        assert record is not None
-        records, state = engine.bank_of(m).records, states[m]
-        for name, found in zip(names, records.states(record, part.in_piece), strict=True):
+    def visit(
+        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: OptimState | None
+    ) -> None:
+        assert optim_state is not None
+        optim_states, state = engine.chunk_group_of(m).optim_states, states[m]
+        for name, found in zip(names, optim_states.states(optim_state, part.in_tile), strict=True):
             state[name][part.in_param] = found
-        state["master"][part.in_param] = records.join(values, record, part.in_piece)
+        state["master"][part.in_param] = optim_states.join(values, optim_state, part.in_tile)
 
     read_parts(engine, trained, visit)
     return {
@@ -132,17 +137,19 @@ def import_states(
     """Takes what export_states() gave, parameter values (the rounded masters) included."""
     members = {engine.find(param): state for param, state in states.items()}
 
-    def visit(m: ManagedParam, part: Part, values: torch.Tensor, record: Record | None) -> None:
-        assert record is not None
-        state, where = members[m], part.in_piece
+    def visit(
+        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: OptimState | None
+    ) -> None:
+        assert optim_state is not None
+        state, where = members[m], part.in_tile
 
         def flat(key: str) -> torch.Tensor:
             tensor: torch.Tensor = state[key]
             return tensor.reshape(-1)[part.in_param].float()
 
-        for name, kept in zip(names, record.states, strict=True):
+        for name, kept in zip(names, optim_state.states, strict=True):
             kept[where] = flat(name)
-        engine.bank_of(m).records.split(flat("master"), values, record, where)
+        engine.chunk_group_of(m).optim_states.split(flat("master"), values, optim_state, where)
 
     write_parts(engine, members, visit)
     for m, state in members.items():
@@ -152,12 +159,14 @@ def import_states(
 def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:
     """Replaces masters by `values` (any float dtype) and parameters by what they round to."""
 
-    def visit(m: ManagedParam, part: Part, old: torch.Tensor, record: Record | None) -> None:
+    def visit(
+        m: ManagedParam, part: Part, old: torch.Tensor, optim_state: OptimState | None
+    ) -> None:
         new = values[m].reshape(-1)[part.in_param].to(old.device).float()
-        if record is None:
+        if optim_state is None:
             old.copy_(new)
         else:
-            engine.bank_of(m).records.split(new, old, record, part.in_piece)
+            engine.chunk_group_of(m).optim_states.split(new, old, optim_state, part.in_tile)
 
     write_parts(engine, values, visit)
 
@@ -165,15 +174,17 @@ def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -
 def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:
     """Replaces parameter values (compute dtype). Where one changed, the master becomes just it."""
 
-    def visit(m: ManagedParam, part: Part, old: torch.Tensor, record: Record | None) -> None:
+    def visit(
+        m: ManagedParam, part: Part, old: torch.Tensor, optim_state: OptimState | None
+    ) -> None:
         new = values[m].reshape(-1)[part.in_param].to(old.device)
-        if record is None:
+        if optim_state is None:
             old.copy_(new)
             return
-        master = engine.bank_of(m).records.join(old, record, part.in_piece)
+        master = engine.chunk_group_of(m).optim_states.join(old, optim_state, part.in_tile)
         changed = new.view(torch.uint8) != old.view(torch.uint8)
         changed = changed.view(new.numel(), -1).any(dim=1)
         master[changed] = new[changed].float()
-        engine.bank_of(m).records.split(master, old, record, part.in_piece)
+        engine.chunk_group_of(m).optim_states.split(master, old, optim_state, part.in_tile)
 
     write_parts(engine, values, visit)

@@ -1,4 +1,5 @@
-"""From a plan to a bank: homes, pools, what backs gathered copies, and connections, in that order.
+"""From a plan to a chunk group: homes, pools, what backs gathered copies, and connections, in that
+order.
 
 What gathered copies come from (this rank's homes, the file, other ranks) is decided in one place,
 `_BankBuilder._gathered_copies`.
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Bank, RankParts
-from hetero.chunk_groups.movable import Clearable, Link, Movable, Payload
+from hetero.chunk_groups.chunk_group import ChunkGroup, RankParts
+from hetero.chunk_groups.movable import Clearable, Link, Movable, StateKind
 from hetero.chunk_groups.update_tasks import Stepper
 from hetero.config import Config
-from hetero.planning.group_plans import BankPlan
+from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import SlotBytes, link_bytes
 from hetero.ranks.process_groups import World
 from hetero.ranks.shard_server import ShardServer, Versions
@@ -27,17 +28,17 @@ from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.host_source import HostSource
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import Records
+from hetero.state.optimizer_state import OptimStates
 from hetero.state.param_shards import ParamShards
 from hetero.state.params import Params
-from hetero.state.scratch_space import BankFile
+from hetero.state.scratch_space import ScratchSpace
 from hetero.state.slot_arenas import Pools
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend, Updater
 from offload.device.fetching import Fetching
-from offload.device.grad_offload import BUFFERS, Drain
-from offload.device.home_copy import Ferry
+from offload.device.grad_offload import BUFFERS, GradOffload
+from offload.device.home_copy import HomeCopier
 from offload.device.staging import SharedCache
 from offload.disk.backing import Backing, Extent, FileBacking
 from offload.memory.arena import HostArena
@@ -46,8 +47,8 @@ from offload.memory.slot_pool import SlotPool
 from offload.memory.tiers import Account, Tier
 
 
-def build_bank(
-    plan: BankPlan,
+def build_chunk_group(
+    plan: ChunkGroupPlan,
     members: Sequence[ManagedParam],
     first_number: Mapping[int, int],
     config: Config,
@@ -56,7 +57,7 @@ def build_bank(
     world: World,
     spare_bytes: int,
     notes: list[str],
-) -> Bank:
+) -> ChunkGroup:
     """Takes what `plan` says from the budgets; values are not there yet.
 
     All ranks must do so. `first_number` is as Stepper takes it; `spare_bytes` of RAM are nobody's
@@ -64,7 +65,7 @@ def build_bank(
     StoreError or NativeIoError, with nothing taken.
     """
     with ExitStack() as resources:
-        builder = _BankBuilder(
+        builder = _ChunkGroupBuilder(
             plan,
             members,
             first_number,
@@ -81,11 +82,11 @@ def build_bank(
 
 @dataclass(frozen=True)
 class _Homes:
-    """Homes of this rank's payloads in memory."""
+    """Homes of this rank's kinds of state in memory."""
 
     param: Homes
     grad: Homes
-    record: Homes
+    optim_state: Homes
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,12 @@ class _Copies:
     limited: SlotCache | None = None  # the one whose slots for every day the placement counts
 
 
-class _BankBuilder:
-    """Makes the parts of one bank; each is closed by `resources` if a later one fails."""
+class _ChunkGroupBuilder:
+    """Makes the parts of one chunk group; each is closed by `resources` if a later one fails."""
 
     def __init__(
         self,
-        plan: BankPlan,
+        plan: ChunkGroupPlan,
         members: Sequence[ManagedParam],
         first_number: Mapping[int, int],
         config: Config,
@@ -126,9 +127,9 @@ class _BankBuilder:
         self._spare_bytes = spare_bytes
         self._notes = notes
         self._resources = resources
-        self._file = BankFile(config, ledger, notes, resources)
+        self._file = ScratchSpace(config, ledger, notes, resources)
 
-    def build(self) -> Bank:
+    def build(self) -> ChunkGroup:
         """All parts, in the order in which they need each other."""
         file_map = map_file(self._layout, self._placement, self._dtypes)
         if file_map.nbytes:
@@ -146,18 +147,18 @@ class _BankBuilder:
             self._resources,
         )
         updater = self._make_updater()
-        records = Records(
-            self._layout.piece_numel,
+        optim_states = OptimStates(
+            self._layout.tile_numel,
             self._dtypes,
-            homes.record,
-            file_map.record,
+            homes.optim_state,
+            file_map.optim_state,
             pools.buffers,
             self._file,
             pools.pipeline,
             updater,
         )
         buffers = self._make_link_buffers()
-        drain = self._make_drain(buffers)
+        grad_offload = self._make_grad_offload(buffers)
         grad_cache = self._file_cache(pools.grads, file_map.grad, UseOrder())
         grads = Grads(
             self._layout,
@@ -165,7 +166,7 @@ class _BankBuilder:
             homes.grad,
             grad_cache,
             file_map.grad,
-            drain if self._world.everyone is None else None,
+            grad_offload if self._world.everyone is None else None,
             updater,
         )
         stepper = Stepper(
@@ -174,7 +175,7 @@ class _BankBuilder:
             homes.param,
             file_map.param,
             grads,
-            records,
+            optim_states,
             pools.pipeline,
             self._first_number,
             updater,
@@ -185,7 +186,7 @@ class _BankBuilder:
         patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
         shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
         shards = ParamShards(homes.param, shared_shards)
-        server = self._make_server(versions, shards, records)
+        server = self._make_server(versions, shards, optim_states)
         gathering = self._make_gathering(pools, shards, server)
         copies = self._gathered_copies(
             pools, homes.param, shard_cache, shared_shards, gathering, order
@@ -205,42 +206,42 @@ class _BankBuilder:
         )
         ranks: RankParts | None = None
         if self._world.everyone is not None:
-            buckets = self._make_buckets(homes.grad, grads, drain)
+            buckets = self._make_buckets(homes.grad, grads, grad_offload)
             ranks = RankParts(buckets, server, gathering, versions)
         movable = Movable(
             layout=self._layout,
             dtypes=self._dtypes,
             members=self._members,
             homes={
-                Payload.PARAM: homes.param,
-                Payload.GRAD: homes.grad,
-                Payload.RECORD: homes.record,
+                StateKind.PARAM: homes.param,
+                StateKind.GRAD: homes.grad,
+                StateKind.OPTIM_STATE: homes.optim_state,
             },
             extents={
-                Payload.PARAM: file_map.param,
-                Payload.GRAD: file_map.grad,
-                Payload.RECORD: file_map.record,
+                StateKind.PARAM: file_map.param,
+                StateKind.GRAD: file_map.grad,
+                StateKind.OPTIM_STATE: file_map.optim_state,
             },
             file=self._file,
             pools=pools,
             params=params,
             grads=grads,
-            records=records,
+            optim_states=optim_states,
             caches=[*copies.caches, shared_shards],
             grad_cache=grad_cache,
             gathered_cache=copies.limited,
-            pipeline_users=[records, stepper],
+            pipeline_users=[optim_states, stepper],
             buckets=None if ranks is None else ranks.buckets,
-            link=self._make_link(buffers, drain, updater),
+            link=self._make_link(buffers, grad_offload, updater),
         )
-        return Bank(
+        return ChunkGroup(
             members=self._members,
             layout=self._layout,
             placement=self._placement,
             dtypes=self._dtypes,
             params=params,
             grads=grads,
-            records=records,
+            optim_states=optim_states,
             stepper=stepper,
             movable=movable,
             min_gathered_slots=self._plan.min_gathered_slots,
@@ -279,12 +280,12 @@ class _BankBuilder:
         return _Homes(
             homes(made.param, slot.param, dtypes.torch_compute, Account.PARAM, shard.params),
             homes(made.grad, slot.grad, dtypes.torch_grad, Account.GRAD, shard.grads),
-            homes(made.record, slot.record, torch.uint8, Account.RECORD, True),
+            homes(made.optim_state, slot.optim_state, torch.uint8, Account.OPTIM_STATE, True),
         )
 
     def _make_updater(self) -> Updater | None:
         """What updates on DEVICE, if the CPU's pipeline cannot; ready if something is there."""
-        updater = self._backend.updater(self._dtypes.kind, self._layout.piece_numel)
+        updater = self._backend.updater(self._dtypes.kind, self._layout.tile_numel)
         if updater is not None and Tier.DEVICE in self._placement.param:
             updater.prepare()
         return updater
@@ -300,20 +301,22 @@ class _BankBuilder:
         return buffers
 
     def _make_link(
-        self, buffers: HostArena | None, drain: Drain | None, updater: Updater | None
+        self, buffers: HostArena | None, grad_offload: GradOffload | None, updater: Updater | None
     ) -> Link | None:
-        if buffers is None or drain is None:
+        if buffers is None or grad_offload is None:
             return None
-        ferry = Ferry(self._backend, buffers, self._file)
-        return Link(self._backend, ferry, drain, updater)
+        home_copier = HomeCopier(self._backend, buffers, self._file)
+        return Link(self._backend, home_copier, grad_offload, updater)
 
-    def _make_drain(self, buffers: HostArena | None) -> Drain | None:
+    def _make_grad_offload(self, buffers: HostArena | None) -> GradOffload | None:
         """The way of gradients from a DEVICE of its own to RAM."""
         if buffers is None:
             return None
-        drain = Drain(self._backend, self._ledger, self._placement.drain_bytes, buffers)
-        self._resources.callback(drain.close)
-        return drain
+        grad_offload = GradOffload(
+            self._backend, self._ledger, self._placement.grad_offload_bytes, buffers
+        )
+        self._resources.callback(grad_offload.close)
+        return grad_offload
 
     # Copies of parameters
 
@@ -332,12 +335,12 @@ class _BankBuilder:
         return cache
 
     def _make_server(
-        self, versions: Versions, shards: ParamShards, records: Records
+        self, versions: Versions, shards: ParamShards, optim_states: OptimStates
     ) -> ShardServer | None:
         if self._world.shard is None:
             return None
         server = ShardServer(
-            self._world.shard, self._layout, versions, shards.open, records.open_raw
+            self._world.shard, self._layout, versions, shards.open, optim_states.open_raw
         )
         self._resources.callback(server.close)
         return server
@@ -416,7 +419,9 @@ class _BankBuilder:
         made.commit(0, slots)
         return made
 
-    def _make_buckets(self, homes: Homes, grads: Grads, drain: Drain | None) -> Buckets:
+    def _make_buckets(
+        self, homes: Homes, grads: Grads, grad_offload: GradOffload | None
+    ) -> Buckets:
         layout, placement, world = self._layout, self._placement, self._world
         bucket_bytes = self._slot.bucket
         between_replicas = None
@@ -439,7 +444,7 @@ class _BankBuilder:
             self._bucket_pool(placement.receive_slots, placement.receive_slots),
             between_replicas,
             grads,
-            drain,
+            grad_offload,
         )
         if self._plan.held:
             self._resources.enter_context(buckets.no_sync())

@@ -12,7 +12,7 @@ from hetero.chunk_groups.movable import Movable
 from hetero.chunk_groups.update_tasks import Stepper
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
-from hetero.planning.group_plans import BankPlan
+from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.search import Plan
 from hetero.ranks.process_groups import World
@@ -21,7 +21,7 @@ from hetero.state.all_gather import Gathering
 from hetero.state.grad_reduce import Buckets
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import Record, Records
+from hetero.state.optimizer_state import OptimState, OptimStates
 from hetero.state.params import Params
 from hetero.state.scratch_space import DiskParts
 from offload._native import StepPipeline
@@ -39,12 +39,12 @@ class RankParts:
 
 
 @dataclass(eq=False)
-class Bank:
+class ChunkGroup:
     """Parameters that are laid out together, and their homes, pools, file and connections.
 
     An engine has one; another for parameters that stay in fp32; and one for each set of parameters
-    that came later. They share nothing but the ledger: chunk ids, slots and messages are a bank's
-    own.
+    that came later. They share nothing but the ledger: chunk ids, slots and messages are a chunk
+    group's own.
     """
 
     members: Sequence[ManagedParam]
@@ -53,7 +53,7 @@ class Bank:
     dtypes: Dtypes
     params: Params
     grads: Grads
-    records: Records
+    optim_states: OptimStates
     stepper: Stepper
     movable: Movable
     min_gathered_slots: int
@@ -142,23 +142,26 @@ class Bank:
         self.resources.close()
 
     @contextmanager
-    def open_record(self, chunk: Chunk, piece: int, rank: int) -> Iterator[Record | None]:
-        """A piece's record of any rank's shard, to be read inside the block; None: frozen."""
+    def open_optim_state(self, chunk: Chunk, tile: int, rank: int) -> Iterator[OptimState | None]:
+        """A tile's optimizer state of any rank's shard, to be read inside the block; None:
+        frozen.
+        """
         if rank == self.layout.shard.rank or not chunk.trainable:
-            with self.records.open(chunk, piece) as record:
-                yield record
+            with self.optim_states.open(chunk, tile) as optim_state:
+                yield optim_state
             return
         assert self.ranks is not None
         assert self.ranks.server is not None
-        raw = self.records.empty()
-        self.ranks.server.request(Kind.RECORD, chunk, piece, rank, raw).wait()
-        yield self.records.over(raw)
+        raw = self.optim_states.empty()
+        self.ranks.server.request(Kind.OPTIM_STATE, chunk, tile, rank, raw).wait()
+        yield self.optim_states.over(raw)
 
 
 def manage(
-    plan: BankPlan, params: Mapping[int, torch.nn.Parameter], device: torch.device
+    plan: ChunkGroupPlan, params: Mapping[int, torch.nn.Parameter], device: torch.device
 ) -> list[ManagedParam]:
-    """What is known of the bank's parameters, chunk by chunk; `params` by their specs' indices.
+    """What is known of the chunk group's parameters, chunk by chunk; `params` by their specs'
+    indices.
 
     Compute happens on `device`.
     """

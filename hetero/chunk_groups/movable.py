@@ -1,4 +1,4 @@
-"""The parts of a bank that a migration changes, and what it is to move."""
+"""The parts of a chunk group that a migration changes, and what it is to move."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hetero.state.grad_reduce import Buckets
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import Records
+from hetero.state.optimizer_state import OptimStates
 from hetero.state.params import Params
-from hetero.state.scratch_space import BankFile
+from hetero.state.scratch_space import ScratchSpace
 from hetero.state.slot_arenas import Pools
 from offload._native import StepPipeline
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import Backend, Updater
-from offload.device.grad_offload import Drain
-from offload.device.home_copy import Ferry
+from offload.device.grad_offload import GradOffload
+from offload.device.home_copy import HomeCopier
 from offload.disk.backing import Extent
 from offload.errors import HeteroError
 from offload.memory.tiers import Tier
 
 
-class Payload(enum.Enum):
+class StateKind(enum.Enum):
     """What of a chunk has a home; the values are Placement's names."""
 
     PARAM = "param"
     GRAD = "grad"
-    RECORD = "record"
+    OPTIM_STATE = "optim_state"
 
 
 class InUseError(HeteroError):
@@ -42,9 +42,9 @@ class InUseError(HeteroError):
 
 @dataclass(frozen=True)
 class Move:
-    """One payload of one chunk gets another home."""
+    """One kind of state of one chunk gets another home."""
 
-    payload: Payload
+    state_kind: StateKind
     chunk: Chunk
     of: Tier
     to: Tier
@@ -53,10 +53,10 @@ class Move:
 def moves_between(layout: Layout, before: Placement, after: Placement) -> list[Move]:
     """What moves."""
     moves = []
-    for payload in Payload:
-        old, new = getattr(before, payload.value), getattr(after, payload.value)
+    for state_kind in StateKind:
+        old, new = getattr(before, state_kind.value), getattr(after, state_kind.value)
         moves += [
-            Move(payload, chunk, old[chunk.id], new[chunk.id])
+            Move(state_kind, chunk, old[chunk.id], new[chunk.id])
             for chunk in layout.chunks
             if old[chunk.id] is not new[chunk.id]
         ]
@@ -81,25 +81,25 @@ class Link:
     """What there is beside RAM if DEVICE has memory of its own."""
 
     backend: Backend
-    ferry: Ferry
-    drain: Drain
+    home_copier: HomeCopier
+    grad_offload: GradOffload
     updater: Updater | None
 
 
 @dataclass(frozen=True)
 class Movable:
-    """The parts of a bank that migrations change, as its builder has made them."""
+    """The parts of a chunk group that migrations change, as its builder has made them."""
 
     layout: Layout
     dtypes: Dtypes
     members: Sequence[ManagedParam]
-    homes: Mapping[Payload, Homes]
-    extents: Mapping[Payload, dict[int, Extent]]  # of what is on DISK
-    file: BankFile
+    homes: Mapping[StateKind, Homes]
+    extents: Mapping[StateKind, dict[int, Extent]]  # of what is on DISK
+    file: ScratchSpace
     pools: Pools
     params: Params
     grads: Grads
-    records: Records
+    optim_states: OptimStates
     caches: Sequence[Clearable]  # of parameters, the nearest to compute first
     grad_cache: Clearable
     gathered_cache: SlotCache | None  # the one whose slots for every day the placement counts

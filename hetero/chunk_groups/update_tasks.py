@@ -1,4 +1,4 @@
-"""One optimizer step: which pieces are updated, in what order, with what hyper-parameters."""
+"""One optimizer step: which tiles are updated, in what order, with what hyper-parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import Records, parts_of
+from hetero.state.optimizer_state import OptimStates, parts_of
 from offload._native import Hyper, Location, StepPipeline, StepTask
 from offload.device.backend import DeviceTask, Updater
 from offload.disk.backing import Extent
 
-# First element in the piece, numel, index of the hyper-parameters, number of the first element.
+# First element in the tile, numel, index of the hyper-parameters, number of the first element.
 Segment = tuple[int, int, int, int]
 # From a param group's options, the update's number and the factor of gradients.
 HyperOf = Callable[[dict[str, Any], int, float], Hyper]
@@ -26,7 +26,7 @@ HyperOf = Callable[[dict[str, Any], int, float], Hyper]
 HyperTable = Mapping[tuple[int, int, float], Hyper]
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
 
-# Where the order is the same in every step: as many buffers pass pieces on (two are read, one is
+# Where the order is the same in every step: as many buffers pass tiles on (two are read, one is
 # updated, two are written), the others keep what the next step needs last: what forward waits for.
 STREAMING = 5
 
@@ -46,7 +46,7 @@ def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
 class Stepper:
     """Turns the parameters that have gradients into the pipeline's tasks.
 
-    The order of pieces alternates from step to step (zig-zag): what the last step left in the
+    The order of tiles alternates from step to step (zig-zag): what the last step left in the
     buffers is what this one needs first. With early updates backward gives the order, the same in
     every step; what it leaves to step() goes in the order in which backward would have come to it.
     With late updates, after step() and among those that wait before it, the order is that in which
@@ -60,7 +60,7 @@ class Stepper:
         param_homes: Homes,
         param_extents: dict[int, Extent],
         grads: Grads,
-        records: Records,
+        optim_states: OptimStates,
         pipeline: StepPipeline,
         first_number: Mapping[int, int],
         updater: Updater | None = None,
@@ -71,11 +71,11 @@ class Stepper:
         update what is at home on DEVICE.
         """
         self._layout = layout
-        self._piece_bytes = layout.piece_numel * param_bytes
+        self._tile_bytes = layout.tile_numel * param_bytes
         self._param_homes = param_homes
         self._param_extents = param_extents
         self._grads = grads
-        self._records = records
+        self._optim_states = optim_states
         self._pipeline = pipeline
         self._updater = updater
         self._first_key: dict[int, int] = {}
@@ -86,18 +86,18 @@ class Stepper:
         self._repeats = False  # the same order in every step
         self._forward = True
         # When a chunk's new values, or its gradient's slot, are needed, if that gives the order.
-        self.due: Callable[[Chunk], int] | None = None
+        self.next_use: Callable[[Chunk], int] | None = None
         self.wait_s = 0.0  # for the update of a chunk that was needed
         self._first_number = first_number
         self._expecting = False  # since the last step
-        records.after_forget = self.note_forgotten
-        # Pieces, by chunk's id and number: updated in this step, and in the last that updated any.
+        optim_states.after_forget = self.note_forgotten
+        # Tiles, by chunk's id and number: updated in this step, and in the last that updated any.
         self._updated: list[tuple[int, int]] = []
         self._last = [
-            (chunk.id, piece)
+            (chunk.id, tile)
             for chunk in layout.chunks
             if chunk.trainable
-            for piece in range(chunk.slots)
+            for tile in range(chunk.slots)
         ]
 
     def follow(self, backward: bool) -> None:
@@ -108,7 +108,7 @@ class Stepper:
     def read_ahead(self) -> None:
         """What step() needs first comes into the pipeline's buffers, as far as they are free.
 
-        For while backward runs. As many pieces as there are buffers, those of the last step;
+        For while backward runs. As many tiles as there are buffers, those of the last step;
         nothing that buffers keep from it, and nothing twice, however often this is called. If the
         step does not come, or is another, what was read stays until its buffer is needed.
         """
@@ -120,13 +120,13 @@ class Stepper:
         self._pipeline.expect(
             [
                 (
-                    self._first_key[c] + piece,
-                    self._param_location(chunks[c], piece),
-                    self._records.location(chunks[c], piece),
+                    self._first_key[c] + tile,
+                    self._param_location(chunks[c], tile),
+                    self._optim_states.location(chunks[c], tile),
                     self._due(chunks[c]),
                 )
-                for c, piece in order
-                if chunks[c] not in self._param_homes or self._records.in_file(chunks[c])
+                for c, tile in order
+                if chunks[c] not in self._param_homes or self._optim_states.in_file(chunks[c])
             ],
             STREAMING if self._repeats else 0,
         )
@@ -134,8 +134,8 @@ class Stepper:
     def run(self, groups: Groups, table: HyperTable) -> None:
         """Updates all given parameters with their groups' hyper-parameters.
 
-        Returns when parameters in RAM are final, those of earlier submit() calls too; records and
-        DISK-homed parameters may still be on their way to the file.
+        Returns when parameters in RAM are final, those of earlier submit() calls too; optimizer
+        states and DISK-homed parameters may still be on their way to the file.
         """
         self.complete(groups, table)
         self._pipeline.wait_updated()
@@ -148,7 +148,7 @@ class Stepper:
             self._last, self._updated = self._updated, []
         if not self._repeats:
             self._forward = not self._forward
-        if self.due is not None:
+        if self.next_use is not None:
             # The next step's is read as soon as nothing waits, in forward's last part.
             with suppress(RuntimeError, OSError):  # a failed pipeline says so to who waits for it
                 self.read_ahead()
@@ -182,14 +182,14 @@ class Stepper:
                 first_number = self._first_number[managed.slice.param.index]
                 for part in parts_of(managed, self._layout):
                     number = first_number + part.in_param.start
-                    segment = (part.in_piece.start, part.numel, hypers[key], number)
-                    segments.setdefault((managed.chunk.id, part.piece), []).append(segment)
-        chunks, due = self._layout.chunks, self.due
+                    segment = (part.in_tile.start, part.numel, hypers[key], number)
+                    segments.setdefault((managed.chunk.id, part.tile), []).append(segment)
+        chunks, next_use = self._layout.chunks, self.next_use
         order = sorted(segments, reverse=not self._forward)
-        if due is not None:
-            order.sort(key=lambda each: due(chunks[each[0]]))
+        if next_use is not None:
+            order.sort(key=lambda each: next_use(chunks[each[0]]))
         order = self._update_on_device(order, segments, made)
-        tasks = [self._task(chunks[c], piece, segments[c, piece]) for c, piece in order]
+        tasks = [self._task(chunks[c], tile, segments[c, tile]) for c, tile in order]
         self._pipeline.submit(tasks, made)
         self._updated += order
         for _, members in groups:
@@ -207,56 +207,56 @@ class Stepper:
             return order
         others: list[tuple[int, int]] = []
         tasks: list[DeviceTask] = []
-        for c, piece in order:
+        for c, tile in order:
             chunk = self._layout.chunks[c]
             if not self._param_homes.on_device(chunk):
-                others.append((c, piece))
+                others.append((c, tile))
                 continue
-            homes = (self._param_homes, self._grads, self._records)
-            param, grad, record = (home.address(chunk, piece) for home in homes)
-            tasks.append(DeviceTask(param, grad, record, _merged(sorted(segments[c, piece]))))
+            homes = (self._param_homes, self._grads, self._optim_states)
+            param, grad, optim_state = (home.address(chunk, tile) for home in homes)
+            tasks.append(DeviceTask(param, grad, optim_state, _merged(sorted(segments[c, tile]))))
         self._updater.update(tasks, hypers)
         return others
 
-    def _task(self, chunk: Chunk, piece: int, segments: list[Segment]) -> StepTask:
+    def _task(self, chunk: Chunk, tile: int, segments: list[Segment]) -> StepTask:
         return StepTask(
-            self._first_key[chunk.id] + piece,
-            self._param_location(chunk, piece),
-            self._grads.location(chunk, piece),
-            self._records.location(chunk, piece),
+            self._first_key[chunk.id] + tile,
+            self._param_location(chunk, tile),
+            self._grads.location(chunk, tile),
+            self._optim_states.location(chunk, tile),
             _merged(sorted(segments)),
             self._due(chunk),
         )
 
     def _due(self, chunk: Chunk) -> int:
-        return 0 if self.due is None else self.due(chunk)
+        return 0 if self.next_use is None else self.next_use(chunk)
 
-    def _param_location(self, chunk: Chunk, piece: int) -> Location:
+    def _param_location(self, chunk: Chunk, tile: int) -> Location:
         if chunk in self._param_homes:
-            return Location(self._param_homes.address(chunk, piece))
+            return Location(self._param_homes.address(chunk, tile))
         offset = self._param_extents[chunk.id].offset
-        return Location(file_offset=offset + piece * self._piece_bytes)
+        return Location(file_offset=offset + tile * self._tile_bytes)
 
     def wait_updated(self, chunk: Chunk) -> None:
         """Until its updates that were submitted are made: its gradient is not needed any more."""
         began_s = time.perf_counter()
-        for piece in range(chunk.slots):
-            self._pipeline.wait_updated(self._first_key[chunk.id] + piece)
+        for tile in range(chunk.slots):
+            self._pipeline.wait_updated(self._first_key[chunk.id] + tile)
         self.wait_s += time.perf_counter() - began_s
 
     def is_readable(self, chunk: Chunk) -> bool:
         """Whether its parameters can be read now from their home without waiting."""
         pipeline, first = self._pipeline, self._first_key[chunk.id]
         done = pipeline.is_updated if chunk in self._param_homes else pipeline.is_written
-        return all(done(first + piece) for piece in range(chunk.slots))
+        return all(done(first + tile) for tile in range(chunk.slots))
 
     def wait_written(self, chunk: Chunk) -> None:
         """Until the file has what the last step computed for `chunk`."""
-        for piece in range(chunk.slots):
-            self._pipeline.wait_written(self._first_key[chunk.id] + piece)
+        for tile in range(chunk.slots):
+            self._pipeline.wait_written(self._first_key[chunk.id] + tile)
 
     def use(self, pipeline: StepPipeline) -> None:
-        """The bank has got another pipeline; all is written that the old one had."""
+        """The chunk group has got another pipeline; all is written that the old one had."""
         self._pipeline = pipeline
         self._expecting = False  # what the old one has read ahead is forgotten
 

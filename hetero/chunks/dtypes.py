@@ -1,4 +1,4 @@
-"""Compute dtypes: their names, and the bytes each payload takes per element."""
+"""Compute dtypes: their names, and the bytes each kind of state takes per element."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Dtypes:
     """One engine's dtypes: parameters are in `compute`, kept gradients in `grad`.
 
     Between ranks gradients travel in `reduce` (None: as kept). The optimizer's rule says how many
-    states a record has, and `state` is their dtype. `device_updates`: records may be on a DEVICE of
-    its own, which then updates them.
+    states an optimizer state has, and `state` is their dtype. `device_updates`: optimizer states
+    may be on a DEVICE of its own, which then updates them.
     """
 
     compute: DtypeName
@@ -75,13 +75,13 @@ class Dtypes:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of the master part of RECORD per element."""
-        return self.record_bytes - self.kind.states * self.torch_state.itemsize
+        """Bytes of the master part of OPTIM_STATE per element."""
+        return self.optim_state_bytes - self.kind.states * self.torch_state.itemsize
 
     @property
-    def record_bytes(self) -> int:
-        """Bytes of RECORD per element."""
-        return self.kind.record_bytes
+    def optim_state_bytes(self) -> int:
+        """Bytes of OPTIM_STATE per element."""
+        return self.kind.optim_state_bytes
 
 
 def check_dtype(name: str, option: str) -> DtypeName:

@@ -46,14 +46,15 @@ class ParamSlice:
 class Chunk:
     """Parameters that live and move together, in `slots` consecutive slots.
 
-    Trainable and frozen parameters do not share a chunk: a frozen chunk has no GRAD and no RECORD.
+    Trainable and frozen parameters do not share a chunk: a frozen chunk has no GRAD and no
+    OPTIM_STATE.
     """
 
     id: int
     slots: int
     slices: tuple[ParamSlice, ...]
     trainable: bool
-    bank: int = 0  # number of the bank whose it is; ids count within a bank
+    chunk_group: int = 0  # number of the chunk group whose it is; ids count within a chunk group
 
     @property
     def name(self) -> str:
@@ -71,9 +72,9 @@ class Chunk:
 class Shard:
     """Which part of every chunk is this rank's: number `rank` of `ranks` equal ones.
 
-    Of RECORD it has that part alone; of GRAD and PARAM as `grads` and `params` say, else all. So
-    ZeRO's stages 1, 2 and 3 are neither, `grads`, and both. For a single rank it is all the same.
-    There are `replicas` of the whole, all alike.
+    Of OPTIM_STATE it has that part alone; of GRAD and PARAM as `grads` and `params` say, else all.
+    So ZeRO's stages 1, 2 and 3 are neither, `grads`, and both. For a single rank it is all the
+    same. There are `replicas` of the whole, all alike.
     """
 
     rank: int = 0
@@ -106,7 +107,7 @@ WHOLE = Shard()
 class Layout:
     """All chunks of a model; slots hold `slot_numel` elements each.
 
-    A rank's shard of a chunk of n slots is a contiguous n-th of it: n pieces of `piece_numel`.
+    A rank's shard of a chunk of n slots is a contiguous n-th of it: n tiles of `piece_numel`.
     """
 
     slot_numel: int
@@ -114,7 +115,7 @@ class Layout:
     shard: Shard = WHOLE
 
     @property
-    def piece_numel(self) -> int:
+    def tile_numel(self) -> int:
         """Elements of one slot's share of a shard; what is read, updated and written at once."""
         return self.shard.numel(self.slot_numel)
 
@@ -139,9 +140,10 @@ class Layout:
 
 
 def pack(
-    params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE, bank: int = 0
+    params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE, chunk_group: int = 0
 ) -> Layout:
-    """Packs `params` in order, first fit into the open chunk of their kind, as chunks of `bank`.
+    """Packs `params` in order, first fit into the open chunk of their kind, as chunks of `chunk
+    group`.
 
     A parameter that does not fit the open chunk opens the next one; one larger than a slot gets a
     chunk of its own. A group has a chunk of its own, of as many slots as it needs. Empty
@@ -175,7 +177,7 @@ def pack(
                 ceil(slices[-1].end / slot_numel),
                 tuple(slices),
                 slices[0].param.trainable,
-                bank,
+                chunk_group,
             )
             for i, slices in enumerate(packed)
         ),

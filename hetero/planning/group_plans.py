@@ -38,20 +38,21 @@ from hetero.planning.placement import (
 from offload.memory.sizes import round_up
 from offload.memory.tiers import Tier
 
-# What decides on a bank's placement: place() or something that takes and raises the same.
+# What decides on a chunk group's placement: place() or something that takes and raises the same.
 Choose = Callable[[Layout, Dtypes, str, Budgets, int, bool], Placement]
 
-# A slot's four payloads are at most this share of host_memory: a few slots are always in flight.
+# A slot's four kinds of state are at most this share of host_memory: a few slots are always in
+# flight.
 _SLOT_SHARE_OF_HOST = 16
 
 
 @dataclass(frozen=True)
-class BankPlan:
-    """One bank: parameters of one compute dtype, which are laid out and placed together.
+class ChunkGroupPlan:
+    """One chunk group: parameters of one compute dtype, which are laid out and placed together.
 
-    `held`: of several ranks each keeps the bank's gradients whole until the end of backward. Only
-    one bank, the *early* one, averages them before: if two did, a rank could wait in one for a rank
-    that waits in the other.
+    `held`: of several ranks each keeps the chunk group's gradients whole until the end of backward.
+    Only one chunk group, the *early* one, averages them before: if two did, a rank could wait in
+    one for a rank that waits in the other.
     """
 
     dtypes: Dtypes
@@ -65,22 +66,22 @@ class BankPlan:
 class Arrangement:
     """The managed parameters, in the order of their specs' indices, and where they go.
 
-    The first bank has the compute dtype, unless all parameters stay in fp32; a second one has those
-    that do.
+    The first chunk group has the compute dtype, unless all parameters stay in fp32; a second one
+    has those that do.
     """
 
     params: tuple[torch.nn.Parameter, ...]
-    banks: tuple[BankPlan, ...]
+    chunk_groups: tuple[ChunkGroupPlan, ...]
 
     @property
     def layout(self) -> Layout:
-        """The first bank's."""
-        return self.banks[0].layout
+        """The first chunk group's."""
+        return self.chunk_groups[0].layout
 
     @property
     def placement(self) -> Placement:
-        """The first bank's."""
-        return self.banks[0].placement
+        """The first chunk group's."""
+        return self.chunk_groups[0].placement
 
 
 def arrange(
@@ -99,7 +100,7 @@ def arrange(
     `dtypes` are optimizer.dtypes(config). `optimized` are the ids of the optimizer's parameters
     (None: all that require gradients). `shard` is what this rank has of it all; the result differs
     between ranks in that alone. `device_bytes` are those of a DEVICE that is not RAM, which
-    device_memory otherwise is about. `choose` decides on each bank's placement.
+    device_memory otherwise is about. `choose` decides on each chunk group's placement.
     Raises BudgetError with the smallest budget that works, ValueError for a model without any and
     for a pattern of keep_fp32 that fits no name.
     """
@@ -123,12 +124,12 @@ def arrange(
         disk_bytes,
         config.budget(Tier.DEVICE) if device_bytes is None else None,
         device_bytes,
-        keep_records=config.host_memory is not None,
+        keep_optim_states=config.host_memory is not None,
         reserved_host=config.reserve_bytes,
     )
     by_index = dict(enumerate(params))
-    banks = plan_banks(model, kinds, by_index, config, budgets, shard, choose=choose)
-    return Arrangement(tuple(params), banks)
+    chunk_groups = plan_chunk_groups(model, kinds, by_index, config, budgets, shard, choose=choose)
+    return Arrangement(tuple(params), chunk_groups)
 
 
 # Which dtype a parameter has
@@ -185,7 +186,7 @@ def kinds_of(
 # Where it goes
 
 
-def plan_banks(
+def plan_chunk_groups(
     model: torch.nn.Module,
     kinds: Sequence[Kind],
     params: Mapping[int, torch.nn.Parameter],
@@ -195,8 +196,8 @@ def plan_banks(
     first: int = 0,
     early: int | None = 0,
     choose: Choose = place,
-) -> tuple[BankPlan, ...]:
-    """Banks for `kinds`, numbered from `first` on; `params` by their specs' indices.
+) -> tuple[ChunkGroupPlan, ...]:
+    """Chunk groups for `kinds`, numbered from `first` on; `params` by their specs' indices.
 
     All but number `early` are held.
 
@@ -206,7 +207,7 @@ def plan_banks(
     """
     for thrifty in (False, True):
         taken = budgets
-        plans: list[BankPlan] = []
+        plans: list[ChunkGroupPlan] = []
         try:
             for offset in reversed(range(len(kinds))):
                 dtypes, specs = kinds[offset]
@@ -215,7 +216,7 @@ def plan_banks(
                     # Not much more than it has: it may be tiny.
                     numel = sum(round_up(spec.numel, ALIGN_NUMEL) for spec in specs)
                     chunk_numel = min(chunk_numel, numel)
-                maker = _BankMaker(
+                maker = _ChunkGroupPlanner(
                     model,
                     params,
                     specs,
@@ -252,7 +253,7 @@ def plan_banks(
 
 
 @dataclass(frozen=True)
-class _BankMaker:
+class _ChunkGroupPlanner:
     model: torch.nn.Module
     params: Mapping[int, torch.nn.Parameter]
     specs: Sequence[ParamSpec]
@@ -264,7 +265,7 @@ class _BankMaker:
     held: bool
     choose: Choose
 
-    def fastest(self, budgets: Budgets) -> BankPlan:
+    def fastest(self, budgets: Budgets) -> ChunkGroupPlan:
         """The fastest that fits."""
         refusals = []
         for layout in self._layouts(budgets.host):
@@ -277,7 +278,7 @@ class _BankMaker:
             refusals, key=lambda r: (max(r.smallest_device_bytes, device), r.smallest_host_bytes)
         )
 
-    def smallest(self, budgets: Budgets) -> BankPlan:
+    def smallest(self, budgets: Budgets) -> ChunkGroupPlan:
         """The one that takes the least RAM, whether or not there is as much."""
         found: tuple[int, Layout] | None = None
         for layout in self._layouts(budgets.host):
@@ -290,12 +291,12 @@ class _BankMaker:
         host_bytes, layout = found
         return self._place(layout, replace(budgets, host=host_bytes))
 
-    def _place(self, layout: Layout, budgets: Budgets) -> BankPlan:
+    def _place(self, layout: Layout, budgets: Budgets) -> ChunkGroupPlan:
         chunk_of = {id(self.params[s.param.index]): c for c in layout.chunks for s in c.slices}
         held_together = concurrent_slots(_held_together(self.model, chunk_of))
         policy = self.config.placement_policy
         placement = self.choose(layout, self.dtypes, policy, budgets, held_together, self.held)
-        return BankPlan(self.dtypes, layout, placement, self.held, held_together)
+        return ChunkGroupPlan(self.dtypes, layout, placement, self.held, held_together)
 
     def _layouts(self, host_bytes: int) -> Iterator[Layout]:
         """Layouts to try: the one that suits the budget, then with ever smaller slots."""
@@ -305,7 +306,7 @@ class _BankMaker:
             yield pack(self.specs, slot_numel, self.shard, self.number)
             return
         dtypes = self.dtypes
-        slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.record_bytes
+        slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.optim_state_bytes
         suits = min(MAX_SLOT_NUMEL, host_bytes // _SLOT_SHARE_OF_HOST // slot_bytes)
         smaller = [MAX_SLOT_NUMEL >> shift for shift in range(MAX_SLOT_NUMEL.bit_length())]
         limits = [suits, *(limit for limit in smaller if limit >= MIN_SLOT_NUMEL)]

@@ -1,4 +1,4 @@
-"""Where every chunk's payloads live: pure functions of sizes and budgets.
+"""Where every chunk's kinds of state live: pure functions of sizes and budgets.
 
 `Maker` makes candidates; place() takes the first that fits, in an order of preference that suits
 most machines. plan.py takes the one whose step it predicts to be the fastest. Both return a
@@ -23,8 +23,8 @@ from offload.memory.tiers import Tier
 CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
 # (buffers, gathered slots and gradient slots beyond the smallest number that works), best first:
 # with four buffers one is read, one computed and one written while one is spare.
-Comfort = tuple[int, int, int]
-COMFORTS: tuple[Comfort, ...] = ((4, 2, 1), (2, 1, 0), (1, 0, 0))
+Headroom = tuple[int, int, int]
+HEADROOMS: tuple[Headroom, ...] = ((4, 2, 1), (2, 1, 0), (1, 0, 0))
 
 
 class PlacementError(BudgetError):
@@ -46,17 +46,17 @@ class Budgets:
     """Bytes that may be used: of RAM, of file space (0: no directory), and for gathered slots.
 
     `device`: bytes of a DEVICE that has memory of its own; None: DEVICE and HOST are the same.
-    `keep_records`: RAM that is left may keep records of DISK-homed chunks between steps. Other
-    banks have `taken_...` of the budgets, and `reserved_host` is for what comes later; while this
-    bank's chunks are made, `waiting` bytes of parameters of banks to come are in RAM. Not
-    `under_construction`: first values come from elsewhere.
+    `keep_records`: RAM that is left may keep optimizer states of DISK-homed chunks between steps.
+    Other chunk groups have `taken_...` of the budgets, and `reserved_host` is for what comes later;
+    while this chunk group's chunks are made, `waiting` bytes of parameters of chunk groups to come
+    are in RAM. Not `under_construction`: first values come from elsewhere.
     """
 
     host: int
     disk: int
     gathered: int | None = None
     device: int | None = None
-    keep_records: bool = True
+    keep_optim_states: bool = True
     taken_host: int = 0
     reserved_host: int = 0
     taken_disk: int = 0
@@ -72,18 +72,18 @@ class SlotBytes:
 
     param: int
     grad: int
-    record: int
+    optim_state: int
     gathered: int
     bucket: int
 
     @classmethod
     def of(cls, layout: Layout, dtypes: Dtypes) -> SlotBytes:
         """The slots of `layout` in `dtypes`."""
-        whole, piece, shard = layout.slot_numel, layout.piece_numel, layout.shard
+        whole, tile, shard = layout.slot_numel, layout.tile_numel, layout.shard
         return cls(
-            (piece if shard.params else whole) * dtypes.param_bytes,
-            (piece if shard.grads else whole) * dtypes.grad_bytes,
-            piece * dtypes.record_bytes,
+            (tile if shard.params else whole) * dtypes.param_bytes,
+            (tile if shard.grads else whole) * dtypes.grad_bytes,
+            tile * dtypes.optim_state_bytes,
             whole * dtypes.param_bytes,
             whole * dtypes.reduce_bytes,
         )
@@ -97,15 +97,15 @@ def link_bytes(layout: Layout, dtypes: Dtypes) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes per chunk id (GRAD and RECORD of frozen chunks: None), and the sizes of the pools.
+    """Homes per chunk id (GRAD and OPTIM_STATE of frozen chunks: None), and the sizes of the pools.
 
-    A chunk with one payload on DEVICE has all there and is updated there. Gathered slots are in RAM
-    if DEVICE is RAM, else on DEVICE.
+    A chunk with one kind of state on DEVICE has all there and is updated there. Gathered slots are
+    in RAM if DEVICE is RAM, else on DEVICE.
     """
 
     param: tuple[Tier, ...]
     grad: tuple[Tier | None, ...]
-    record: tuple[Tier | None, ...]
+    optim_state: tuple[Tier | None, ...]
     gathered_slots: int  # for copies of parameters that are on DISK or on other ranks
     grad_slots: int  # for DISK-homed gradients on their way
     buffers: int  # of the optimizer pipeline
@@ -120,19 +120,19 @@ class Placement:
     staged_slots: int = (
         0  # of RAM, for whole copies of several ranks' shards on their way to DEVICE
     )
-    drain_bytes: int = 0  # of DEVICE, for gradients on their way to RAM
+    grad_offload_bytes: int = 0  # of DEVICE, for gradients on their way to RAM
 
     @property
     def trained_param_on_disk(self) -> bool:
         """Whether the optimizer finds parameters in the file."""
-        pairs = zip(self.param, self.record, strict=True)
+        pairs = zip(self.param, self.optim_state, strict=True)
         return any(p is Tier.DISK and r is not None for p, r in pairs)
 
 
 def concurrent_slots(chunk_sets: Iterable[Sequence[Chunk]]) -> int:
     """The slots that always find room for any one of `chunk_sets` held at once.
 
-    With k other runs leased in the worst places, a run of r finds room in
+    With k other runs pinned in the worst places, a run of r finds room in
     others + (k + 1) (r - 1) + 1 slots.
     """
     need = 1
@@ -153,9 +153,9 @@ def place(
 ) -> Placement:
     """Homes for `layout` under `policy` ("cpu", "nvme", "auto", and "cuda" with a separate DEVICE).
 
-    Per byte kept in RAM parameters save most traffic, then gradients, then records; so RAM is given
-    out in this order, after the pools. `held`: of several ranks each keeps whole gradients until
-    the end of backward. Raises BudgetError with the smallest budget that works.
+    Per byte kept in RAM parameters save most traffic, then gradients, then optimizer states; so RAM
+    is given out in this order, after the pools. `held`: of several ranks each keeps whole gradients
+    until the end of backward. Raises BudgetError with the smallest budget that works.
     """
     maker = Maker(layout, dtypes, policy, budgets, min_gathered_slots, held)
     for candidate in maker.candidates():
@@ -167,7 +167,7 @@ def place(
 
 @dataclass(frozen=True)
 class Split:
-    """How many chunks are on DEVICE, and of the others, how many have each payload in RAM.
+    """How many chunks are on DEVICE, and of the others, how many have each kind of state in RAM.
 
     Always the first ones in the Maker's order. What is in neither is on DISK.
     """
@@ -175,7 +175,7 @@ class Split:
     device: int
     param: int
     grad: int
-    record: int
+    optim_state: int
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Candidate:
     """A placement that might do, and its sizes as Placement names them."""
 
     split: Split
-    comfort: Comfort
+    headroom: Headroom
     gathered_slots: int
     grad_slots: int
     buffers: int
@@ -195,7 +195,7 @@ class Candidate:
     pool_bytes: int
     device_bytes: int
     staged_slots: int
-    drain_bytes: int
+    grad_offload_bytes: int
     buffer_bytes: int  # of one
 
 
@@ -235,8 +235,9 @@ def _spread(number: int) -> int:
 
 
 class Maker:
-    """Makes placements in which some chunks are on DEVICE, of the others some of each payload in
-    RAM, and the rest on DISK."""
+    """Makes placements in which some chunks are on DEVICE, of the others some of each kind of state
+    in RAM, and the rest on DISK.
+    """
 
     def __init__(
         self,
@@ -274,9 +275,9 @@ class Maker:
         return self._device is not None
 
     @property
-    def comforts(self) -> Sequence[Comfort]:
+    def headrooms(self) -> Sequence[Headroom]:
         """Those that make a difference where everything is in RAM."""
-        return COMFORTS if self._several or self.separate else COMFORTS[-1:]
+        return HEADROOMS if self._several or self.separate else HEADROOMS[-1:]
 
     def ranked(self, device: int) -> Sequence[Chunk]:
         """The chunks that are not among the first `device` on DEVICE, in order."""
@@ -296,7 +297,7 @@ class Maker:
             shard.grads or split.grad >= rest.trained
         )
 
-    def device_counts(self, comfort: Comfort) -> tuple[int, int]:
+    def device_counts(self, headroom: Headroom) -> tuple[int, int]:
         """The least and the most chunks that the policy has on DEVICE, as far as there is room."""
         everything = len(self.layout.chunks)
         if self.policy == "cuda":
@@ -307,7 +308,7 @@ class Maker:
 
         def device_bytes(count: int) -> int:
             n = len(self._ranked_without(count).chunks)
-            return self.candidate(Split(count, n, n, n), comfort).device_bytes
+            return self.candidate(Split(count, n, n, n), headroom).device_bytes
 
         # With everything there no slots are needed: more chunks may take less.
         if self._most_on_device == everything and device_bytes(everything) <= self._device:
@@ -317,69 +318,75 @@ class Maker:
 
     def _all_candidates(self) -> Iterable[Candidate]:
         if self.policy in ("cpu", "auto", "cuda"):
-            for comfort in self.comforts:
-                for device in self._device_choices(comfort):
+            for headroom in self.headrooms:
+                for device in self._device_choices(headroom):
                     n = len(self.ranked(device))
-                    yield self.candidate(Split(device, n, n, n), comfort)
+                    yield self.candidate(Split(device, n, n, n), headroom)
         if self.policy in ("nvme", "auto"):
             for least in (1, 1), (1, 0), (0, 0):
-                for comfort in COMFORTS:
-                    for device in self._device_choices(comfort):
+                for headroom in HEADROOMS:
+                    for device in self._device_choices(headroom):
                         n = len(self.ranked(device))
-                        yield self.filled(device, least[0] * n, least[1] * n, comfort)
+                        yield self.filled(device, least[0] * n, least[1] * n, headroom)
             yield from self._frugal()
 
-    def _device_choices(self, comfort: Comfort) -> Sequence[int]:
-        least, most = self.device_counts(comfort)
+    def _device_choices(self, headroom: Headroom) -> Sequence[int]:
+        least, most = self.device_counts(headroom)
         return (most, least) if most > least else (most,)
 
     def _frugal(self) -> Iterable[Candidate]:
         """Placements of which one needs the least RAM of all.
 
-        RAM per payload grows with the chunks in it, but falls where a pool becomes needless: when
-        all trained chunks are in, or all chunks.
+        RAM per kind of state grows with the chunks in it, but falls where a pool becomes needless:
+        when all trained chunks are in, or all chunks.
         """
-        for device in self._device_choices(COMFORTS[-1]):
+        for device in self._device_choices(HEADROOMS[-1]):
             rest = self._ranked_without(device)
             n = len(rest.chunks)
-            records = (0, rest.trained) if self.policy == "auto" else (0,)
-            for in_ram in product((n, rest.trained, 0), (rest.trained, 0), records):
-                yield self.candidate(Split(device, *in_ram), COMFORTS[-1])
+            optim_states = (0, rest.trained) if self.policy == "auto" else (0,)
+            for in_ram in product((n, rest.trained, 0), (rest.trained, 0), optim_states):
+                yield self.candidate(Split(device, *in_ram), HEADROOMS[-1])
 
-    def filled(self, device: int, param: int, grad: int, comfort: Comfort) -> Candidate:
-        """At least `param` and `grad` chunks in RAM, then as many of each payload as fit."""
+    def filled(self, device: int, param: int, grad: int, headroom: Headroom) -> Candidate:
+        """At least `param` and `grad` chunks in RAM, then as many of each kind of state as fit."""
         in_ram = [param, grad, 0]
-        for payload in range(3 if self.policy == "auto" else 2):
+        for state_kind in range(3 if self.policy == "auto" else 2):
 
-            def host_bytes(count: int, payload: int = payload) -> int:
-                counts = (*in_ram[:payload], count, *in_ram[payload + 1 :])
-                return self.candidate(Split(device, *counts), comfort).host_bytes
+            def host_bytes(count: int, state_kind: int = state_kind) -> int:
+                counts = (*in_ram[:state_kind], count, *in_ram[state_kind + 1 :])
+                return self.candidate(Split(device, *counts), headroom).host_bytes
 
-            more = range(in_ram[payload] + 1, len(self.ranked(device)) + 1)
-            in_ram[payload] += bisect_right(more, self._host, key=host_bytes)
-        return self.with_more_buffers(self.candidate(Split(device, *in_ram), comfort))
+            more = range(in_ram[state_kind] + 1, len(self.ranked(device)) + 1)
+            in_ram[state_kind] += bisect_right(more, self._host, key=host_bytes)
+        return self.with_more_buffers(self.candidate(Split(device, *in_ram), headroom))
 
-    def with_records(
-        self, device: int, param: int, grad: int, comfort: Comfort, homes: bool = True
+    def with_optim_states(
+        self, device: int, param: int, grad: int, headroom: Headroom, homes: bool = True
     ) -> Candidate:
-        """Just `param` and `grad` chunks in RAM, and as many records as fit: at home there, or in
-        buffers alone."""
+        """Just `param` and `grad` chunks in RAM, and as many optimizer states as fit: at home
+        there, or in buffers alone.
+        """
 
         def host_bytes(count: int) -> int:
-            return self.candidate(Split(device, param, grad, count), comfort).host_bytes
+            return self.candidate(Split(device, param, grad, count), headroom).host_bytes
 
-        record = 0
+        optim_state = 0
         if self.policy != "nvme" and homes:
             more = range(1, len(self.ranked(device)) + 1)
-            record = bisect_right(more, self._host, key=host_bytes)
-        return self.with_more_buffers(self.candidate(Split(device, param, grad, record), comfort))
+            optim_state = bisect_right(more, self._host, key=host_bytes)
+        return self.with_more_buffers(
+            self.candidate(Split(device, param, grad, optim_state), headroom)
+        )
 
     def with_more_buffers(self, candidate: Candidate) -> Candidate:
-        """RAM that is left keeps records between steps, in more buffers."""
-        if not candidate.buffers or not self.budgets.keep_records:
+        """RAM that is left keeps optimizer states between steps, in more buffers."""
+        if not candidate.buffers or not self.budgets.keep_optim_states:
             return candidate
-        rest, record = self._ranked_without(candidate.split.device), candidate.split.record
-        streamed = rest.trained_slots[-1] - rest.trained_slots[record]
+        rest, optim_state = (
+            self._ranked_without(candidate.split.device),
+            candidate.split.optim_state,
+        )
+        streamed = rest.trained_slots[-1] - rest.trained_slots[optim_state]
         spare = (self._host - candidate.host_bytes) // candidate.buffer_bytes
         more = max(0, min(streamed - candidate.buffers, spare))
         return replace(
@@ -389,21 +396,23 @@ class Maker:
             pool_bytes=candidate.pool_bytes + more * candidate.buffer_bytes,
         )
 
-    def candidate(self, split: Split, comfort: Comfort) -> Candidate:
+    def candidate(self, split: Split, headroom: Headroom) -> Candidate:
         """The pools that `split` needs, and the bytes of it all."""
         rest, slot, shard = self._ranked_without(split.device), self.slot, self.layout.shard
-        buffers, more_gathered, more_grad = comfort
+        buffers, more_gathered, more_grad = headroom
         param_on_disk = split.param < len(rest.chunks)
         trained_param_on_disk = split.param < rest.trained
         grad_on_disk = split.grad < rest.trained
-        record_on_disk = split.record < rest.trained
+        optim_state_on_disk = split.optim_state < rest.trained
         several = shard.ranks > 1
         elsewhere = several and shard.params
         averaged = self._several and self._longest_trained > 0
         in_ram = rest.slots[split.param] * slot.param
         in_ram += rest.trained_slots[split.grad] * slot.grad
-        in_ram += rest.trained_slots[split.record] * slot.record
-        homed = rest.slots[-1] * slot.param + rest.trained_slots[-1] * (slot.grad + slot.record)
+        in_ram += rest.trained_slots[split.optim_state] * slot.optim_state
+        homed = rest.slots[-1] * slot.param + rest.trained_slots[-1] * (
+            slot.grad + slot.optim_state
+        )
 
         gathers = param_on_disk or elsewhere or (self.separate and bool(rest.chunks))
         gathered_slots = self._min_gathered + more_gathered if gathers else 0
@@ -418,9 +427,9 @@ class Maker:
             receive_slots = self._longest_trained * (2 if more_grad else 1)
             if shard.grads:
                 bucket_slots = self._held_slots or self._longest_trained + more_gathered
-        if not (trained_param_on_disk or grad_on_disk or record_on_disk):
+        if not (trained_param_on_disk or grad_on_disk or optim_state_on_disk):
             buffers = 0
-        buffer_bytes = slot.record
+        buffer_bytes = slot.optim_state
         buffer_bytes += slot.param if trained_param_on_disk else 0
         buffer_bytes += slot.grad if grad_on_disk else 0
 
@@ -429,17 +438,17 @@ class Maker:
         pools += (bucket_slots + receive_slots) * slot.bucket + buffers * buffer_bytes
         if averaged and shard.replicas > 1:
             pools += self._longest_trained * slot.bucket // shard.ranks
-        device_bytes = drain_bytes = 0
+        device_bytes = grad_offload_bytes = 0
         if self._device is None:
             pools += gathered_slots * slot.gathered
         else:
             everything = self._ranked_without(0)
             device_bytes = (everything.slots[-1] - rest.slots[-1]) * slot.param
             trained = everything.trained_slots[-1] - rest.trained_slots[-1]
-            device_bytes += trained * (slot.grad + slot.record)
+            device_bytes += trained * (slot.grad + slot.optim_state)
             if rest.trained:
-                drain_bytes = self._drained_bytes * (2 if more_gathered else 1)
-            device_bytes += drain_bytes + gathered_slots * slot.gathered
+                grad_offload_bytes = self._drained_bytes * (2 if more_gathered else 1)
+            device_bytes += grad_offload_bytes + gathered_slots * slot.gathered
             # More slots on DEVICE only save fetches: they take nothing from anything else.
             all_slots = (everything if elsewhere else rest).slots[-1]
             spare = (self._device - device_bytes) // slot.gathered
@@ -448,7 +457,7 @@ class Maker:
             device_bytes += more * slot.gathered
         return Candidate(
             split=split,
-            comfort=comfort,
+            headroom=headroom,
             gathered_slots=gathered_slots,
             grad_slots=grad_slots,
             buffers=buffers,
@@ -460,7 +469,7 @@ class Maker:
             pool_bytes=pools,
             device_bytes=device_bytes,
             staged_slots=staged_slots,
-            drain_bytes=drain_bytes,
+            grad_offload_bytes=grad_offload_bytes,
             buffer_bytes=buffer_bytes,
         )
 
@@ -482,7 +491,7 @@ class Maker:
         return Placement(
             param=tuple(tier for tier in homes(split.param, False) if tier is not None),
             grad=homes(split.grad, True),
-            record=homes(split.record, True),
+            optim_state=homes(split.optim_state, True),
             gathered_slots=candidate.gathered_slots,
             grad_slots=candidate.grad_slots,
             buffers=candidate.buffers,
@@ -495,7 +504,7 @@ class Maker:
             pool_bytes=candidate.pool_bytes,
             device_bytes=candidate.device_bytes,
             staged_slots=candidate.staged_slots,
-            drain_bytes=candidate.drain_bytes,
+            grad_offload_bytes=candidate.grad_offload_bytes,
         )
 
     def checked(self, made: Placement) -> Placement | None:
@@ -530,7 +539,7 @@ class Maker:
         return PlacementError(message, smallest.host_bytes, smallest.device_bytes)
 
     def _with_construction(self, made: Placement) -> tuple[Placement, Placement]:
-        """`made` with what construction takes, and together with what other banks have."""
+        """`made` with what construction takes, and together with what other chunk groups have."""
         budgets = self.budgets
         building = 0
         if budgets.under_construction:
@@ -575,7 +584,7 @@ def _building_bytes(
         fetched = 0 if alone else (sum(sizes) + max(sizes)) // shard.ranks + 64 * len(sizes)
         for tier, slot_bytes in (
             (made.param[chunk.id], slot.param),
-            (made.record[chunk.id], slot.record),
+            (made.optim_state[chunk.id], slot.optim_state),
         ):
             bytes_now += chunk.slots * slot_bytes if tier is Tier.HOST else 0
         most = max(most, bytes_now + waiting + fetched)

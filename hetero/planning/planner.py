@@ -1,4 +1,4 @@
-"""Decides on placements of banks by planning: what arrange() may take instead of place()."""
+"""Decides on placements of chunk groups by planning: what arrange() may take instead of place()."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ EXPECTED_TOKENS = 1024
 
 
 class Planner:
-    """Plans each bank from a profile and the work of a step, and keeps the plans (`plan_of`).
+    """Plans each chunk group from a profile and the work of a step, and keeps the plans
+    (`plan_of`).
 
     `profile` is one rank's share of its machine. `policy` takes the place of the one that
     arrange() passes on, if given. Computing goes by the trace that is expected before any step,
@@ -37,7 +38,7 @@ class Planner:
         early_updates: bool = False,
         late_updates: bool = False,
     ) -> None:
-        self.traces: Mapping[int, Trace] = {}  # by bank: its own uses and seconds
+        self.traces: Mapping[int, Trace] = {}  # by chunk group: its own uses and seconds
         self._profile = profile
         self._work = work
         self._policy = policy
@@ -56,7 +57,7 @@ class Planner:
         min_gathered_slots: int,
         held: bool,
     ) -> Placement:
-        """The placement of the plan for one bank. Raises PlacementError."""
+        """The placement of the plan for one chunk group. Raises PlacementError."""
         made = plan(self.problem(layout, dtypes, policy, budgets, min_gathered_slots, held))
         self._plans[layout, made.placement] = made
         return made.placement
@@ -70,8 +71,8 @@ class Planner:
         min_gathered_slots: int,
         held: bool,
     ) -> Problem:
-        """What is planned for one bank."""
-        trace = self.traces.get(layout.chunks[0].bank)
+        """What is planned for one chunk group."""
+        trace = self.traces.get(layout.chunks[0].chunk_group)
         if trace is None:
             flop_per_s = self._profile.rate("matmul_flop_per_s", dtypes.compute)
             trace = expected_trace([layout], self._work, flop_per_s)

@@ -17,7 +17,7 @@ _NO_BUDGETS = Budgets(0, 0)  # what is placed is placed
 
 
 class Placed(Protocol):
-    """A bank, or the plan of one."""
+    """A chunk group, or the plan of one."""
 
     @property
     def layout(self) -> Layout: ...
@@ -39,7 +39,7 @@ class Computing:
 class Prediction:
     """Of one rank's step, by phase; `measured_computing`: computing was measured, not estimated."""
 
-    costs: tuple[StepCost, ...]  # per bank
+    costs: tuple[StepCost, ...]  # per chunk group
     measured_computing: bool
 
     @property
@@ -79,29 +79,29 @@ class Prediction:
 
 
 def predict(
-    banks: Sequence[Placed],
+    chunk_groups: Sequence[Placed],
     profile: Profile,
     work: Work,
     computing: Computing | None = None,
-    clipping: bool = False,
+    grad_factors: bool = False,
     prefetch: bool = True,
     early_updates: bool = False,
     late_updates: bool = False,
 ) -> Prediction:
-    """What a step of `banks` takes on one rank whose share of its machine is `profile`.
+    """What a step of `chunk groups` takes on one rank whose share of its machine is `profile`.
 
     Without `computing` it is estimated, from the profile's rate of products of matrices. Raises
     ValueError for a profile that says nothing about what is used.
     """
-    if profile.nvme_read_bytes_per_s is None and any(b.placement.disk_bytes for b in banks):
+    if profile.nvme_read_bytes_per_s is None and any(b.placement.disk_bytes for b in chunk_groups):
         raise ValueError(f"the profile {profile.name!r} says nothing about NVMe; measure it again")
-    numel = sum(bank.layout.numel for bank in banks)
+    numel = sum(chunk_group.layout.numel for chunk_group in chunk_groups)
     costs = []
-    for bank in banks:
-        flop_per_s = profile.rate("matmul_flop_per_s", bank.dtypes.compute)
-        trace = expected_trace([bank.layout], work, flop_per_s)
+    for chunk_group in chunk_groups:
+        flop_per_s = profile.rate("matmul_flop_per_s", chunk_group.dtypes.compute)
+        trace = expected_trace([chunk_group.layout], work, flop_per_s)
         if computing is not None:
-            part = bank.layout.numel / numel
+            part = chunk_group.layout.numel / numel
             trace = replace(
                 trace,
                 forward_s=computing.forward_s * part,
@@ -110,17 +110,17 @@ def predict(
             )
         problem = Problem(
             trace=trace,
-            layout=bank.layout,
-            dtypes=bank.dtypes,
+            layout=chunk_group.layout,
+            dtypes=chunk_group.dtypes,
             budgets=_NO_BUDGETS,
             profile=profile,
             policy="auto",
-            clipping=clipping,
+            grad_factors=grad_factors,
             prefetch=prefetch,
             early_updates=early_updates,
             late_updates=late_updates,
         )
-        costs.append(CostModel(problem).cost(bank.placement))
+        costs.append(CostModel(problem).cost(chunk_group.placement))
     return Prediction(tuple(costs), computing is not None)
 
 

@@ -22,7 +22,7 @@ Smallest = Mapping[str, int | None]  # bytes of "host" and "device"
 
 
 def explain(plans: Sequence[Plan], least: Smallest | None = None) -> str:
-    """The table of the plans of one model's banks, the main one first.
+    """The table of the plans of one model's chunk groups, the main one first.
 
     Bytes are of one rank. Takes some plans' time, to say what larger budgets would buy. `least` are
     the smallest budgets that work; None: those of this layout.
@@ -35,11 +35,16 @@ def as_dict(plans: Sequence[Plan], least: Smallest | None = None) -> dict[str, o
     """The same for programs: bytes and seconds."""
     seconds = sum(p.cost.seconds for p in plans)
     return {
-        "bytes": {tier.value: by_payload for tier, by_payload in _bytes(plans).items()},
+        "bytes": {tier.value: by_state_kind for tier, by_state_kind in _bytes(plans).items()},
         "step_s": seconds,
         "phases": [
-            {"bank": bank, "name": phase.name, "seconds": phase.seconds, "busy_s": phase.busy_s}
-            for bank, each in enumerate(plans)
+            {
+                "chunk_group": chunk_group,
+                "name": phase.name,
+                "seconds": phase.seconds,
+                "busy_s": phase.busy_s,
+            }
+            for chunk_group, each in enumerate(plans)
             for phase in each.cost.phases
         ],
         "busy_s": _busy(plans),
@@ -55,13 +60,13 @@ def as_dict(plans: Sequence[Plan], least: Smallest | None = None) -> dict[str, o
 
 
 def smallest(plans: Sequence[Plan]) -> dict[str, int | None]:
-    """Bytes of each budget that are just enough for the main bank beside the others."""
+    """Bytes of each budget that are just enough for the main chunk group beside the others."""
     host, device = smallest_budgets(plans[0].problem)
     return {"host": host, "device": device}
 
 
 class Placed(Protocol):
-    """A bank."""
+    """A chunk group."""
 
     @property
     def layout(self) -> Layout: ...
@@ -73,20 +78,23 @@ class Placed(Protocol):
     def plan(self) -> Plan | None: ...
 
 
-def explain_banks(
-    banks: Sequence[Placed], budget_bytes: Mapping[str, int | None], expected_tokens: int
+def explain_chunk_groups(
+    chunk_groups: Sequence[Placed], budget_bytes: Mapping[str, int | None], expected_tokens: int
 ) -> str:
-    """The table of banks as they are placed; by their plans, if they have some.
+    """The table of chunk groups as they are placed; by their plans, if they have some.
 
     These assumed `expected_tokens` per step, as long as no step was traced.
     """
-    plans = [bank.plan for bank in banks if bank.plan is not None]
-    if len(plans) == len(banks):
+    plans = [chunk_group.plan for chunk_group in chunk_groups if chunk_group.plan is not None]
+    if len(plans) == len(chunk_groups):
         assumed = f"\nIt assumes {expected_tokens} tokens per step (expected_tokens)."
         expected = any(p.problem.trace.expected for p in plans)
         return explain(plans) + (assumed if expected else "")
     limits = {tier: budget_bytes[tier.value] for tier in Tier}
-    found = _placed_bytes(banks, separate=any(bank.placement.device_bytes for bank in banks))
+    found = _placed_bytes(
+        chunk_groups,
+        separate=any(chunk_group.placement.device_bytes for chunk_group in chunk_groups),
+    )
     return (
         f"{_memory_table(found, limits)}\n\nNo step time is expected, because the placement was "
         f"chosen by sizes: there was no profile of this machine (hetero profile)."
@@ -95,7 +103,7 @@ def explain_banks(
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan as a bank that is placed."""
+    """A plan as a chunk group that is placed."""
 
     layout: Layout
     dtypes: Dtypes
@@ -104,27 +112,29 @@ class _Planned:
 
 
 def _bytes(plans: Sequence[Plan]) -> dict[Tier, dict[str, int]]:
-    banks = [_Planned(p.problem.layout, p.problem.dtypes, p.placement, p) for p in plans]
-    return _placed_bytes(banks, plans[0].problem.budgets.device is not None)
+    chunk_groups = [_Planned(p.problem.layout, p.problem.dtypes, p.placement, p) for p in plans]
+    return _placed_bytes(chunk_groups, plans[0].problem.budgets.device is not None)
 
 
-def _placed_bytes(banks: Sequence[Placed], separate: bool) -> dict[Tier, dict[str, int]]:
-    found = {tier: dict.fromkeys(("PARAM", "GRAD", "RECORD", "pools"), 0) for tier in Tier}
-    for each in banks:
+def _placed_bytes(chunk_groups: Sequence[Placed], separate: bool) -> dict[Tier, dict[str, int]]:
+    found = {tier: dict.fromkeys(("PARAM", "GRAD", "OPTIM_STATE", "pools"), 0) for tier in Tier}
+    for each in chunk_groups:
         made, layout = each.placement, each.layout
         slot = SlotBytes.of(layout, each.dtypes)
-        for payload, homes, nbytes in (
+        for state_kind, homes, nbytes in (
             ("PARAM", made.param, slot.param),
             ("GRAD", made.grad, slot.grad),
-            ("RECORD", made.record, slot.record),
+            ("OPTIM_STATE", made.optim_state, slot.optim_state),
         ):
             for chunk in layout.chunks:
                 tier = homes[chunk.id]
                 if tier is not None:
-                    found[tier][payload] += chunk.slots * nbytes
+                    found[tier][state_kind] += chunk.slots * nbytes
         found[Tier.HOST]["pools"] += made.pool_bytes
         if separate:
-            found[Tier.DEVICE]["pools"] += made.gathered_slots * slot.gathered + made.drain_bytes
+            found[Tier.DEVICE]["pools"] += (
+                made.gathered_slots * slot.gathered + made.grad_offload_bytes
+            )
     return found
 
 
@@ -137,7 +147,7 @@ def _memory(plans: Sequence[Plan]) -> str:
 def _memory_table(
     found: Mapping[Tier, Mapping[str, int]], limits: Mapping[Tier, int | None]
 ) -> str:
-    names = ("PARAM", "GRAD", "RECORD", "pools")
+    names = ("PARAM", "GRAD", "OPTIM_STATE", "pools")
     rows: list[tuple[str, ...]] = [("bytes of a rank", *names, "total", "budget")]
     for tier, limit in limits.items():
         if not limit:
@@ -203,7 +213,7 @@ def _notes(plans: Sequence[Plan], least: Smallest | None) -> str:
 
 
 def _gains(plans: Sequence[Plan]) -> dict[str, float]:
-    """Seconds that one more GiB of each budget saves, given to the main bank."""
+    """Seconds that one more GiB of each budget saves, given to the main chunk group."""
     main = plans[0]
     budgets = main.problem.budgets
     larger = {"RAM": replace(budgets, host=budgets.host + _MORE_BYTES)}

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero.planning.placement import (
-    COMFORTS,
+    HEADROOMS,
     Candidate,
-    Comfort,
+    Headroom,
     Maker,
     Placement,
     PlacementError,
@@ -64,8 +64,8 @@ def _planned(problem: Problem, made: Placement, cost: StepCost, looked_at: int) 
         problem=problem,
         placement=made,
         cost=cost,
-        host_updates=tuple(c for c in trained if made.record[c] is not Tier.DEVICE),
-        device_updates=tuple(c for c in trained if made.record[c] is Tier.DEVICE),
+        host_updates=tuple(c for c in trained if made.optim_state[c] is not Tier.DEVICE),
+        device_updates=tuple(c for c in trained if made.optim_state[c] is Tier.DEVICE),
         looked_at=looked_at,
     )
 
@@ -168,34 +168,34 @@ class _Search:
         count = _GRID_WITH_DEVICE if self._maker.separate else _GRID
         if chunks <= _FEW_CHUNKS:
             count = chunks + 1
-        for comfort in (*COMFORTS, *self._roomy()):
-            least, most = self._maker.device_counts(comfort)
+        for headroom in (*HEADROOMS, *self._roomy()):
+            least, most = self._maker.device_counts(headroom)
             for device in _spread(least, most, count):
                 n = len(self._maker.ranked(device))
                 for param in _spread(0, n, count):
                     for grad in _spread(0, n, count):
-                        yield from self._made(Split(device, param, grad, 0), comfort)
+                        yield from self._made(Split(device, param, grad, 0), headroom)
 
-    def _roomy(self) -> Sequence[Comfort]:
+    def _roomy(self) -> Sequence[Headroom]:
         """Room to fetch one or two of the largest chunks ahead, if these have several slots."""
         longest = max(c.slots for c in self._problem.layout.chunks)
-        buffers, more_gathered, more_grad = COMFORTS[0]
+        buffers, more_gathered, more_grad = HEADROOMS[0]
         return [(buffers, n * longest, more_grad) for n in (1, 2) if n * longest > more_gathered]
 
-    def _made(self, split: Split, comfort: Comfort) -> Iterable[Candidate]:
-        """Placements of so many parameters and gradients, filled up with records.
+    def _made(self, split: Split, headroom: Headroom) -> Iterable[Candidate]:
+        """Placements of so many parameters and gradients, filled up with optimizer states.
 
-        These are at home in RAM or, where the order of updates repeats, kept by buffers: piece by
-        piece, and just those that forward would wait for.
+        These are at home in RAM or, where the order of updates repeats, kept by buffers: tile by
+        tile, and just those that forward would wait for.
         """
-        least, most = self._maker.device_counts(comfort)
+        least, most = self._maker.device_counts(headroom)
         n = len(self._maker.ranked(split.device))
         inside = 0 <= split.param <= n and 0 <= split.grad <= n
         if least <= split.device <= most and inside and self._maker.allows(split):
             repeats = self._problem.early_updates or self._problem.late_updates
             for homes in (True, False) if repeats else (True,):
-                made = self._maker.with_records(
-                    split.device, split.param, split.grad, comfort, homes
+                made = self._maker.with_optim_states(
+                    split.device, split.param, split.grad, headroom, homes
                 )
                 if self._maker.fits(made):
                     yield made
@@ -207,11 +207,11 @@ class _Search:
         while True:
             assert self._best is not None
             before = self._best[0]
-            at, comfort = self._best[1].split, self._best[1].comfort
+            at, headroom = self._best[1].split, self._best[1].headroom
             self._look_at(
                 candidate
                 for split in _neighbours(at, step)
-                for candidate in self._made(split, comfort)
+                for candidate in self._made(split, headroom)
             )
             if self._best[0] == before:
                 if step == 1:

@@ -8,9 +8,9 @@ says when one waits for another. What the timeline knows:
   next PREFETCH_CHUNKS; from the file, from other ranks, then over the link, as far as it must.
 - A gradient leaves after its chunk's last use in a backward: over the link, to other ranks, to the
   file. The update begins when all are there.
-- The update goes through pieces, with a disk that reads and writes at once. Of T pieces whose
-  record or parameter is in the file, B buffers save min(B, T) reads and writes of records, and
-  reads of parameters. What is on DEVICE is updated there meanwhile.
+- The update goes through tiles, with a disk that reads and writes at once. Of T tiles whose
+  optimizer state or parameter is in the file, B buffers save min(B, T) reads and writes of
+  optimizer states, and reads of parameters. What is on DEVICE is updated there meanwhile.
 - With early updates backward and update overlap, with late updates update and forward, with both
   all three. The order is the same in every step, so all buffers but STREAMING save reads and
   writes.
@@ -45,12 +45,12 @@ RESOURCES = (COMPUTE, H2D, D2H, NVME, NETWORK, CPU_UPDATE, DEVICE_UPDATE)
 class Problem:
     """What a plan is made from.
 
-    `trace` has the bank's own uses, and the seconds that they compute. `profile` is one rank's
-    share of its machine, and `network_bytes_per_s` what it sends to other ranks (None: not known,
-    and not counted). `min_gathered_slots` and `held` are as place() takes them. `early_updates`:
-    a chunk is updated as soon as its gradient is complete, which clipping and loss scaling forbid.
-    `late_updates`: forward begins before all are updated.
-    `clipping`: the norm of all gradients is taken before the update.
+    `trace` has the chunk group's own uses, and the seconds that they compute. `profile` is one
+    rank's share of its machine, and `network_bytes_per_s` what it sends to other ranks (None: not
+    known, and not counted). `min_gathered_slots` and `held` are as place() takes them.
+    `early_updates`: a chunk is updated as soon as its gradient is complete, which clipping and loss
+    scaling forbid. `late_updates`: forward begins before all are updated. `clipping`: the norm of
+    all gradients is taken before the update.
     """
 
     trace: Trace
@@ -64,7 +64,7 @@ class Problem:
     prefetch: bool = True
     early_updates: bool = False
     late_updates: bool = False
-    clipping: bool = False
+    grad_factors: bool = False
     network_bytes_per_s: float | None = None
 
 
@@ -248,7 +248,7 @@ class CostModel:
         problem, profile, slot = self.problem, self.problem.profile, self.slot
         shard, kind = problem.layout.shard, problem.dtypes.kind
         dtype = problem.dtypes.compute
-        on_device = {c for c in self.trained if made.record[c] is Tier.DEVICE}
+        on_device = {c for c in self.trained if made.optim_state[c] is Tier.DEVICE}
         ranks = shard.ranks
         device_bytes = sum(self.numel[c] for c in on_device) * kind.bytes_moved / ranks
         host_numel = sum(self.numel[c] for c in self.trained - on_device)
@@ -256,7 +256,7 @@ class CostModel:
         norm_s = 0.0
         if host_s:
             host_s /= profile.rate("update_bytes_per_s", dtype)
-            if problem.clipping:
+            if problem.grad_factors:
                 # Sums of what goes to DISK are taken on its way.
                 kept = sum(self.numel[c] for c in self.trained if made.grad[c] is Tier.HOST)
                 norm_s = kept * problem.dtypes.grad_bytes / profile.dram_bytes_per_s
@@ -268,13 +268,16 @@ class CostModel:
         def slots(homes: Sequence[Tier | None]) -> int:
             return sum(self.slots[c] for c in self.trained if homes[c] is Tier.DISK)
 
-        records, params, grads = slots(made.record), slots(made.param), slots(made.grad)
+        optim_states, params, grads = slots(made.optim_state), slots(made.param), slots(made.grad)
         cached, kept = self._kept(made)
         missed = (cached - kept) / cached if cached else 0.0
         if problem.early_updates and not problem.late_updates:
             grads = 0  # gradients are used where they arrive
-        read = round((records * slot.record + params * slot.param) * missed) + grads * slot.grad
-        written = round(records * slot.record * missed) + params * slot.param
+        read = (
+            round((optim_states * slot.optim_state + params * slot.param) * missed)
+            + grads * slot.grad
+        )
+        written = round(optim_states * slot.optim_state * missed) + params * slot.param
         nvme_s = _nvme_seconds(profile, read, written)
         seconds = max(host_s, nvme_s)
         # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.
@@ -286,8 +289,8 @@ class CostModel:
         if read:
             # At the ends one waits for the other: for the first gradient, or the first free buffer,
             # and for the last read.
-            pieces = ceil(max(cached - kept, grads))
-            seconds += nvme_s * read / (read + written) / max(1, pieces)
+            tiles = ceil(max(cached - kept, grads))
+            seconds += nvme_s * read / (read + written) / max(1, tiles)
         seconds = min(seconds, alone_s + nvme_s)
         together = max(0.0, host_s + nvme_s - seconds)
         seconds += profile.update_interference * min(together, host_s, nvme_s)
@@ -305,11 +308,11 @@ class CostModel:
         )
 
     def _kept(self, made: Placement) -> tuple[int, int]:
-        """Pieces whose updates take a buffer, and how many of them stay there for the next step."""
+        """Tiles whose updates take a buffer, and how many of them stay there for the next step."""
         cached = sum(
             self.slots[c]
             for c in self.trained
-            if made.record[c] is Tier.DISK or made.param[c] is Tier.DISK
+            if made.optim_state[c] is Tier.DISK or made.param[c] is Tier.DISK
         )
         lacking = max(0, cached - made.buffers)
         if self.problem.early_updates or self.problem.late_updates:
@@ -358,16 +361,16 @@ class CostModel:
         first = next(uses, None)
         if first is None:
             return 0.0
-        slot, record, param = self.slot, made.record[first], made.param[first]
-        in_buffers = slot.record if record is Tier.DISK else 0
+        slot, optim_state, param = self.slot, made.optim_state[first], made.param[first]
+        in_buffers = slot.optim_state if optim_state is Tier.DISK else 0
         in_buffers += slot.param if param is Tier.DISK else 0
         missed = max(0, self.slots[first] - self._kept(made)[1]) if in_buffers else 0
-        written = missed * slot.record if record is Tier.DISK else 0
+        written = missed * slot.optim_state if optim_state is Tier.DISK else 0
         written += self.slots[first] * slot.param if param is Tier.DISK else 0
         nvme_s = _nvme_seconds(self.problem.profile, missed * in_buffers, written)
-        if record is Tier.DEVICE:
+        if optim_state is Tier.DEVICE:
             return nvme_s
-        on_cpu = sum(self.numel[c] for c in self.trained if made.record[c] is not Tier.DEVICE)
+        on_cpu = sum(self.numel[c] for c in self.trained if made.optim_state[c] is not Tier.DEVICE)
         return max(nvme_s, update.busy_s[CPU_UPDATE] * self.numel[first] / on_cpu)
 
     def _averaged_at_end(self) -> tuple[int, float]:

@@ -27,9 +27,9 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Use:
-    """A chunk (ids count within a bank) is needed."""
+    """A chunk (ids count within a chunk group) is needed."""
 
-    bank: int
+    chunk_group: int
     chunk: int
     phase: Phase
 
@@ -59,11 +59,11 @@ class Trace:
     memory: tuple[Moment, ...] = ()
     expected: bool = False
 
-    def of_bank(self, bank: int, part: float = 1.0) -> Trace:
-        """One bank's uses, and its `part` of the computing."""
+    def of_chunk_group(self, chunk_group: int, part: float = 1.0) -> Trace:
+        """One chunk group's uses, and its `part` of the computing."""
         return replace(
             self,
-            uses=tuple(use for use in self.uses if use.bank == bank),
+            uses=tuple(use for use in self.uses if use.chunk_group == chunk_group),
             forward_s=self.forward_s * part,
             backward_s=self.backward_s * part,
         )
@@ -90,7 +90,7 @@ class Work:
 
 
 def expected_trace(layouts: Sequence[Layout], work: Work, flop_per_s: float) -> Trace:
-    """A trace of a step before any was made, of the banks `layouts`.
+    """A trace of a step before any was made, of the chunk groups `layouts`.
 
     Forward uses chunks in the order of registration, backward in the reverse, with every parameter
     once. Computing takes 2 floating-point operations per parameter and token in forward and 4 in
@@ -98,14 +98,16 @@ def expected_trace(layouts: Sequence[Layout], work: Work, flop_per_s: float) -> 
     grow with the sequence, are left out: they are few beside these unless sequences are longer than
     some six times the width of the model.
     """
-    # By the place of the first parameter in the model, over all banks.
+    # By the place of the first parameter in the model, over all chunk groups.
     order = sorted(
-        (min(s.param.index for s in chunk.slices), bank, chunk.id)
-        for bank, layout in enumerate(layouts)
+        (min(s.param.index for s in chunk.slices), chunk_group, chunk.id)
+        for chunk_group, layout in enumerate(layouts)
         for chunk in layout.chunks
     )
-    forward = [Use(bank, chunk, Phase.FORWARD) for _, bank, chunk in order]
-    backward = [Use(bank, chunk, Phase.BACKWARD) for _, bank, chunk in reversed(order)]
+    forward = [Use(chunk_group, chunk, Phase.FORWARD) for _, chunk_group, chunk in order]
+    backward = [
+        Use(chunk_group, chunk, Phase.BACKWARD) for _, chunk_group, chunk in reversed(order)
+    ]
     numel = sum(layout.numel for layout in layouts)
     second = numel * work.tokens * work.micro_batches / flop_per_s
     return Trace(
@@ -119,7 +121,8 @@ def expected_trace(layouts: Sequence[Layout], work: Work, flop_per_s: float) -> 
 
 @dataclass
 class TraceRecorder:
-    """Makes a trace of the steps that are made, from what `orders` (one per bank) note anyway.
+    """Makes a trace of the steps that are made, from what `orders` (one per chunk group) note
+    anyway.
 
     A use costs nothing beyond what it costs without a recorder. begin() takes the length of each
     order and a look at the clock, and what `memory` takes ((host, device) bytes beside the model
@@ -170,9 +173,13 @@ class TraceRecorder:
                 continue
             micro_batches += phase is Phase.FORWARD
             seconds[phase] += after[2] - began_s - (after[3] - waited_s)
-            for bank, recording in enumerate(recordings):
-                chunks = recording[counts[bank] : after[1][bank]] if bank < len(counts) else []
-                uses += [Use(bank, chunk, phase) for chunk in chunks]
+            for chunk_group, recording in enumerate(recordings):
+                chunks = (
+                    recording[counts[chunk_group] : after[1][chunk_group]]
+                    if chunk_group < len(counts)
+                    else []
+                )
+                uses += [Use(chunk_group, chunk, phase) for chunk in chunks]
         trace = Trace(
             tuple(uses),
             max(1, micro_batches),
@@ -191,11 +198,13 @@ def completed(trace: Trace, layouts: Sequence[Layout]) -> Trace:
     elsewhere. It is expected between its neighbours in the model, in every pass of the recording.
     """
     known: Mapping[tuple[int, int], int] = {
-        (bank, chunk.id): min(s.param.index for s in chunk.slices)
-        for bank, layout in enumerate(layouts)
+        (chunk_group, chunk.id): min(s.param.index for s in chunk.slices)
+        for chunk_group, layout in enumerate(layouts)
         for chunk in layout.chunks
     }
-    missing = sorted(known.keys() - {(u.bank, u.chunk) for u in trace.uses}, key=known.__getitem__)
+    missing = sorted(
+        known.keys() - {(u.chunk_group, u.chunk) for u in trace.uses}, key=known.__getitem__
+    )
     if not missing:
         return trace
     runs: list[list[Use]] = []
@@ -209,10 +218,10 @@ def completed(trace: Trace, layouts: Sequence[Layout]) -> Trace:
     for number, run in enumerate(runs):
         phase = run[0].phase if run else (Phase.BACKWARD if number % 2 else Phase.FORWARD)
         sign = 1 if phase is Phase.FORWARD else -1
-        rest = [Use(bank, chunk, phase) for bank, chunk in missing][::sign]
+        rest = [Use(chunk_group, chunk, phase) for chunk_group, chunk in missing][::sign]
         for use in run:
-            place = sign * known[use.bank, use.chunk]
-            while rest and sign * known[rest[0].bank, rest[0].chunk] < place:
+            place = sign * known[use.chunk_group, use.chunk]
+            while rest and sign * known[rest[0].chunk_group, rest[0].chunk] < place:
                 made.append(rest.pop(0))
             made.append(use)
         made += rest

@@ -24,14 +24,14 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.messages import Peers, Reply
 from offload.errors import HeteroError, PeerError
 
-_HEADER = 5  # kind, chunk, piece, version, tag
+_HEADER = 5  # kind, chunk, tile, version, tag
 
 
 class Kind(enum.IntEnum):
     """What a request is for."""
 
     PARAM = 1  # the shard of a chunk's parameters
-    RECORD = 2  # one piece's record
+    OPTIM_STATE = 2  # one tile's optimizer state
     BYE = 3  # nothing: this rank will ask no more
 
 
@@ -87,14 +87,16 @@ class ShardServer:
         layout: Layout,
         versions: Versions,
         param: Callable[[Chunk], AbstractContextManager[torch.Tensor]],
-        record: Callable[[Chunk, int], AbstractContextManager[torch.Tensor]],
+        optim_state: Callable[[Chunk, int], AbstractContextManager[torch.Tensor]],
     ) -> None:
-        """param(chunk) and record(chunk, piece) give this rank's shard or record inside a block."""
+        """param(chunk) and optimizer state(chunk, tile) give this rank's shard or optimizer state
+        inside a block.
+        """
         self._peers = peers
         self._layout = layout
         self._versions = versions
         self._param = param
-        self._record = record
+        self._optim_state = optim_state
         self._closing = False
         self._threads = [
             threading.Thread(
@@ -110,9 +112,9 @@ class ShardServer:
         """Whom it serves."""
         return self._peers
 
-    def request(self, kind: Kind, chunk: Chunk, piece: int, peer: int, into: torch.Tensor) -> Reply:
+    def request(self, kind: Kind, chunk: Chunk, tile: int, peer: int, into: torch.Tensor) -> Reply:
         """Starts fetching what `peer` has, at this rank's version, to `into`."""
-        header = torch.tensor([kind, chunk.id, piece, self._versions[chunk], 0])
+        header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
         return self._peers.request(peer, header, into, f"gathering {chunk.name}")
 
     def _serve(self, peer: int) -> None:
@@ -132,11 +134,11 @@ class ShardServer:
                 return  # it was noted, and the program meets it too
 
     def _answer(self, peer: int, header: torch.Tensor) -> None:
-        kind, chunk_id, piece, version, _ = header.tolist()
+        kind, chunk_id, tile, version, _ = header.tolist()
         chunk = self._layout.chunks[chunk_id]
         try:
             self._versions.wait_for(chunk, version)
-            source = self._param(chunk) if kind == Kind.PARAM else self._record(chunk, piece)
+            source = self._param(chunk) if kind == Kind.PARAM else self._optim_state(chunk, tile)
             with source as content:
                 self._peers.reply(peer, header, content, f"giving {chunk.name}")
         except PeerError:

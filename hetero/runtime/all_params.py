@@ -1,4 +1,4 @@
-"""The parameters of all banks: each use goes to the bank that has the chunk."""
+"""The parameters of all chunk groups: each use goes to the chunk group that has the chunk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
 from hetero.state.managed_param import ManagedParam
 from hetero.state.params import SavedView
@@ -31,10 +31,10 @@ class SavedTensor:
 
 
 class AllParams:
-    """Brings parameters in and lets them go, whichever bank they are in."""
+    """Brings parameters in and lets them go, whichever chunk group they are in."""
 
-    def __init__(self, banks: Sequence[Bank]) -> None:
-        self._banks = banks  # may grow
+    def __init__(self, chunk_groups: Sequence[ChunkGroup]) -> None:
+        self._chunk_groups = chunk_groups  # may grow
         # Called before a parameter is used, and before a chunk's saved views are made again: may
         # refuse by raising.
         self.check_use: Callable[[ManagedParam], object] = _nothing
@@ -45,7 +45,7 @@ class AllParams:
     @property
     def gathers(self) -> bool:
         """Whether some parameters are gathered."""
-        return any(bank.params.gathers for bank in self._banks)
+        return any(chunk_group.params.gathers for chunk_group in self._chunk_groups)
 
     @property
     def packs(self) -> bool:
@@ -54,35 +54,35 @@ class AllParams:
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is in RAM, where compute uses it in place."""
-        return self._banks[chunk.bank].params.is_resident(chunk)
+        return self._chunk_groups[chunk.chunk_group].params.is_resident(chunk)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's parameters now, flat; unless resident a lease on a gathered copy."""
-        return self._banks[chunk.bank].params.flat(chunk)
+        """The chunk's parameters now, flat; unless resident a pin on a gathered copy."""
+        return self._chunk_groups[chunk.chunk_group].params.flat(chunk)
 
     def acquire(self, managed: ManagedParam) -> None:
         """Makes the parameter present until as many release() calls."""
         self.check_use(managed)
-        self._banks[managed.chunk.bank].params.acquire(managed)
+        self._chunk_groups[managed.chunk.chunk_group].params.acquire(managed)
 
     def release(self, managed: ManagedParam) -> None:
         """Undoes one acquire()."""
-        self._banks[managed.chunk.bank].params.release(managed)
+        self._chunk_groups[managed.chunk.chunk_group].params.release(managed)
 
     def is_in_place(self, managed: ManagedParam) -> bool:
         """Whether the parameter is where it belongs between steps: at home, or absent."""
-        return self._banks[managed.chunk.bank].params.is_in_place(managed)
+        return self._chunk_groups[managed.chunk.chunk_group].params.is_in_place(managed)
 
     def settle(self) -> None:
         """Until nothing that was asked of other ranks is under way."""
-        for bank in self._banks:
-            bank.params.settle()
+        for chunk_group in self._chunk_groups:
+            chunk_group.params.settle()
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
         """What autograd keeps for `tensor`: of a view of a gathered copy, how to remake it."""
         if tensor.layout is torch.strided:
-            for bank in self._banks:
-                view = bank.params.pack(tensor)
+            for chunk_group in self._chunk_groups:
+                view = chunk_group.params.pack(tensor)
                 if view is not None:
                     return view
             if self.changing:
@@ -94,7 +94,7 @@ class AllParams:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
         if isinstance(saved, SavedView):
             self.check_saved(saved.chunk)
-            return self._banks[saved.chunk.bank].params.unpack(saved)
+            return self._chunk_groups[saved.chunk.chunk_group].params.unpack(saved)
         if saved.chunk is not None:
             self.check_saved(saved.chunk)
         if saved.tensor._version != saved.version:
@@ -105,6 +105,6 @@ class AllParams:
             )
         return saved.tensor
 
-    def leased_copies(self) -> int:
+    def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""
-        return sum(bank.params.leased_copies() for bank in self._banks)
+        return sum(chunk_group.params.pinned_copies() for chunk_group in self._chunk_groups)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperOf, hyper_table
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
@@ -52,17 +52,18 @@ class EarlyUpdates:
 
     def __init__(
         self,
-        banks: Sequence[Bank],
+        chunk_groups: Sequence[ChunkGroup],
         params: AllParams,
         unfinished: Unfinished,
         enabled: bool,
         accumulating: Callable[[], bool],
     ) -> None:
-        """`banks` may grow. `accumulating`: whether more gradients of the step are known to come.
+        """`chunk groups` may grow. `accumulating`: whether more gradients of the step are known to
+        come.
 
         Unless `enabled` all is left to step().
         """
-        self._banks = banks
+        self._chunk_groups = chunk_groups
         self._params = params
         self._unfinished = unfinished
         self._enabled = enabled
@@ -71,7 +72,7 @@ class EarlyUpdates:
         self._hyper_of: HyperOf | None = None
         self._arrivals = Arrivals()
         # Chunks with final gradients that are on their way to RAM, or whose values a caller of
-        # this backward may still have. By bank and chunk, as those that were updated.
+        # this backward may still have. By chunk group and chunk, as those that were updated.
         self._ready: dict[Key, Chunk] = {}
         self._updated: dict[Key, list[ManagedParam]] = {}
         # Whose update is about to begin: set for good if that was interrupted, as by Ctrl-C, and
@@ -87,24 +88,24 @@ class EarlyUpdates:
         """What the optimizer's groups are at the time, and what they mean."""
         self._param_groups, self._hyper_of = param_groups, hyper_of
 
-    def connect(self, bank: Bank) -> None:
-        """From now on gradients of the bank come, too."""
+    def connect(self, chunk_group: ChunkGroup) -> None:
+        """From now on gradients of the chunk group come, too."""
         if not self._enabled:
             return
-        bank.stepper.follow(backward=True)
-        self.follow_homes(bank)
+        chunk_group.stepper.follow(backward=True)
+        self.follow_homes(chunk_group)
 
-    def follow_homes(self, bank: Bank) -> None:
-        """Homes of the bank are where they are now: some may have moved."""
+    def follow_homes(self, chunk_group: ChunkGroup) -> None:
+        """Homes of the chunk group are where they are now: some may have moved."""
         if not self._enabled:
             return
         changing = self._params.changing
-        mine = bank.layout.chunks[0].bank
-        for address in [at for at, chunk in changing.items() if chunk.bank == mine]:
+        mine = chunk_group.layout.chunks[0].chunk_group
+        for address in [at for at, chunk in changing.items() if chunk.chunk_group == mine]:
             del changing[address]
-        for chunk in bank.layout.chunks:
-            if chunk.trainable and bank.params.is_resident(chunk):
-                home = bank.params.home(chunk).untyped_storage()
+        for chunk in chunk_group.layout.chunks:
+            if chunk.trainable and chunk_group.params.is_resident(chunk):
+                home = chunk_group.params.home(chunk).untyped_storage()
                 changing[home.data_ptr()] = chunk
 
     @property
@@ -113,9 +114,9 @@ class EarlyUpdates:
         return bool(self._updated)
 
     @property
-    def banks(self) -> set[int]:
-        """The banks of what was updated in this step."""
-        return {bank for bank, _ in self._updated}
+    def chunk_groups(self) -> set[int]:
+        """The chunk groups of what was updated in this step."""
+        return {chunk_group for chunk_group, _ in self._updated}
 
     def has(self, managed: ManagedParam) -> bool:
         """Whether it was updated in this step."""
@@ -183,18 +184,18 @@ class EarlyUpdates:
             members = self._members(chunk)
             # (Gradients may have been cleared since, or another have come.)
             if self._arrivals.are_final(members):
-                if not self._bank(chunk).grads.has_arrived(chunk):
+                if not self._chunk_group(chunk).grads.has_arrived(chunk):
                     return
                 self._begin(chunk, members)
             del self._ready[key]
 
     def _begin(self, chunk: Chunk, members: list[ManagedParam]) -> None:
         """Begins the chunk's update; leaves it to step() if that would refuse it."""
-        bank = self._bank(chunk)
+        chunk_group = self._chunk_group(chunk)
         groups = self._grouped(members)
-        if bank.grads.has_lost(chunk):
+        if chunk_group.grads.has_lost(chunk):
             return
-        if groups is None or not all(self._is_updatable(m, bank) for m in members):
+        if groups is None or not all(self._is_updatable(m, chunk_group) for m in members):
             return
         assert self._hyper_of is not None
         try:
@@ -207,11 +208,11 @@ class EarlyUpdates:
         self._options |= now
         self._beginning = f"the update of {chunk.name}"
         self._updated[key_of(chunk)] = members
-        self._unfinished.begin(bank, groups, table, last=False)
+        self._unfinished.begin(chunk_group, groups, table, last=False)
         self._beginning = ""
 
-    def _is_updatable(self, m: ManagedParam, bank: Bank) -> bool:
-        free = m.uses == 0 and bank.params.is_in_place(m) and not m.changed_unnoticed
+    def _is_updatable(self, m: ManagedParam, chunk_group: ChunkGroup) -> bool:
+        free = m.uses == 0 and chunk_group.params.is_in_place(m) and not m.changed_unnoticed
         return free and m.grad_factor == 1.0
 
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
@@ -281,8 +282,8 @@ class EarlyUpdates:
                         f"the state that is loaded lacks {m.name}, which was updated already in a "
                         f"step that is half made (early_updates=True); load one of all parameters"
                     )
-        for number in self.banks:
-            self._banks[number].stepper.stop()
+        for number in self.chunk_groups:
+            self._chunk_groups[number].stepper.stop()
         self._end()
         self._unfinished.release_held()
         self._unfinished.finish_all()
@@ -294,11 +295,11 @@ class EarlyUpdates:
         self._options.clear()
         self._group_of.clear()
 
-    def _bank(self, chunk: Chunk) -> Bank:
-        return self._banks[chunk.bank]
+    def _chunk_group(self, chunk: Chunk) -> ChunkGroup:
+        return self._chunk_groups[chunk.chunk_group]
 
     def _members(self, chunk: Chunk) -> list[ManagedParam]:
-        return self._bank(chunk).grads.members(chunk)
+        return self._chunk_group(chunk).grads.members(chunk)
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,20 +13,20 @@ from typing import Any, Protocol
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, hyper_table
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.config import Config
 from hetero.planning.placement import Placement
 from hetero.planning.planner import EXPECTED_TOKENS, Planner
-from hetero.planning.report import explain_banks
+from hetero.planning.report import explain_chunk_groups
 from hetero.planning.search import Plan
 from hetero.planning.trace import Trace
 from hetero.ranks.process_groups import World
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.early_updates import EarlyUpdates
-from hetero.runtime.grad_factors import Clipping, check_dense
+from hetero.runtime.grad_factors import GradFactors, check_dense
 from hetero.runtime.loss_scale import LossScale
 from hetero.runtime.module_hooks import GradHook, ModuleHooks, refuse_use
 from hetero.runtime.read_ahead import ReadingAhead
@@ -62,16 +62,16 @@ class ModelHooks(Removable, Protocol):
 class Engine:
     """Made by hetero.initialize(); reached as `optimizer.engine`.
 
-    `ledger` has the bytes per tier, `banks` what lives where, `traffic` what was moved. The first
-    bank has the parameters in the compute dtype. close() frees everything; the model cannot be used
-    afterwards.
+    `ledger` has the bytes per tier, `chunk groups` what lives where, `traffic` what was moved. The
+    first chunk group has the parameters in the compute dtype. close() frees everything; the model
+    cannot be used afterwards.
     """
 
     def __init__(
         self,
         *,
         model: torch.nn.Module,
-        banks: list[Bank],
+        chunk_groups: list[ChunkGroup],
         backend: Backend,
         config: Config,
         first_number: Mapping[int, int],
@@ -81,26 +81,28 @@ class Engine:
         planner: Planner | None = None,
     ) -> None:
         """`first_number` is, by a parameter's index, the number of its first element."""
-        self.banks: list[Bank] = []
+        self.chunk_groups: list[ChunkGroup] = []
         self.backend = backend
         self.config = config
         self.first_number = dict(first_number)
         self.ledger = ledger
         self.loss_scale = loss_scale
         self.notes = notes
-        self.world: World = banks[0].world
-        self.params = AllParams(self.banks)
-        self.clipping = Clipping(self.banks, loss_scale, self.world, config.early_updates)
-        self.unfinished = Unfinished(self.banks, config)
+        self.world: World = chunk_groups[0].world
+        self.params = AllParams(self.chunk_groups)
+        self.grad_factors = GradFactors(
+            self.chunk_groups, loss_scale, self.world, config.early_updates
+        )
+        self.unfinished = Unfinished(self.chunk_groups, config)
         self.early = EarlyUpdates(
-            self.banks,
+            self.chunk_groups,
             self.params,
             self.unfinished,
             config.early_updates,
             accumulating=lambda: bool(self._unsynced),
         )
-        self.clipping.check_assigned = self.early.check_gradient
-        self._reading_ahead = ReadingAhead(self.banks, config.prefetch)
+        self.grad_factors.check_assigned = self.early.check_gradient
+        self._reading_ahead = ReadingAhead(self.chunk_groups, config.prefetch)
         self._model = weakref.ref(model)
         self._managed: dict[int, ManagedParam] = {}
         self._later = Later(self)
@@ -109,8 +111,8 @@ class Engine:
         self._scaled_backward = False
         self._closed = False
         self._process = os.getpid()
-        for bank in banks:
-            self._take_over(bank)
+        for chunk_group in chunk_groups:
+            self._take_over(chunk_group)
         self._module_hooks = ModuleHooks(
             model,
             self.known,
@@ -122,23 +124,23 @@ class Engine:
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
-        self.clipping.step_left_out = self._replanner.tracer.forget
+        self.grad_factors.step_left_out = self._replanner.tracer.forget
         self._model_hooks.append(self._replanner)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
-    def _take_over(self, bank: Bank) -> None:
-        """Parameters of the bank point to their new homes from here on."""
-        self.banks.append(bank)
-        self.clipping.connect(bank)
-        self.unfinished.connect(bank)
-        self.early.connect(bank)
+    def _take_over(self, chunk_group: ChunkGroup) -> None:
+        """Parameters of the chunk group point to their new homes from here on."""
+        self.chunk_groups.append(chunk_group)
+        self.grad_factors.connect(chunk_group)
+        self.unfinished.connect(chunk_group)
+        self.early.connect(chunk_group)
         for contexts in self._unsynced:
-            contexts.enter_context(bank.no_sync())
-        for m in bank.members:
+            contexts.enter_context(chunk_group.no_sync())
+        for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
-            resident = bank.params.is_resident(m.chunk)
-            m.param.data = m.part_of(bank.params.flat(m.chunk)) if resident else m.absent
+            resident = chunk_group.params.is_resident(m.chunk)
+            m.param.data = m.part_of(chunk_group.params.flat(m.chunk)) if resident else m.absent
             m.note_change()
             old = self._managed.get(id(m.param))
             if old is not None:
@@ -146,8 +148,8 @@ class Engine:
             self._managed[id(m.param)] = m
             self._later.note(m)
             if m.chunk.trainable:
-                bank.grads.add_member(m)
-                m.grad_ops = self.clipping
+                chunk_group.grads.add_member(m)
+                m.grad_ops = self.grad_factors
                 with torch.enable_grad():
                     self._hooks.append(GradHook(m, self._check_grad, self._keep_grad))
 
@@ -175,24 +177,24 @@ class Engine:
         """What is known of `param`, if it is this engine's."""
         return self._managed.get(id(param))
 
-    def bank_of(self, managed: ManagedParam) -> Bank:
-        """The bank that has it."""
-        return self.banks[managed.chunk.bank]
+    def chunk_group_of(self, managed: ManagedParam) -> ChunkGroup:
+        """The chunk group that has it."""
+        return self.chunk_groups[managed.chunk.chunk_group]
 
     @property
     def layout(self) -> Layout:
-        """The first bank's."""
-        return self.banks[0].layout
+        """The first chunk group's."""
+        return self.chunk_groups[0].layout
 
     @property
     def placement(self) -> Placement:
-        """The first bank's."""
-        return self.banks[0].placement
+        """The first chunk group's."""
+        return self.chunk_groups[0].placement
 
     @property
     def dtypes(self) -> Dtypes:
-        """The first bank's."""
-        return self.banks[0].dtypes
+        """The first chunk group's."""
+        return self.chunk_groups[0].dtypes
 
     def find(self, param: torch.Tensor) -> ManagedParam:
         """What is known of `param`. Raises UnmanagedParameterError if it is not this engine's."""
@@ -253,19 +255,19 @@ class Engine:
                 "loss.backward(); or scale the loss yourself, with torch.amp.GradScaler say, and "
                 "initialize with initial_loss_scale=None"
             )
-        self.clipping.adopt([managed])
+        self.grad_factors.adopt([managed])
 
     def _keep_grad(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         self._reading_ahead.begin()
-        self.clipping.keep(managed, grad, accumulate)
+        self.grad_factors.keep(managed, grad, accumulate)
         self.early.arrived(managed, accumulate)
-        self.bank_of(managed).grads.write_complete()
+        self.chunk_group_of(managed).grads.write_complete()
 
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""
         members = [m for m in self.find_all(params) if m.chunk.trainable]
-        self.clipping.adopt(members)
-        self.clipping.settle()
+        self.grad_factors.adopt(members)
+        self.grad_factors.settle()
         return [m for m in members if m.has_grad]
 
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
@@ -274,7 +276,7 @@ class Engine:
         Summed in double per parameter in a fixed order, then over parameters in the model's order:
         the same bits for every placement and chunk size.
         """
-        return self.clipping.total_norm(self.with_grads(params))
+        return self.grad_factors.total_norm(self.with_grads(params))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -284,8 +286,8 @@ class Engine:
         more gradients of the step are known to come, so none is final.
         """
         with ExitStack() as contexts:
-            for bank in self.banks:
-                contexts.enter_context(bank.no_sync())
+            for chunk_group in self.chunk_groups:
+                contexts.enter_context(chunk_group.no_sync())
             self._unsynced.append(contexts)
             try:
                 yield
@@ -308,7 +310,7 @@ class Engine:
         self._module_hooks.unwind()
         self.unfinished.finish_all()
         self.take_in_unfrozen()
-        self.clipping.settle(force=True)
+        self.grad_factors.settle(force=True)
         listed = [(group, self.find_all(group["params"])) for group in param_groups]
         for _, all_members in listed:
             for m in all_members:
@@ -316,7 +318,7 @@ class Engine:
         self._later.check_left_out(m.param for _, members in listed for m in members)
         groups = [(group, self.with_grads(group["params"])) for group, _ in listed]
         members = [m for _, some in groups for m in some]
-        overflow = self.loss_scale.dynamic and self.clipping.any_non_finite(members)
+        overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
         self._meet(members)
         if overflow and self.loss_scale.value <= 1:
             raise NonFiniteError(
@@ -356,7 +358,7 @@ class Engine:
         groups = self.early.rest(groups)
         table = hyper_table(groups, hyper_of)
         try:
-            self._update_banks(groups, table)
+            self._update_chunk_groups(groups, table)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C
                 self.early.interrupted()
@@ -366,36 +368,45 @@ class Engine:
         if not self.config.late_updates:
             self.unfinished.finish_all()
 
-    def _update_banks(self, groups: Groups, table: HyperTable) -> None:
-        used = {m.chunk.bank for _, members in groups for m in members} | self.early.banks
-        for bank in (bank for number, bank in enumerate(self.banks) if number in used):
-            mine = [(g, [m for m in some if self.bank_of(m) is bank]) for g, some in groups]
+    def _update_chunk_groups(self, groups: Groups, table: HyperTable) -> None:
+        used = {
+            m.chunk.chunk_group for _, members in groups for m in members
+        } | self.early.chunk_groups
+        for chunk_group in (
+            chunk_group for number, chunk_group in enumerate(self.chunk_groups) if number in used
+        ):
+            mine = [
+                (g, [m for m in some if self.chunk_group_of(m) is chunk_group])
+                for g, some in groups
+            ]
             if self.config.late_updates:
-                self.unfinished.begin(bank, mine, table, last=True)
+                self.unfinished.begin(chunk_group, mine, table, last=True)
             else:
-                self._update_bank(bank, mine, table)
+                self._update_chunk_group(chunk_group, mine, table)
 
-    def _update_bank(self, bank: Bank, groups: Groups, table: HyperTable) -> None:
+    def _update_chunk_group(
+        self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable
+    ) -> None:
         members = [m for _, some in groups for m in some]
         chunks = {m.chunk.id: m.chunk for m in members}
         # Before the update, so that even an interruption leaves no copy of old values in use.
         for chunk in chunks.values():
-            bank.params.invalidate(chunk)
+            chunk_group.params.invalidate(chunk)
         try:
-            with bank.records.lock:
-                bank.stepper.run(groups, table)
-            bank.params.changed(chunks.values())
+            with chunk_group.optim_states.lock:
+                chunk_group.stepper.run(groups, table)
+            chunk_group.params.changed(chunks.values())
         except ValueError:  # nothing was changed, and other ranks wait for what they have
-            bank.params.changed(chunks.values())
+            chunk_group.params.changed(chunks.values())
             raise
         finally:
             for m in members:
-                if bank.params.is_resident(m.chunk):
+                if chunk_group.params.is_resident(m.chunk):
                     # As an in-place update does: a backward over older values then fails.
                     torch.autograd.graph.increment_version(m.param)
                 m.note_change()
             for chunk in chunks.values():
-                bank.grads.used(chunk)
+                chunk_group.grads.used(chunk)
 
     def _check_trainable(self, managed: ManagedParam) -> None:
         # (With late updates who uses it now would see its values vanish.)
@@ -427,7 +438,8 @@ class Engine:
             self.take_in_unfrozen()
 
     def take_in_unfrozen(self) -> None:
-        """Frozen parameters that need gradients by now, and are the optimizer's, get a record.
+        """Frozen parameters that need gradients by now, and are the optimizer's, get an optimizer
+        state.
 
         With several ranks all must have unfrozen the same. Raises as extend().
         """
@@ -442,7 +454,8 @@ class Engine:
         self._later.admit(params)
 
     def extend(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Gives parameters of the model a place in new banks, made from what the budgets have left.
+        """Gives parameters of the model a place in new chunk groups, made from what the budgets
+        have left.
 
         Frozen ones that need gradients now keep their values (the fp32 master is that of the
         compute dtype) and start with zero moments, at step 0; the old chunk keeps its bytes. New
@@ -454,8 +467,8 @@ class Engine:
         """
         self._check_open()
         self.unfinished.finish_all()
-        for bank in extension(self, self.model, params):
-            self._take_over(bank)
+        for chunk_group in extension(self, self.model, params):
+            self._take_over(chunk_group)
         move_rest(self.model, self._managed, self.device)
         for hooks in self._model_hooks:
             hooks.cover(self.model)
@@ -472,13 +485,13 @@ class Engine:
     def synchronize(self) -> None:
         """Until no transfer or update of the last step is under way. Raises what one met.
 
-        With late_updates parameters in RAM have values again. Records that buffers keep for the
-        next step are not written by this.
+        With late_updates parameters in RAM have values again. Optimizer states that buffers keep
+        for the next step are not written by this.
         """
         self._check_open()
         self.unfinished.finish_all()
-        for bank in self.banks:
-            bank.pipeline.wait_written()
+        for chunk_group in self.chunk_groups:
+            chunk_group.pipeline.wait_written()
 
     # Placement
 
@@ -505,8 +518,8 @@ class Engine:
 
     @property
     def plans(self) -> list[Plan | None]:
-        """One per bank, the main one first; None where there was no profile to plan by."""
-        return [bank.plan for bank in self.banks]
+        """One per chunk group, the main one first; None where there was no profile to plan by."""
+        return [chunk_group.plan for chunk_group in self.chunk_groups]
 
     @property
     def traces(self) -> list[Trace]:
@@ -522,19 +535,19 @@ class Engine:
         """A table for people of where state is and, with a profile, what a step is expected to
         take, and why. Bytes are of this rank. Takes some plans' time."""
         tokens = self.config.expected_tokens or EXPECTED_TOKENS
-        return explain_banks(self.banks, self.ledger.budget_bytes, tokens)
+        return explain_chunk_groups(self.chunk_groups, self.ledger.budget_bytes, tokens)
 
     # Facts
 
     @property
     def traffic(self) -> Traffic:
         """Bytes moved so far. Between DEVICE and HOST none if they are the same memory."""
-        return traffic_of(self.banks, self.backend)
+        return traffic_of(self.chunk_groups, self.backend)
 
     @property
     def gather_wait_s(self) -> float:
         """Seconds that compute waited for chunks from other ranks: what prefetch did not hide."""
-        ranks = (bank.ranks for bank in self.banks)
+        ranks = (chunk_group.ranks for chunk_group in self.chunk_groups)
         gatherings = (r.gathering for r in ranks if r is not None)
         return sum(g.wait_s for g in gatherings if g is not None)
 
@@ -546,7 +559,14 @@ class Engine:
     @property
     def io_engine(self) -> str | None:
         """ "io_uring" or "threads"; None if nothing is homed on DISK."""
-        return next((bank.disk.io.kind for bank in self.banks if bank.disk is not None), None)
+        return next(
+            (
+                chunk_group.disk.io.kind
+                for chunk_group in self.chunk_groups
+                if chunk_group.disk is not None
+            ),
+            None,
+        )
 
     @property
     def isa(self) -> str:
@@ -601,8 +621,8 @@ class Engine:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:  # others see this process end sooner if it does not linger
             self.world.failures.note(-1, f"{self.world.name} ended by {error!r}")
-        for bank in self.banks:
-            bank.leave()
+        for chunk_group in self.chunk_groups:
+            chunk_group.leave()
 
     def _free(self) -> None:
         if os.getpid() != self._process:
@@ -612,7 +632,7 @@ class Engine:
         self._closed = True
         for hooks in (*self._hooks, *self._model_hooks):
             hooks.remove()
-        for bank in reversed(self.banks):
-            bank.close()
-            bank.world.close()
+        for chunk_group in reversed(self.chunk_groups):
+            chunk_group.close()
+            chunk_group.world.close()
         self.backend.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.ranks.process_groups import World
 from hetero.runtime.loss_scale import LossScale
 from hetero.state.grad_placeholder import GradPlaceholder
@@ -24,7 +24,7 @@ def _nothing(_: object) -> None:
     pass
 
 
-class Clipping:
+class GradFactors:
     """What may be done to gradients between backward and step.
 
     A parameter's gradient is what its chunk keeps times `grad_factor`. Scaling a gradient changes
@@ -37,13 +37,15 @@ class Clipping:
 
     def __init__(
         self,
-        banks: Sequence[Bank],
+        chunk_groups: Sequence[ChunkGroup],
         loss_scale: LossScale,
         world: World,
         early_updates: bool = False,
     ) -> None:
-        """`banks` may grow; each is connect()ed. `early_updates`: gradients cannot be changed."""
-        self._banks = banks
+        """`chunk groups` may grow; each is connect()ed. `early_updates`: gradients cannot be
+        changed.
+        """
+        self._chunk_groups = chunk_groups
         self._loss_scale = loss_scale
         self._world = world
         self._early_updates = early_updates
@@ -55,14 +57,14 @@ class Clipping:
         # With several ranks: of all gradients, until one changes; the same everywhere.
         self._whole_sums: dict[ManagedParam, float] = {}
 
-    def connect(self, bank: Bank) -> None:
-        """From now on gradients of the bank come, too."""
-        if bank.ranks is not None:
-            bank.ranks.buckets.renew = self._renew
-            bank.ranks.buckets.changed = self._whole_sums.clear
+    def connect(self, chunk_group: ChunkGroup) -> None:
+        """From now on gradients of the chunk group come, too."""
+        if chunk_group.ranks is not None:
+            chunk_group.ranks.buckets.renew = self._renew
+            chunk_group.ranks.buckets.changed = self._whole_sums.clear
 
     def _grads(self, managed: ManagedParam) -> Grads:
-        return self._banks[managed.chunk.bank].grads
+        return self._chunk_groups[managed.chunk.chunk_group].grads
 
     # Gradients arrive
 
@@ -81,7 +83,7 @@ class Clipping:
                 self.check_assigned(m)
                 self._check_assigned(m, m.param.grad)
                 grad = m.param.grad
-                if self._banks[m.chunk.bank].placement.drain_bytes:
+                if self._chunk_groups[m.chunk.chunk_group].placement.grad_offload_bytes:
                     grad = grad.clone()  # it leaves the device later; the user may change it sooner
                 self._take(m, grad, False, 1.0)
 
@@ -89,7 +91,7 @@ class Clipping:
         # Before the gradient, so that an exception in between leaves both as they belong.
         self._set_factor(m, factor, accumulate)
         self._unsettled = True
-        self._banks[m.chunk.bank].add_grad(m, grad, accumulate)
+        self._chunk_groups[m.chunk.chunk_group].add_grad(m, grad, accumulate)
 
     def _renew(self, m: ManagedParam, accumulate: bool) -> None:
         """Other ranks' gradients come, to what is kept if `accumulate`."""
@@ -107,12 +109,12 @@ class Clipping:
 
     def settle(self, force: bool = False) -> None:
         """Until gradients are means over the ranks; `force`: also if none has come here."""
-        # If one bank has something all do: which bank has may differ between ranks.
+        # If one chunk group has something all do: which chunk group has may differ between ranks.
         force = force or self._unsettled
         # First the one that averages during backward, of which other ranks may be in the middle.
-        for bank in sorted(self._banks, key=lambda bank: bank.held):
-            if bank.ranks is not None:
-                bank.ranks.buckets.settle(force)
+        for chunk_group in sorted(self._chunk_groups, key=lambda chunk_group: chunk_group.held):
+            if chunk_group.ranks is not None:
+                chunk_group.ranks.buckets.settle(force)
         self._unsettled = False
 
     def _check_assigned(self, m: ManagedParam, grad: torch.Tensor) -> None:
@@ -131,7 +133,12 @@ class Clipping:
         if self._world.shard is None:
             return [self._grads(m).sum_of_squares(m) * m.grad_factor**2 for m in members]
         if any(m not in self._whole_sums for m in members):
-            trained = (m for bank in self._banks for m in bank.members if m.chunk.trainable)
+            trained = (
+                m
+                for chunk_group in self._chunk_groups
+                for m in chunk_group.members
+                if m.chunk.trainable
+            )
             all_members = [m for m in trained if m.has_grad]
             mine = [self._grads(m).sum_of_squares(m) for m in all_members]
             sums = self._over_ranks(mine)
@@ -163,7 +170,7 @@ class Clipping:
         mine = self._grads(managed).read(managed)
         shard = self._world.shard
         if shard is not None:
-            layout = self._banks[managed.chunk.bank].layout
+            layout = self._chunk_groups[managed.chunk.chunk_group].layout
             whole = torch.empty(managed.numel, dtype=mine.dtype)
             parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
             parts[shard.rank].copy_(mine)
@@ -227,7 +234,7 @@ class Clipping:
         if self._loss_scale.dynamic:
             sums = self.sums_of_squares(members)
             members = [m for m, total in zip(members, sums, strict=True) if math.isfinite(total)]
-        for m in sorted(members, key=lambda m: (m.chunk.bank, m.chunk.id, m.slice.offset)):
+        for m in sorted(members, key=lambda m: (m.chunk.chunk_group, m.chunk.id, m.slice.offset)):
             if not 0 < m.grad_factor < math.inf:
                 factor, m.grad_factor = m.grad_factor, 1.0
                 self._change(m, lambda kept, factor=factor: kept.mul_(factor))  # type: ignore[misc]
@@ -251,8 +258,8 @@ class Clipping:
         overflow = self.any_non_finite(members)
         if overflow:  # GradScaler is going to leave out the step, which would say that it is over
             self.step_left_out()
-            for bank in self._banks:
-                bank.order.end_step()
+            for chunk_group in self._chunk_groups:
+                chunk_group.order.end_step()
         return overflow
 
     def _require_changeable(self) -> None:

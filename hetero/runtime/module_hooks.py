@@ -205,7 +205,7 @@ class ModuleHooks:
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
         if top is None:
             # torch before 2.8 cannot tell. Ours we know; of others those of a non-reentrant
-            # checkpoint matter, which must see all tensors if it sees any; they stay leased.
+            # checkpoint matter, which must see all tensors if it sees any; they stay pinned.
             asked = any(entered.packing for entered in self._entered) or _recomputing()
             return None if asked else (self._params.pack, self._params.unpack)
         others = top(False)

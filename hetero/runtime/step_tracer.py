@@ -10,7 +10,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.trace import Phase, Trace, TraceRecorder, Use
 
 _MOST_TRACES = 8
@@ -75,12 +75,14 @@ class StepTracer:
     def __init__(
         self,
         model: torch.nn.Module,
-        banks: Sequence[Bank],
+        chunk_groups: Sequence[ChunkGroup],
         memory: Callable[[], tuple[int, int]],
     ) -> None:
-        """`banks` may grow; `memory` are bytes beside the model state, (in RAM, on DEVICE)."""
+        """`chunk groups` may grow; `memory` are bytes beside the model state, (in RAM, on
+        DEVICE).
+        """
         self.traces = Traces()
-        self._banks = banks
+        self._chunk_groups = chunk_groups
         self._memory = memory
         self._recorder = self._new_recorder()
         self._depth = 0
@@ -95,11 +97,11 @@ class StepTracer:
         ]
 
     def _new_recorder(self) -> TraceRecorder:
-        orders = [bank.order for bank in self._banks]
+        orders = [chunk_group.order for chunk_group in self._chunk_groups]
         return TraceRecorder(orders, self._memory, self._waits_s)
 
     def _waits_s(self) -> float:
-        return sum(bank.wait_s for bank in self._banks)
+        return sum(chunk_group.wait_s for chunk_group in self._chunk_groups)
 
     @_disable_dynamo
     def _before(self, module: torch.nn.Module, args: Any) -> None:
@@ -112,7 +114,7 @@ class StepTracer:
             if self._with_grad:
                 self._recorder.begin(Phase.FORWARD)
             elif self._apart_seen < _MOST_APART:
-                self._apart = [bank.order.recorded for bank in self._banks]
+                self._apart = [chunk_group.order.recorded for chunk_group in self._chunk_groups]
 
     @_disable_dynamo
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -130,8 +132,10 @@ class StepTracer:
     def _note_apart(self, before: list[int]) -> None:
         uses = [
             Use(number, chunk, Phase.FORWARD)
-            for number, (bank, first) in enumerate(zip(self._banks, before, strict=False))
-            for chunk in bank.order.recording()[first:]
+            for number, (chunk_group, first) in enumerate(
+                zip(self._chunk_groups, before, strict=False)
+            )
+            for chunk in chunk_group.order.recording()[first:]
         ]
         self._apart_seen += 1
         self._apart_bytes = max(self._apart_bytes, self._memory()[0])
@@ -168,8 +172,10 @@ class StepTracer:
         self._in_backward = False
         self._depth = 0  # a forward that Ctrl-C ended has not said so
         self._apart_seen = 0
-        if len(self._recorder.orders) < len(self._banks):
-            self._recorder = self._new_recorder()  # banks have come, of which this knows nothing
+        if len(self._recorder.orders) < len(self._chunk_groups):
+            self._recorder = (
+                self._new_recorder()
+            )  # chunk groups have come, of which this knows nothing
         if trace is None or not whole:
             return None
         return self.traces.note(trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from offload.device.backend import Backend
 
 
@@ -21,15 +21,15 @@ class Traffic:
     received: int = 0
 
 
-def traffic_of(banks: Sequence[Bank], backend: Backend) -> Traffic:
-    """Of all banks, which compute on `backend`."""
+def traffic_of(chunk_groups: Sequence[ChunkGroup], backend: Backend) -> Traffic:
+    """Of all chunk groups, which compute on `backend`."""
     read = written = 0
-    for disk in (bank.disk for bank in banks):
+    for disk in (chunk_group.disk for chunk_group in chunk_groups):
         if disk is not None:
             now, before = disk.io.stats, disk.measuring
             read += now["read_bytes"] - before["read_bytes"]
             written += now["written_bytes"] - before["written_bytes"]
-    groups = [peers for bank in banks for peers in bank.world.groups()]
+    groups = [peers for chunk_group in chunk_groups for peers in chunk_group.world.groups()]
     sent = sum(peers.sent_bytes for peers in groups)
     received = sum(peers.received_bytes for peers in groups)
     return Traffic(backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received)

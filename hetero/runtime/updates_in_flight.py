@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperTable
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
@@ -20,14 +20,14 @@ from hetero.state.managed_param import ManagedParam
 from offload import timeline
 from offload.errors import HeteroError
 
-Key = tuple[int, int]  # of bank and chunk
+Key = tuple[int, int]  # of chunk group and chunk
 
 _NOT_USED_YET = 1 << 30  # due after all that forward has used
 
 
 def key_of(chunk: Chunk) -> Key:
-    """The bank's and the chunk's number."""
-    return chunk.bank, chunk.id
+    """The chunk group's and the chunk's number."""
+    return chunk.chunk_group, chunk.id
 
 
 def check_late_updates(config: Config, ranks: int) -> None:
@@ -45,10 +45,11 @@ class Unfinished:
     What is `held` is not to be used before step(), and release_held() lets it go.
     """
 
-    def __init__(self, banks: Sequence[Bank], config: Config) -> None:
-        """`banks` may grow. With late updates, the one that forward needs first is made first, but
-        after those that begin early and hold a slot which backward waits for."""
-        self._banks = banks
+    def __init__(self, chunk_groups: Sequence[ChunkGroup], config: Config) -> None:
+        """`chunk groups` may grow. With late updates, the one that forward needs first is made
+        first, but after those that begin early and hold a slot which backward waits for.
+        """
+        self._chunk_groups = chunk_groups
         self._enabled = config.early_updates or config.late_updates
         self._early, self._in_turn = config.early_updates, config.late_updates
         self._chunks: dict[Key, list[ManagedParam]] = {}
@@ -58,24 +59,25 @@ class Unfinished:
         # When forward used chunks first, since the last step.
         self._first_use: dict[Key, int] = {}
 
-    def connect(self, bank: Bank) -> None:
-        """From now on chunks of the bank come, too."""
+    def connect(self, chunk_group: ChunkGroup) -> None:
+        """From now on chunks of the chunk group come, too."""
         if not self._enabled:
             return
-        number = self._banks.index(bank)
-        bank.params.before_use = self._before_use
-        bank.params.is_changing = partial(self._is_changing, number)
-        bank.grads.before_change = self.finish
-        bank.grads.free_one = self._free_one
+        number = self._chunk_groups.index(chunk_group)
+        chunk_group.params.before_use = self._before_use
+        chunk_group.params.is_changing = partial(self._is_changing, number)
+        chunk_group.grads.before_change = self.finish
+        chunk_group.grads.free_one = self._free_one
         if self._in_turn:
-            bank.stepper.due = self._due
-            bank.stepper.follow(backward=False)
+            chunk_group.stepper.next_use = self._due
+            chunk_group.stepper.follow(backward=False)
 
     def __contains__(self, chunk: Chunk) -> bool:
         return key_of(chunk) in self._chunks
 
-    def begin(self, bank: Bank, groups: Groups, table: HyperTable, last: bool) -> None:
-        """Begins to update the parameters of `groups`, all in `bank`, with what is in `table`.
+    def begin(self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable, last: bool) -> None:
+        """Begins to update the parameters of `groups`, all in `chunk group`, with what is in
+        `table`.
 
         They are the `last` of the step, or step() is still to come: then they are held.
         """
@@ -84,23 +86,23 @@ class Unfinished:
             for m in members:
                 by_chunk.setdefault(m.chunk.id, []).append(m)
         for members in by_chunk.values():
-            self._hide(bank, members[0].chunk, members)
+            self._hide(chunk_group, members[0].chunk, members)
             if not last:
                 self._held.add(key_of(members[0].chunk))
-        with bank.records.lock:
+        with chunk_group.optim_states.lock:
             if last:
-                bank.stepper.complete(groups, table)
+                chunk_group.stepper.complete(groups, table)
             else:
-                bank.stepper.submit(groups, table)
+                chunk_group.stepper.submit(groups, table)
 
-    def _hide(self, bank: Bank, chunk: Chunk, members: list[ManagedParam]) -> None:
+    def _hide(self, chunk_group: ChunkGroup, chunk: Chunk, members: list[ManagedParam]) -> None:
         # Before the update, so that nobody takes new values for old.
-        bank.params.invalidate(chunk)
+        chunk_group.params.invalidate(chunk)
         self._chunks[key_of(chunk)] = members
-        if bank.grads.in_file(chunk):
+        if chunk_group.grads.in_file(chunk):
             self._holding.append(chunk)
         for m in members:
-            if bank.params.is_resident(chunk):
+            if chunk_group.params.is_resident(chunk):
                 # As an in-place update does: a backward over older values then fails.
                 torch.autograd.graph.increment_version(m.param)
                 m.param.data = m.absent
@@ -116,12 +118,12 @@ class Unfinished:
         key = key_of(chunk)
         if key not in self._chunks or key in self._held:
             return
-        bank = self._banks[chunk.bank]
+        chunk_group = self._chunk_groups[chunk.chunk_group]
         with timeline.span("gather"):
-            bank.stepper.wait_updated(chunk)
+            chunk_group.stepper.wait_updated(chunk)
         self._free_gradient(chunk)
-        changed = self._seat(bank, chunk) if bank.params.is_resident(chunk) else []
-        bank.params.changed([chunk])
+        changed = self._seat(chunk_group, chunk) if chunk_group.params.is_resident(chunk) else []
+        chunk_group.params.changed([chunk])
         del self._chunks[key]  # last, so that all of it is done again after Ctrl-C
         if changed:
             raise HeteroError(
@@ -130,9 +132,9 @@ class Unfinished:
                 f"hetero.gathered(..., modifier_rank=0)"
             )
 
-    def _seat(self, bank: Bank, chunk: Chunk) -> list[str]:
+    def _seat(self, chunk_group: ChunkGroup, chunk: Chunk) -> list[str]:
         """Points parameters to their home again; returns those that were changed meanwhile."""
-        flat, changed = bank.params.home(chunk), []
+        flat, changed = chunk_group.params.home(chunk), []
         with torch._C.DisableTorchFunction():  # BareUses would take this for a use
             for m in self._chunks[key_of(chunk)]:
                 part = m.part_of(flat)
@@ -158,19 +160,19 @@ class Unfinished:
         self.release_held()
         self._first_use.clear()
 
-    def _is_changing(self, bank: int, chunk_id: int) -> bool:
+    def _is_changing(self, chunk_group: int, chunk_id: int) -> bool:
         """Whether the chunk's values would have to be waited for."""
-        key = bank, chunk_id
+        key = chunk_group, chunk_id
         if key not in self._chunks:
             return False
         chunk = self._chunks[key][0].chunk
-        if key in self._held or not self._banks[bank].stepper.is_readable(chunk):
+        if key in self._held or not self._chunk_groups[chunk_group].stepper.is_readable(chunk):
             return True
         self.finish(chunk)
         return False
 
     def _due(self, chunk: Chunk) -> int:
-        if self._early and self._banks[chunk.bank].grads.in_file(chunk):
+        if self._early and self._chunk_groups[chunk.chunk_group].grads.in_file(chunk):
             return 0  # backward waits for the slot, forward has not begun
         return 1 + self._first_use.get(key_of(chunk), _NOT_USED_YET + chunk.id)
 
@@ -179,11 +181,11 @@ class Unfinished:
         if not self._holding:
             return False
         chunk = self._holding[0]
-        self._banks[chunk.bank].stepper.wait_updated(chunk)
+        self._chunk_groups[chunk.chunk_group].stepper.wait_updated(chunk)
         self._free_gradient(chunk)
         return True
 
     def _free_gradient(self, chunk: Chunk) -> None:
         if chunk in self._holding:
             self._holding.remove(chunk)
-            self._banks[chunk.bank].grads.used(chunk)
+            self._chunk_groups[chunk.chunk_group].grads.used(chunk)

@@ -1,4 +1,4 @@
-"""New banks for parameters that the optimizer gets after initialize()."""
+"""New chunk groups for parameters that the optimizer gets after initialize()."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from hetero.chunk_groups.build import build_bank
-from hetero.chunk_groups.chunk_group import Bank, manage
+from hetero.chunk_groups.build import build_chunk_group
+from hetero.chunk_groups.chunk_group import ChunkGroup, manage
 from hetero.chunks.layout import Layout, ParamSpec
-from hetero.planning.group_plans import BankPlan, groups_of, kept_in_fp32, kinds_of, plan_banks
+from hetero.planning.group_plans import (
+    ChunkGroupPlan,
+    groups_of,
+    kept_in_fp32,
+    kinds_of,
+    plan_chunk_groups,
+)
 from hetero.planning.placement import Budgets, SlotBytes
 from hetero.ranks.process_groups import World
 from hetero.setup.first_values import fill
@@ -31,8 +37,8 @@ _BLOCK_NUMEL = 1 << 20  # of the fp32 copy of a parameter at a time
 
 def extension(
     engine: Engine, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]
-) -> list[Bank]:
-    """Banks that have `params` and their values; the engine does not know of them yet.
+) -> list[ChunkGroup]:
+    """Chunk groups that have `params` and their values; the engine does not know of them yet.
 
     All ranks must do so. Raises as Engine.extend(), with nothing taken.
     """
@@ -56,47 +62,51 @@ def extension(
     ]
     dtypes = replace(engine.config.dtypes, rule=engine.dtypes.rule, state=engine.dtypes.state)
     kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, dtypes)
-    shard, first = engine.layout.shard, len(engine.banks)
-    # The bank with most to train averages early.
+    shard, first = engine.layout.shard, len(engine.chunk_groups)
+    # The chunk group with most to train averages early.
     trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]
     early = None
-    if max(trained) > max(bank.trained_numel for bank in engine.banks if not bank.held):
+    if max(trained) > max(
+        chunk_group.trained_numel for chunk_group in engine.chunk_groups if not chunk_group.held
+    ):
         early = first + trained.index(max(trained))
     budgets = _budgets(engine, held=early is not None)
     choose = engine.replanner.chooser
-    plans = plan_banks(model, kinds, by_index, engine.config, budgets, shard, first, early, choose)
+    plans = plan_chunk_groups(
+        model, kinds, by_index, engine.config, budgets, shard, first, early, choose
+    )
     _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
     spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
-    banks = []
+    chunk_groups = []
     with ExitStack() as resources:
         for plan in plans:
-            banks.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
-            banks[-1].plan = engine.replanner.plan_of(banks[-1])
+            chunk_groups.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
+            chunk_groups[-1].plan = engine.replanner.plan_of(chunk_groups[-1])
         if early is not None:
-            # What is under way in a bank must not meet another bank's backward.
-            engine.clipping.settle(force=True)
-            for bank in engine.banks:
-                bank.hold()
+            # What is under way in a chunk group must not meet another chunk group's backward.
+            engine.grad_factors.settle(force=True)
+            for chunk_group in engine.chunk_groups:
+                chunk_group.hold()
         resources.pop_all()
     engine.first_number.update(first_number)
-    return banks
+    return chunk_groups
 
 
 def _make(
     engine: Engine,
-    plan: BankPlan,
+    plan: ChunkGroupPlan,
     params: Mapping[int, torch.nn.Parameter],
     first_number: Mapping[int, int],
     spare_bytes: int,
     resources: ExitStack,
-) -> Bank:
-    """The bank with its values, on all ranks or on none."""
+) -> ChunkGroup:
+    """The chunk group with its values, on all ranks or on none."""
     world = engine.world.another()
     resources.callback(world.close)
 
-    def build() -> Bank:
-        bank = build_bank(
+    def build() -> ChunkGroup:
+        chunk_group = build_chunk_group(
             plan,
             manage(plan, params, engine.device),
             first_number,
@@ -107,21 +117,21 @@ def _make(
             spare_bytes,
             engine.notes,
         )
-        resources.callback(bank.close)
-        return bank
+        resources.callback(chunk_group.close)
+        return chunk_group
 
-    bank = _all_or_none(engine.world, "make room for", build)
+    chunk_group = _all_or_none(engine.world, "make room for", build)
 
     def bring() -> None:
         try:
-            fill(bank, _FromModel(engine))
-            bank.commit()
+            fill(chunk_group, _FromModel(engine))
+            chunk_group.commit()
         except Exception as error:
-            bank.give_up(f"{type(error).__name__}: {error}")
+            chunk_group.give_up(f"{type(error).__name__}: {error}")
             raise
 
     _all_or_none(engine.world, "move", bring)
-    return bank
+    return chunk_group
 
 
 def _all_or_none(world: World, what: str, do: Callable[[], Made]) -> Made:
@@ -197,7 +207,7 @@ def _specs(
 def _check_new(param: torch.nn.Parameter, name: str) -> None:
     if param.device.type != "cpu":
         raise HeteroError(f"{name} is on {param.device}; make the module on the CPU")
-    if getattr(param, "_hetero_stage", None) is not None:
+    if getattr(param, "_hetero_construction", None) is not None:
         raise HeteroError(
             f"{name} was made in a ZeroInitContext, which is for models that are initialized; make "
             f"a module that comes later outside of it"
@@ -218,17 +228,19 @@ def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> Non
 def _budgets(engine: Engine, held: bool) -> Budgets:
     """What the budgets are, and what is taken of them: planned, or, if that is more, in use.
 
-    `held`: all banks that are there are going to be held.
+    `held`: all chunk groups that are there are going to be held.
     """
-    ledger, banks = engine.ledger, engine.banks
-    for bank in banks:
-        bank.params.shrink()
+    ledger, chunk_groups = engine.ledger, engine.chunk_groups
+    for chunk_group in chunk_groups:
+        chunk_group.params.shrink()
     limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
-    placements = [bank.when_held() if held else bank.placement for bank in banks]
+    placements = [
+        chunk_group.when_held() if held else chunk_group.placement for chunk_group in chunk_groups
+    ]
     planned_host = sum(placement.host_bytes for placement in placements)
     # Some slots may be in use beyond the plan.
     used_host = in_use[Tier.HOST.value] + planned_host
-    used_host -= sum(bank.placement.host_bytes for bank in banks)
+    used_host -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
     planned_disk = sum(placement.disk_bytes for placement in placements)
     planned_device = sum(placement.device_bytes for placement in placements)
     agree = engine.world.agree
@@ -237,13 +249,14 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
         disk=limits[Tier.DISK.value] or 0,
         gathered=None if engine.backend.separate else limits[Tier.DEVICE.value],
         device=limits[Tier.DEVICE.value] if engine.backend.separate else None,
-        keep_records=engine.config.host_memory is not None,
+        keep_optim_states=engine.config.host_memory is not None,
         taken_host=agree(max(planned_host, used_host), max, "budgets"),
         taken_disk=agree(max(planned_disk, in_use[Tier.DISK.value]), max, "budgets"),
         taken_device=agree(max(planned_device, in_use[Tier.DEVICE.value]), max, "budgets"),
         taken_gathered=sum(
-            bank.placement.gathered_slots * SlotBytes.of(bank.layout, bank.dtypes).gathered
-            for bank in banks
+            chunk_group.placement.gathered_slots
+            * SlotBytes.of(chunk_group.layout, chunk_group.dtypes).gathered
+            for chunk_group in chunk_groups
         ),
         under_construction=False,
     )

@@ -19,7 +19,7 @@ class Later:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._frozen: dict[int, ManagedParam] = {}  # by id(param): those without a record
+        self._frozen: dict[int, ManagedParam] = {}  # by id(param): those without an optimizer state
         self._never_trained: set[int] = set()  # ids of those that needed no gradient at first
         self._param_groups: Callable[[], Sequence[dict[str, Any]]] = tuple
 

@@ -24,7 +24,7 @@ _TRIM_BYTES = 16 << 20  # given up since the heap was last trimmed
 _USES_OF_UNSHARED = 2  # a storage that only the parameter and the one who counts refer to
 
 
-class Stage:
+class ConstructionArena:
     """Parameters under construction, in their construction dtype, before they have a chunk.
 
     They stay ordinary tensors in RAM until the host budget is needed for something else; then the
@@ -89,7 +89,10 @@ class Stage:
 
     def adopt(self, param: torch.nn.Parameter) -> None:
         """Takes charge of a parameter. Others' parameters and known ones are left alone."""
-        if getattr(param, "_hetero_stage", None) is not None or not param.is_floating_point():
+        if (
+            getattr(param, "_hetero_construction", None) is not None
+            or not param.is_floating_point()
+        ):
             return
         if param.device.type != "cpu":
             raise HeteroError(
@@ -101,7 +104,7 @@ class Stage:
         self._charged[key] = nbytes
         self._number[key] = next(self._numbers)
         self._nbytes[key] = nbytes
-        param._hetero_stage = self  # type: ignore[attr-defined]
+        param._hetero_construction = self  # type: ignore[attr-defined]
         forget = _weakly(self._forget)
         self._params[key] = weakref.ref(param, lambda _: forget(key))
 
@@ -324,9 +327,9 @@ class Stage:
 
     def release(self, param: torch.nn.Parameter) -> None:
         """The parameter has found its home: its bytes here are given up. Idempotent."""
-        if getattr(param, "_hetero_stage", None) is not None:
+        if getattr(param, "_hetero_construction", None) is not None:
             self._forget(id(param))
-            del param._hetero_stage  # type: ignore[attr-defined]
+            del param._hetero_construction  # type: ignore[attr-defined]
 
     def restore(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Brings all back in and lets them go, as if they had not been adopted."""

@@ -1,4 +1,4 @@
-"""First values of a bank's chunks, and records with zero moments."""
+"""First values of a chunk group's chunks, and optimizer states with zero moments."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import Part, Record, parts_of
+from hetero.state.optimizer_state import OptimState, Part, parts_of
 
 
 class Source(Protocol):
@@ -29,46 +29,48 @@ class Source(Protocol):
         """The parameter has found its home."""
 
 
-def fill(bank: Bank, source: Source) -> None:
-    """Moves every parameter of the bank to its chunk. All ranks must do so."""
+def fill(chunk_group: ChunkGroup, source: Source) -> None:
+    """Moves every parameter of the chunk group to its chunk. All ranks must do so."""
     members: dict[int, list[ManagedParam]] = {}
-    for m in bank.members:
+    for m in chunk_group.members:
         members.setdefault(m.chunk.id, []).append(m)
-    for chunk in bank.layout.chunks:
-        _fill_chunk(bank, chunk, members[chunk.id], source)
+    for chunk in chunk_group.layout.chunks:
+        _fill_chunk(chunk_group, chunk, members[chunk.id], source)
 
 
-def _fill_chunk(bank: Bank, chunk: Chunk, members: Sequence[ManagedParam], source: Source) -> None:
-    # A function of its own so that the lease on one chunk ends before the next is made.
-    layout = bank.layout
+def _fill_chunk(
+    chunk_group: ChunkGroup, chunk: Chunk, members: Sequence[ManagedParam], source: Source
+) -> None:
+    # A function of its own so that the pin on one chunk ends before the next is made.
+    layout = chunk_group.layout
     source.prepare(members, layout)
-    flat = bank.params.fill(chunk)
-    numel = layout.piece_numel
-    for piece in range(chunk.slots):
-        into = flat[piece * numel : (piece + 1) * numel]
-        with bank.records.open(chunk, piece, write=True, fresh=True) as record:
+    flat = chunk_group.params.fill(chunk)
+    numel = layout.tile_numel
+    for tile in range(chunk.slots):
+        into = flat[tile * numel : (tile + 1) * numel]
+        with chunk_group.optim_states.open(chunk, tile, write=True, fresh=True) as optim_state:
             for m in members:
                 for part in parts_of(m, layout):
-                    if part.piece == piece:
-                        _fill_part(m, part, into, bank, record, source)
+                    if part.tile == tile:
+                        _fill_part(m, part, into, chunk_group, optim_state, source)
     for m in members:
         source.done(m)
-    bank.params.filled(chunk)
+    chunk_group.params.filled(chunk)
 
 
 def _fill_part(
     managed: ManagedParam,
     part: Part,
     into: torch.Tensor,
-    bank: Bank,
-    record: Record | None,
+    chunk_group: ChunkGroup,
+    optim_state: OptimState | None,
     source: Source,
 ) -> None:
-    """Writes one part's values to the piece `into` and, if it is trained, to its record."""
-    shift = part.in_piece.start - part.in_param.start
+    """Writes one part's values to the tile `into` and, if it is trained, to its optimizer state."""
+    shift = part.in_tile.start - part.in_param.start
     for begin, values in source.blocks(managed, part.in_param):
         where = slice(begin + shift, begin + shift + values.numel())
-        if record is None:
+        if optim_state is None:
             into[where] = values
         else:
-            bank.records.split(values, into[where], record, where)
+            chunk_group.optim_states.split(values, into[where], optim_state, where)

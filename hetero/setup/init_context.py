@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from hetero.config import Config
 from hetero.ranks.process_groups import World
-from hetero.setup.construction import Stage
+from hetero.setup.construction import ConstructionArena
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
 
@@ -21,20 +21,20 @@ from offload.memory.sizes import format_bytes
 class _DispatchMode(TorchDispatchMode):
     """Every operator that touches an absent parameter gets its value, and writes reach it."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, construction: ConstructionArena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stage = stage
+        self._construction = construction
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._stage.any_absent:
+        if not self._construction.any_absent:
             return func(*args, **kwargs)
         stands_for: dict[int, torch.Tensor] = {}
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
-            value = self._stage.real(tensor)
+            value = self._construction.real(tensor)
             if value is not tensor:
                 stands_for[id(value)] = tensor
             return value
@@ -71,8 +71,8 @@ class ZeroInitContext:
         **options: Any,
     ) -> None:
         made = Config.make(config, **options)
-        self.stage = Stage(made, World(made.rank_timeout_s, process_group, mesh))
-        self._mode = _DispatchMode(self.stage)
+        self.construction = ConstructionArena(made, World(made.rank_timeout_s, process_group, mesh))
+        self._mode = _DispatchMode(self.construction)
         self._register: Callable[..., None] | None = None
         self._random: torch.Tensor | None = None  # this rank's own state, if it was another
 
@@ -83,7 +83,7 @@ class ZeroInitContext:
         self._draw_alike()
         original = torch.nn.Module.register_parameter
         self._register = original
-        stage = self.stage
+        construction = self.construction
 
         def register_parameter(
             module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
@@ -91,7 +91,7 @@ class ZeroInitContext:
             original(module, name, param)
             if param is not None:
                 try:
-                    stage.adopt(param)
+                    construction.adopt(param)
                 except BudgetError as error:
                     raise BudgetError(
                         f"building {type(module).__name__}.{name} of shape {tuple(param.shape)} "
@@ -121,7 +121,7 @@ class ZeroInitContext:
         Each may keep only a part of a parameter, and the parts must be of the same one.
         """
         own = torch.get_rng_state()
-        states = self.stage.world.all_gather(own, "ZeroInitContext")
+        states = self.construction.world.all_gather(own, "ZeroInitContext")
         if not torch.equal(own, states[0]):
             self._random = own
             torch.set_rng_state(states[0])

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
-from hetero.chunk_groups.build import build_bank
-from hetero.chunk_groups.chunk_group import Bank, manage
+from hetero.chunk_groups.build import build_chunk_group
+from hetero.chunk_groups.chunk_group import ChunkGroup, manage
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
 from hetero.planning.group_plans import Arrangement, arrange
@@ -27,7 +27,7 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.loss_scale import LossScale
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.updates_in_flight import check_late_updates
-from hetero.setup.construction import Stage
+from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import fill
 from hetero.setup.same_start import start_alike
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
@@ -49,9 +49,9 @@ def initialize(
     """Places the model's state and connects model and optimizer to the engine that runs it.
 
     The model may have been built inside ZeroInitContext (whose options then hold) or outside (then
-    give the options here, as ZeroInitContext takes them). Parameters become
-    the compute dtype; those that are frozen or not in the optimizer get no gradient and no record.
-    Returns the same two objects.
+    give the options here, as ZeroInitContext takes them). Parameters become the compute dtype;
+    those that are frozen or not in the optimizer get no gradient and no optimizer state. Returns
+    the same two objects.
 
     With torch.distributed (torchrun) the state is sharded over all ranks, or those of
     `process_group`, or of `mesh`: one dimension shards, two replicate and shard (FSDP's hybrid
@@ -71,79 +71,79 @@ def initialize(
     optimized = _optimized(model, optimizer)
     for name, param in model.named_parameters():
         refuse_managed(param, name)
-    stage = _context_stage(model, config, options)
-    adopting = stage is None
-    if stage is None:
+    construction = _context_construction(model, config, options)
+    adopting = construction is None
+    if construction is None:
         made = Config.make(config, **options)
-        stage = Stage(made, World(made.rank_timeout_s, process_group, mesh))
+        construction = ConstructionArena(made, World(made.rank_timeout_s, process_group, mesh))
     elif process_group is not None or mesh is not None:
         raise ValueError("give process_group or mesh to the ZeroInitContext that built the model")
     try:
         for param in model.parameters():
-            stage.adopt(param)
+            construction.adopt(param)
         with ExitStack() as resources:
-            check_early_updates(stage.config, stage.world.size)
-            check_late_updates(stage.config, stage.world.size)
-            dtypes = optimizer.dtypes(stage.config)
+            check_early_updates(construction.config, construction.world.size)
+            check_late_updates(construction.config, construction.world.size)
+            dtypes = optimizer.dtypes(construction.config)
             shard = Shard(
-                stage.world.rank,
-                stage.world.ranks,
-                grads=stage.config.zero_stage >= 2,
-                params=stage.config.zero_stage >= 3,
-                replicas=stage.world.size // stage.world.ranks,
+                construction.world.rank,
+                construction.world.ranks,
+                grads=construction.config.zero_stage >= 2,
+                params=construction.config.zero_stage >= 3,
+                replicas=construction.world.size // construction.world.ranks,
             )
-            found = rank_profile(stage.config, stage.world)
-            planner = planner_for(stage.config, found)
+            found = rank_profile(construction.config, construction.world)
+            planner = planner_for(construction.config, found)
             arrangement = arrange(
                 model,
-                stage.config,
+                construction.config,
                 dtypes,
-                stage.host_bytes,
-                stage.disk_bytes,
+                construction.host_bytes,
+                construction.disk_bytes,
                 optimized,
                 shard,
-                stage.device_bytes,
+                construction.device_bytes,
                 choose=planner or place,
             )
-            start_alike(model, arrangement, stage)
-            stage.scatter()
-            engine = _build(model, arrangement, stage, planner, resources)
-            if found.note is not None and planning_matters(stage.config):
+            start_alike(model, arrangement, construction)
+            construction.scatter()
+            engine = _build(model, arrangement, construction, planner, resources)
+            if found.note is not None and planning_matters(construction.config):
                 engine.notes.append(found.note)
     except BaseException:
         if adopting:
-            stage.restore(model.parameters())
-            stage.world.close()
+            construction.restore(model.parameters())
+            construction.world.close()
         raise
     engine.attach(StateDictHooks(model, engine))
     optimizer.connect(engine)
     for param in model.parameters():
-        stage.release(param)
-    stage.close()
+        construction.release(param)
+    construction.close()
     return model, optimizer
 
 
-def _context_stage(
+def _context_construction(
     model: torch.nn.Module,
     config: Config | Mapping[str, Any] | str | PathLike[str] | None,
     options: dict[str, Any],
-) -> Stage | None:
+) -> ConstructionArena | None:
     """The stage of the ZeroInitContext that built the model, or None."""
-    stages = {
-        id(stage): stage
+    constructions = {
+        id(construction): construction
         for p in model.parameters()
-        if (stage := getattr(p, "_hetero_stage", None)) is not None
+        if (construction := getattr(p, "_hetero_construction", None)) is not None
     }
-    if len(stages) > 1:
+    if len(constructions) > 1:
         raise HeteroError("the model's parameters come from several ZeroInitContexts; use one")
-    stage = next(iter(stages.values()), None)
+    construction = next(iter(constructions.values()), None)
     given = config is not None or bool(options)
-    if stage is not None and given and Config.make(config, **options) != stage.config:
+    if construction is not None and given and Config.make(config, **options) != construction.config:
         raise ValueError(
             "initialize() was given other options than the ZeroInitContext that built the "
             "model; give them to one of the two only"
         )
-    return stage
+    return construction
 
 
 def _optimized(model: torch.nn.Module, optimizer: HybridOptimizer) -> set[int]:
@@ -163,58 +163,62 @@ def _optimized(model: torch.nn.Module, optimizer: HybridOptimizer) -> set[int]:
 def _build(
     model: torch.nn.Module,
     arrangement: Arrangement,
-    stage: Stage,
+    construction: ConstructionArena,
     planner: Planner | None,
     resources: ExitStack,
 ) -> Engine:
-    config = stage.config
-    specs = [s.param for plan in arrangement.banks for c in plan.layout.chunks for s in c.slices]
+    config = construction.config
+    specs = [
+        s.param for plan in arrangement.chunk_groups for c in plan.layout.chunks for s in c.slices
+    ]
     specs.sort(key=lambda spec: spec.index)
     ends = accumulate(spec.numel for spec in specs)
     first_number = {s.index: end - s.numel for s, end in zip(specs, ends, strict=True)}
-    spare_bytes = stage.host_bytes - sum(plan.placement.host_bytes for plan in arrangement.banks)
+    spare_bytes = construction.host_bytes - sum(
+        plan.placement.host_bytes for plan in arrangement.chunk_groups
+    )
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
     backend = config.make_backend()
     resources.callback(backend.close)
-    banks: dict[int, Bank] = {}
+    chunk_groups: dict[int, ChunkGroup] = {}
     # Placed last first, and made in the same order, for which the plans have reckoned.
-    for number, plan in reversed(list(enumerate(arrangement.banks))):
+    for number, plan in reversed(list(enumerate(arrangement.chunk_groups))):
         if number:
-            world = stage.world.another()
+            world = construction.world.another()
             resources.callback(world.close)
         else:
-            world = stage.world
-        bank = build_bank(
+            world = construction.world
+        chunk_group = build_chunk_group(
             plan,
             manage(plan, params, backend.device),
             first_number,
             config,
             backend,
-            stage.ledger,
+            construction.ledger,
             world,
             spare_bytes,
             notes,
         )
         if planner is not None:
-            bank.plan = planner.plan_of(plan.layout, plan.placement)
-        resources.callback(bank.close)
-        fill(bank, _FromStage(stage))
-        banks[number] = bank
-    for bank in banks.values():
-        bank.commit()
+            chunk_group.plan = planner.plan_of(plan.layout, plan.placement)
+        resources.callback(chunk_group.close)
+        fill(chunk_group, _FromConstruction(construction))
+        chunk_groups[number] = chunk_group
+    for chunk_group in chunk_groups.values():
+        chunk_group.commit()
     # Of the file that parameters waited in; most of it the engine's own file has said already.
-    notes += [f"while the model was built: {n}" for n in stage.notes if n not in notes]
+    notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
     move_rest(model, managed=map(id, arrangement.params), device=backend.device)
     resources.pop_all()
     return Engine(
         model=model,
-        banks=[banks[number] for number in sorted(banks)],
+        chunk_groups=[chunk_groups[number] for number in sorted(chunk_groups)],
         backend=backend,
         config=config,
         first_number=first_number,
-        ledger=stage.ledger,
+        ledger=construction.ledger,
         loss_scale=LossScale(config.initial_loss_scale, config.loss_scale_window)
         if config.dtype == "fp16" and config.initial_loss_scale is not None
         else LossScale(),
@@ -223,24 +227,24 @@ def _build(
     )
 
 
-class _FromStage:
-    """The stage as where a bank's first values come from."""
+class _FromConstruction:
+    """The stage as where a chunk group's first values come from."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(self, construction: ConstructionArena) -> None:
+        self._construction = construction
 
     def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
         """Brings this rank's parts from the others."""
         ranks = range(layout.shard.ranks)
         if len(ranks) > 1:
             for m in members:
-                self._stage.fetch(m.param, [m.in_shard(layout, rank)[1] for rank in ranks])
+                self._construction.fetch(m.param, [m.in_shard(layout, rank)[1] for rank in ranks])
 
     def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
         """Elements `wanted` of the flat parameter."""
-        return self._stage.blocks(managed.param, wanted)
+        return self._construction.blocks(managed.param, wanted)
 
     def done(self, managed: ManagedParam) -> None:
         """Gives up its bytes."""
-        self._stage.release(managed.param)
+        self._construction.release(managed.param)
         managed.param.data = managed.absent

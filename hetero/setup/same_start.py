@@ -8,15 +8,17 @@ import torch
 
 from hetero.planning.group_plans import Arrangement
 from hetero.ranks.messages import Peers
-from hetero.setup.construction import Stage
+from hetero.setup.construction import ConstructionArena
 
 
-def start_alike(model: torch.nn.Module, arrangement: Arrangement, stage: Stage) -> None:
+def start_alike(
+    model: torch.nn.Module, arrangement: Arrangement, construction: ConstructionArena
+) -> None:
     """Parameters and buffers become those of the first rank, where they are not that already.
 
     Raises HeteroError, naming the first difference, if the ranks' models or options differ.
     """
-    everyone = stage.world.everyone
+    everyone = construction.world.everyone
     if everyone is None:
         return
     facts = {
@@ -26,17 +28,17 @@ def start_alike(model: torch.nn.Module, arrangement: Arrangement, stage: Stage) 
     facts |= {f"buffer {name}": f"{tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()}
     facts |= {
         f"option {key}": str(value)
-        for key, value in vars(stage.config).items()
+        for key, value in vars(construction.config).items()
         if key not in ("nvme_path", "profile")
     }
-    facts["absent parameters"] = str(sum(map(stage.is_away, model.parameters())))
-    layouts = [plan.layout for plan in arrangement.banks]
+    facts["absent parameters"] = str(sum(map(construction.is_away, model.parameters())))
+    layouts = [plan.layout for plan in arrangement.chunk_groups]
     facts["slot_numel"] = str([layout.slot_numel for layout in layouts])
     facts["trained"] = str([[c.trainable for c in layout.chunks] for layout in layouts])
-    stage.world.require_equal(facts, "the models or options")
+    construction.world.require_equal(facts, "the models or options")
     # What is absent is made of parts of all ranks, and so the same.
-    params = [p for p in model.parameters() if p.numel() and not stage.is_away(p)]
-    sums = torch.tensor([_checksum(p, stage) for p in params], dtype=torch.int64)
+    params = [p for p in model.parameters() if p.numel() and not construction.is_away(p)]
+    sums = torch.tensor([_checksum(p, construction) for p in params], dtype=torch.int64)
     found = everyone.all_gather(sums, "the comparison of first values")
     differs = torch.stack(found).ne(found[0]).any(dim=0)
     for param, different in zip(params, differs.tolist(), strict=True):
@@ -47,9 +49,9 @@ def start_alike(model: torch.nn.Module, arrangement: Arrangement, stage: Stage) 
             take_from_first(buffer, everyone)
 
 
-def _checksum(param: torch.nn.Parameter, stage: Stage) -> int:
+def _checksum(param: torch.nn.Parameter, construction: ConstructionArena) -> int:
     total = 0
-    for _, block in stage.blocks(param, slice(0, param.numel())):
+    for _, block in construction.blocks(param, slice(0, param.numel())):
         total = zlib.crc32(block.contiguous().view(torch.uint8).numpy().data, total)
     return total
 

@@ -55,7 +55,7 @@ class Gather:
         self._waited(time.perf_counter() - started)
 
     def _copy_own(self, own: torch.Tensor) -> None:
-        # A function of its own: a lease on the shard must not last while others are waited for.
+        # A function of its own: a pin on the shard must not last while others are waited for.
         with self._shards.open(self._chunk) as shard:
             if own.data_ptr() != shard.data_ptr():  # a whole home has it already
                 own.copy_(shard)

@@ -124,7 +124,7 @@ class GradPlaceholder(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Operators arrive in __torch_dispatch__, whatever Python name they were called by; but
-        # isfinite() arrives there in pieces.
+        # isfinite() arrives there in tiles.
         if func in _WHERE and isinstance(args[0], GradPlaceholder) and args[0]._whole:
             return _where(func, args[0])
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})

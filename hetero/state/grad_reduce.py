@@ -27,7 +27,7 @@ from hetero.ranks.process_groups import World
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from offload.device.grad_offload import Drain
+from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.slot_pool import SlotPool
@@ -92,7 +92,7 @@ class Buckets:
         receiving: SlotPool,
         between_replicas: HostArena | None,
         grads: Grads,
-        drain: Drain | None = None,
+        grad_offload: GradOffload | None = None,
     ) -> None:
         """`members` are the trainable parameters, in the model's order; `homes` has whole GRAD
         homes (stage 1), or `pool` slots for buckets, whose means go to `grads`. `receiving` is for
@@ -109,7 +109,7 @@ class Buckets:
         self._receiving = receiving
         self._between_replicas = between_replicas
         self._grads = grads
-        self._drain = drain
+        self._grad_offload = grad_offload
         self.members = list(members)
         # Called before a gradient is added to what is kept (True) or takes its place (False), of
         # which this rank has no part itself; and when means have changed.
@@ -191,8 +191,8 @@ class Buckets:
         bucket = self._open(managed.chunk)
         into = managed.part_of(bucket.flat)
         accumulate = accumulate and managed in bucket.filled
-        if self._drain is not None and self._drain.limit_bytes:
-            self._drain.take(managed, managed.name, grad, into, accumulate)
+        if self._grad_offload is not None and self._grad_offload.limit_bytes:
+            self._grad_offload.take(managed, managed.name, grad, into, accumulate)
         elif accumulate:
             into.add_(grad)
         else:
@@ -305,7 +305,7 @@ class Buckets:
         if not all(m in self._since_held and m.has_grad for m in members):
             return False
         # One that is still on its way from the device goes with a later one, or in the end.
-        return self._drain is None or not any(map(self._drain.busy, members))
+        return self._grad_offload is None or not any(map(self._grad_offload.busy, members))
 
     def _end_round(self, done: bool) -> bool:
         """Sends what is left, and learns which parameters got a gradient anywhere.
@@ -428,18 +428,18 @@ class Buckets:
 
     def _wait_drained(self, chunk: Chunk, bucket: _Bucket) -> None:
         """Until nothing of the chunk is on its way from the device. Raises HeteroError."""
-        if self._drain is not None:
+        if self._grad_offload is not None:
             for m in self._of_chunk[chunk.id]:
                 if m in bucket.filled and m.has_grad:
-                    self._drain.wait(m, m.name)
+                    self._grad_offload.wait(m, m.name)
                 else:  # also one that was cleared: it must not arrive in what is sent
-                    self._drain.settle(m)
+                    self._grad_offload.settle(m)
 
     def _settle_drained(self, bucket: _Bucket) -> None:
         """Until nothing is on its way to the bucket, whether it arrives or not."""
-        if self._drain is not None:
+        if self._grad_offload is not None:
             for m in bucket.filled:
-                self._drain.settle(m)
+                self._grad_offload.settle(m)
 
     def _parts(
         self, peers: Peers | None, flat: torch.Tensor | None, received: torch.Tensor

@@ -1,4 +1,4 @@
-"""GRAD payloads: gradients arrive from autograd, are added up, and wait for the optimizer."""
+"""GRAD kinds of state: gradients arrive from autograd, are added up, and wait for the optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero.state.managed_param import ManagedParam
 from offload._native import Location, sum_of_squares
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import Updater
-from offload.device.grad_offload import Drain
+from offload.device.grad_offload import GradOffload
 from offload.disk.backing import Extent
 
 
@@ -40,7 +40,7 @@ class Grads:
         homes: Homes,
         cache: SlotCache | None,
         extents: dict[int, Extent],
-        drain: Drain | None = None,
+        grad_offload: GradOffload | None = None,
         updater: Updater | None = None,
     ) -> None:
         """`drain` is there if gradients come from a DEVICE that is not RAM, one rank's.
@@ -49,13 +49,13 @@ class Grads:
         """
         self._updater = updater
         self._layout = layout
-        self._piece_bytes = layout.piece_numel * dtypes.grad_bytes
+        self._tile_bytes = layout.tile_numel * dtypes.grad_bytes
         self._dtypes = dtypes
         self._homes = homes
         self._cache = cache
         self._extents = extents
         self._members: dict[int, list[ManagedParam]] = {}
-        self._drain = drain
+        self._grad_offload = grad_offload
         self._arrived: dict[int, set[int]] = {}  # of DISK-homed chunks, in this round
         # Ids of those that have all of them, or will when the drain is done: to be written.
         self._complete: dict[int, None] = {}
@@ -72,7 +72,7 @@ class Grads:
     def wait_s(self) -> float:
         """Seconds for which room for gradients has been waited for."""
         waited = 0.0 if self._cache is None else self._cache.wait_s
-        return waited if self._drain is None else waited + self._drain.wait_s
+        return waited if self._grad_offload is None else waited + self._grad_offload.wait_s
 
     def commit(self) -> None:
         """Charges all homes: nobody else may use what is meant for gradients."""
@@ -92,11 +92,15 @@ class Grads:
 
     def has_arrived(self, chunk: Chunk) -> bool:
         """Whether no gradient of it is on its way from DEVICE."""
-        return self._drain is None or not any(map(self._drain.busy, self._members[chunk.id]))
+        return self._grad_offload is None or not any(
+            map(self._grad_offload.busy, self._members[chunk.id])
+        )
 
     def has_lost(self, chunk: Chunk) -> bool:
         """Whether a gradient of it was lost on its way, which location() tells."""
-        return self._drain is not None and any(map(self._drain.lost, self._members[chunk.id]))
+        return self._grad_offload is not None and any(
+            map(self._grad_offload.lost, self._members[chunk.id])
+        )
 
     @torch.no_grad()  # with create_graph, hooks run with gradients enabled
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
@@ -108,8 +112,8 @@ class Grads:
             kept = managed.part_of(self._homes.flat(chunk))
         else:
             kept = managed.part_of(self._flat_in_slot(chunk, accumulate))
-        if self._drain is not None and not self._homes.has_in_place(chunk):
-            self._drain.take(managed, managed.name, grad, kept, accumulate)
+        if self._grad_offload is not None and not self._homes.has_in_place(chunk):
+            self._grad_offload.take(managed, managed.name, grad, kept, accumulate)
         elif accumulate:
             kept.add_(grad)
         else:
@@ -155,10 +159,10 @@ class Grads:
     def _make_room(self, chunk: Chunk) -> None:
         """Waits for slots of other chunks, for gradients that are on their way there or in use."""
         assert self._cache is not None
-        if self._drain is None and self.free_one is None:
+        if self._grad_offload is None and self.free_one is None:
             return
         while not self._cache.has_room(chunk.id):
-            if self._drain is not None and self._drain.wait_one():
+            if self._grad_offload is not None and self._grad_offload.wait_one():
                 self.write_complete()
             elif self.free_one is None or not self.free_one():
                 break
@@ -185,8 +189,8 @@ class Grads:
 
     def _wait(self, managed: ManagedParam) -> None:
         """Until its gradient is where it is kept. Raises HeteroError if it was lost."""
-        if self._drain is not None:
-            self._drain.wait(managed, managed.name)
+        if self._grad_offload is not None:
+            self._grad_offload.wait(managed, managed.name)
 
     def _before_write(self, chunk_id: int) -> None:
         """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
@@ -278,9 +282,9 @@ class Grads:
         """
         for members in self._members.values():
             chunk = members[0].chunk
-            if self._drain is not None:
+            if self._grad_offload is not None:
                 for m in members:
-                    self._drain.settle(m)
+                    self._grad_offload.settle(m)
             if self._cache is not None and self._cache.holds(chunk.id):
                 self._complete.pop(chunk.id, None)
                 if any(m.has_grad for m in members):
@@ -299,23 +303,23 @@ class Grads:
         self._arrived.pop(chunk.id, None)
         return any(m.has_grad for m in self._members[chunk.id])
 
-    def address(self, chunk: Chunk, piece: int) -> int:
-        """Address of a piece that is at home on DEVICE."""
-        return self._homes.address(chunk, piece)
+    def address(self, chunk: Chunk, tile: int) -> int:
+        """Address of a tile that is at home on DEVICE."""
+        return self._homes.address(chunk, tile)
 
-    def location(self, chunk: Chunk, piece: int) -> Location:
-        """Where the optimizer finds the piece; it stays there until used()."""
+    def location(self, chunk: Chunk, tile: int) -> Location:
+        """Where the optimizer finds the tile; it stays there until used()."""
         for managed in self._members[chunk.id]:
             if managed.has_grad:
                 self._wait(managed)
         if chunk in self._homes:
-            return Location(self._homes.address(chunk, piece))
+            return Location(self._homes.address(chunk, tile))
         assert self._cache is not None
         if self._cache.holds(chunk.id):
-            self._cache.pin(chunk.id)
-            return Location(self._cache.address(chunk.id) + piece * self._piece_bytes)
+            self._cache.page_lock(chunk.id)
+            return Location(self._cache.address(chunk.id) + tile * self._tile_bytes)
         extent = self._extents[chunk.id]
-        return Location(file_offset=extent.offset + piece * self._piece_bytes)
+        return Location(file_offset=extent.offset + tile * self._tile_bytes)
 
     def used(self, chunk: Chunk) -> None:
         """The optimizer has used the chunk's gradient. It stays until `.grad` is cleared."""

@@ -1,4 +1,4 @@
-"""Homes of one payload in memory: chunks in RAM or on DEVICE have room there from the start."""
+"""Homes of one kind of state in memory: chunks in RAM or on DEVICE have room there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Homes:
     """Slots for the chunks that `tiers` puts on HOST or DEVICE, charged when first used.
 
     `whole`: each slot holds all of a chunk's slot, of which this rank's shard is a part; else it
-    holds one piece of the shard alone. For a single rank both are the same.
+    holds one tile of the shard alone. For a single rank both are the same.
 
     A chunk may leave memory (give_up()), and get a second home there (take()) which then becomes
     its home (adopt()). The chunks that begin in RAM are in one arena, whose slots they keep for a
@@ -52,15 +52,15 @@ class Homes:
         self.whole = whole or layout.shard.ranks == 1
         self._shard = layout.shard
         self._slot_bytes = slot_bytes
-        self._piece_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
+        self._tile_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
         self._ledger = ledger
         self._account = account
         self._backend = backend
         self._dtype = dtype
         self._separate = backend.separate
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
-        # (Records are no source of copies that the device makes by itself.)
-        self._make = HostArena if account is Account.RECORD else backend.host_arena
+        # (Optimizer states are no source of copies that the device makes by itself.)
+        self._make = HostArena if account is Account.OPTIM_STATE else backend.host_arena
         self._home: dict[int, _Home] = {}
         self._second: dict[int, _Home] = {}
         self._flat: dict[int, torch.Tensor] = {}
@@ -114,7 +114,7 @@ class Homes:
         if flat is None:
             self.commit(chunk)
             home = self._home[chunk.id]
-            flat = home.arena.view(home.first, home.run, self._dtype, leased=True)
+            flat = home.arena.view(home.first, home.run, self._dtype, pinned=True)
             self._flat[chunk.id] = flat
         return flat
 
@@ -123,18 +123,18 @@ class Homes:
         flat = self.flat(chunk)
         return flat[self._shard.range(flat.numel())] if self.whole else flat
 
-    def address(self, chunk: Chunk, piece: int) -> int:
-        """Address of piece number `piece` of this rank's shard."""
+    def address(self, chunk: Chunk, tile: int) -> int:
+        """Address of tile number `tile` of this rank's shard."""
         home = self._home[chunk.id]
         address = home.arena.address(home.first)
         if self.whole:
-            address += self._shard.rank * chunk.slots * self._piece_bytes
-        return address + piece * self._piece_bytes
+            address += self._shard.rank * chunk.slots * self._tile_bytes
+        return address + tile * self._tile_bytes
 
     # Moving
 
     def bytes(self, chunk: Chunk, second: bool = False) -> torch.Tensor:
-        """The chunk's slots, those of its second home if wanted; for a moment: it is no lease."""
+        """The chunk's slots, those of its second home if wanted; for a moment: it is no pin."""
         home = (self._second if second else self._home)[chunk.id]
         home.arena.commit(home.first, home.run)
         return home.arena.view(home.first, home.run, torch.uint8)
@@ -143,9 +143,9 @@ class Homes:
         """Whether nobody but this object views the chunk's home, which may thus move."""
         self._flat.pop(chunk.id, None)
         home = self._home[chunk.id]
-        if home.arena.leases[home.first]:
+        if home.arena.pins[home.first]:
             gc.collect()  # views may hang in reference cycles, of an exception's frames say
-        return not home.arena.leases[home.first]
+        return not home.arena.pins[home.first]
 
     def give_up(self, chunk: Chunk) -> None:
         """The chunk's home is in memory no more; its bytes are lost, and the memory is given back.
@@ -153,7 +153,7 @@ class Homes:
         Nobody may view it (let_go()).
         """
         home = self._home.pop(chunk.id)
-        assert not home.arena.leases[home.first]
+        assert not home.arena.pins[home.first]
         self._give_back(home)
 
     def _give_back(self, home: _Home) -> None:

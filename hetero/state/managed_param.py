@@ -50,7 +50,7 @@ class ManagedParam:
     absent_grad: GradPlaceholder = field(init=False)
     grad_factor: float = 1.0
     grad_ops: GradOps | None = field(default=None, repr=False)
-    replaced: bool = False  # the parameter has moved to another bank; what is here is stale
+    replaced: bool = False  # the parameter has moved to another chunk group; what is here is stale
 
     def __post_init__(self) -> None:
         shape = self.param.shape

@@ -1,4 +1,4 @@
-"""PARAM payloads: resident where compute happens, or gathered there while needed."""
+"""PARAM kinds of state: resident where compute happens, or gathered there while needed."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class SavedView:
 
 
 class Params:
-    """Brings one bank's parameters in and lets them go.
+    """Brings one chunk group's parameters in and lets them go.
 
     A resident parameter is a view of its home for good: one in RAM if compute happens there, one on
     DEVICE if not. Of the others, `acquire` points the
-    parameter to a gathered copy and `release` makes it absent again; copies stay leased while any
+    parameter to a gathered copy and `release` makes it absent again; copies stay pinned while any
     tensor over them lives, whoever holds it.
     """
 
@@ -103,7 +103,7 @@ class Params:
     @property
     def in_use(self) -> bool:
         """Whether some parameters are gathered, or in a block that says so, now."""
-        return bool(self._held) or self._resident_uses > 0 or self.leased_copies() > 0
+        return bool(self._held) or self._resident_uses > 0 or self.pinned_copies() > 0
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
@@ -114,7 +114,7 @@ class Params:
         return self._homes.flat(chunk)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's parameters now, flat; unless resident a lease on a gathered copy."""
+        """The chunk's parameters now, flat; unless resident a pin on a gathered copy."""
         self.before_use(chunk)
         if self.is_resident(chunk):
             return self._homes.flat(chunk)
@@ -125,12 +125,12 @@ class Params:
         self._order.note(chunk.id)
         with timeline.span("gather"):
             self._cache.get(chunk.id)
-        flat = self._lease(chunk)
+        flat = self._pin(chunk)
         if self._prefetch:
             self._cache.prefetch(_PREFETCH_CHUNKS, self.is_changing)
         return flat
 
-    def _lease(self, chunk: Chunk) -> torch.Tensor:
+    def _pin(self, chunk: Chunk) -> torch.Tensor:
         assert self._cache is not None
         slot = self._arena.slot_of(self._cache.address(chunk.id))
         assert slot is not None
@@ -238,7 +238,7 @@ class Params:
             self._cache.settle()
 
     def pack(self, tensor: torch.Tensor) -> SavedView | None:
-        """How to remake `tensor`, if it is a view of a gathered copy of this bank."""
+        """How to remake `tensor`, if it is a view of a gathered copy of this chunk group."""
         if tensor.dtype is not self._dtype:
             return None
         slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
@@ -273,7 +273,7 @@ class Params:
         self._chunk_of_slot.clear()
         self._order.use_in_place([c.id for c in self._layout.chunks if self.is_resident(c)])
 
-    def leased_copies(self) -> int:
+    def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""
         return self._arena.live_views()
 

@@ -1,4 +1,4 @@
-"""The file of a bank's DISK homes, made when something is to be stored there."""
+"""The file of a chunk group's DISK homes, made when something is to be stored there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DiskParts:
     measuring: Mapping[str, int]  # the I/O engine's counters after disks were measured
 
 
-class BankFile:
+class ScratchSpace:
     """Extents in one scratch file, and transfers with them.
 
     The file grows when an extent finds no free space; it never shrinks, so that space which was
@@ -48,7 +48,7 @@ class BankFile:
         return bool(self._config.nvme_paths)
 
     def make_room(self, nbytes: int) -> None:
-        """Takes care that `nbytes` are free, at once what take() would take piece by piece.
+        """Takes care that `nbytes` are free, at once what take() would take tile by tile.
 
         Raises BudgetError, StoreError or NativeIoError, with nothing changed.
         """

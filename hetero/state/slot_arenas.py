@@ -1,4 +1,4 @@
-"""Slots of a bank for what is elsewhere at home, and the pipeline over its buffers."""
+"""Slots of a chunk group for what is elsewhere at home, and the pipeline over its buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.state.scratch_space import BankFile
+from hetero.state.scratch_space import ScratchSpace
 from offload._native import StepPipeline, UpdateKind
 from offload.device.backend import Backend
 from offload.memory.arena import HostArena
@@ -29,7 +29,7 @@ class Pools:
         placement: Placement,
         backend: Backend,
         ledger: Ledger,
-        file: BankFile,
+        file: ScratchSpace,
         notes: list[str],
         spare_bytes: int,
         resources: ExitStack,
@@ -126,7 +126,7 @@ class Pools:
         """What of the pipeline's buffers follows from the placement."""
         return (
             self._dtypes.kind,
-            self._layout.piece_numel,
+            self._layout.tile_numel,
             placement.trained_param_on_disk,
             Tier.DISK in placement.grad,
         )

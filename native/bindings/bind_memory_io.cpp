@@ -77,7 +77,7 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
 }
 
 void bind_memory(py::module_& module) {
-  py::class_<Leases, std::shared_ptr<Leases>>(module, "Leases")
+  py::class_<Leases, std::shared_ptr<Leases>>(module, "Pins")
       .def(py::init<std::size_t>(), py::arg("slots"))
       .def("__len__", &Leases::size)
       .def("__getitem__", &Leases::count, py::arg("slot"));
@@ -91,7 +91,7 @@ void bind_memory(py::module_& module) {
           "address",
           [](const Arena& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
       .def("export", &export_capsule, py::arg("offset"), py::arg("nbytes"),
-           py::arg("leases") = nullptr, py::arg("slot") = 0)
+           py::arg("pins") = nullptr, py::arg("slot") = 0)
       .def("discard", &Arena::discard, py::arg("offset"), py::arg("nbytes"), ReleaseGil());
 }
 

@@ -1,4 +1,4 @@
-"""Slots that hold copies of chunks whose payload is homed elsewhere."""
+"""Slots that hold copies of chunks whose kind of state is homed elsewhere."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class _Entry:
     slot: int
     state: SlotState
     op: Operation | None = None
-    pinned: bool = False
+    page_locked: bool = False
     unwanted: bool = False  # dropped, but Ctrl-C came while its read was waited for
 
 
 class SlotCache:
     """Keeps copies of chunks in the slots of an arena; the farthest next use is given up first.
 
-    A slot is taken from a chunk only when nothing leases it. Large chunks look for room from the
+    A slot is taken from a chunk only when nothing pins it. Large chunks look for room from the
     low end, single slots from the high end, so that long runs stay possible.
     """
 
@@ -65,7 +65,7 @@ class SlotCache:
     ) -> None:
         """`runs` (how many consecutive slots a chunk takes) and `name_of` are by chunk id.
 
-        Slots from `limit` on are taken only when leases leave no room below.
+        Slots from `limit` on are taken only when pins leave no room below.
         """
         self._limit = self._least = arena.slots if limit is None else limit
         self._arena = arena
@@ -95,8 +95,8 @@ class SlotCache:
         return self._arena.address(self._entries[chunk].slot)
 
     def tensor(self, chunk: int, dtype: torch.dtype) -> torch.Tensor:
-        """A leased flat tensor over the chunk's copy; it must be held."""
-        return self._arena.view(self._entries[chunk].slot, self._runs[chunk], dtype, leased=True)
+        """A pinned flat tensor over the chunk's copy; it must be held."""
+        return self._arena.view(self._entries[chunk].slot, self._runs[chunk], dtype, pinned=True)
 
     def has_room(self, chunk: int) -> bool:
         """Whether get() finds room now."""
@@ -105,14 +105,14 @@ class SlotCache:
         )
 
     def no_room(self, chunk: int) -> BudgetError:
-        """What is to be said if leases leave no room for the chunk."""
+        """What is to be said if pins leave no room for the chunk."""
         run = self._runs[chunk]
-        leased = sum(self._leased_slots())
+        pinned = sum(self._pinned_slots())
         slot_bytes = self._arena.slot_bytes
         budget = f"{self._arena.tier.value}_memory"
         return BudgetError(
             f"no room for {self._name_of(chunk)}: it needs {run} consecutive slots of "
-            f"{format_bytes(slot_bytes)}, and {leased} of {self._arena.slots} are held by tensors "
+            f"{format_bytes(slot_bytes)}, and {pinned} of {self._arena.slots} are held by tensors "
             f"still in use; raise {budget} by {format_bytes(run * slot_bytes)} or hold fewer "
             f"parameters at once (gathered(), activation checkpointing regions)"
         )
@@ -120,7 +120,7 @@ class SlotCache:
     def get(self, chunk: int) -> None:
         """Makes the chunk's bytes present, reading and making room as needed.
 
-        Raises BudgetError if leases leave no room, NativeIoError if a transfer fails.
+        Raises BudgetError if pins leave no room, NativeIoError if a transfer fails.
         """
         self._bring(chunk)
         self._settle(chunk)
@@ -163,21 +163,21 @@ class SlotCache:
             entry.op = self._backing.write(chunk, entry.slot)
             entry.state = SlotState.WRITING
 
-    def pin(self, chunk: int) -> None:
+    def page_lock(self, chunk: int) -> None:
         """Keeps the chunk's slots until unpin() or drop(), whatever else is needed."""
-        self._entries[chunk].pinned = True
+        self._entries[chunk].page_locked = True
 
     def is_pinned(self, chunk: int) -> bool:
         """Whether the chunk, which must be held, is pinned."""
-        return self._entries[chunk].pinned
+        return self._entries[chunk].page_locked
 
     def unpin(self, chunk: int) -> None:
         """Undoes pin(), if the chunk is held."""
         if chunk in self._entries:
-            self._entries[chunk].pinned = False
+            self._entries[chunk].page_locked = False
 
     def drop(self, chunk: int) -> None:
-        """Forgets the chunk's copy; its slots are reused once nothing leases them."""
+        """Forgets the chunk's copy; its slots are reused once nothing pins them."""
         if chunk in self._entries:
             self._forget(chunk)
 
@@ -268,11 +268,11 @@ class SlotCache:
         del self._entries[chunk]
 
     def _room_for(self, chunk: int) -> int:
-        """First slot of an emptied run for `chunk`. Raises BudgetError if leases leave none."""
+        """First slot of an emptied run for `chunk`. Raises BudgetError if pins leave none."""
         run = self._runs[chunk]
         slot = self._best_window(run, chunk, demand=True)
         if slot is None:
-            gc.collect()  # leases may hang in reference cycles, of an exception's frames say
+            gc.collect()  # pins may hang in reference cycles, of an exception's frames say
             slot = self._best_window(run, chunk, demand=True)
         limit = self._limit
         while slot is None and self._limit < self._arena.slots:
@@ -287,9 +287,9 @@ class SlotCache:
             raise self.no_room(chunk) from None
 
     def shrink(self) -> None:
-        """Gives up slots past the limit, from the end on, up to one that is leased."""
-        leased = self._leased_slots()
-        while self._limit > self._least and not leased[self._limit - 1]:
+        """Gives up slots past the limit, from the end on, up to one that is pinned."""
+        pinned = self._pinned_slots()
+        while self._limit > self._least and not pinned[self._limit - 1]:
             self._limit -= 1
             for other in self._overlapping(self._limit, 1):
                 self.write_back(other)
@@ -306,16 +306,16 @@ class SlotCache:
 
     def _best_window(self, run: int, chunk: int, demand: bool) -> int | None:
         """First slot of the window that costs least to empty: its soonest next use is farthest."""
-        leased = self._leased_slots()
+        pinned = self._pinned_slots()
         best: tuple[int, int] | None = None
         found: int | None = None
         firsts = range(self._limit - run + 1)
         for first in reversed(firsts) if run == 1 else firsts:
-            if any(leased[first : first + run]):
+            if any(pinned[first : first + run]):
                 continue
             owners = self._overlapping(first, run)
             entries = [self._entries[owner] for owner in owners]
-            if any(entry.pinned for entry in entries):
+            if any(entry.page_locked for entry in entries):
                 continue
             soonest = min(map(self._order.next_use, owners), default=_NEVER)
             if not demand and (
@@ -327,12 +327,12 @@ class SlotCache:
                 best, found = (soonest, -len(owners)), first
         return found
 
-    def _leased_slots(self) -> list[bool]:
-        leased = [False] * self._arena.slots
+    def _pinned_slots(self) -> list[bool]:
+        pinned = [False] * self._arena.slots
         for slot, run in self._run_at.items():
-            if self._arena.leases[slot]:
-                leased[slot : slot + run] = [True] * run
-        return leased
+            if self._arena.pins[slot]:
+                pinned[slot : slot + run] = [True] * run
+        return pinned
 
     def _overlapping(self, slot: int, run: int) -> list[int]:
         return [

@@ -25,11 +25,11 @@ Direction = Literal["h2d", "d2h"]
 
 @dataclass(frozen=True)
 class DeviceTask:
-    """One piece's update: addresses on the device, and segments as StepTask has them."""
+    """One tile's update: addresses on the device, and segments as StepTask has them."""
 
     param: int
     grad: int
-    record: int
+    optim_state: int
     segments: Sequence[tuple[int, int, int, int]]
 
 
@@ -99,14 +99,14 @@ class Backend(Protocol):
         Both are kept until the copy is done. wait() raises an OSError if it failed.
         """
 
-    def drain(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
+    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
         """Starts copying `source`, on the device, to `to`, in RAM, likewise.
 
         `after` is when `source` is computed, as mark() gave it; by default: what is given by now.
         """
 
-    def updater(self, kind: UpdateKind, piece_numel: int) -> Updater | None:
-        """What updates homes on DEVICE, of pieces of `piece_numel`; None: the CPU can."""
+    def updater(self, kind: UpdateKind, tile_numel: int) -> Updater | None:
+        """What updates homes on DEVICE, of tiles of `piece_numel`; None: the CPU can."""
 
     def settle(self) -> None:
         """Until the device has done all that it was given, by whomever."""
@@ -145,7 +145,7 @@ class _OnTheCpu:
     def mark(self) -> None:
         """It is over."""
 
-    def updater(self, kind: UpdateKind, piece_numel: int) -> None:
+    def updater(self, kind: UpdateKind, tile_numel: int) -> None:
         """The CPU can."""
 
     def settle(self) -> None:
@@ -181,7 +181,7 @@ class CpuBackend(_OnTheCpu):
         """Never."""
         raise AssertionError("what is in RAM is where the CPU computes")
 
-    def drain(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
+    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
         """Never."""
         return self.fetch(to, source)
 
@@ -224,7 +224,7 @@ class EmulatedBackend(_OnTheCpu):
         """Starts copying from RAM to the device."""
         return self._copy("h2d", to, source)
 
-    def drain(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
+    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
         """Starts copying from the device to RAM."""
         return self._copy("d2h", to, source)
 

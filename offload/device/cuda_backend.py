@@ -17,7 +17,7 @@ import torch
 
 from offload._native import UpdateKind
 from offload.device.cuda_runtime import CudaRuntime, Event, Runtime
-from offload.device.device_arena import DeviceArena, PinnedArena
+from offload.device.device_arena import DeviceArena, PageLockedArena
 from offload.device.device_updater import DeviceUpdater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -74,7 +74,7 @@ class CudaBackend:
         self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> HostArena:
         """RAM that copies come from and go to: pinned."""
-        return PinnedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
+        return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
 
     def mark(self) -> Event:
         """The moment when all is done that the caller's stream was given so far."""
@@ -83,7 +83,7 @@ class CudaBackend:
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> _Copy:
         """Starts copying from RAM to the device, after work that uses what `to` holds now.
 
-        `to` is in an arena; work with leased views of its slots then follows the copy by itself.
+        `to` is in an arena; work with pinned views of its slots then follows the copy by itself.
         """
         _check(to, source)
         with self._lock:
@@ -93,7 +93,7 @@ class CudaBackend:
             self.h2d_bytes += to.nbytes
         return copy
 
-    def drain(self, to: torch.Tensor, source: torch.Tensor, after: Event = None) -> _Copy:
+    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Event = None) -> _Copy:
         """Starts copying from the device to RAM, after `after`: by default, what is given now."""
         _check(to, source)
         after = self.mark() if after is None else after
@@ -125,11 +125,11 @@ class CudaBackend:
                 return arena, slot, -(-to.nbytes // arena.slot_bytes)
         raise AssertionError("a fetch goes to slots of an arena of this backend")
 
-    def updater(self, kind: UpdateKind, piece_numel: int) -> DeviceUpdater:
+    def updater(self, kind: UpdateKind, tile_numel: int) -> DeviceUpdater:
         """What updates homes on DEVICE. Raises HeteroError if its kernels cannot be compiled."""
-        key = kind, piece_numel
+        key = kind, tile_numel
         if key not in self._updaters:
-            self._updaters[key] = DeviceUpdater(self.runtime, kind, piece_numel)
+            self._updaters[key] = DeviceUpdater(self.runtime, kind, tile_numel)
         return self._updaters[key]
 
     def settle(self) -> None:

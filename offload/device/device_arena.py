@@ -1,8 +1,8 @@
 """Memory of a device that works in streams, and RAM that its copies use.
 
 Whoever uses a slot's memory on the device gives it work that is done later. So a slot has moments,
-besides leases: before a copy is written to it, all work must be done that was given while it was
-leased; and before work reads it, the copy. Both are waited for by the device, not by the host.
+besides pins: before a copy is written to it, all work must be done that was given while it was
+pinned; and before work reads it, the copy. Both are waited for by the device, not by the host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeviceArena(HostArena):
         self._runtime = runtime
         # Reentrant: the garbage collector may close what it finds at any time.
         self._lock = threading.RLock()  # guards all below
-        # Runs that are leased, or were when last looked at: length, and the streams with work.
+        # Runs that are pinned, or were when last looked at: length, and the streams with work.
         self._used: dict[int, tuple[int, dict[Stream, None]]] = {}
         self._over: dict[int, list[Event]] = {}  # when work with a slot that is free is done
         self._written: dict[int, tuple[int, Event]] = {}  # the last copy to a run that began here
@@ -61,9 +61,9 @@ class DeviceArena(HostArena):
     def decommit(self, slot: int, run: int) -> None:
         """Nothing: the memory is taken and given back as a whole."""
 
-    def view(self, slot: int, run: int, dtype: torch.dtype, leased: bool = False) -> torch.Tensor:
-        """As HostArena. Work that is given to the device with a leased view follows its copy."""
-        if not leased:
+    def view(self, slot: int, run: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
+        """As HostArena. Work that is given to the device with a pinned view follows its copy."""
+        if not pinned:
             return super().view(slot, run, dtype)
         with self._lock:
             self._note_over()  # of others, before more is given after them
@@ -71,22 +71,22 @@ class DeviceArena(HostArena):
             written = self._written.get(slot)
             if written is not None:
                 self._runtime.wait(stream, written[1])
-            view = super().view(slot, run, dtype, leased)
+            view = super().view(slot, run, dtype, pinned)
             _, streams = self._used.get(slot, (0, {}))
             self._used[slot] = run, {**streams, stream: None}
             return view
 
     def _note_over(self) -> None:
-        """Records when work ends with runs whose leases are gone. Needs the lock."""
+        """Records when work ends with runs whose pins are gone. Needs the lock."""
         for first, (run, streams) in list(self._used.items()):
-            if self.leases[first] == 0:
+            if self.pins[first] == 0:
                 del self._used[first]
                 events = [self._runtime.record(stream) for stream in streams]
                 for slot in range(first, first + run):
                     self._over.setdefault(slot, []).extend(events)
 
     def before_write(self, slot: int, run: int) -> list[Event]:
-        """When the work is done that uses slots [slot, slot + run), which nothing leases."""
+        """When the work is done that uses slots [slot, slot + run), which nothing pins."""
         with self._lock:
             self._note_over()
             slots = range(slot, slot + run)
@@ -112,7 +112,7 @@ class DeviceArena(HostArena):
         super().close()
 
 
-class PinnedArena(HostArena):
+class PageLockedArena(HostArena):
     """RAM whose committed slots are pinned: exactly these, and none before it is needed."""
 
     def __init__(
@@ -127,7 +127,7 @@ class PinnedArena(HostArena):
         """What cannot be pinned is used all the same, and told in `notes`."""
         self._runtime = runtime
         self._notes = notes
-        self._pinned: dict[int, int] = {}  # first slot of a range -> its slots
+        self._page_locked: dict[int, int] = {}  # first slot of a range -> its slots
         super().__init__(slots, slot_bytes, ledger, account)
 
     def commit(self, slot: int, run: int = 1) -> None:
@@ -140,12 +140,12 @@ class PinnedArena(HostArena):
             while fresh and fresh[0] == first + length:
                 fresh.pop(0)
                 length += 1
-            self._pin(first, length)
+            self._page_lock(first, length)
 
-    def _pin(self, slot: int, run: int) -> None:
+    def _page_lock(self, slot: int, run: int) -> None:
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)
         if failure is None:
-            self._pinned[slot] = run
+            self._page_locked[slot] = run
             return
         note = (
             f"RAM cannot be pinned ({failure}), so copies between it and the device are slower "
@@ -156,22 +156,22 @@ class PinnedArena(HostArena):
 
     def decommit(self, slot: int, run: int) -> None:
         """As HostArena; ranges that are cut stay pinned where they are not given up."""
-        for first, length in list(self._pinned.items()):
+        for first, length in list(self._page_locked.items()):
             if first < slot + run and slot < first + length:
                 self._unpin(first)
                 if first < slot:
-                    self._pin(first, slot - first)
+                    self._page_lock(first, slot - first)
                 if slot + run < first + length:
-                    self._pin(slot + run, first + length - slot - run)
+                    self._page_lock(slot + run, first + length - slot - run)
         super().decommit(slot, run)
 
     def _unpin(self, first: int) -> None:
-        del self._pinned[first]
+        del self._page_locked[first]
         self._runtime.unregister(self.address(first))
 
     def close(self) -> None:
         """As HostArena; no copy uses the memory any more."""
         if self._memory is not None:
-            for first in list(self._pinned):
+            for first in list(self._page_locked):
                 self._unpin(first)
         super().close()

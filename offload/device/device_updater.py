@@ -80,16 +80,16 @@ class DeviceUpdater:
     """One kind's update, sums of squares and split, on the device, in the stream of compute.
 
     Nothing waits: what the caller gives to the device afterwards comes after it. The bits are those
-    of the CPU's kernels. Records are laid out as docs/formats.md says.
+    of the CPU's kernels. Optimizer states are laid out as docs/formats.md says.
     """
 
-    def __init__(self, runtime: Runtime, kind: UpdateKind, piece_numel: int) -> None:
+    def __init__(self, runtime: Runtime, kind: UpdateKind, tile_numel: int) -> None:
         """The kernels are compiled when they are first needed, or by prepare()."""
         self._runtime = runtime
         self._kind = kind
         self._made: Kernels | None = None
-        state_bytes = _BYTES[kind.state_dtype] * piece_numel
-        master_bytes = kind.record_bytes * piece_numel - kind.states * state_bytes
+        state_bytes = _BYTES[kind.state_dtype] * tile_numel
+        master_bytes = kind.optim_state_bytes * tile_numel - kind.states * state_bytes
         self._has_master = master_bytes > 0
         self._state_at = [master_bytes + i * state_bytes for i in range(kind.states)]
 
@@ -123,8 +123,8 @@ class DeviceUpdater:
     ) -> None:
         batch = _Batch()
         batch.at.param, batch.at.grad = task.param, task.grad
-        batch.at.master = task.record if self._has_master else None
-        states = [task.record + at for at in self._state_at]
+        batch.at.master = task.optim_state if self._has_master else None
+        states = [task.optim_state + at for at in self._state_at]
         batch.at.first_state = states[0]
         batch.at.second_state = states[1] if len(states) == 2 else None
         number_of: dict[int, int] = {}

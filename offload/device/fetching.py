@@ -192,7 +192,7 @@ class Fetching:
         if fetch.state in (FetchState.STAGING, FetchState.COPYING):
             self._under_way -= 1
         fetch.state = FetchState.DONE
-        fetch.staged = fetch.to = fetch.copy = None  # the lease on the slot in RAM ends
+        fetch.staged = fetch.to = fetch.copy = None  # the pin on the slot in RAM ends
         # Without the frames it went through, which hold tensors.
         fetch.error = None if error is None else error.with_traceback(None)
         self._changed.notify_all()

@@ -19,7 +19,7 @@ from offload.memory.ledger import Ledger
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
-BUFFERS = 2  # in RAM: one receives a piece while the one before it is added
+BUFFERS = 2  # in RAM: one receives a tile while the one before it is added
 _MOST_BUFFER_BYTES = 4 << 20
 
 
@@ -43,7 +43,7 @@ class _Item:
 
 
 @dataclass(eq=False)
-class _Piece:
+class _Tile:
     item: _Item
     op: Operation | None
     into: torch.Tensor | None = field(default=None, repr=False)  # of what is kept
@@ -51,11 +51,11 @@ class _Piece:
     last: bool = True
 
 
-class Drain:
+class GradOffload:
     """Copies gradients to where they are kept, or adds them to what is there, in a thread.
 
     A first gradient of the dtype that is kept is copied straight to its place. Another one comes to
-    a buffer in RAM, piece by piece, and is added there (or converted), in the dtype of what is
+    a buffer in RAM, tile by tile, and is added there (or converted), in the dtype of what is
     kept. Of one owner they arrive in the order in which they were given. Who reads what is kept
     calls wait() first; an error is raised there, until the owner's gradient is replaced.
 
@@ -73,7 +73,7 @@ class Drain:
         self._next_buffer = 0
         self._changed = threading.Condition()  # guards all below
         self._queue: deque[_Item] = deque()
-        self._ahead: deque[_Piece] = deque()  # on their way, the one that is waited for first
+        self._ahead: deque[_Tile] = deque()  # on their way, the one that is waited for first
         self._in_flight_bytes = 0
         self._pending: dict[Hashable, int] = {}  # gradients under way, of those who have some
         self._errors: dict[Hashable, BaseException] = {}
@@ -110,7 +110,7 @@ class Drain:
             try:
                 item.after = self._backend.mark()
                 if straight:
-                    item.op = self._backend.drain(kept, grad, item.after)
+                    item.op = self._backend.grad_offload(kept, grad, item.after)
                 if self._thread is None:
                     self._thread = threading.Thread(
                         target=self._work, name="hetero-drain", daemon=True
@@ -176,54 +176,54 @@ class Drain:
                 self._ahead.popleft()
 
     def _look_ahead(self) -> bool:
-        """Starts pieces; waits for the first. False if none will come."""
+        """Starts tiles; waits for the first. False if none will come."""
         # A function of its own, because a variable of _work() would hold the last item.
         with self._changed:
             while not (self._queue or self._ahead or self._closing):
                 self._changed.wait()
             while self._queue and len(self._ahead) < BUFFERS:
-                piece = self._start(self._queue[0])
-                if piece.last:
+                tile = self._start(self._queue[0])
+                if tile.last:
                     self._queue.popleft()
-                self._ahead.append(piece)
+                self._ahead.append(tile)
             return bool(self._ahead)
 
-    def _start(self, item: _Item) -> _Piece:
+    def _start(self, item: _Item) -> _Tile:
         if item.op is not None:
-            return _Piece(item, item.op)
+            return _Tile(item, item.op)
         try:
             if self._closing:
                 raise HeteroError("the engine was closed")
             if item.error is not None:
-                return _Piece(item, None)  # the rest of it does not matter
+                return _Tile(item, None)  # the rest of it does not matter
             bytes_ = self._buffers.view(self._next_buffer, 1, torch.uint8)
             self._next_buffer = (self._next_buffer + 1) % BUFFERS
             part = slice(item.begun, item.begun + len(bytes_) // item.grad.itemsize)
             source = item.grad[part]
             buffer = bytes_[: source.nbytes].view(source.dtype)
-            op = self._backend.drain(buffer, source, item.after)
+            op = self._backend.grad_offload(buffer, source, item.after)
         except BaseException as error:
             item.error = item.error or error
-            return _Piece(item, None)
+            return _Tile(item, None)
         item.begun += source.numel()
-        return _Piece(item, op, item.kept[part], buffer, item.begun >= item.grad.numel())
+        return _Tile(item, op, item.kept[part], buffer, item.begun >= item.grad.numel())
 
     @torch.no_grad()
-    def _finish(self, piece: _Piece) -> None:
-        item = piece.item
+    def _finish(self, tile: _Tile) -> None:
+        item = tile.item
         try:
-            if piece.op is not None:
-                piece.op.wait()
-            if piece.into is not None and item.error is None:
-                assert piece.buffer is not None
+            if tile.op is not None:
+                tile.op.wait()
+            if tile.into is not None and item.error is None:
+                assert tile.buffer is not None
                 if item.add:
-                    piece.into.add_(piece.buffer)
+                    tile.into.add_(tile.buffer)
                 else:
-                    piece.into.copy_(piece.buffer)
+                    tile.into.copy_(tile.buffer)
         except BaseException as error:
             item.error = item.error or error
-        piece.op = piece.into = piece.buffer = None  # who waits may count on the place being free
-        if piece.last:
+        tile.op = tile.into = tile.buffer = None  # who waits may count on the place being free
+        if tile.last:
             with self._changed:
                 self._end(item)
 
@@ -247,7 +247,7 @@ class Drain:
         """Drops what is not in RAM yet and ends the thread; idempotent."""
         with self._changed:
             self._closing = True
-            ops = [piece.op for piece in self._ahead] + [item.op for item in self._queue]
+            ops = [tile.op for tile in self._ahead] + [item.op for item in self._queue]
             for op in ops:
                 if op is not None:
                     op.cancel()

@@ -1,4 +1,4 @@
-"""Whole homes on their way between DEVICE and RAM or the file, piece by piece."""
+"""Whole homes on their way between DEVICE and RAM or the file, tile by tile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.memory.arena import HostArena
 _Part = Callable[[int, torch.Tensor], Operation | None]
 
 
-class Ferry:
+class HomeCopier:
     """Copies through buffers in RAM, one of which is filled while another is emptied.
 
     Also between DEVICE and homes in RAM: these need not be fit for copies of the device. Who calls
@@ -63,7 +63,7 @@ class Ferry:
         self._run(len(to), read, self._to_device(to))
 
     def _from_device(self, source: torch.Tensor) -> _Part:
-        return lambda first, buffer: self._backend.drain(
+        return lambda first, buffer: self._backend.grad_offload(
             buffer, source[first : first + len(buffer)]
         )
 

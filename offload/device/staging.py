@@ -17,7 +17,7 @@ _POLL_S = 0.0005
 
 
 class Staged:
-    """A chunk's bytes in RAM, or on their way there; leased as long as `flat` lives."""
+    """A chunk's bytes in RAM, or on their way there; pinned as long as `flat` lives."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Source(Protocol):
         """The chunk, flat, if it is in RAM for good."""
 
     def start(self, chunk: int) -> Staged | None:
-        """Starts bringing the chunk; None if leases leave no room now.
+        """Starts bringing the chunk; None if pins leave no room now.
 
-        Raises what starting raises. Does not wait for transfers of what is leased.
+        Raises what starting raises. Does not wait for transfers of what is pinned.
         """
 
     def no_room(self, chunk: int) -> Exception:
@@ -71,7 +71,7 @@ class SharedCache:
     """A SlotCache that several threads use."""
 
     def __init__(self, cache: SlotCache, dtype: torch.dtype, patience_s: float = 0.0) -> None:
-        """`patience_s`: how long a lease waits for room that other threads take.
+        """`patience_s`: how long a pin waits for room that other threads take.
 
         For room that is taken by what start() gave it waits anyway: that ends by itself.
         """
@@ -103,14 +103,14 @@ class SharedCache:
             self._cache.note_done(chunk, op)
 
     def get(self, chunk: int) -> torch.Tensor:
-        """A lease on the chunk's bytes, when they are there. Raises as SlotCache.get()."""
-        return self._lease(chunk, self._cache.get)
+        """A pin on the chunk's bytes, when they are there. Raises as SlotCache.get()."""
+        return self._pin(chunk, self._cache.get)
 
     def create(self, chunk: int) -> torch.Tensor:
-        """A lease on slots for the chunk's new bytes; call changed() when they are there."""
-        return self._lease(chunk, self._cache.create)
+        """A pin on slots for the chunk's new bytes; call changed() when they are there."""
+        return self._pin(chunk, self._cache.create)
 
-    def _lease(self, chunk: int, bring: Callable[[int], None]) -> torch.Tensor:
+    def _pin(self, chunk: int, bring: Callable[[int], None]) -> torch.Tensor:
         deadline_s = time.monotonic() + self._patience_s
         while True:
             with self._lock:
@@ -121,7 +121,7 @@ class SharedCache:
             time.sleep(_POLL_S)  # other threads are using the slots
 
     def changed(self, chunk: int) -> None:
-        """The bytes that are leased were changed; returns when they are home."""
+        """The bytes that are pinned were changed; returns when they are home."""
         with self._lock:
             self._cache.dirty(chunk)
             self._cache.write_back(chunk)

@@ -31,7 +31,7 @@ class Backing(Protocol):
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a chunk's payload lies in the file."""
+    """Where a chunk's kind of state lies in the file."""
 
     offset: int  # bytes
     nbytes: int  # transferred; at most run * slot_bytes

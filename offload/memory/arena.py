@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offload._native import Arena, Leases
+from offload._native import Arena, Pins
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 
@@ -28,7 +28,7 @@ class HostArena:
         self.slots = slots
         self.tier = tier
         self.slot_bytes = slot_bytes
-        self.leases = Leases(slots)
+        self.pins = Pins(slots)
         self._ledger = ledger
         self._account = account
         self._committed = [False] * slots
@@ -81,7 +81,7 @@ class HostArena:
 
     def _shape(self, slots: int, slot_bytes: int) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes
-        self.leases = Leases(slots)
+        self.pins = Pins(slots)
         self._committed = [False] * slots
 
     def address(self, slot: int) -> int:
@@ -95,16 +95,16 @@ class HostArena:
         offset = address - self.memory.address
         return offset // self.slot_bytes if 0 <= offset < self.slots * self.slot_bytes else None
 
-    def view(self, slot: int, run: int, dtype: torch.dtype, leased: bool = False) -> torch.Tensor:
-        """A flat tensor over slots [slot, slot + run); `leased`: it is a lease of `slot`."""
+    def view(self, slot: int, run: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
+        """A flat tensor over slots [slot, slot + run); `pinned`: it is a pin of `slot`."""
         capsule = self.memory.export(
-            slot * self.slot_bytes, run * self.slot_bytes, self.leases if leased else None, slot
+            slot * self.slot_bytes, run * self.slot_bytes, self.pins if pinned else None, slot
         )
         return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
 
     def live_views(self) -> int:
-        """How many slots have a leased view that begins there and lives."""
-        return sum(self.leases[slot] > 0 for slot in range(self.slots))
+        """How many slots have a pinned view that begins there and lives."""
+        return sum(self.pins[slot] > 0 for slot in range(self.slots))
 
     def close(self) -> None:
         """Gives the charge back. The memory goes when the last tensor over it does; idempotent."""

@@ -89,7 +89,9 @@ def _link(backend: CudaBackend, copy_bytes: int) -> tuple[float, float]:
             for slot in range(COPIES)
         ]
         h2d_s = _median_s(backend, lambda: [backend.fetch(to, source) for to, source in sides])
-        d2h_s = _median_s(backend, lambda: [backend.drain(to, source) for source, to in sides])
+        d2h_s = _median_s(
+            backend, lambda: [backend.grad_offload(to, source) for source, to in sides]
+        )
         return COPIES * copy_bytes / h2d_s, COPIES * copy_bytes / d2h_s
     finally:
         del sides[:]
@@ -102,10 +104,10 @@ def _update(backend: CudaBackend, dtype: DtypeName, numel: int) -> float:
     """Bytes per second, as UpdateKind.bytes_moved counts them, of AdamW's update."""
     kind = UpdateKind(dtype, dtype)
     itemsize = _TORCH[dtype].itemsize
-    sizes = (itemsize * numel, itemsize * numel, kind.record_bytes * numel)
+    sizes = (itemsize * numel, itemsize * numel, kind.optim_state_bytes * numel)
     # Zeros are numbers in every dtype.
-    param, grad, record = (backend.runtime.empty(size).zero_() for size in sizes)
-    task = DeviceTask(param.data_ptr(), grad.data_ptr(), record.data_ptr(), [(0, numel, 0, 0)])
+    param, grad, optim_state = (backend.runtime.empty(size).zero_() for size in sizes)
+    task = DeviceTask(param.data_ptr(), grad.data_ptr(), optim_state.data_ptr(), [(0, numel, 0, 0)])
     hyper = Hyper(lr=1e-4, weight_decay=0.01, decoupled=True, step=10)
     updater = backend.updater(kind, numel)
     seconds = _median_s(backend, lambda: updater.update([task], [hyper]))

@@ -88,7 +88,7 @@ def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert emulated["parts_s"]["link"] == pytest.approx(
         max(moved["h2d"], moved["d2h"]) / emulated["gbps"]["link"] / 1e9
     )
-    assert emulated["homes"]["record"]["device"] > 0
+    assert emulated["homes"]["optim_state"]["device"] > 0
     assert list((tmp_path / "nvme").iterdir()) == []
 
 

@@ -17,7 +17,7 @@ from bench.step_model import HeteroStep, make_plan, tensor_shape
 
 PARAMS = 300_000
 CHUNK = 8192
-RECORD_BYTES = CHUNK * 10
+OPTIM_STATE_BYTES = CHUNK * 10
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,14 @@ def small_yardsticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(path: Path, *more: str) -> list[str]:
     return [
-        *("--params", str(PARAMS), "--host-memory", str(4 * RECORD_BYTES), "--path", str(path)),
+        *(
+            "--params",
+            str(PARAMS),
+            "--host-memory",
+            str(4 * OPTIM_STATE_BYTES),
+            "--path",
+            str(path),
+        ),
         *("--rounds", "2", "--steps", "2", "--chunk-numel", str(CHUNK), "--io-size", "16MiB"),
         *more,
     ]
@@ -48,11 +55,11 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     each, count = tensor_shape(PARAMS)
     assert result["params"] == each * count >= PARAMS
     assert result["chunk_numel"] == CHUNK
-    assert result["record_bytes"] == RECORD_BYTES
+    assert result["optim_state_bytes"] == OPTIM_STATE_BYTES
     assert result["buffers"] == 4
-    assert result["host_memory"] == 4 * RECORD_BYTES == result["peak_managed_bytes"]
-    assert result["resident_bytes"] == result["records"] * CHUNK * 4
-    moved = (result["records"] - 4) * RECORD_BYTES
+    assert result["host_memory"] == 4 * OPTIM_STATE_BYTES == result["peak_managed_bytes"]
+    assert result["resident_bytes"] == result["optim_states"] * CHUNK * 4
+    moved = (result["optim_states"] - 4) * OPTIM_STATE_BYTES
     assert result["disk_bytes"] == {"read": moved, "written": moved}
     assert result["step_s"] > 0
     assert result["share_of_bound"] > 0
@@ -76,11 +83,11 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_traffic_falls_in_a_straight_line_to_nothing(tmp_path: Path) -> None:
     points = measure_curve(PARAMS, str(tmp_path), CHUNK, steps=2)
-    records = points[-1]["buffers"]
-    assert [point["buffers"] for point in points] == buffer_counts(records)
+    optim_states = points[-1]["buffers"]
+    assert [point["buffers"] for point in points] == buffer_counts(optim_states)
     for point in points:
-        streamed = (records - point["buffers"]) * RECORD_BYTES
-        assert point["host_memory"] == point["buffers"] * RECORD_BYTES
+        streamed = (optim_states - point["buffers"]) * OPTIM_STATE_BYTES
+        assert point["host_memory"] == point["buffers"] * OPTIM_STATE_BYTES
         assert point["read_bytes"] == point["written_bytes"] == streamed
         assert point["theory_bytes"] == 2 * streamed
     assert points[-1]["theory_bytes"] == 0
@@ -93,16 +100,16 @@ def test_counts_of_buffers_span_from_few_to_all() -> None:
 
 
 def test_a_sample_waits_for_the_last_write(tmp_path: Path) -> None:
-    plan = make_plan(PARAMS, RECORD_BYTES, str(tmp_path), CHUNK)
+    plan = make_plan(PARAMS, OPTIM_STATE_BYTES, str(tmp_path), CHUNK)
     assert plan.buffers == 1
     with HeteroStep(PARAMS, plan) as step:
         step.sample(1)
-        before = step._engine.banks[0].disk.io.stats
+        before = step._engine.chunk_groups[0].disk.io.stats
         sample = step.sample(3)
-        after = step._engine.banks[0].disk.io.stats
+        after = step._engine.chunk_groups[0].disk.io.stats
     # What the pipeline submitted has been completed by the engine.
     assert after["written_bytes"] - before["written_bytes"] == 3 * sample["written_bytes"]
-    assert sample["written_bytes"] == (plan.records - 1) * RECORD_BYTES
+    assert sample["written_bytes"] == (plan.optim_states - 1) * OPTIM_STATE_BYTES
 
 
 def test_bound_is_the_larger_one_of_each_round() -> None:
@@ -156,7 +163,7 @@ def test_shape_of_deepspeeds_model() -> None:
         ("--params", "0", "--params must be a whole number of 1 or more"),
         ("--peers", "deepsped", "did you mean deepspeed"),
         ("--host-memory", "lots", "--host-memory: cannot read 'lots'"),
-        ("--host-memory", "79KiB", "less than one record of 80.0 KiB"),
+        ("--host-memory", "79KiB", "less than one optimizer state of 80.0 KiB"),
         ("--path", "/nonexistent", "does not exist"),
         ("--rounds", "0", "--rounds"),
         ("--io-size", "1MiB", "--size"),

@@ -140,11 +140,11 @@ def test_the_device_holds_no_more_than_its_budget_and_what_compute_takes(tmp_pat
 
 def test_ram_is_pinned_exactly(tmp_path: Path) -> None:
     model, optimizer = nets.managed(tmp_path, placement_policy="cpu", device_memory="4MiB")
-    bank = optimizer.engine.banks[0]
-    chunk = bank.layout.chunks[0]
-    assert bank.params._homes.flat(chunk).is_pinned()
-    assert bank.grads._homes.flat(chunk).is_pinned()
-    assert not bank.records._homes.flat(chunk).is_pinned()
+    chunk_group = optimizer.engine.chunk_groups[0]
+    chunk = chunk_group.layout.chunks[0]
+    assert chunk_group.params._homes.flat(chunk).is_pinned()
+    assert chunk_group.grads._homes.flat(chunk).is_pinned()
+    assert not chunk_group.optim_states._homes.flat(chunk).is_pinned()
     assert all(p.device.type == "cuda" for p in model.parameters())
     assert model.positions.device.type == "cuda"
     optimizer.engine.close()

@@ -8,19 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.native.device_tile import (
+    DTYPES,
+    KINDS,
+    RULES,
+    TILE,
+    Tile,
+    check_update,
+    native,
+)
 
 from offload import _native
 from offload.device.backend import DeviceTask
 from offload.device.device_updater import DeviceUpdater
-from tests.support.native.device_piece import (
-    DTYPES,
-    KINDS,
-    PIECE,
-    RULES,
-    Piece,
-    check_update,
-    native,
-)
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
 from tests.support.native.update_oracle import Hyper
@@ -34,17 +34,17 @@ def test_same_bits_as_the_cpu(kind: _native.UpdateKind) -> None:
 def test_more_segments_and_hyper_parameters_than_a_launch_has() -> None:
     kind = _native.UpdateKind("bf16", "bf16")
     runtime = FakeRuntime()
-    updater = DeviceUpdater(runtime, kind, PIECE)
-    arrays, piece = Arrays(kind, masters(PIECE)), Piece(runtime, kind)
-    grad = gradients(PIECE, "bf16", seed=1)
-    piece.take(arrays, grad)
+    updater = DeviceUpdater(runtime, kind, TILE)
+    arrays, tile = Arrays(kind, masters(TILE)), Tile(runtime, kind)
+    grad = gradients(TILE, "bf16", seed=1)
+    tile.take(arrays, grad)
     all_hypers = [Hyper(lr=1e-3 * (i + 1)) for i in range(40)]
-    segments = [(64 * i, 60, (i * i) % 40, 64 * i) for i in range(PIECE // 64)]
+    segments = [(64 * i, 60, (i * i) % 40, 64 * i) for i in range(TILE // 64)]
     for first, numel, hyper, _ in segments:
         arrays.step(grad, all_hypers[hyper], first, first + numel)
-    addresses = piece.param.data_ptr(), piece.grad.data_ptr(), piece.record.data_ptr()
+    addresses = tile.param.data_ptr(), tile.grad.data_ptr(), tile.optim_state.data_ptr()
     updater.update([DeviceTask(*addresses, segments)], [native(h) for h in all_hypers])
-    assert piece.same(arrays)
+    assert tile.same(arrays)
 
 
 @pytest.mark.parametrize("special", [0.0, -0.0, 1e-45, 3e38, float("inf"), float("nan")])
@@ -52,19 +52,19 @@ def test_more_segments_and_hyper_parameters_than_a_launch_has() -> None:
 def test_special_values(dtype: str, special: float) -> None:
     kind = _native.UpdateKind(dtype, dtype)
     runtime = FakeRuntime()
-    arrays, piece = Arrays(kind, masters(PIECE)), Piece(runtime, kind)
-    grad = torch.full((PIECE,), special).to(TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
+    arrays, tile = Arrays(kind, masters(TILE)), Tile(runtime, kind)
+    grad = torch.full((TILE,), special).to(TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
     grad = grad.view({4: np.uint32, 2: np.uint16}[TORCH_DTYPES[dtype].itemsize])
-    piece.take(arrays, grad)
+    tile.take(arrays, grad)
     hyper = Hyper(lr=1e-2)
     arrays.step(grad, hyper)
-    addresses = piece.param.data_ptr(), piece.grad.data_ptr(), piece.record.data_ptr()
-    updater = DeviceUpdater(runtime, kind, PIECE)
-    updater.update([DeviceTask(*addresses, [(0, PIECE, 0, 0)])], [native(hyper)])
-    if special == special:  # a NaN's payload may differ
-        assert piece.same(arrays)
+    addresses = tile.param.data_ptr(), tile.grad.data_ptr(), tile.optim_state.data_ptr()
+    updater = DeviceUpdater(runtime, kind, TILE)
+    updater.update([DeviceTask(*addresses, [(0, TILE, 0, 0)])], [native(hyper)])
+    if special == special:  # a NaN's kind of state may differ
+        assert tile.same(arrays)
     else:
-        found = piece.param.view(TORCH_DTYPES[dtype]).isnan()
+        found = tile.param.view(TORCH_DTYPES[dtype]).isnan()
         assert bool(found.all())
 
 
@@ -77,13 +77,13 @@ def test_sums_of_squares(dtype: str, numels: list[int], many: bool) -> None:
     kind = _native.UpdateKind(dtype, dtype)
     arrays = [gradients(n, dtype, seed=i) for i, n in enumerate(numels)]
     expected = [_native.sum_of_squares(dtype, a.ctypes.data, len(a)) for a in arrays]
-    updater = DeviceUpdater(FakeRuntime(), kind, PIECE)
+    updater = DeviceUpdater(FakeRuntime(), kind, TILE)
     assert updater.sums_of_squares([(a.ctypes.data, len(a)) for a in arrays]) == expected
 
 
 def test_a_sum_that_is_not_finite() -> None:
     values = np.array([1.0, np.inf, 2.0], np.float32)
-    updater = DeviceUpdater(FakeRuntime(), _native.UpdateKind("fp32", "fp32"), PIECE)
+    updater = DeviceUpdater(FakeRuntime(), _native.UpdateKind("fp32", "fp32"), TILE)
     assert updater.sums_of_squares([(values.ctypes.data, 3)]) == [np.inf]
     assert updater.sums_of_squares([]) == []
 
@@ -94,7 +94,7 @@ def test_split_and_join(rule: str, state_dtype: str) -> None:
     kind = _native.UpdateKind("bf16", "bf16", rule, state_dtype)
     arrays = Arrays(kind, masters(1003))
     assert arrays.master is not None
-    updater = DeviceUpdater(FakeRuntime(), kind, PIECE)
+    updater = DeviceUpdater(FakeRuntime(), kind, TILE)
     source = torch.from_numpy(masters(1003))
     param, remainder = torch.zeros(2, 1003, dtype=torch.int16)
     carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype])

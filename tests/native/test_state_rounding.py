@@ -76,9 +76,9 @@ def test_special_values(isa: str, rule: str, dtype: str) -> None:
     for value in (np.inf, -np.inf, 0.0, 1.0, -2.0, 2.0**-133 * 4):
         wanted = np.full(numel, value, np.float32)
         assert equal_bits(exp_avg_of(wanted, kind), wanted)
-    payloads = np.random.default_rng(0).integers(0x7F800001, 1 << 31, numel, np.uint32)
-    payloads[:2] = 0x7F800001, 0x7FFFFFFF
-    for nans in (payloads, payloads | np.uint32(1 << 31)):
+    state_kinds = np.random.default_rng(0).integers(0x7F800001, 1 << 31, numel, np.uint32)
+    state_kinds[:2] = 0x7F800001, 0x7FFFFFFF
+    for nans in (state_kinds, state_kinds | np.uint32(1 << 31)):
         assert np.isnan(exp_avg_of(nans.view(np.float32), kind)).all()
     # Beyond the largest bf16 a value may become infinite; the largest itself may not.
     largest = np.full(numel, 0x7F7E0000, np.uint32).view(np.float32)

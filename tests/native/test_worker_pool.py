@@ -86,9 +86,9 @@ def test_workers_are_pinned_and_the_caller_is_not() -> None:
     _native.set_threads(4, CPUS)
     trained.step()
     assert workers_become(3)
-    pinned = [os.sched_getaffinity(worker) for worker in workers()]
-    assert sorted(map(min, pinned)) == sorted(CPUS[i % len(CPUS)] for i in range(3))
-    assert all(len(cpus) == 1 for cpus in pinned)
+    page_locked = [os.sched_getaffinity(worker) for worker in workers()]
+    assert sorted(map(min, page_locked)) == sorted(CPUS[i % len(CPUS)] for i in range(3))
+    assert all(len(cpus) == 1 for cpus in page_locked)
     _native.set_threads(4)
     assert _native.thread_cpus() is None
     trained.step()

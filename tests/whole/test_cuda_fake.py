@@ -88,7 +88,7 @@ def test_same_bits_as_cpu(
     assert engine.ledger.peak_bytes["device"] <= (engine.ledger.budget_bytes["device"] or 0)
     assert (engine.traffic.h2d > 0) == (engine.traffic.d2h > 0) == (not all(on_device))
     assert set(engine.ledger.in_use_bytes.values()) == {0}
-    assert runtime.pinned == {}
+    assert runtime.page_locked == {}
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -187,7 +187,7 @@ def test_a_device_that_is_full(runtime: FakeRuntime, tmp_path: Path) -> None:
 
 
 def test_ram_that_cannot_be_pinned_is_told_and_used(runtime: FakeRuntime, tmp_path: Path) -> None:
-    runtime.pinnable = False
+    runtime.page_lockable = False
     model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}, dtype="bf16"))
     assert [n for n in optimizer.engine.notes if "cannot be pinned" in n]
     run = train(model, optimizer, batches(6), 1, clip=1.0)
@@ -224,7 +224,9 @@ def test_what_compute_takes_beside_the_arenas(runtime: FakeRuntime, tmp_path: Pa
 def test_homes_and_slots_move_and_bits_are_the_same(
     runtime: FakeRuntime, dtype: str, policy: str, tmp_path: Path
 ) -> None:
-    """Between backward and step: gradients move, too, and records, which are not pinned."""
+    """Between backward and step: gradients move, too, and optimizer states, which are not
+    pinned.
+    """
     given = options(tmp_path, {"placement_policy": policy}, dtype=dtype)
     model, optimizer = build(**{**given, "device_memory": "2MiB", "host_memory": "16MiB"})
     engine = optimizer.engine
@@ -250,7 +252,7 @@ def test_homes_and_slots_move_and_bits_are_the_same(
     ledger = engine.ledger
     engine.close()
     assert set(ledger.in_use_bytes.values()) == {0}
-    assert runtime.pinned == {}
+    assert runtime.page_locked == {}
     assert runtime.taken == {}
 
 
@@ -303,7 +305,7 @@ def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
 
     monkeypatch.setattr(runtime, "synchronize", slowly)
     monkeypatch.setattr(CudaBackend, "settle", lambda _: None)  # which would do them all
-    cache = engine.banks[0].params._cache
+    cache = engine.chunk_groups[0].params._cache
     assert cache is not None
     cache.start(0)
     deadline_s = time.monotonic() + 30

@@ -77,8 +77,8 @@ def reference(dtype: str, accumulate: int) -> Run:
     return REFERENCES[key]
 
 
-def device_cache(engine: hetero.Engine, bank: int = 0) -> SlotCache:
-    cache = engine.banks[bank].params._cache
+def device_cache(engine: hetero.Engine, chunk_group: int = 0) -> SlotCache:
+    cache = engine.chunk_groups[chunk_group].params._cache
     assert cache is not None
     return cache
 
@@ -195,7 +195,7 @@ def test_gradients_under_way_are_charged_to_the_device(tmp_path: Path) -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     assert seen
-    assert 0 < max(seen) <= engine.placement.drain_bytes
+    assert 0 < max(seen) <= engine.placement.grad_offload_bytes
     assert engine.ledger.used(Tier.DEVICE, Account.GRAD_SLOT) == 0
     engine.close()
 
@@ -413,7 +413,7 @@ def test_an_assigned_gradient_may_be_changed_once_it_was_taken_in(tmp_path: Path
 
 
 class Blocks(nn.Module):
-    """Checkpointed blocks between batch norms, whose weights stay fp32: two banks."""
+    """Checkpointed blocks between batch norms, whose weights stay fp32: two chunk groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -491,8 +491,8 @@ def test_parameters_are_absent_unless_on_the_device(tmp_path: Path) -> None:
         on_device = engine.placement.param[m.chunk.id] is Tier.DEVICE
         assert engine.params.is_resident(m.chunk) == on_device
         assert bool(m.param.isnan().all()) == (not on_device)
-        payloads = (engine.placement.grad, engine.placement.record)
-        assert all((tiers[m.chunk.id] is Tier.DEVICE) == on_device for tiers in payloads)
+        state_kinds = (engine.placement.grad, engine.placement.optim_state)
+        assert all((tiers[m.chunk.id] is Tier.DEVICE) == on_device for tiers in state_kinds)
     engine.close()
 
 

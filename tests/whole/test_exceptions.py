@@ -74,7 +74,7 @@ def test_read_error_in_forward_and_then_on(tmp_path: Path) -> None:
         placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path), host_memory="400KiB"
     )
     tokens = batches(1)[0]
-    optimizer.engine.banks[0].disk.io.inject("read", 0, errno.EIO)
+    optimizer.engine.chunk_groups[0].disk.io.inject("read", 0, errno.EIO)
     with pytest.raises(OSError, match=r"read of \d+ bytes .*Input/output error"):
         model(input_ids=tokens)
     run = train(model, optimizer, batches(3), clip=1.0)

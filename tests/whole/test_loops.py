@@ -199,7 +199,7 @@ def test_interruption_after_an_update_leaves_no_old_values_in_use(net: Callable)
     for each in (model, expected):
         loss_of(each).backward()
     expected_optimizer.step()
-    with interrupt_in(optimizer.engine.banks[0].stepper, "run"):
+    with interrupt_in(optimizer.engine.chunk_groups[0].stepper, "run"):
         optimizer.step()
     with torch.no_grad():
         assert loss_of(model, 5) == loss_of(expected, 5)
@@ -220,7 +220,7 @@ def test_interruption_of_a_forward_is_unwound(net: Callable) -> None:
     loss_of(model).backward()
     optimizer.step()
     assert torch._C._len_torch_function_stack() == 0
-    assert optimizer.engine.params.leased_copies() == 0
+    assert optimizer.engine.params.pinned_copies() == 0
     optimizer.engine.close()
 
 

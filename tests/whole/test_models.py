@@ -149,7 +149,7 @@ def test_training_equals_plain_torch(
         assert bool(on_disk) == (options["placement_policy"] == "nvme")
 
         def step() -> None:
-            assert engine.params.leased_copies() == 0, "nothing is held after a backward"
+            assert engine.params.pinned_copies() == 0, "nothing is held after a backward"
             optimizer.step()
             optimizer.zero_grad()
 
@@ -187,7 +187,7 @@ def test_frozen_parameters_have_no_record_and_keep_their_values(tmp_path: Path) 
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
     frozen = [m for m in optimizer.engine.managed_params() if not m.chunk.trainable]
     assert [m.name for m in frozen] == ["base.weight", "base.bias"]
-    assert all(optimizer.engine.placement.record[m.chunk.id] is None for m in frozen)
+    assert all(optimizer.engine.placement.optim_state[m.chunk.id] is None for m in frozen)
     before = model.base.weight.clone()
     model(torch.randn(2, 64)).sum().backward()
     optimizer.step()

@@ -17,7 +17,7 @@ from tests.support.training.loops import batches, build, train
 
 @pytest.fixture
 def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Three; with units so small that a tiny model's payloads are cut many times."""
+    """Three; with units so small that a tiny model's kinds of state are cut many times."""
     monkeypatch.setattr(store, "UNIT_BYTES", 32768)
     made = [tmp_path / name for name in "abc"]
     for directory in made:
@@ -39,7 +39,7 @@ def test_same_bits_as_one_directory(
             host_memory="400KiB",  # so parameters wait on disk while they are made
             io_engine=io_engine,
         )
-        scratch = optimizer.engine.banks[0].disk.scratch
+        scratch = optimizer.engine.chunk_groups[0].disk.scratch
         assert len(scratch.members) == (3 if path is directories else 1)
         assert sum(member.nbytes for member in scratch.members) == scratch.nbytes
         assert all(member.nbytes > scratch.nbytes // 4 for member in scratch.members)
@@ -63,7 +63,7 @@ def test_measuring_is_no_traffic(
         engine = optimizer.engine
         assert ("(measured" in " ".join(engine.notes)) == (path is directories)
         traffic.append(engine.traffic)
-        assert (engine.banks[0].disk.io.stats["read_bytes"] > traffic[-1].disk_read) == (
+        assert (engine.chunk_groups[0].disk.io.stats["read_bytes"] > traffic[-1].disk_read) == (
             path is directories
         )
         engine.close()

@@ -146,10 +146,10 @@ class TestBytes:
             chosen = {"zero_stage": stage, "dtype": dtype}
             for found in pool.run(rank_training.traffic, chosen):
                 capacity, used = found["capacity"], found["used"]
-                param, record = (2, 10) if dtype == "bf16" else (4, 8)
+                param, optim_state = (2, 10) if dtype == "bf16" else (4, 8)
                 assert used["param"] == capacity * param // (n if stage == 3 else 1)
                 assert used["grad"] == capacity * param // (n if stage >= 2 else 1)
-                assert used["record"] == capacity * record // n
+                assert used["optim_state"] == capacity * optim_state // n
                 assert (used["gathered"] > 0) == (stage == 3)
 
 

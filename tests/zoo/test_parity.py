@@ -75,7 +75,8 @@ def settings_of(case: Case, policy: str, dtype: str, nvme_path: str) -> dict[str
     settings = {"placement_policy": policy, "nvme_path": nvme_path}
     settings["host_memory"] = least_host_memory(case, dtype, nvme_path)
     if policy == "auto":
-        # Bytes an element: of the parameter, and of its gradient and record if it is trained.
+        # Bytes an element: of the parameter, and of its gradient and optimizer state if it is
+        # trained.
         frozen, trained = {"fp32": (4, 20), "bf16": (2, 14)}[dtype]
         state_bytes = sum(
             p.numel() * (trained if p.requires_grad else frozen) for p in case.make().parameters()
@@ -101,9 +102,9 @@ def test_same_bits_as_plain_torch(
         assert torch.equal(buffer, plain.buffers[name]), name
     assert len(set(run.losses)) > 1, "training moved"
     placed = {
-        "cpu": lambda p: {Tier.DISK} & {*p.param, *p.grad, *p.record} == set(),
+        "cpu": lambda p: {Tier.DISK} & {*p.param, *p.grad, *p.optim_state} == set(),
         "nvme": lambda p: p.param.count(Tier.DISK) > len(p.param) / 2,
-        "auto": lambda p: Tier.DISK in (*p.param, *p.record),
+        "auto": lambda p: Tier.DISK in (*p.param, *p.optim_state),
     }
     assert placed[policy](run.placement)
 

@@ -224,8 +224,8 @@ class _Planned:
 
     @property
     def plans(self) -> list[Any]:
-        """One per bank, the main one first."""
-        return [self.planner.plan_of(b.layout, b.placement) for b in self.arrangement.banks]
+        """One per chunk group, the main one first."""
+        return [self.planner.plan_of(b.layout, b.placement) for b in self.arrangement.chunk_groups]
 
     def smallest(self) -> dict[str, int | None]:
         """Bytes of each budget that are just enough, the others being as they are."""
@@ -259,7 +259,7 @@ class _Planned:
             },
             "chunks": [
                 {"count": len(b.layout.chunks), "numel": b.layout.slot_numel}
-                for b in self.arrangement.banks
+                for b in self.arrangement.chunk_groups
             ],
         }
 
@@ -275,7 +275,7 @@ class _Planned:
             ranks += f" on {machine.nodes} machines"
         chunks = " and ".join(
             f"{len(b.layout.chunks)} chunks of {b.layout.slot_numel:,} elements"
-            for b in self.arrangement.banks
+            for b in self.arrangement.chunk_groups
         )
         return (
             f"{model}: {self.params:,} parameters in {chunks}, policy {self.policy}, {ranks}\n"

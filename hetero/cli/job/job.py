@@ -20,7 +20,7 @@ from hetero.cli.job.result import USUAL_STATE_BYTES_PER_PARAM, Placed, Setting
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.job.schedule import make_scheduler
 from hetero.planning.group_plans import arrange
-from hetero.planning.predict import Placed as PlacedBank
+from hetero.planning.predict import Placed as PlacedChunkGroup
 from hetero.planning.predict import predict
 from hetero.planning.trace import Work
 from offload.memory.tiers import Tier
@@ -84,12 +84,12 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
     engine = optimizer.engine
     notes = list(engine.notes)
-    predicted = predicted_step(options, config, engine.banks, ranks.count, notes)
+    predicted = predicted_step(options, config, engine.chunk_groups, ranks.count, notes)
 
     def placed() -> Placed:
         return Placed(
             policy_of(engine),
-            predicted_step(options, config, engine.banks, ranks.count, []),
+            predicted_step(options, config, engine.chunk_groups, ranks.count, []),
             [(change.step, change.words()) for change in engine.replanner.changes],
         )
 
@@ -133,21 +133,26 @@ def policy_of(engine: hetero.Engine) -> str:
     (main, *_) = engine.plans
     how = "by sizes" if main is None else f"by the profile {main.problem.profile.name}"
     found = []
-    for payload in ("param", "grad", "record"):
-        homes = [t for b in engine.banks for t in getattr(b.placement, payload) if t is not None]
+    for state_kind in ("param", "grad", "optim_state"):
+        homes = [
+            t
+            for b in engine.chunk_groups
+            for t in getattr(b.placement, state_kind)
+            if t is not None
+        ]
         counts = [
             f"{homes.count(tier)} in {where}"
             for tier, where in ((Tier.DEVICE, "DEVICE"), (Tier.HOST, "RAM"), (Tier.DISK, "NVMe"))
             if tier in homes
         ]
-        found.append(f"{payload.upper()} {', '.join(counts)}")
+        found.append(f"{state_kind.upper()} {', '.join(counts)}")
     return f"chosen {how}; chunks: {'; '.join(found)}"
 
 
 def predicted_step(
     options: TrainOptions,
     config: hetero.Config,
-    banks: Sequence[PlacedBank],
+    chunk_groups: Sequence[PlacedChunkGroup],
     ranks: int,
     notes: list[str],
 ) -> dict[str, Any] | None:
@@ -168,10 +173,10 @@ def predicted_step(
         if config.link_gbps is not None and config.device_bytes is not None:
             profile = profile.with_link(config.link_gbps * 1e9, config.device_bytes)
         made = predict(
-            banks,
+            chunk_groups,
             profile,
             work,
-            clipping=options.clip > 0,
+            grad_factors=options.clip > 0,
             prefetch=options.prefetch,
             early_updates=options.early_updates,
             late_updates=options.late_updates,

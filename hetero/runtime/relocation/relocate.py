@@ -1,4 +1,6 @@
-"""From placements to others: the banks of an engine go over together, on all ranks or on none."""
+"""From placements to others: the chunk groups of an engine go over together, on all ranks or on
+none.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class Relocation:
         self.moved: Routes = Counter()  # so far
 
     def go_over(self, placements: Sequence[Placement], wanted: Mapping[Tier, int]) -> None:
-        """Makes the banks what `placements` say; from then on budgets are as `wanted` says.
+        """Makes the chunk groups what `placements` say; from then on budgets are as `wanted` says.
 
         Raises as Engine.set_budget(); if nothing could be written, or something is in use, nothing
         is changed.
@@ -69,8 +71,8 @@ class Relocation:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
         engine.unfinished.finish_all()
         self._together(None)  # nobody asks for anything any more
-        for bank in engine.banks:
-            bank.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
+        for chunk_group in engine.chunk_groups:
+            chunk_group.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
         for tier, nbytes in wanted.items():
             old = before[tier]
             if old is not None and nbytes > old:
@@ -89,9 +91,9 @@ class Relocation:
         host_bytes = wanted.get(Tier.HOST, engine.ledger.budget_bytes[Tier.HOST.value] or 0)
         spare_bytes = host_bytes - sum(made.host_bytes for made in placements)
         ways = [
-            (bank, Migration(bank.movable, bank.placement, made))
-            for bank, made in zip(engine.banks, placements, strict=True)
-            if not same(bank.placement, made)
+            (chunk_group, Migration(chunk_group.movable, chunk_group.placement, made))
+            for chunk_group, made in zip(engine.chunk_groups, placements, strict=True)
+            if not same(chunk_group.placement, made)
         ]
         self._prepare([migration for _, migration in ways])
         failure: BaseException | None = None
@@ -99,15 +101,15 @@ class Relocation:
             migration.leave()
         if ways:
             engine.backend.trim()
-        for bank, migration in ways:
-            bank.placement, error = migration.arrive(spare_bytes)
+        for chunk_group, migration in ways:
+            chunk_group.placement, error = migration.arrive(spare_bytes)
             failure = failure or error
             self.moved += migration.moved_bytes
         for hooks in engine._model_hooks:
             hooks.cover(engine.model)
-        for bank in engine.banks:
-            bank.plan = engine.replanner.plan_of(bank)
-            engine.early.follow_homes(bank)
+        for chunk_group in engine.chunk_groups:
+            chunk_group.plan = engine.replanner.plan_of(chunk_group)
+            engine.early.follow_homes(chunk_group)
         for tier, nbytes in wanted.items():
             try:
                 engine.ledger.set_budget(tier, nbytes)

@@ -1,4 +1,4 @@
-"""Other placements for banks that exist: when an engine looks for one, and goes over to it.
+"""Other placements for chunk groups that exist: when an engine looks for one, and goes over to it.
 
 After the second step of a training, whose trace has seconds without what is done but once, after a
 new sequence of uses was seen twice, and when computing takes another time than it was planned with,
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetero.chunk_groups.chunk_group import Bank
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.movable import InUseError
 from hetero.planning.group_plans import Choose
 from hetero.planning.placement import Budgets, Placement, PlacementError, SlotBytes, place
@@ -43,7 +43,7 @@ _NO_LIMIT = (1 << 63) - 1  # bytes
 
 
 class Replanner:
-    """Chooses placements for an engine's banks anew and carries them out.
+    """Chooses placements for an engine's chunk groups anew and carries them out.
 
     Of several ranks all must do so.
     """
@@ -52,9 +52,9 @@ class Replanner:
         """Without a `planner` placements are chosen by sizes, as place() does."""
         self._engine = engine
         self._beside = BesideMemory(engine.ledger, engine.backend)
-        self.tracer = StepTracer(engine.model, engine.banks, self._beside)
+        self.tracer = StepTracer(engine.model, engine.chunk_groups, self._beside)
         self._planner = planner
-        self._first_banks = len(engine.banks)
+        self._first_chunk_groups = len(engine.chunk_groups)
         self._relocation = Relocation(engine)
         self.changes: list[Change] = []
         self._steps = 0
@@ -62,7 +62,9 @@ class Replanner:
         self._patience = _FIRST_LOOK  # steps until the look after that
         self._planned_with: Trace | None = None
         self._waiting = False  # homes were in use when they were to move
-        self._keeps_records = engine.config.host_memory is not None  # in RAM that the user gave
+        self._keeps_optim_states = (
+            engine.config.host_memory is not None
+        )  # in RAM that the user gave
         self.limits = self._make_limits()
 
     def _make_limits(self) -> dict[Tier, MemoryLimit]:
@@ -89,11 +91,11 @@ class Replanner:
         """What decides on a placement."""
         return self._planner or place
 
-    def plan_of(self, bank: Bank) -> Plan | None:
-        """The plan that the bank's placement came of, if there is a profile."""
+    def plan_of(self, chunk_group: ChunkGroup) -> Plan | None:
+        """The plan that the chunk group's placement came of, if there is a profile."""
         if self._planner is None:
             return None
-        return self._planner.plans(bank.layout, bank.placement)
+        return self._planner.plans(chunk_group.layout, chunk_group.placement)
 
     # When
 
@@ -119,8 +121,8 @@ class Replanner:
         seen = self.tracer.end_step()
         needed = {tier: self._needed_bytes(tier, seen) for tier in self.limits}
         self._beside.reset()
-        for bank in self._engine.banks:
-            bank.order.end_step()
+        for chunk_group in self._engine.chunk_groups:
+            chunk_group.order.end_step()
         self._steps += 1
         refusal = None
         for tier, limit in self.limits.items():
@@ -175,16 +177,16 @@ class Replanner:
         wanted = {tier: self._raised(limit) for tier, limit in self.limits.items()}
         planner.forget()
         budgets = self.budgets(wanted)
-        planner.traces = self._by_bank(trace)
+        planner.traces = self._by_chunk_group(trace)
         planner.traces = {
-            number: computing_alone(self._problem(bank, budgets), bank.placement)
-            for number, bank in enumerate(engine.banks)
+            number: computing_alone(self._problem(chunk_group, budgets), chunk_group.placement)
+            for number, chunk_group in enumerate(engine.chunk_groups)
         }
         placements = self.choose(budgets)
-        now = [self._as_placed(bank, budgets) for bank in engine.banks]
+        now = [self._as_placed(chunk_group, budgets) for chunk_group in engine.chunk_groups]
         plans = [
-            planner.plans(bank.layout, made)
-            for bank, made in zip(engine.banks, placements, strict=True)
+            planner.plans(chunk_group.layout, made)
+            for chunk_group, made in zip(engine.chunk_groups, placements, strict=True)
         ]
         before_s = sum(each.cost.seconds for each in now)
         after_s = sum(each.cost.seconds for each in plans if each is not None)
@@ -192,8 +194,8 @@ class Replanner:
         gains = agree(int(before_s - after_s > _LEAST_GAIN * before_s), min, "a gain")
         changed = gains and self._change(placements, wanted, "a traced step", before_s, after_s)
         if not changed:
-            for bank, plan in zip(engine.banks, now, strict=True):
-                bank.plan = plan
+            for chunk_group, plan in zip(engine.chunk_groups, now, strict=True):
+                chunk_group.plan = plan
         if engine.world.everyone is None:
             self._look_later()
 
@@ -210,11 +212,11 @@ class Replanner:
 
         Raises what a migration met that could not be undone, and PeerError.
         """
-        before = [bank.placement for bank in self._engine.banks]
+        before = [chunk_group.placement for chunk_group in self._engine.chunk_groups]
         try:
             self._go_over(placements, wanted, why, before_s, after_s)
         except (HeteroError, OSError) as error:
-            undone = before == [bank.placement for bank in self._engine.banks]
+            undone = before == [chunk_group.placement for chunk_group in self._engine.chunk_groups]
             if isinstance(error, PeerError) or not undone:
                 raise
             self._waiting = True  # for a user's tensor or graph, or for space; perhaps not for ever
@@ -242,24 +244,28 @@ class Replanner:
         routes = self._relocation.moved - moved
         self.changes.append(Change(self._steps, why, routes, before_s, after_s))
 
-    def _by_bank(self, trace: Trace) -> dict[int, Trace]:
-        """Each bank's uses, what stayed where compute is included, and its part of the seconds."""
-        layouts = [bank.layout for bank in self._engine.banks]
+    def _by_chunk_group(self, trace: Trace) -> dict[int, Trace]:
+        """Each chunk group's uses, what stayed where compute is included, and its part of the
+        seconds.
+        """
+        layouts = [chunk_group.layout for chunk_group in self._engine.chunk_groups]
         whole = completed(trace, layouts)
         numel = sum(layout.numel for layout in layouts)
-        return {n: whole.of_bank(n, layout.numel / numel) for n, layout in enumerate(layouts)}
+        return {
+            n: whole.of_chunk_group(n, layout.numel / numel) for n, layout in enumerate(layouts)
+        }
 
-    def _as_placed(self, bank: Bank, budgets: Budgets) -> Plan:
-        """What the bank's placement now is expected to take."""
-        return as_placed(self._problem(bank, budgets), bank.placement)
+    def _as_placed(self, chunk_group: ChunkGroup, budgets: Budgets) -> Plan:
+        """What the chunk group's placement now is expected to take."""
+        return as_placed(self._problem(chunk_group, budgets), chunk_group.placement)
 
-    def _problem(self, bank: Bank, budgets: Budgets) -> Problem:
+    def _problem(self, chunk_group: ChunkGroup, budgets: Budgets) -> Problem:
         assert self._planner is not None
-        banks = self._engine.banks
-        others = [each.placement for each in banks[banks.index(bank) + 1 :]]
+        chunk_groups = self._engine.chunk_groups
+        others = [each.placement for each in chunk_groups[chunk_groups.index(chunk_group) + 1 :]]
         return self._planner.problem(
-            bank.layout,
-            bank.dtypes,
+            chunk_group.layout,
+            chunk_group.dtypes,
             self._engine.config.placement_policy,
             replace(
                 budgets,
@@ -267,8 +273,8 @@ class Replanner:
                 taken_disk=sum(made.disk_bytes for made in others),
                 taken_device=sum(made.device_bytes for made in others),
             ),
-            bank.min_gathered_slots,
-            bank.held,
+            chunk_group.min_gathered_slots,
+            chunk_group.held,
         )
 
     # What a process, and a device, hold altogether
@@ -325,7 +331,7 @@ class Replanner:
             return
         wanted = {Tier.DEVICE: self._raised(limit)}
         placements = self.choose(self.budgets(wanted))
-        now = [bank.placement for bank in self._engine.banks]
+        now = [chunk_group.placement for chunk_group in self._engine.chunk_groups]
         if not all(map(same, now, placements)):
             left = format_bytes(limit.peak_bytes)
             self._change(placements, wanted, f"a step needs {left} of the device beside the state")
@@ -336,32 +342,36 @@ class Replanner:
         """The engine's, but for those that are `wanted`."""
         engine = self._engine
         limits = {tier: engine.ledger.budget_bytes[tier.value] for tier in Tier} | dict(wanted)
-        later = sum(bank.placement.host_bytes for bank in engine.banks[self._first_banks :])
+        later = sum(
+            chunk_group.placement.host_bytes
+            for chunk_group in engine.chunk_groups[self._first_chunk_groups :]
+        )
         device = limits[Tier.DEVICE]
         return Budgets(
             host=limits[Tier.HOST] or 0,
             disk=limits[Tier.DISK] or 0,
             gathered=None if engine.backend.separate else device,
             device=device if engine.backend.separate else None,
-            keep_records=self._keeps_records,
+            keep_optim_states=self._keeps_optim_states,
             reserved_host=max(0, engine.config.reserve_bytes - later),
             under_construction=False,
         )
 
     def choose(self, budgets: Budgets) -> list[Placement]:
-        """A placement for each bank, as plan_banks() does: the last first, the first gets the rest.
+        """A placement for each chunk group, as plan_banks() does: the last first, the first gets
+        the rest.
 
         Raises PlacementError.
         """
-        banks = self._engine.banks
+        chunk_groups = self._engine.chunk_groups
         for thrifty in (False, True):
             taken = budgets
             made: list[Placement] = []
             try:
-                for number in reversed(range(len(banks))):
-                    bank = banks[number]
-                    made.append(self._choose_for(bank, taken, thrifty and number > 0))
-                    slot = SlotBytes.of(bank.layout, bank.dtypes)
+                for number in reversed(range(len(chunk_groups))):
+                    chunk_group = chunk_groups[number]
+                    made.append(self._choose_for(chunk_group, taken, thrifty and number > 0))
+                    slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
                     gathered = made[-1].gathered_slots * slot.gathered
                     taken = replace(
                         taken,
@@ -371,21 +381,21 @@ class Replanner:
                         taken_device=taken.taken_device + made[-1].device_bytes,
                     )
             except PlacementError:
-                if thrifty or len(banks) == 1:
+                if thrifty or len(chunk_groups) == 1:
                     raise
             else:
                 return made[::-1]
         raise AssertionError("unreachable")
 
-    def _choose_for(self, bank: Bank, budgets: Budgets, smallest: bool) -> Placement:
+    def _choose_for(self, chunk_group: ChunkGroup, budgets: Budgets, smallest: bool) -> Placement:
         def placed(budgets: Budgets) -> Placement:
             return self.chooser(
-                bank.layout,
-                bank.dtypes,
+                chunk_group.layout,
+                chunk_group.dtypes,
                 self._engine.config.placement_policy,
                 budgets,
-                bank.min_gathered_slots,
-                bank.held,
+                chunk_group.min_gathered_slots,
+                chunk_group.held,
             )
 
         if not smallest:
@@ -413,7 +423,7 @@ class Replanner:
         wanted = {t: engine.world.agree(nbytes, min, "a budget") for t, nbytes in wanted.items()}
         budgets = self.budgets(wanted)
         if Tier.HOST in wanted:
-            budgets = replace(budgets, keep_records=True)
+            budgets = replace(budgets, keep_optim_states=True)
         try:
             placements = self.choose(budgets)
         except PlacementError as refusal:
@@ -421,7 +431,7 @@ class Replanner:
             raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
         words = [f"{t.value}_memory={format_bytes(nbytes)}" for t, nbytes in wanted.items()]
         self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
-        self._keeps_records = budgets.keep_records
+        self._keeps_optim_states = budgets.keep_optim_states
         # The user has decided: it is lowered if it must be, and not raised.
         for tier, limit in self.limits.items():
             if tier in wanted:
@@ -430,14 +440,14 @@ class Replanner:
 
 
 def _encoded(trace: Trace) -> bytes:
-    uses = [(use.bank, use.chunk, use.phase.value) for use in trace.uses]
+    uses = [(use.chunk_group, use.chunk, use.phase.value) for use in trace.uses]
     return json.dumps([uses, trace.micro_batches, trace.forward_s, trace.backward_s]).encode()
 
 
 def _decoded(content: bytes) -> Trace:
     uses, micro_batches, forward_s, backward_s = json.loads(content)
     return Trace(
-        tuple(Use(bank, chunk, Phase(phase)) for bank, chunk, phase in uses),
+        tuple(Use(chunk_group, chunk, Phase(phase)) for chunk_group, chunk, phase in uses),
         micro_batches,
         forward_s,
         backward_s,

@@ -1,4 +1,4 @@
-"""Where the parameters of a bank point while homes move."""
+"""Where the parameters of a chunk group point while homes move."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hetero.state.managed_param import ManagedParam
 class Seats:
     """Parameters whose home is where compute happens are views of it, the others are absent."""
 
-    def __init__(self, bank: Movable) -> None:
-        self._params = bank.params
+    def __init__(self, chunk_group: Movable) -> None:
+        self._params = chunk_group.params
         self._unseated: dict[int, Chunk] = {}  # made absent, to see who else looks
-        # Not those that another bank has by now: they do not point here any more.
-        self._members: dict[int, list[ManagedParam]] = {c.id: [] for c in bank.layout.chunks}
-        for managed in bank.members:
+        # Not those that another chunk group has by now: they do not point here any more.
+        self._members: dict[int, list[ManagedParam]] = {c.id: [] for c in chunk_group.layout.chunks}
+        for managed in chunk_group.members:
             if not managed.replaced:
                 self._members[managed.chunk.id].append(managed)
 

@@ -1,4 +1,4 @@
-"""Several banks: parameters kept in fp32, unfrozen, and added later, beside plain PyTorch."""
+"""Several chunk groups: parameters kept in fp32, unfrozen, added later, beside plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 import hetero
 from tests.support.ranks.processes import RankPool
-from tests.support.training import chunk_group_training as bank_training
+from tests.support.training import chunk_group_training as chunk_group_training
 from tests.support.training.chunk_group_training import (
     SCRIPTS,
     Mixed,
@@ -38,12 +38,18 @@ def settings_of(place: str, script: str, dtype: str, path: Path) -> dict[str, An
         return settings | {"placement_policy": "cpu"}
     settings |= {"placement_policy": "nvme", "nvme_path": str(path)}
     if place == "late-on-disk":
-        more = {"keep_fp32": bank_training.KEPT} if bank_training.is_mixed(script) else {}
+        more = (
+            {"keep_fp32": chunk_group_training.KEPT}
+            if chunk_group_training.is_mixed(script)
+            else {}
+        )
         with hetero.ZeroInitContext(host_memory="8MiB", **settings, **more):
             model = build(script)
         given = [p for p in model.parameters() if p.requires_grad or script != "add-frozen"]
         _, optimizer = hetero.initialize(model, hetero.HybridAdam(given))
-        need = sum(bank.placement.host_bytes for bank in optimizer.engine.banks)
+        need = sum(
+            chunk_group.placement.host_bytes for chunk_group in optimizer.engine.chunk_groups
+        )
         optimizer.engine.close()
         settings["host_memory"] = need + (160 << 10)
     return settings
@@ -67,9 +73,9 @@ def test_same_bits_as_plain_torch(
     run = train(0, 1, script, settings)
     (expected,) = train_plain(script, dtype)
     assert_same(run, expected)
-    mixed = bank_training.is_mixed(script) and dtype != "fp32"
+    mixed = chunk_group_training.is_mixed(script) and dtype != "fp32"
     changes = script != "mixed"
-    assert run.banks == 1 + mixed + changes + (script == "unfreeze-mixed" and mixed)
+    assert run.chunk_groups == 1 + mixed + changes + (script == "unfreeze-mixed" and mixed)
     if place != "cpu":
         assert run.on_disk
         assert run.peak <= settings.get("host_memory", run.peak)
@@ -89,7 +95,7 @@ def test_two_ranks_are_the_mean_of_two(
         options |= {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
     else:
         options["placement_policy"] = "cpu"
-    found = ranks2.run(bank_training.train, script, options)
+    found = ranks2.run(chunk_group_training.train, script, options)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as ranks have, or sums are taken in another order
     try:
@@ -104,12 +110,13 @@ def test_two_ranks_are_the_mean_of_two(
 
 
 def test_ranks_whose_gradients_are_in_different_banks(ranks2: RankPool) -> None:
-    """A rank may have none in a bank in which the other has some; stages agree in every bit."""
+    """A rank may have none in a chunk group in which another has some; stages agree bit for bit."""
     runs = [
         found
         for stage in (1, 2, 3)
         for found in ranks2.run(
-            bank_training.uneven, {"zero_stage": stage, "grad_dtype": "fp32", "chunk_numel": 8192}
+            chunk_group_training.uneven,
+            {"zero_stage": stage, "grad_dtype": "fp32", "chunk_numel": 8192},
         )
     ]
     for run in runs[1:]:
@@ -118,7 +125,7 @@ def test_ranks_whose_gradients_are_in_different_banks(ranks2: RankPool) -> None:
 
 @pytest.mark.parametrize("how", ["order", "fewer"])
 def test_ranks_that_add_different_parameters(ranks2: RankPool, how: str) -> None:
-    for error in ranks2.run(bank_training.disagree, how):
+    for error in ranks2.run(chunk_group_training.disagree, how):
         assert re.search(r"1 groups: .*differ between ranks: number \d is .* on rank \d", error)
 
 
@@ -144,16 +151,16 @@ def test_dtypes_of_kept_parameters() -> None:
     kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
     assert kept == {"norm.weight", "norm.bias"}
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
-    fp32 = optimizer.engine.banks[1].dtypes
-    assert (fp32.grad, fp32.master_bytes, fp32.record_bytes) == ("fp32", 0, 8)
+    fp32 = optimizer.engine.chunk_groups[1].dtypes
+    assert (fp32.grad, fp32.master_bytes, fp32.optim_state_bytes) == ("fp32", 0, 8)
     # Not much more than it has.
-    assert optimizer.engine.banks[1].layout.slot_numel == 4096
+    assert optimizer.engine.chunk_groups[1].layout.slot_numel == 4096
     optimizer.engine.close()
 
 
 def test_all_kept_is_a_model_in_fp32() -> None:
     model, optimizer = managed(Mixed(), keep_fp32=["*"])
-    assert len(optimizer.engine.banks) == 1
+    assert len(optimizer.engine.chunk_groups) == 1
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model(torch.ones(1, 64)).dtype is torch.float32
     optimizer.engine.close()
@@ -164,8 +171,8 @@ def test_torch_clipping_and_masters_over_both_banks() -> None:
     both = []
     for clip in (torch.nn.utils.clip_grad_norm_, hetero.clip_grad_norm_):
         model = build("mixed")
-        model, optimizer = managed(model, keep_fp32=bank_training.KEPT)
-        bank_training.loss_of(model, bank_training.inputs(0, 0)).backward()
+        model, optimizer = managed(model, keep_fp32=chunk_group_training.KEPT)
+        chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)).backward()
         norm = clip(model.parameters(), 1e-3)
         optimizer.step()
         both.append((norm, hetero.masters(model.parameters())))
@@ -177,9 +184,9 @@ def test_torch_clipping_and_masters_over_both_banks() -> None:
 
 @pytest.mark.parametrize("bad", ["norm.weight", "last.weight"])
 def test_an_overflow_in_either_bank_skips_the_step_of_both(bad: str) -> None:
-    model, optimizer = managed(build("mixed"), dtype="fp16", keep_fp32=bank_training.KEPT)
+    model, optimizer = managed(build("mixed"), dtype="fp16", keep_fp32=chunk_group_training.KEPT)
     before = hetero.masters(model.parameters())
-    optimizer.backward(bank_training.loss_of(model, bank_training.inputs(0, 0)))
+    optimizer.backward(chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)))
     param = dict(model.named_parameters())[bad]
     param.grad = torch.full_like(param, float("inf"))
     optimizer.step()
@@ -189,10 +196,10 @@ def test_an_overflow_in_either_bank_skips_the_step_of_both(bad: str) -> None:
 
 
 def test_states_go_from_one_run_to_another() -> None:
-    saver, saving = managed(build("mixed"), keep_fp32=bank_training.KEPT)
-    bank_training.loss_of(saver, bank_training.inputs(0, 0)).backward()
+    saver, saving = managed(build("mixed"), keep_fp32=chunk_group_training.KEPT)
+    chunk_group_training.loss_of(saver, chunk_group_training.inputs(0, 0)).backward()
     saving.step()
-    loader, loading = managed(Mixed(), keep_fp32=bank_training.KEPT)
+    loader, loading = managed(Mixed(), keep_fp32=chunk_group_training.KEPT)
     loader.load_state_dict(saver.state_dict())
     loading.load_state_dict(saving.state_dict())
     masters = [hetero.masters(m.parameters()) for m in (saver, loader)]
@@ -211,13 +218,13 @@ def smallest(policy: dict[str, Any], host_memory: int) -> int:
 
 @pytest.mark.parametrize("policy", ["cpu", "nvme", "auto"])
 def test_the_smallest_budget_is_that_of_all_banks(policy: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"placement_policy": policy, "keep_fp32": bank_training.KEPT}
+    options: dict[str, Any] = {"placement_policy": policy, "keep_fp32": chunk_group_training.KEPT}
     if policy != "cpu":
         options["nvme_path"] = str(tmp_path)
     least = smallest(options, 70_000)
     assert smallest(options, least - 1) == least
     model, optimizer = managed(build("mixed"), **options, host_memory=least)
-    bank_training.loss_of(model, bank_training.inputs(0, 0)).backward()
+    chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)).backward()
     optimizer.step()
     assert optimizer.engine.ledger.peak_bytes["host"] <= least
     optimizer.engine.close()
@@ -234,19 +241,19 @@ def test_unfreezing_beyond_the_budget_changes_nothing() -> None:
     optimizer.engine.close()
     model, optimizer = managed(build("unfreeze"), **options, host_memory=need + 4096)
     engine = optimizer.engine
-    x = bank_training.inputs(0, 0)
-    bank_training.loss_of(model, x).backward()
+    x = chunk_group_training.inputs(0, 0)
+    chunk_group_training.loss_of(model, x).backward()
     optimizer.step()
     optimizer.zero_grad()
     masters, in_use = hetero.masters(model.parameters()), engine.ledger.in_use_bytes
     model.first.requires_grad_(True)
     with pytest.raises(hetero.BudgetError, match=r"other parameters .*smallest that works is"):
         model(x)
-    assert len(engine.banks) == 1
+    assert len(engine.chunk_groups) == 1
     assert engine.ledger.in_use_bytes == in_use
     assert all(map(torch.equal, masters, hetero.masters(model.parameters())))
     model.first.requires_grad_(False)
-    bank_training.loss_of(model, x).backward()
+    chunk_group_training.loss_of(model, x).backward()
     optimizer.step()
     optimizer.engine.close()
 
@@ -270,7 +277,7 @@ def test_unfreezing_is_noticed_at_a_step_too() -> None:
     before = model.first.weight.detach().clone()
     optimizer.step()
     assert not torch.equal(before, hetero.masters(model.first.weight)[0])
-    assert len(optimizer.engine.banks) == 2
+    assert len(optimizer.engine.chunk_groups) == 2
     optimizer.engine.close()
 
 
@@ -282,17 +289,17 @@ def test_evaluation_and_gathered_leave_frozen_parameters_where_they_are(tmp_path
     engine = optimizer.engine
     model.first.requires_grad_(True)
     with torch.no_grad():
-        model(bank_training.inputs(0, 0))
+        model(chunk_group_training.inputs(0, 0))
     with hetero.gathered(model.first.weight, modifier_rank=0):
-        model(bank_training.inputs(0, 0))
-    assert engine.find(model.first.weight).chunk.bank == 0
+        model(chunk_group_training.inputs(0, 0))
+    assert engine.find(model.first.weight).chunk.chunk_group == 0
     engine.close()
 
 
 def test_loading_states_of_what_was_unfrozen() -> None:
     saver, saving = managed(build("unfreeze"))
     saver.first.requires_grad_(True)
-    bank_training.loss_of(saver, bank_training.inputs(0, 0)).backward()
+    chunk_group_training.loss_of(saver, chunk_group_training.inputs(0, 0)).backward()
     saving.step()
     loader, loading = managed(build("unfreeze"))
     loader.first.requires_grad_(True)
@@ -308,10 +315,10 @@ def test_a_refused_context_frees_its_file_at_once(tmp_path: Path) -> None:
         placement_policy="nvme", nvme_path=str(tmp_path), host_memory=200_000
     ) as context:
         model = nn.ModuleList([nn.Linear(128, 128) for _ in range(8)])
-    stage = weakref.ref(context.stage)
+    construction = weakref.ref(context.construction)
     gc.disable()
     try:
         del context, model
-        assert stage() is None
+        assert construction() is None
     finally:
         gc.enable()

@@ -35,20 +35,20 @@ def test_elements_are_numbered_in_the_models_order(
         key: int,
         param: Location,
         grad: Location,
-        record: Location,
+        optim_state: Location,
         segments: list[tuple[int, int, int, int]],
         due: int,
     ) -> object:
         made.append((key, segments))
-        return true_task(key, param, grad, record, segments, due)
+        return true_task(key, param, grad, optim_state, segments, due)
 
     made: list[tuple[int, list[tuple[int, int, int, int]]]] = []
     monkeypatch.setattr(steps, "StepTask", task)
     engine = optimizer.engine
     slots = [
-        engine.params.flat(chunk)[piece * chunk_numel :][:chunk_numel].clone()
+        engine.params.flat(chunk)[tile * chunk_numel :][:chunk_numel].clone()
         for chunk in engine.layout.chunks
-        for piece in range(chunk.slots)
+        for tile in range(chunk.slots)
     ]
     optimizer.backward(model())
     optimizer.step()

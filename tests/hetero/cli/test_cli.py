@@ -110,7 +110,12 @@ def test_table_on_stdout_and_a_new_run_folder(
 def test_the_last_two_steps_as_a_picture_and_a_trace(
     train: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory = ("--host-memory", "800KiB", "--chunk-numel", "8192")  # so that records are on disk
+    memory = (
+        "--host-memory",
+        "800KiB",
+        "--chunk-numel",
+        "8192",
+    )  # so that optimizer states are on disk
     arguments = (*memory, "--run-dir", "run", "--timeline", "run/steps.svg")
     assert train("--json", *arguments, "--accumulate", "2") == 0
     summary = json.loads(capsys.readouterr().out)

@@ -41,7 +41,7 @@ def layouts(draw) -> Layout:
 def total_bytes(layout: Layout, dtypes: Dtypes) -> int:
     slot = SlotBytes.of(layout, dtypes)
     trained = sum(c.slots for c in layout.chunks if c.trainable)
-    return layout.slot_count * slot.param + trained * (slot.grad + slot.record)
+    return layout.slot_count * slot.param + trained * (slot.grad + slot.optim_state)
 
 
 @st.composite
@@ -55,17 +55,17 @@ def problems(draw):
         host=draw(within),
         disk=draw(st.sampled_from([0, AMPLE, AMPLE]) | within),
         gathered=draw(st.none() | st.none() | within),
-        keep_records=draw(st.booleans()),
+        keep_optim_states=draw(st.booleans()),
     )
     return layout, d, draw(policies), budgets, longest + draw(st.integers(0, 5))
 
 
 def homed_bytes(layout: Layout, d: Dtypes, p: Placement, tier: Tier) -> int:
     slot = SlotBytes.of(layout, d)
-    payloads = ((p.param, slot.param), (p.grad, slot.grad), (p.record, slot.record))
+    state_kinds = ((p.param, slot.param), (p.grad, slot.grad), (p.optim_state, slot.optim_state))
     return sum(
         chunk.slots * nbytes
-        for homes, nbytes in payloads
+        for homes, nbytes in state_kinds
         for chunk in layout.chunks
         if homes[chunk.id] is tier
     )
@@ -90,7 +90,7 @@ def construction_peak(layout: Layout, d: Dtypes, disk: int) -> int:
     held = peak = sum(s.param.numel * 4 for c in layout.chunks for s in c.slices)
     for chunk in layout.chunks:
         held += chunk.slots * slot.param
-        held += chunk.slots * slot.record if chunk.trainable else 0
+        held += chunk.slots * slot.optim_state if chunk.trainable else 0
         peak = max(peak, held)
         held -= sum(s.param.numel * 4 for s in chunk.slices)
     return peak
@@ -123,28 +123,28 @@ def test_homes_and_pools_follow_the_policy(problem):
     except BudgetError:
         return
     n = len(layout.chunks)
-    assert len(p.param) == len(p.grad) == len(p.record) == n
+    assert len(p.param) == len(p.grad) == len(p.optim_state) == n
     for chunk in layout.chunks:
-        homes = {p.grad[chunk.id], p.record[chunk.id]}
+        homes = {p.grad[chunk.id], p.optim_state[chunk.id]}
         assert (homes == {None}) is (not chunk.trainable)
         assert homes <= {None, Tier.HOST, Tier.DISK}
         assert p.param[chunk.id] in (Tier.HOST, Tier.DISK)
     if policy == "cpu":
         assert p.disk_bytes == 0
     if policy == "nvme":
-        assert Tier.HOST not in p.record
+        assert Tier.HOST not in p.optim_state
     # Pools are there exactly for what needs them, and large enough for any one chunk.
     assert (p.gathered_slots > 0) is (Tier.DISK in p.param)
     assert p.gathered_slots in (0, *range(min_gathered, min_gathered + 3))
     assert (p.grad_slots > 0) is (Tier.DISK in p.grad)
     if p.grad_slots:
         assert p.grad_slots >= max(c.slots for c in layout.chunks if c.trainable)
-    steps_from_file = Tier.DISK in p.grad or Tier.DISK in p.record or p.trained_param_on_disk
+    steps_from_file = Tier.DISK in p.grad or Tier.DISK in p.optim_state or p.trained_param_on_disk
     assert (p.buffers > 0) is steps_from_file
     assert p.trained_param_on_disk is any(
         p.param[c.id] is Tier.DISK for c in layout.chunks if c.trainable
     )
-    if not budgets.keep_records:
+    if not budgets.keep_optim_states:
         assert p.buffers <= 4
 
 
@@ -263,8 +263,8 @@ def test_more_host_memory_goes_to_homes_up_to_the_pools_and_a_chunk(problem, mor
     now = place(layout, d, policy, larger, min_gathered)
     pools = max(0, pool_bytes(layout, d, now) - pool_bytes(layout, d, less))
     slot = SlotBytes.of(layout, d)
-    payload = max(slot.param, slot.grad, slot.record if policy == "auto" else 0)
-    one_chunk = max(c.slots for c in layout.chunks) * payload
+    state_kind = max(slot.param, slot.grad, slot.optim_state if policy == "auto" else 0)
+    one_chunk = max(c.slots for c in layout.chunks) * state_kind
     assert now.disk_bytes <= less.disk_bytes + pools + one_chunk
 
 
@@ -328,7 +328,7 @@ def test_buffers_of_the_link_are_in_ram():
     assert link_bytes(large, dtypes) == 2 * (4 << 20)
     for policy in ("auto", "cuda"):
         p = place(layout, dtypes, policy, Budgets(AMPLE, 0, device=AMPLE), 1)
-        assert set(p.record) == {Tier.DEVICE}
+        assert set(p.optim_state) == {Tier.DEVICE}
         assert p.pool_bytes == link_bytes(layout, dtypes)
     with_device = place(layout, dtypes, "cpu", Budgets(AMPLE, 0, device=AMPLE), 1)
     without = place(layout, dtypes, "cpu", Budgets(AMPLE, 0), 1)
@@ -336,7 +336,7 @@ def test_buffers_of_the_link_are_in_ram():
 
 
 class TestKeptRecords:
-    """RAM that is left keeps records between steps, in more buffers."""
+    """RAM that is left keeps optimizer states between steps, in more buffers."""
 
     LAYOUT = pack([ParamSpec(i, f"p{i}", SLOT, True) for i in range(10)], SLOT)
     BF16 = Dtypes("bf16", "bf16")
@@ -349,15 +349,15 @@ class TestKeptRecords:
         assert p.buffers == min(10, 4 + spare)
 
     def test_only_where_they_are_wanted(self):
-        p = place(self.LAYOUT, self.BF16, "nvme", Budgets(AMPLE, AMPLE, keep_records=False), 1)
+        p = place(self.LAYOUT, self.BF16, "nvme", Budgets(AMPLE, AMPLE, keep_optim_states=False), 1)
         assert p.buffers == 4
 
 
-# Leases in the worst places.
+# Pins in the worst places.
 
 
 def always_finds_room(slots: int, runs: tuple[int, ...]) -> bool:
-    """Whether the runs, leased one after the other wherever they fit, never leave one out."""
+    """Whether the runs, pinned one after the other wherever they fit, never leave one out."""
 
     def fits(taken: frozenset[int], run: int) -> list[frozenset[int]]:
         windows = (frozenset(range(s, s + run)) for s in range(slots - run + 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero.cli.main import main
-from hetero.planning.group_plans import BankPlan
+from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets, place
 from hetero.planning.predict import Computing, computing_alone, predict
 from hetero.planning.step_cost import CostModel
@@ -21,16 +21,16 @@ RATES = {"bf16": 1e9, "fp16": 1e9, "fp32": 1e9}
 WORK = Work(tokens=10, micro_batches=1)
 
 
-def bank(*numels: int, disk: bool = False) -> BankPlan:
+def chunk_group(*numels: int, disk: bool = False) -> ChunkGroupPlan:
     layout = layout_of(*numels)
     policy = "nvme" if disk else "cpu"
-    made = place(layout, BF16, policy, Budgets(AMPLE, AMPLE, keep_records=False), 1)
-    return BankPlan(BF16, layout, made, held=False)
+    made = place(layout, BF16, policy, Budgets(AMPLE, AMPLE, keep_optim_states=False), 1)
+    return ChunkGroupPlan(BF16, layout, made, held=False)
 
 
 def test_computing_is_shared_out_over_banks_by_their_elements() -> None:
-    banks = [bank(3 * SLOT, 3 * SLOT), bank(2 * SLOT)]
-    made = predict(banks, make_profile(), WORK, Computing(8.0, 16.0))
+    chunk_groups = [chunk_group(3 * SLOT, 3 * SLOT), chunk_group(2 * SLOT)]
+    made = predict(chunk_groups, make_profile(), WORK, Computing(8.0, 16.0))
     assert made.phases_s["forward"] == pytest.approx(8)
     assert made.phases_s["backward"] == pytest.approx(16)
     assert made.costs[1].phases[0].seconds == pytest.approx(2)
@@ -41,9 +41,9 @@ def test_computing_is_shared_out_over_banks_by_their_elements() -> None:
 
 
 def test_clipping_reads_the_gradients_once_more() -> None:
-    banks = [bank(SLOT, SLOT)]
-    without = predict(banks, make_profile(), WORK)
-    clipped = predict(banks, make_profile(), WORK, clipping=True)
+    chunk_groups = [chunk_group(SLOT, SLOT)]
+    without = predict(chunk_groups, make_profile(), WORK)
+    clipped = predict(chunk_groups, make_profile(), WORK, grad_factors=True)
     assert clipped.step_s - without.step_s == pytest.approx(2 * SLOT * 2 / 20)
     assert not without.measured_computing
 
@@ -71,9 +71,9 @@ def test_a_profile_without_a_disk_cannot_tell_about_one() -> None:
         nvme_mixed_bytes_per_s=None,
         nvme_bytes=None,
     )
-    predict([bank(SLOT)], diskless, WORK)
+    predict([chunk_group(SLOT)], diskless, WORK)
     with pytest.raises(ValueError, match="says nothing about NVMe"):
-        predict([bank(SLOT, disk=True)], diskless, WORK)
+        predict([chunk_group(SLOT, disk=True)], diskless, WORK)
 
 
 class TestTrain:

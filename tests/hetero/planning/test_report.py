@@ -71,7 +71,9 @@ def test_several_banks_are_added():
     made = planned()
     both = as_dict([made, made])
     assert both["step_s"] == 2 * made.cost.seconds
-    assert both["bytes"]["disk"]["RECORD"] == 2 * as_dict([made])["bytes"]["disk"]["RECORD"]
+    assert (
+        both["bytes"]["disk"]["OPTIM_STATE"] == 2 * as_dict([made])["bytes"]["disk"]["OPTIM_STATE"]
+    )
     assert "step" in explain([made, made])
 
 

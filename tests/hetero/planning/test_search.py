@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetero.chunk_groups.update_tasks import STREAMING
 from hetero.chunks.layout import Shard
 from hetero.planning.placement import (
-    COMFORTS,
+    HEADROOMS,
     Budgets,
     Maker,
     Placement,
@@ -88,21 +88,21 @@ def test_a_plan_fits_and_names_every_chunk_once(problem):
     assert p.disk_bytes <= budgets.disk
     homed = dict.fromkeys(Tier, 0)
     for chunk in problem.layout.chunks:
-        homes = {p.param[chunk.id], p.grad[chunk.id], p.record[chunk.id]} - {None}
-        # With one payload on DEVICE all are, or it could not be updated there.
+        homes = {p.param[chunk.id], p.grad[chunk.id], p.optim_state[chunk.id]} - {None}
+        # With one kind of state on DEVICE all are, or it could not be updated there.
         assert Tier.DEVICE not in homes or homes == {Tier.DEVICE}
-        assert (p.record[chunk.id] is None) is (not chunk.trainable)
+        assert (p.optim_state[chunk.id] is None) is (not chunk.trainable)
         for tier, nbytes in (
             (p.param[chunk.id], slot.param),
             (p.grad[chunk.id], slot.grad),
-            (p.record[chunk.id], slot.record),
+            (p.optim_state[chunk.id], slot.optim_state),
         ):
             if tier is not None:
                 homed[tier] += chunk.slots * nbytes
     assert p.disk_bytes == homed[Tier.DISK]
     if problem.profile.separate:
         assert p.device_bytes <= budgets.device
-        pools = p.gathered_slots * slot.gathered + p.drain_bytes
+        pools = p.gathered_slots * slot.gathered + p.grad_offload_bytes
         assert p.device_bytes == homed[Tier.DEVICE] + pools
         shard = problem.layout.shard
         elsewhere = shard.ranks > 1 and shard.params
@@ -113,7 +113,7 @@ def test_a_plan_fits_and_names_every_chunk_once(problem):
         assert homed[Tier.DEVICE] == p.device_bytes == 0
     trained = {c.id for c in problem.layout.chunks if c.trainable}
     assert sorted(made.host_updates + made.device_updates) == sorted(trained)
-    assert {c for c in trained if p.record[c] is Tier.DEVICE} == set(made.device_updates)
+    assert {c for c in trained if p.optim_state[c] is Tier.DEVICE} == set(made.device_updates)
 
 
 def every_placement(problem: Problem) -> list[Placement]:
@@ -126,12 +126,12 @@ def every_placement(problem: Problem) -> list[Placement]:
     both = (Tier.HOST, Tier.DISK)
     for homes in itertools.product(itertools.product(both, repeat=n), repeat=3):
         counts = [each.count(Tier.HOST) for each in homes]
-        for comfort in maker.comforts if Tier.DISK not in sum(homes, ()) else COMFORTS:
-            candidate = maker.with_more_buffers(maker.candidate(Split(0, *counts), comfort))
+        for headroom in maker.headrooms if Tier.DISK not in sum(homes, ()) else HEADROOMS:
+            candidate = maker.with_more_buffers(maker.candidate(Split(0, *counts), headroom))
             made = maker.checked(maker.placement(candidate))
             if made is not None:
-                param, grad, record = homes
-                found.append(replace(made, param=param, grad=grad, record=record))
+                param, grad, optim_state = homes
+                found.append(replace(made, param=param, grad=grad, optim_state=optim_state))
     return found
 
 
@@ -161,10 +161,10 @@ def test_no_other_homes_are_faster_by_more_than_a_chunk(numels, share, rates, to
         return
     model = CostModel(problem)
     best = min(model.cost(other).seconds for other in others)
-    # Which chunks are first in RAM is the same for all payloads and goes by size: what that may
-    # cost is that one chunk's way from and to the disk overlaps nothing.
+    # Which chunks are first in RAM is the same for all kinds of state and goes by size: what that
+    # may cost is that one chunk's way from and to the disk overlaps nothing.
     slot = SlotBytes.of(layout, BF16)
-    chunk = (slot.param + slot.grad + slot.record) * (1 / reading + 1 / writing)
+    chunk = (slot.param + slot.grad + slot.optim_state) * (1 / reading + 1 / writing)
     made = plan(problem)
     assert best <= made.cost.seconds * (1 + 1e-9)
     assert made.cost.seconds <= best + chunk
@@ -194,7 +194,7 @@ def test_what_backward_leaves_to_the_next_forward_keeps_the_network_busy():
     )
     problem = make_problem(
         layout,
-        Budgets(393_216, 0, device=262_144, keep_records=False, under_construction=False),
+        Budgets(393_216, 0, device=262_144, keep_optim_states=False, under_construction=False),
         profile,
         policy="cpu",
         micro_batches=3,
@@ -240,9 +240,9 @@ def test_of_many_chunks_each_phase_is_as_long_as_its_busiest_resource(separate, 
 def test_compute_that_hides_the_disk_lets_parameters_go_there_first():
     layout = layout_of(*[SLOT] * 8)
     slot = SlotBytes.of(layout, BF16)
-    pools = 3 * slot.gathered + 4 * (slot.record + slot.param)
-    # Room for what is moved and for a few records; computing takes nearly for ever.
-    host = 8 * slot.grad + pools + 4 * slot.record
+    pools = 3 * slot.gathered + 4 * (slot.optim_state + slot.param)
+    # Room for what is moved and for a few optimizer states; computing takes nearly for ever.
+    host = 8 * slot.grad + pools + 4 * slot.optim_state
     problem = make_problem(layout, Budgets(host, AMPLE, under_construction=False), tokens=100.0)
     made = plan(problem)
     forward, backward = made.cost.phases[:2]
@@ -253,7 +253,7 @@ def test_compute_that_hides_the_disk_lets_parameters_go_there_first():
 def test_where_forward_waits_for_a_large_chunk_buffers_keep_its_records():
     layout = layout_of(12 * SLOT, *[SLOT] * 36)
     each = SlotBytes.of(layout, BF16)
-    host = layout.slot_count * (each.param + each.grad) + 17 * each.record
+    host = layout.slot_count * (each.param + each.grad) + 17 * each.optim_state
     for repeats in (False, True):
         problem = make_problem(
             layout, Budgets(host, AMPLE), early_updates=repeats, late_updates=repeats
@@ -263,15 +263,15 @@ def test_where_forward_waits_for_a_large_chunk_buffers_keep_its_records():
         made = plan(replace(problem, trace=trace)).placement
         kept = made.buffers - STREAMING
         assert (kept >= 12) is repeats
-        assert (Tier.HOST in made.record) is not repeats
+        assert (Tier.HOST in made.optim_state) is not repeats
 
 
 def test_everything_on_the_device_is_fastest_where_it_fits():
     layout = layout_of(*[SLOT] * 6)
     budgets = Budgets(AMPLE, AMPLE, device=AMPLE, under_construction=False)
     made = plan(make_problem(layout, budgets, separate_profile()))
-    assert set(made.placement.record) == {Tier.DEVICE}
-    assert made.placement.gathered_slots == made.placement.drain_bytes == 0
+    assert set(made.placement.optim_state) == {Tier.DEVICE}
+    assert made.placement.gathered_slots == made.placement.grad_offload_bytes == 0
     assert made.cost.traffic.h2d == made.cost.traffic.d2h == 0
     assert made.host_updates == ()
 

@@ -35,11 +35,11 @@ PARAM = BYTES.param
 HOST, DISK, DEVICE = Tier.HOST, Tier.DISK, Tier.DEVICE
 
 
-def made(param=HOST, grad=HOST, record=HOST, slots=0, buffers=0, **more) -> Placement:
+def made(param=HOST, grad=HOST, optim_state=HOST, slots=0, buffers=0, **more) -> Placement:
     """A placement with all chunks alike, or as tuples say."""
     homes = [
         tuple(each) if isinstance(each, tuple) else (each,) * CHUNKS
-        for each in (param, grad, record)
+        for each in (param, grad, optim_state)
     ]
     return Placement(*homes, slots, 0, buffers, 0, 0, **more)
 
@@ -109,8 +109,8 @@ def test_interference_takes_a_share_of_what_is_hidden():
 
 @pytest.mark.parametrize("buffers", [1, 2, 3, 4])
 def test_buffers_save_traffic_of_records_in_a_straight_line(buffers):
-    cost = CostModel(problem(disk(1.0))).cost(made(record=DISK, buffers=buffers))
-    streamed = (CHUNKS - buffers) * BYTES.record
+    cost = CostModel(problem(disk(1.0))).cost(made(optim_state=DISK, buffers=buffers))
+    streamed = (CHUNKS - buffers) * BYTES.optim_state
     assert cost.traffic.nvme_read == cost.traffic.nvme_written == streamed
     nvme_s = 2 * streamed / PARAM
     assert cost.phases[2].busy_s[NVME] == pytest.approx(nvme_s)
@@ -189,21 +189,21 @@ def test_from_disk_to_device_a_chunk_takes_both_ways():
 
 def test_early_updates_overlap_backward():
     """With the disk; not with computing, if that is done by the same CPU."""
-    on_disk = made(record=DISK, buffers=3)
-    update_s, nvme_s = UPDATE_S, 2 * CHUNKS * BYTES.record / (PARAM * 10)
+    on_disk = made(optim_state=DISK, buffers=3)
+    update_s, nvme_s = UPDATE_S, 2 * CHUNKS * BYTES.optim_state / (PARAM * 10)
     normal, early = problem(disk(0.1)), problem(disk(0.1), early_updates=True)
     cost = CostModel(early).cost(on_disk)
     assert 8 + 16 + update_s <= cost.seconds < 8 + 16 + update_s + nvme_s
     in_ram = CostModel(problem(early_updates=True)).cost(made())
     assert in_ram.seconds == pytest.approx(CostModel(problem()).cost(made()).seconds)
-    # Buffers that pass pieces on keep nothing.
-    assert cost.traffic.nvme_read == min(CHUNKS, 2 * (CHUNKS - 3)) * BYTES.record
-    assert CostModel(normal).cost(on_disk).traffic.nvme_read == (CHUNKS - 3) * BYTES.record
+    # Buffers that pass tiles on keep nothing.
+    assert cost.traffic.nvme_read == min(CHUNKS, 2 * (CHUNKS - 3)) * BYTES.optim_state
+    assert CostModel(normal).cost(on_disk).traffic.nvme_read == (CHUNKS - 3) * BYTES.optim_state
 
 
 def test_late_updates_overlap_forward():
     """Alone the next forward, with early updates the whole step."""
-    on_disk = made(record=DISK, buffers=3)
+    on_disk = made(optim_state=DISK, buffers=3)
     profile = disk(6.0)
     nvme_s = CostModel(problem(profile)).cost(on_disk).busy_s[NVME]
     assert nvme_s > 24, "the disk decides"
@@ -214,7 +214,7 @@ def test_late_updates_overlap_forward():
     assert late.seconds == pytest.approx(late.phases[0].seconds + 16)
     assert both.seconds == pytest.approx(late.phases[0].seconds)
     # Gradients without homes in RAM cannot wait for forward.
-    grads = made(grad=DISK, record=DISK, buffers=3)
+    grads = made(grad=DISK, optim_state=DISK, buffers=3)
     early = CostModel(problem(profile, early_updates=True)).cost(grads)
     crowded = CostModel(problem(profile, early_updates=True, late_updates=True)).cost(grads)
     assert crowded.seconds >= early.seconds > both.seconds
@@ -229,19 +229,19 @@ def test_forward_waits_for_what_buffers_do_not_keep_of_its_first_chunk():
     )
     model = CostModel(replace(base, trace=replace(base.trace, forward_s=1e6, backward_s=1e6)))
 
-    def waited_s(buffers: int, param=HOST, record=DISK) -> float:
-        homes = [(home,) * chunks for home in (param, HOST, record)]
+    def waited_s(buffers: int, param=HOST, optim_state=DISK) -> float:
+        homes = [(home,) * chunks for home in (param, HOST, optim_state)]
         return model.cost(Placement(*homes, 12, 0, buffers, 0, 0)).seconds - 2e6
 
     for buffers, missed in ((3, 12), (5, 12), (11, 6), (17, 0)):
-        assert waited_s(buffers) == pytest.approx(missed * 2 * each.record / PARAM, abs=1e-3)
+        assert waited_s(buffers) == pytest.approx(missed * 2 * each.optim_state / PARAM, abs=1e-3)
     # All parameters are written, and those that are not kept are read.
-    forward_s = waited_s(99, param=DISK, record=HOST) - 12
-    assert waited_s(11, param=DISK, record=HOST) == pytest.approx(forward_s + 12 + 6, abs=1e-3)
+    forward_s = waited_s(99, param=DISK, optim_state=HOST) - 12
+    assert waited_s(11, param=DISK, optim_state=HOST) == pytest.approx(forward_s + 12 + 6, abs=1e-3)
 
 
 def test_few_buffers_hide_less_of_the_update_beside_computing():
-    on_disk = [made(record=DISK, buffers=count) for count in (1, 2, 3)]
+    on_disk = [made(optim_state=DISK, buffers=count) for count in (1, 2, 3)]
     for late, share in ((False, 1), (True, 2)):
         model = CostModel(problem(disk(0.1), late_updates=late))
         updates = [model._update(each)[0] for each in on_disk]

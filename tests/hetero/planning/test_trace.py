@@ -22,19 +22,19 @@ F, B = Phase.FORWARD, Phase.BACKWARD
 
 
 def chunks(trace: Trace, phase: Phase) -> list[tuple[int, int]]:
-    return [(use.bank, use.chunk) for use in trace.uses if use.phase is phase]
+    return [(use.chunk_group, use.chunk) for use in trace.uses if use.phase is phase]
 
 
 def test_forward_goes_in_the_order_of_registration_and_backward_returns():
-    # Two banks, whose parameters take turns in the model.
+    # Two chunk groups, whose parameters take turns in the model.
     main = pack([ParamSpec(i, "m", SLOT, True, group=i) for i in (0, 2, 5)], SLOT)
-    other = pack([ParamSpec(i, "o", SLOT, True, group=i) for i in (1, 4)], SLOT, bank=1)
+    other = pack([ParamSpec(i, "o", SLOT, True, group=i) for i in (1, 4)], SLOT, chunk_group=1)
     trace = expected_trace([main, other], Work(tokens=10, micro_batches=2), 1e6)
     forward = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
     assert chunks(trace, F) == forward * 2
     assert chunks(trace, B) == forward[::-1] * 2
     assert [u.phase for u in trace.uses] == ([F] * 5 + [B] * 5) * 2
-    of_other = trace.of_bank(1, 0.25)
+    of_other = trace.of_chunk_group(1, 0.25)
     assert [u.chunk for u in of_other.uses] == [0, 1, 1, 0] * 2
     assert of_other.forward_s == trace.forward_s / 4
     assert trace.expected
@@ -52,10 +52,10 @@ def test_computing_is_six_operations_per_parameter_and_token():
 class Machine:
     """A clock and counters that a test moves by hand."""
 
-    def __init__(self, banks: int = 1):
+    def __init__(self, chunk_groups: int = 1):
         self.now_s = self.waited_s = 0.0
         self.bytes = (0, 0)
-        self.orders = [UseOrder() for _ in range(banks)]
+        self.orders = [UseOrder() for _ in range(chunk_groups)]
         self.recorder = TraceRecorder(
             self.orders, lambda: self.bytes, lambda: self.waited_s, lambda: self.now_s
         )
@@ -87,7 +87,7 @@ def test_a_recorder_tells_phases_micro_batches_and_seconds_of_computing():
 
 
 def test_a_recorder_keeps_banks_apart_and_samples_memory():
-    machine = Machine(banks=2)
+    machine = Machine(chunk_groups=2)
     machine.recorder.begin(F)
     machine.orders[0].note(7)
     machine.orders[1].note(3)

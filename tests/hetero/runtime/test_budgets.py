@@ -19,8 +19,8 @@ from offload.memory.tiers import Account, Tier
 from tests.support.training.loops import batches, build, tiny_gpt2, train
 from tests.support.training.smallest import smallest_host_memory
 
-# bytes per element of PARAM, GRAD and RECORD
-PAYLOADS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10), "fp16": (2, 2, 12)}
+# bytes per element of PARAM, GRAD and OPTIM_STATE
+STATE_KINDS = {"fp32": (4, 4, 8), "bf16": (2, 2, 10), "fp16": (2, 2, 12)}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -31,7 +31,7 @@ def test_cpu_peak_is_all_payloads(dtype: str) -> None:
     train(model, optimizer, batches(2))
     assert engine.ledger.peak_bytes == {
         "device": 0,
-        "host": capacity * sum(PAYLOADS[dtype]),
+        "host": capacity * sum(STATE_KINDS[dtype]),
         "disk": 0,
     }
 
@@ -42,22 +42,24 @@ def test_nvme_peak_is_parameters_gradients_and_buffers(dtype: str, tmp_path: Pat
         placement_policy="nvme", dtype=dtype, nvme_path=str(tmp_path), initial_loss_scale=64.0
     )
     engine = optimizer.engine
-    param, grad, record = PAYLOADS[dtype]
+    param, grad, optim_state = STATE_KINDS[dtype]
     slots, numel = engine.layout.slot_count, engine.layout.slot_numel
     train(model, optimizer, batches(2))
     buffers = 4
     assert engine.ledger.peak_bytes == {
         "device": 0,
-        "host": numel * (slots * (param + grad) + buffers * record),
-        "disk": slots * numel * record,
+        "host": numel * (slots * (param + grad) + buffers * optim_state),
+        "disk": slots * numel * optim_state,
     }
 
 
 def test_nvme_traffic_is_each_streamed_record_once_each_way(tmp_path: Path) -> None:
-    """Records beyond the buffers are read and written once a step, 10 bytes a parameter."""
+    """Optimizer states beyond the buffers are read and written once a step, 10 bytes a
+    parameter.
+    """
     model, optimizer = build(placement_policy="nvme", dtype="bf16", nvme_path=str(tmp_path))
     engine = optimizer.engine
-    record_bytes = engine.layout.slot_numel * 10
+    optim_state_bytes = engine.layout.slot_numel * 10
     slots, kept = engine.layout.slot_count, engine.placement.buffers
     before = engine.traffic
     steps = 3
@@ -67,9 +69,9 @@ def test_nvme_traffic_is_each_streamed_record_once_each_way(tmp_path: Path) -> N
         optimizer.zero_grad()
     engine.synchronize()
     after = engine.traffic
-    assert after.disk_write - before.disk_write == steps * (slots - kept) * record_bytes
+    assert after.disk_write - before.disk_write == steps * (slots - kept) * optim_state_bytes
     reads = steps * slots - (steps - 1) * kept  # the first step finds nothing in the buffers
-    assert after.disk_read - before.disk_read == reads * record_bytes
+    assert after.disk_read - before.disk_read == reads * optim_state_bytes
     engine.close()
 
 
@@ -206,7 +208,7 @@ def test_plain_construction_would_need_more(tmp_path: Path) -> None:
 
 
 def linear_on_disk(tmp_path: Path) -> tuple[torch.nn.Module, hetero.HybridAdam]:
-    """8 M parameters after a step, whose records (80 MiB) fit in the budget."""
+    """8 M parameters after a step, whose optimizer states (80 MiB) fit in the budget."""
     with hetero.ZeroInitContext(
         placement_policy="nvme", nvme_path=str(tmp_path), host_memory="256MiB"
     ):

@@ -26,8 +26,8 @@ STEPS = 4
 
 PLACES: dict[str, dict[str, Any]] = {
     "ram": {"placement_policy": "cpu"},
-    # PARAM and GRAD in RAM, records on NVMe.
-    "records": {"placement_policy": "nvme", "host_memory": "2MiB"},
+    # PARAM and GRAD in RAM, optimizer states on NVMe.
+    "optim_states": {"placement_policy": "nvme", "host_memory": "2MiB"},
     # All on NVMe, with as few slots and buffers as work.
     "disk": {"placement_policy": "nvme", "host_memory": "400KiB"},
     "emulated": {
@@ -133,7 +133,9 @@ class Begun:
 
     def __init__(self, optimizer: hetero.HybridAdam) -> None:
         self._early = optimizer.engine.early
-        self.chunks = sum(c.trainable for b in optimizer.engine.banks for c in b.layout.chunks)
+        self.chunks = sum(
+            c.trainable for b in optimizer.engine.chunk_groups for c in b.layout.chunks
+        )
 
     @property
     def now(self) -> int:
@@ -198,13 +200,13 @@ def test_two_banks(tmp_path: Path, place: str) -> None:
     results = []
     for early in (False, True):
         model, optimizer = build(Net, tmp_path, place, early, keep_fp32=["*norm*"])
-        assert len(optimizer.engine.banks) == 2
+        assert len(optimizer.engine.chunk_groups) == 2
         results.append([torch.tensor([one_step(model, optimizer, s) for s in range(STEPS)])])
         results[-1] += result(model, optimizer)
     assert same(*results)
 
 
-@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+@pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 @pytest.mark.parametrize("marked", [True, False])
 def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
     """In no_sync(), or unmarked with as many micro-batches in each step."""
@@ -230,7 +232,7 @@ def test_steps_of_different_lengths(tmp_path: Path) -> None:
     """Marked ones may be of any; of unmarked ones shorter steps are left to step()."""
     results = []
     for early in (False, True):
-        model, optimizer = build(Net, tmp_path, "records", early)
+        model, optimizer = build(Net, tmp_path, "optim_states", early)
         for step, (count, marked) in enumerate([(2, False), (4, True), (1, False), (2, False)]):
             for micro_batch in range(count):
                 with hetero.no_sync(model) if marked and micro_batch < count - 1 else nullcontext():
@@ -245,7 +247,7 @@ def test_a_step_that_is_left_out(tmp_path: Path) -> None:
     """Gradients that are cleared before any update is begun do not count for the next step."""
     results = []
     for early in (False, True):
-        model, optimizer = build(Net, tmp_path, "records", early)
+        model, optimizer = build(Net, tmp_path, "optim_states", early)
         for step in range(STEPS):
             with hetero.no_sync(model):
                 loss_of(model, 100 + step).backward()
@@ -276,7 +278,7 @@ class Reused(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+@pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
     results = []
     for early in (False, True):
@@ -290,7 +292,7 @@ def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+@pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_more_gradients_than_ever(tmp_path: Path, place: str) -> None:
     model, optimizer = build(Reused, tmp_path, place, True)
     one_step(model, optimizer, 0)
@@ -305,7 +307,7 @@ def test_more_gradients_than_ever(tmp_path: Path, place: str) -> None:
 @pytest.fixture
 def half(tmp_path: Path) -> Iterator[tuple[nn.Module, hetero.HybridAdam]]:
     """A model whose backward has updated it, before step()."""
-    model, optimizer = build(Net, tmp_path, "records", True)
+    model, optimizer = build(Net, tmp_path, "optim_states", True)
     one_step(model, optimizer, 0)
     loss_of(model, 1).backward()
     assert optimizer.engine.early.half_made
@@ -407,7 +409,7 @@ def test_clipping_is_refused_before_harm_is_done(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+@pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_a_checkpoint_gives_a_step_up(tmp_path: Path, place: str) -> None:
     wanted = None
     for interrupted in (False, True):
@@ -445,7 +447,7 @@ class Fails(torch.autograd.Function):
 
 def test_an_exception_in_backward(tmp_path: Path) -> None:
     """What was begun is told at the next use; step() goes on with what there is, as torch's."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "records", True)
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", True)
     one_step(model, optimizer, 0)
     handle = model.blocks[1].register_forward_pre_hook(lambda m, args: (Fails.apply(args[0]),))
     with pytest.raises(ArithmeticError):
@@ -465,7 +467,7 @@ def test_an_exception_in_backward(tmp_path: Path) -> None:
 @pytest.mark.parametrize("submitted", [False, True])
 def test_an_interrupt_when_an_update_begins(tmp_path: Path, submitted: bool) -> None:
     """Nobody knows whether that update is lost; that is told until a checkpoint is loaded."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "records", True)
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", True)
     one_step(model, optimizer, 0)
     state = optimizer.state_dict()
     with interrupt_in(optimizer.engine.unfinished, "begin", done=submitted):
@@ -481,11 +483,11 @@ def test_an_interrupt_when_an_update_begins(tmp_path: Path, submitted: bool) -> 
 
 def test_an_interrupt_in_step(tmp_path: Path) -> None:
     """What step() updates after backward may be made: it is not made again."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "records", True)
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", True)
     one_step(model, optimizer, 0)
     state = optimizer.state_dict()
     loss_of(model, 1).backward()
-    with interrupt_in(optimizer.engine.banks[0].stepper, "run"):
+    with interrupt_in(optimizer.engine.chunk_groups[0].stepper, "run"):
         optimizer.step()
     with pytest.raises(HeteroError, match=r"optimizer.step\(\) was interrupted"):
         optimizer.step()
@@ -521,7 +523,7 @@ class Detached(nn.Module):
         return torch.tanh(x) * bias
 
 
-@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+@pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 @pytest.mark.parametrize("how", ["detach", "data", "recomputed"])
 def test_values_that_backward_still_needs(tmp_path: Path, place: str, how: str) -> None:
     model, optimizer = build(lambda: Detached(how), tmp_path, place, True)
@@ -563,7 +565,7 @@ class Nested(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("place", ["ram", "records"])
+@pytest.mark.parametrize("place", ["ram", "optim_states"])
 def test_a_backward_inside_a_node_that_holds_values(tmp_path: Path, place: str) -> None:
     """The update waits until that node is done, although all gradients are there before."""
     results = []
@@ -577,7 +579,7 @@ def test_a_backward_inside_a_node_that_holds_values(tmp_path: Path, place: str) 
 def test_an_lr_scheduler(tmp_path: Path) -> None:
     results = []
     for early in (False, True):
-        model, optimizer = build(Net, tmp_path, "records", early)
+        model, optimizer = build(Net, tmp_path, "optim_states", early)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for step in range(STEPS):
             one_step(model, optimizer, step)
@@ -587,9 +589,9 @@ def test_an_lr_scheduler(tmp_path: Path) -> None:
 
 
 def test_a_failed_update_is_told(tmp_path: Path) -> None:
-    model, optimizer = build(Net, tmp_path, "records", True)
+    model, optimizer = build(Net, tmp_path, "optim_states", True)
     one_step(model, optimizer, 0)
-    optimizer.engine.banks[0].pipeline.inject(2)
+    optimizer.engine.chunk_groups[0].pipeline.inject(2)
     with pytest.raises(RuntimeError, match="made to fail"):
         one_step(model, optimizer, 1)
     optimizer.engine.close()
@@ -622,17 +624,17 @@ def test_several_ranks_are_refused() -> None:
         check_early_updates(config, 2)
 
 
-@pytest.mark.parametrize("place", ["ram", "records", "disk"])
+@pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> None:
     """The last node of backward waits for updates of what came before it."""
     model, optimizer = build(lambda: Net(tied=False), tmp_path, place, True)
     one_step(model, optimizer, 0)
-    pipeline, made = optimizer.engine.banks[0].pipeline, []
+    pipeline, made = optimizer.engine.chunk_groups[0].pipeline, []
     before = pipeline.stats["tasks"]
-    pieces = sum(chunk.slots for chunk in optimizer.engine.layout.chunks)
+    tiles = sum(chunk.slots for chunk in optimizer.engine.layout.chunks)
 
     def wait(grad: torch.Tensor) -> None:
-        until(lambda: pipeline.stats["tasks"] - before >= pieces // 2)
+        until(lambda: pipeline.stats["tasks"] - before >= tiles // 2)
         made.append(pipeline.stats["tasks"] - before)
 
     def watch(module: nn.Module, args: tuple[torch.Tensor]) -> None:
@@ -642,9 +644,9 @@ def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> Non
     loss_of(model, 1).backward()
     handle.remove()
     assert len(made) == 1
-    assert pieces // 2 <= made[0] < pieces, "not the first layer's, whose gradient is not there"
+    assert tiles // 2 <= made[0] < tiles, "not the first layer's, whose gradient is not there"
     optimizer.step()
-    assert pipeline.stats["tasks"] - before == pieces
+    assert pipeline.stats["tasks"] - before == tiles
     optimizer.engine.close()
 
 

@@ -155,7 +155,7 @@ def test_any_model_in_any_loop(
         options["keep_fp32"] = ["*norm*"]
     if place != "ram" and (mixed or dtype == "fp32"):
         options["host_memory"] = "6MiB"
-    elif place == "records" and host is not None:
+    elif place == "optim_states" and host is not None:
         options["host_memory"] = host
     clip = not early
     wanted = train(model_of, loop, place, False, clip, prefetch=prefetch, **options)

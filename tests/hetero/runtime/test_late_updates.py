@@ -46,7 +46,7 @@ def build(
     if place in PLACES:
         return build_in(make, path, place, early, **options)
     model, optimizer = build_in(make, path, "ram", early, **{**EVERYWHERE[place], **options})
-    assert Tier.DEVICE in optimizer.engine.placement.record
+    assert Tier.DEVICE in optimizer.engine.placement.optim_state
     return model, optimizer
 
 
@@ -195,7 +195,7 @@ def test_a_graph_of_before_step_is_refused(pair: Any) -> None:
 
 def test_parameters_read_nan_until_they_are_waited_for(tmp_path: Path) -> None:
     """Nobody takes an old value for the new one."""
-    model, optimizer = late(tmp_path, "records", lambda: Net(tied=False))
+    model, optimizer = late(tmp_path, "optim_states", lambda: Net(tied=False))
     one_step(model, optimizer, 0)
     weight = model.blocks[4].down.weight
     assert weight.isnan().all()
@@ -228,7 +228,7 @@ def test_a_change_while_the_update_goes_on_is_told(
     """It is lost, and the parameter has its updated value."""
     made = []
     for wrong in (True, False):
-        model, optimizer = late(tmp_path, "records", lambda: Net(tied=False))
+        model, optimizer = late(tmp_path, "optim_states", lambda: Net(tied=False))
         one_step(model, optimizer, 0)
         weight = model.blocks[1].up.weight
         if wrong:
@@ -260,9 +260,9 @@ def test_an_interrupt_while_waiting(tmp_path: Path, at: str) -> None:
     """The wait can be repeated."""
     results = []
     for interrupts in (True, False):
-        model, optimizer = late(tmp_path, "records")
+        model, optimizer = late(tmp_path, "optim_states")
         one_step(model, optimizer, 0)
-        params = optimizer.engine.banks[0].params
+        params = optimizer.engine.chunk_groups[0].params
         if interrupts:
             with interrupt_in(params, at, done=False):
                 loss_of(model, 1)
@@ -296,28 +296,28 @@ def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
 
 def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
     """Updates are made in the order of forward; a module runs while later ones' are to come."""
-    model, optimizer = late(tmp_path, "records", lambda: Net(blocks=7, tied=False))
+    model, optimizer = late(tmp_path, "optim_states", lambda: Net(blocks=7, tied=False))
     for step in range(2):
         one_step(model, optimizer, step)
     engine = optimizer.engine
-    bank = engine.banks[0]
+    chunk_group = engine.chunk_groups[0]
     order: list[int] = []
-    wait, seen = bank.stepper.wait_updated, threading.get_ident()
+    wait, seen = chunk_group.stepper.wait_updated, threading.get_ident()
 
     def watched(chunk: Any) -> None:
         assert threading.get_ident() == seen
         order.append(chunk.id)
         wait(chunk)
 
-    bank.stepper.wait_updated = watched  # type: ignore[method-assign]
+    chunk_group.stepper.wait_updated = watched  # type: ignore[method-assign]
     submitted: list[int] = []
-    task_of = bank.stepper._task
+    task_of = chunk_group.stepper._task
 
     def task(chunk: Any, *rest: Any) -> Any:
         submitted.append(chunk.id)
         return task_of(chunk, *rest)
 
-    bank.stepper._task = task  # type: ignore[method-assign]
+    chunk_group.stepper._task = task  # type: ignore[method-assign]
     loss_of(model, 2).backward()
     order.clear()
     optimizer.step()
@@ -333,12 +333,16 @@ def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
 def test_what_is_due_first(tmp_path: Path, early: bool) -> None:
     """What forward used first, after what holds slots in backward."""
     model, optimizer = late(
-        tmp_path, "records", lambda: Net(blocks=7, tied=False), early, host_memory="800KiB"
+        tmp_path, "optim_states", lambda: Net(blocks=7, tied=False), early, host_memory="800KiB"
     )
     one_step(model, optimizer, 0)
     loss = loss_of(model, 1)
     engine = optimizer.engine
-    chunks, grad, due_of = engine.layout.chunks, engine.placement.grad, engine.banks[0].stepper.due
+    chunks, grad, due_of = (
+        engine.layout.chunks,
+        engine.placement.grad,
+        engine.chunk_groups[0].stepper.next_use,
+    )
     assert due_of is not None
     assert grad.count(Tier.DISK) > 5
     assert grad.count(Tier.HOST) > 5
@@ -355,7 +359,7 @@ def test_what_is_due_first(tmp_path: Path, early: bool) -> None:
 def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
     results = []
     for overlap in (False, True):
-        model, optimizer = build(Net, tmp_path, "records", False, late_updates=overlap)
+        model, optimizer = build(Net, tmp_path, "optim_states", False, late_updates=overlap)
         for step, budget in enumerate(["1200KiB", "3MiB", "800KiB"]):
             one_step(model, optimizer, step)
             optimizer.engine.set_budget(budget)
@@ -389,10 +393,10 @@ def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
 
 
 def test_a_failed_update_is_told_by_the_next_forward(tmp_path: Path) -> None:
-    model, optimizer = late(tmp_path, "records")
+    model, optimizer = late(tmp_path, "optim_states")
     one_step(model, optimizer, 0)
     optimizer.engine.synchronize()
-    optimizer.engine.banks[0].pipeline.inject(1)
+    optimizer.engine.chunk_groups[0].pipeline.inject(1)
     loss_of(model, 1).backward()
     optimizer.step()
     for _ in range(2):
@@ -424,7 +428,7 @@ def test_fp16_overflow_leaves_a_step_out(tmp_path: Path) -> None:
         model, optimizer = build(
             Net,
             tmp_path,
-            "records",
+            "optim_states",
             False,
             dtype="fp16",
             initial_loss_scale=2.0**24,

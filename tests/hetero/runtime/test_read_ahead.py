@@ -26,34 +26,37 @@ Trained = tuple[torch.nn.Module, hetero.HybridAdam]
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Trained:
-    """Records on NVMe, and fewer buffers than there are of them."""
-    model, optimizer = build(Net, tmp_path, "records", False)
+    """Optimizer states on NVMe, and fewer buffers than there are of them."""
+    model, optimizer = build(Net, tmp_path, "optim_states", False)
     placement = optimizer.engine.placement
     assert 2 < placement.buffers < len(optimizer.engine.layout.chunks)
     return model, optimizer
 
 
-def piece_bytes(optimizer: hetero.HybridAdam) -> int:
-    """Of a record; PARAM is in RAM."""
+def tile_bytes(optimizer: hetero.HybridAdam) -> int:
+    """Of an optimizer state; PARAM is in RAM."""
     engine = optimizer.engine
-    return engine.layout.piece_numel * engine.dtypes.record_bytes
+    return engine.layout.tile_numel * engine.dtypes.optim_state_bytes
 
 
 def test_the_first_step_finds_what_was_read(
     trained: tuple[torch.nn.Module, hetero.HybridAdam],
 ) -> None:
-    """As many records as there are buffers; a further micro-batch reads nothing."""
+    """As many optimizer states as there are buffers; a further micro-batch reads nothing."""
     model, optimizer = trained
-    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
-    records = len(optimizer.engine.layout.chunks)
-    each = piece_bytes(optimizer)
+    pipeline, buffers = (
+        optimizer.engine.chunk_groups[0].pipeline,
+        optimizer.engine.placement.buffers,
+    )
+    optim_states = len(optimizer.engine.layout.chunks)
+    each = tile_bytes(optimizer)
     for _ in range(3):
         loss_of(model, 0).backward()
         until(lambda: pipeline.stats["read_bytes"] == buffers * each)
     optimizer.step()
     optimizer.zero_grad()
     assert pipeline.stats["ahead"] == buffers
-    assert pipeline.stats["read_bytes"] == records * each
+    assert pipeline.stats["read_bytes"] == optim_states * each
     # From now on buffers keep what the next step needs first.
     for step in range(1, 4):
         before = pipeline.stats["read_bytes"]
@@ -61,7 +64,7 @@ def test_the_first_step_finds_what_was_read(
         assert pipeline.stats["read_bytes"] == before
         optimizer.step()
         optimizer.zero_grad()
-        assert pipeline.stats["read_bytes"] == before + (records - buffers) * each
+        assert pipeline.stats["read_bytes"] == before + (optim_states - buffers) * each
     assert pipeline.stats["ahead"] == buffers
     assert pipeline.stats["hits"] == 3 * buffers
     optimizer.engine.close()
@@ -70,14 +73,17 @@ def test_the_first_step_finds_what_was_read(
 def test_after_a_checkpoint(trained: Trained) -> None:
     """state_dict() goes through the buffers; the next backward fills them again."""
     model, optimizer = trained
-    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
+    pipeline, buffers = (
+        optimizer.engine.chunk_groups[0].pipeline,
+        optimizer.engine.placement.buffers,
+    )
     one_step(model, optimizer, 0)
     optimizer.state_dict()
     before = dict(pipeline.stats)
     loss_of(model, 1).backward()
     until(
         lambda: (
-            pipeline.stats["read_bytes"] == before["read_bytes"] + buffers * piece_bytes(optimizer)
+            pipeline.stats["read_bytes"] == before["read_bytes"] + buffers * tile_bytes(optimizer)
         )
     )
     optimizer.step()
@@ -86,12 +92,12 @@ def test_after_a_checkpoint(trained: Trained) -> None:
 
 
 def test_without_prefetch_nothing_is_read(tmp_path: Path) -> None:
-    model, optimizer = build(Net, tmp_path, "records", False, prefetch=False)
+    model, optimizer = build(Net, tmp_path, "optim_states", False, prefetch=False)
     loss_of(model, 0).backward()
     time.sleep(0.05)
-    assert optimizer.engine.banks[0].pipeline.stats["read_bytes"] == 0
+    assert optimizer.engine.chunk_groups[0].pipeline.stats["read_bytes"] == 0
     optimizer.step()
-    assert optimizer.engine.banks[0].pipeline.stats["ahead"] == 0
+    assert optimizer.engine.chunk_groups[0].pipeline.stats["ahead"] == 0
     optimizer.engine.close()
 
 
@@ -102,7 +108,7 @@ def test_what_is_read_need_not_be_used(tmp_path: Path, what: str) -> None:
     """Nobody has to wait, and values that come from elsewhere are not hidden by what was read."""
     results = []
     for prefetch in (False, True):
-        model, optimizer = build(Net, tmp_path, "records", False, prefetch=prefetch)
+        model, optimizer = build(Net, tmp_path, "optim_states", False, prefetch=prefetch)
         one_step(model, optimizer, 0)
         saved = optimizer.state_dict()
         one_step(model, optimizer, 1)
@@ -140,10 +146,15 @@ def test_same_bits_with_and_without(tmp_path: Path, place: str, early: bool) -> 
 
 def test_early_updates_keep_most_buffers(tmp_path: Path) -> None:
     """All but some buffers keep the order's end; what is written does not depend on timing."""
-    model, optimizer = build(lambda: Net(blocks=8), tmp_path, "records", True, host_memory="2MiB")
-    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
-    records = len(optimizer.engine.layout.chunks)
-    lacking = records - buffers
+    model, optimizer = build(
+        lambda: Net(blocks=8), tmp_path, "optim_states", True, host_memory="2MiB"
+    )
+    pipeline, buffers = (
+        optimizer.engine.chunk_groups[0].pipeline,
+        optimizer.engine.placement.buffers,
+    )
+    optim_states = len(optimizer.engine.layout.chunks)
+    lacking = optim_states - buffers
     assert buffers > STREAMING + 1
     assert lacking > STREAMING
     one_step(model, optimizer, 0)
@@ -152,22 +163,25 @@ def test_early_updates_keep_most_buffers(tmp_path: Path) -> None:
         before = dict(pipeline.stats)
         one_step(model, optimizer, step)
         pipeline.wait_written()
-        missed = (lacking + STREAMING) * piece_bytes(optimizer)
+        missed = (lacking + STREAMING) * tile_bytes(optimizer)
         assert pipeline.stats["written_bytes"] - before["written_bytes"] == missed
         # What streamed through last may still be there.
         read = pipeline.stats["read_bytes"] - before["read_bytes"]
-        assert missed - STREAMING * piece_bytes(optimizer) <= read <= missed
+        assert missed - STREAMING * tile_bytes(optimizer) <= read <= missed
     optimizer.engine.close()
 
 
 def test_it_is_read_while_backward_runs(trained: Trained) -> None:
     """The last node of backward waits for all that is to be read."""
     model, optimizer = trained
-    pipeline, buffers = optimizer.engine.banks[0].pipeline, optimizer.engine.placement.buffers
+    pipeline, buffers = (
+        optimizer.engine.chunk_groups[0].pipeline,
+        optimizer.engine.placement.buffers,
+    )
     waited = []
 
     def wait(grad: torch.Tensor) -> None:
-        until(lambda: pipeline.stats["read_bytes"] == buffers * piece_bytes(optimizer))
+        until(lambda: pipeline.stats["read_bytes"] == buffers * tile_bytes(optimizer))
         waited.append(True)
 
     def watch(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:

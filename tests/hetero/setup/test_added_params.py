@@ -12,7 +12,7 @@ from torch import nn
 
 import hetero
 import hetero.setup.first_values
-from tests.support.ranks import chunk_group_ranks as bank_ranks
+from tests.support.ranks import chunk_group_ranks as chunk_group_ranks
 from tests.support.ranks.processes import RankPool
 from tests.support.training.chunk_group_training import Mixed, build, inputs, loss_of
 
@@ -29,13 +29,13 @@ def managed(model: nn.Module, **options: Any) -> tuple[nn.Module, hetero.HybridA
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_ranks_that_add_alike_parameters_in_another_order(ranks2: RankPool, frozen: bool) -> None:
-    for error in ranks2.run(bank_ranks.twins, frozen):
-        assert re.search(r"1 banks: .*differ between ranks: number 0 .*extra\.[ab]", error)
+    for error in ranks2.run(chunk_group_ranks.twins, frozen):
+        assert re.search(r"1 chunk groups: .*differ between ranks: number 0 .*extra\.[ab]", error)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_unfreezing_inside_no_sync(ranks2: RankPool, stage: int) -> None:
-    first, second = ranks2.run(bank_ranks.inside_no_sync, stage)
+    first, second = ranks2.run(chunk_group_ranks.inside_no_sync, stage)
     assert all(map(torch.equal, first, second))
 
 
@@ -43,12 +43,12 @@ def test_unfreezing_inside_no_sync(ranks2: RankPool, stage: int) -> None:
 def test_a_rank_that_is_done_sends_what_others_need_for_their_backward(
     ranks2: RankPool, stage: int
 ) -> None:
-    ranks2.run(bank_ranks.other_modules_than_the_early_bank_sends, stage)
+    ranks2.run(chunk_group_ranks.other_modules_than_the_early_chunk_group_sends, stage)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_unfreezing_between_micro_batches_of_ranks(ranks2: RankPool, stage: int) -> None:
-    ranks2.run(bank_ranks.unfrozen_between_micro_batches, stage)
+    ranks2.run(chunk_group_ranks.unfrozen_between_micro_batches, stage)
 
 
 @pytest.mark.parametrize(
@@ -57,23 +57,23 @@ def test_unfreezing_between_micro_batches_of_ranks(ranks2: RankPool, stage: int)
 def test_what_one_rank_cannot_take_in_none_does(
     ranks2: RankPool, stage: int, how: str, tmp_path: Path
 ) -> None:
-    found = ranks2.run(bank_ranks.failing, stage, how, tmp_path)
-    (message, waited_s, banks, masters), (own, _, own_banks, own_masters) = found
+    found = ranks2.run(chunk_group_ranks.failing, stage, how, tmp_path)
+    (message, waited_s, chunk_groups, masters), (own, _, own_chunk_groups, own_masters) = found
     assert re.match("StoreError" if how == "directory" else "OSError: no chunk", own)
     assert re.match(r"HeteroError: rank 1 could not .*(no chunk|StoreError)", message)
-    assert banks == own_banks == 1
+    assert chunk_groups == own_chunk_groups == 1
     assert waited_s < 15, "nobody waits for what does not come"
     assert all(map(torch.equal, masters, own_masters))
 
 
 def test_buffers_of_a_new_module_are_those_of_the_first_rank(ranks2: RankPool) -> None:
-    first, second = ranks2.run(bank_ranks.new_module_with_a_buffer)
+    first, second = ranks2.run(chunk_group_ranks.new_module_with_a_buffer)
     assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.extra)])
 def test_spare_memory_is_given_once(ranks2: RankPool, later: bool) -> None:
-    for outcome in ranks2.run(bank_ranks.room_for_all, later):
+    for outcome in ranks2.run(chunk_group_ranks.room_for_all, later):
         assert re.match(r"room, room \d" if later else r"no room \d", outcome)
 
 
@@ -97,7 +97,7 @@ def test_memory_is_reserved_as_the_refusal_says(tmp_path: Path) -> None:
     model.first.requires_grad_(True)
     loss_of(model, inputs(0, 0)).backward()
     optimizer.step()
-    assert len(optimizer.engine.banks) == 2
+    assert len(optimizer.engine.chunk_groups) == 2
     assert optimizer.engine.ledger.peak_bytes["host"] <= 300 << 10
     optimizer.engine.close()
     with pytest.raises(hetero.BudgetError, match="reserve_memory is 299"):
@@ -118,22 +118,22 @@ def test_a_failure_half_way_changes_nothing(
     engine = optimizer.engine
     masters, in_use = hetero.masters(model.parameters()), engine.ledger.in_use_bytes
     model.first.requires_grad_(True)
-    real = hetero.filling._fill_chunk
+    real = hetero.setup.first_values._fill_chunk
 
-    def fill_chunk(bank: Any, chunk: Any, *rest: Any) -> None:
+    def fill_chunk(chunk_group: Any, chunk: Any, *rest: Any) -> None:
         if chunk.id == 1:
             raise OSError("no chunk")
-        real(bank, chunk, *rest)
+        real(chunk_group, chunk, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hetero.filling, "_fill_chunk", fill_chunk)
+        patch.setattr(hetero.setup.first_values, "_fill_chunk", fill_chunk)
         for _ in range(2):
             with pytest.raises(OSError, match="no chunk"):
                 model(inputs(0, 0))
     assert engine.ledger.in_use_bytes == in_use
     assert all(map(torch.equal, masters, hetero.masters(model.parameters())))
     loss_of(model, inputs(0, 0)).backward()
-    assert len(engine.banks) == 2
+    assert len(engine.chunk_groups) == 2
     optimizer.step()
     assert not torch.equal(hetero.masters(model.first.weight)[0], masters[0])
     engine.close()
@@ -148,7 +148,7 @@ def test_closing_after_a_failed_extension(
     def fill_chunk(*_: Any) -> None:
         raise OSError("no chunk")
 
-    monkeypatch.setattr(hetero.filling, "_fill_chunk", fill_chunk)
+    monkeypatch.setattr(hetero.setup.first_values, "_fill_chunk", fill_chunk)
     with pytest.raises(OSError, match="no chunk"):
         model(inputs(0, 0))
     optimizer.engine.close()
@@ -246,7 +246,7 @@ def test_a_graph_that_is_older_than_the_move(policy: str, tmp_path: Path) -> Non
     (wanted,) = torch.autograd.grad(old, x, retain_graph=True)
     model.first.requires_grad_(True)
     new = loss_of(model, x)
-    assert len(optimizer.engine.banks) == 2
+    assert len(optimizer.engine.chunk_groups) == 2
     (found,) = torch.autograd.grad(old, x)
     assert torch.equal(found, wanted)
     (found,) = torch.autograd.grad(new, x)
@@ -266,7 +266,10 @@ def test_batch_normalisation_that_is_unfrozen() -> None:
     before = hetero.masters(model[1].weight)[0]
     optimizer.step()
     assert model[1].weight.dtype is torch.float32
-    assert optimizer.engine.bank_of(optimizer.engine.find(model[1].weight)).dtypes.compute == "fp32"
+    assert (
+        optimizer.engine.chunk_group_of(optimizer.engine.find(model[1].weight)).dtypes.compute
+        == "fp32"
+    )
     assert not torch.equal(before, hetero.masters(model[1].weight)[0])
     optimizer.engine.close()
 
@@ -281,7 +284,7 @@ def test_groups_that_have_parameters_already() -> None:
     optimizer.add_param_group({"params": model.extra.parameters()})
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": model.extra.parameters()})
-    assert (len(engine.banks), len(optimizer.param_groups)) == (2, 2)
+    assert (len(engine.chunk_groups), len(optimizer.param_groups)) == (2, 2)
     engine.close()
 
 
@@ -292,7 +295,7 @@ def test_a_partial_gradient_under_a_loss_scale_is_refused_and_may_be_dropped() -
     model.first(torch.ones(1, 64, dtype=torch.float16)).float().sum().backward()
     with pytest.raises(hetero.HeteroError, match=r"first\.weight got a gradient before"):
         optimizer.step()
-    assert len(engine.banks) == 1
+    assert len(engine.chunk_groups) == 1
     model.first.weight.grad = model.first.bias.grad = None
     optimizer.backward(loss_of(model, inputs(0, 0)))
     before = hetero.masters(model.first.weight)[0]

@@ -41,7 +41,7 @@ def test_cuda_without_cuda() -> None:
 
 def test_tensor_placement_policy_is_the_same_option() -> None:
     context = hetero.ZeroInitContext(tensor_placement_policy="cpu")
-    assert context.stage.config.placement_policy == "cpu"
+    assert context.construction.config.placement_policy == "cpu"
 
 
 def test_path_missing(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_disk_full_while_writing_is_an_error_with_numbers(tmp_path: Path) -> Non
     model, optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path))
     tokens = batches(1)[0]
     model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.engine.banks[0].disk.io.inject("write", 0, errno.ENOSPC)
+    optimizer.engine.chunk_groups[0].disk.io.inject("write", 0, errno.ENOSPC)
     with pytest.raises(OSError, match=r"write of \d+ bytes at offset \d+ of .*No space") as error:
         optimizer.step()
         optimizer.engine.synchronize()
@@ -216,7 +216,10 @@ def test_configuration_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"placement_policy": "cpu", "dtype": "fp16"}')
     context = hetero.ZeroInitContext(str(path), dtype="fp32")
-    assert (context.stage.config.placement_policy, context.stage.config.dtype) == ("cpu", "fp32")
+    assert (context.construction.config.placement_policy, context.construction.config.dtype) == (
+        "cpu",
+        "fp32",
+    )
     path.write_text("[1]")
     with pytest.raises(ValueError, match="must be a JSON object"):
         hetero.ZeroInitContext(path)

@@ -84,7 +84,7 @@ def test_weights_equal_plain_construction(
         model = make()
         after = torch.rand(1)
     assert torch.equal(after, after_plain), "the random numbers drawn are the same"
-    was_absent = context.stage.any_absent
+    was_absent = context.construction.any_absent
     total = sum(p.numel() * 4 for p in plain.parameters())
     assert was_absent == (total > hetero.parse_bytes(host_memory))
     optimizer = hetero.HybridAdam(model.parameters())
@@ -129,7 +129,7 @@ def test_memory_somebody_else_holds_is_not_moved(tmp_path: Path) -> None:
         second = torch.nn.Linear(64, 64, bias=False)
         third = torch.nn.Linear(32, 64, bias=False)
         view.fill_(5.0)
-        assert context.stage.any_absent
+        assert context.construction.any_absent
         assert torch.equal(first.weight[0], torch.full((64,), 5.0))
         del second, third
 
@@ -147,7 +147,7 @@ def test_what_is_evicted_again_takes_no_new_space(tmp_path: Path) -> None:
         for turn in range(6):
             for layer in layers:
                 layer.weight.add_(turn)
-        ledger = context.stage.ledger
+        ledger = context.construction.ledger
         assert ledger.peak_bytes["disk"] <= 3 * 64 * 64 * 4
         for layer in layers:
             assert torch.equal(layer.weight + 0, torch.full((64, 64), 15.0))
@@ -161,7 +161,7 @@ def test_notes_of_the_file_of_construction_reach_the_engine_once(tmp_path: Path)
         placement_policy="nvme", nvme_path=[str(path) for path in paths], host_memory="600KiB"
     ) as context:
         model = tiny_gpt2()
-    assert context.stage.any_absent
+    assert context.construction.any_absent
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
     notes = optimizer.engine.notes
     built = [note for note in notes if note.startswith("while the model was built: ")]
@@ -174,9 +174,9 @@ def test_notes_of_the_file_of_construction_reach_the_engine_once(tmp_path: Path)
 def test_dropped_parameters_give_their_bytes_back() -> None:
     with hetero.ZeroInitContext(placement_policy="cpu") as context:
         linear = torch.nn.Linear(64, 64)
-        held = context.stage.ledger.in_use_bytes["host"]
+        held = context.construction.ledger.in_use_bytes["host"]
         linear.weight = torch.nn.Parameter(torch.zeros(8, 64))
-        assert context.stage.ledger.in_use_bytes["host"] == held - 56 * 64 * 4
+        assert context.construction.ledger.in_use_bytes["host"] == held - 56 * 64 * 4
 
 
 def test_a_model_built_outside_is_taken_too(tmp_path: Path) -> None:

@@ -30,15 +30,19 @@ def placed(draw) -> tuple[Layout, Placement, Dtypes]:
 
     param = tuple(homes(True) for _ in layout.chunks)
     grad = tuple(homes(c.trainable) for c in layout.chunks)
-    record = tuple(homes(c.trainable) for c in layout.chunks)
+    optim_state = tuple(homes(c.trainable) for c in layout.chunks)
     slot = SlotBytes.of(layout, d)
     disk_bytes = sum(
         c.slots * nbytes
-        for where, nbytes in ((param, slot.param), (grad, slot.grad), (record, slot.record))
+        for where, nbytes in (
+            (param, slot.param),
+            (grad, slot.grad),
+            (optim_state, slot.optim_state),
+        )
         for c in layout.chunks
         if where[c.id] is Tier.DISK
     )
-    return layout, Placement(param, grad, record, 1, 1, 1, 0, disk_bytes), d
+    return layout, Placement(param, grad, optim_state, 1, 1, 1, 0, disk_bytes), d
 
 
 @settings(max_examples=200, deadline=None)
@@ -51,7 +55,7 @@ def test_the_file_is_cut_without_overlap_or_gap(case):
     for extents, homes, slot_bytes, used_bytes in (
         (file_map.param, placement.param, slot.param, d.param_bytes),
         (file_map.grad, placement.grad, slot.grad, d.grad_bytes),
-        (file_map.record, placement.record, slot.record, None),
+        (file_map.optim_state, placement.optim_state, slot.optim_state, None),
     ):
         assert set(extents) == {c.id for c in layout.chunks if homes[c.id] is Tier.DISK}
         for chunk_id, extent in extents.items():
@@ -80,6 +84,6 @@ def test_a_chunk_s_payloads_lie_together():
     )
     for chunk in range(3):
         begin = chunk * SLOT * 14
-        assert file_map.record[chunk].offset == begin
+        assert file_map.optim_state[chunk].offset == begin
         assert file_map.param[chunk].offset == begin + SLOT * 10
         assert file_map.grad[chunk].offset == begin + SLOT * 12

@@ -21,7 +21,7 @@ from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
 from offload.device.backend import CpuBackend, EmulatedBackend
-from offload.device.grad_offload import BUFFERS, Drain
+from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.slot_pool import SlotPool
@@ -306,7 +306,7 @@ def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
         made = make_rank(network, rank, shape, 2, [numel, numel], 0)
         ledger, backend = Ledger(dict.fromkeys(Tier)), EmulatedBackend(20 * numel)
         buffers = HostArena(BUFFERS, 4096, ledger, Account.BUFFER)
-        drain = made.buckets._drain = Drain(backend, ledger, 1 << 30, buffers)
+        grad_offload = made.buckets._grad_offload = GradOffload(backend, ledger, 1 << 30, buffers)
         with made.buckets.no_sync():
             made.arrive(0, 1.0)
             made.arrive(1, 2.0)
@@ -314,7 +314,7 @@ def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
             made.members[1].param.grad = None
         made.buckets.settle(True)
         found = [made.gradient(index) for index in (0, 1)]
-        drain.close()
+        grad_offload.close()
         backend.close()
         return found
 

@@ -119,26 +119,26 @@ class TestReadsAndWrites:
 class TestRoom:
     def test_leased_slots_are_not_reused(self, rig):
         r = rig(2, [1, 1, 1])
-        lease = r.got(0)
+        pin = r.got(0)
         for chunk in (1, 2, 1, 2):
             r.got(chunk)
             assert r.cache.holds(0)
-        assert torch.equal(lease, pattern(SLOT, 0))
+        assert torch.equal(pin, pattern(SLOT, 0))
 
     def test_without_room_the_refusal_has_the_numbers(self, rig):
         r = rig(3, [1, 1, 1, 2])
-        leases = [r.got(0), r.got(1)]
+        pins = [r.got(0), r.got(1)]
         with pytest.raises(BudgetError) as refusal:
             r.got(3)
         message = str(refusal.value)
         for fact in ("chunk 3", "2 consecutive slots of 8.0 KiB", "2 of 3", "by 16.0 KiB"):
             assert fact in message
-        leases.clear()
+        pins.clear()
         assert torch.equal(r.got(3), pattern(r.extents[3].nbytes, 3))
 
     def test_leases_that_only_cycles_hold_are_found(self, rig):
         r = rig(1, [1, 1])
-        cycle: dict = {"lease": r.got(0)}
+        cycle: dict = {"pin": r.got(0)}
         cycle["self"] = cycle
         del cycle
         assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))
@@ -146,7 +146,7 @@ class TestRoom:
     def test_pinned_chunks_stay_until_they_are_dropped(self, rig):
         r = rig(1, [1, 1])
         r.got(0)
-        r.cache.pin(0)
+        r.cache.page_lock(0)
         with pytest.raises(BudgetError):
             r.got(1)
         r.cache.drop(0)
@@ -155,30 +155,30 @@ class TestRoom:
     def test_a_small_lease_inside_a_former_run_blocks_only_itself(self, rig):
         r = rig(4, [4, 1, 2])
         r.got(0)
-        lease = r.got(1)  # in one of the slots that 0 had
+        pin = r.got(1)  # in one of the slots that 0 had
         for _ in range(3):
             assert torch.equal(r.got(2), pattern(2 * SLOT, 2))
-        assert torch.equal(lease, pattern(r.extents[1].nbytes, 1))
+        assert torch.equal(pin, pattern(r.extents[1].nbytes, 1))
         with pytest.raises(BudgetError):
             r.got(0)
 
     def test_a_lease_on_a_run_holds_all_its_slots(self, rig):
         r = rig(4, [3, 1, 1])
-        lease = r.got(0)
-        r.cache.drop(0)  # no entry any more, only the lease
+        pin = r.got(0)
+        r.cache.drop(0)  # no entry any more, only the pin
         first = r.got(1)
         with pytest.raises(BudgetError):
             r.got(2)
-        assert torch.equal(lease, pattern(3 * SLOT, 0))
+        assert torch.equal(pin, pattern(3 * SLOT, 0))
         assert torch.equal(first, pattern(r.extents[1].nbytes, 1))
 
     def test_single_slots_stay_out_of_the_way_of_runs(self, rig):
         r = rig(6, [1, 1, 3])
-        leases = [r.got(0), r.got(1)]
+        pins = [r.got(0), r.got(1)]
         run = r.got(2)
         assert torch.equal(run, pattern(3 * SLOT, 2))
         assert run.data_ptr() == r.arena.address(0)
-        assert len(leases) == 2
+        assert len(pins) == 2
 
     def test_slots_are_charged_when_they_are_first_used(self, rig):
         r = rig(4, [1, 2])

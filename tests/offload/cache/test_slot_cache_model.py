@@ -17,7 +17,7 @@ from tests.support.native.cache_rig import SLOT, Rig, pattern
 
 SLOTS = 6
 RUNS = [1, 1, 1, 1, 1, 2, 2, 3, 4]
-MOST_LEASES = 4
+MOST_PINS = 4
 chunks = st.integers(0, len(RUNS) - 1)
 
 
@@ -35,8 +35,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.on_file = {c: self.rig.on_file(c) for c in self.rig.extents}
         self.now = dict(self.on_file)
         self.unwritten: set[int] = set()
-        self.leases: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self.pinned: set[int] = set()
+        self.pins: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.page_locked: set[int] = set()
         self.faults = 0
         self.version = 1000
 
@@ -44,7 +44,7 @@ class CacheMachine(RuleBasedStateMachine):
         import gc
 
         cache_module.gc = gc
-        self.leases.clear()
+        self.pins.clear()
         self.rig.close()
 
     def before_write(self, chunk: int) -> None:
@@ -55,8 +55,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def has_room(self, chunk: int) -> bool:
         blocked = [False] * SLOTS
-        held = [(self.rig.arena.slot_of(lease.data_ptr()), c) for c, lease, _ in self.leases]
-        held += [(self.rig.arena.slot_of(self.cache.address(c)), c) for c in self.pinned]
+        held = [(self.rig.arena.slot_of(pin.data_ptr()), c) for c, pin, _ in self.pins]
+        held += [(self.rig.arena.slot_of(self.cache.address(c)), c) for c in self.page_locked]
         for first, c in held:
             blocked[first : first + RUNS[c]] = [True] * RUNS[c]
         run = RUNS[chunk]
@@ -71,7 +71,7 @@ class CacheMachine(RuleBasedStateMachine):
         except _native.NativeIoError as error:
             self.surfaced(error)
         except BudgetError:
-            assert no_room, "there was a window that nothing leases"
+            assert no_room, "there was a window that nothing pins"
         else:
             assert not no_room, "found room where there is none"
 
@@ -79,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert failure.errno == errno.EIO
         assert self.faults > 0, "a transfer failed for no reason"
         self.faults -= 1
-        self.pinned &= self.rig.held()  # a failed read leaves nothing to pin
+        self.page_locked &= self.rig.held()  # a failed read leaves nothing to pin
         assert failure.op == "read" or any(map(self.write_failed, self.rig.held()))
 
     def write_failed(self, chunk: int) -> bool:
@@ -91,49 +91,48 @@ class CacheMachine(RuleBasedStateMachine):
             self.now[chunk] = self.on_file[chunk] = content.clone()
         assert torch.equal(content, self.now[chunk])
 
-    def fill(self, chunk: int, lease: torch.Tensor) -> None:
+    def fill(self, chunk: int, pin: torch.Tensor) -> None:
         self.version += 1
-        content = pattern(len(lease), self.version)
-        lease.copy_(content)
+        content = pattern(len(pin), self.version)
+        pin.copy_(content)
         self.now[chunk] = content
         self.unwritten.add(chunk)
-        self.leases = [
-            (c, t, content if t.data_ptr() == lease.data_ptr() else kept)
-            for c, t, kept in self.leases
+        self.pins = [
+            (c, t, content if t.data_ptr() == pin.data_ptr() else kept) for c, t, kept in self.pins
         ]
 
-    def keep(self, chunk: int, lease: torch.Tensor) -> None:
-        if len(self.leases) < MOST_LEASES:
-            self.leases.append((chunk, lease, lease.clone()))
+    def keep(self, chunk: int, pin: torch.Tensor) -> None:
+        if len(self.pins) < MOST_PINS:
+            self.pins.append((chunk, pin, pin.clone()))
 
     @rule(chunk=chunks, keep=st.booleans())
     def use(self, chunk, keep):
         with self.asked(chunk):
-            lease = self.rig.use(chunk)
-            self.check(chunk, lease)
+            pin = self.rig.use(chunk)
+            self.check(chunk, pin)
             if keep:
-                self.keep(chunk, lease)
+                self.keep(chunk, pin)
 
     @rule(chunk=chunks, keep=st.booleans())
     def change(self, chunk, keep):
         with self.asked(chunk):
-            lease = self.rig.use(chunk)
-            self.check(chunk, lease)
+            pin = self.rig.use(chunk)
+            self.check(chunk, pin)
             self.cache.dirty(chunk)
-            self.fill(chunk, lease)
+            self.fill(chunk, pin)
             if keep:
-                self.keep(chunk, lease)
+                self.keep(chunk, pin)
 
     @rule(chunk=chunks, keep=st.booleans())
     def make(self, chunk, keep):
         with self.asked(chunk):
             self.cache.create(chunk)
-            lease = self.rig.tensor(chunk)
+            pin = self.rig.tensor(chunk)
             # Settled by create(), so that this cannot fail between the bytes and their mark.
             self.cache.dirty(chunk)
-            self.fill(chunk, lease)
+            self.fill(chunk, pin)
             if keep:
-                self.keep(chunk, lease)
+                self.keep(chunk, pin)
 
     @rule(chunk=chunks)
     def write_back(self, chunk):
@@ -147,7 +146,7 @@ class CacheMachine(RuleBasedStateMachine):
             if self.write_failed(chunk):
                 self.on_file[chunk] = None
             self.cache.drop(chunk)
-            self.pinned.discard(chunk)
+            self.page_locked.discard(chunk)
             self.unwritten.discard(chunk)
             self.now[chunk] = self.on_file[chunk]
 
@@ -164,15 +163,15 @@ class CacheMachine(RuleBasedStateMachine):
             assert before[chunk] is SlotState.CLEAN
             assert next_use(chunk) > min(map(next_use, begun))
 
-    @rule(which=st.integers(0, MOST_LEASES - 1))
+    @rule(which=st.integers(0, MOST_PINS - 1))
     def release(self, which):
-        del self.leases[which : which + 1]
+        del self.pins[which : which + 1]
 
     @rule(chunk=chunks)
-    def pin(self, chunk):
-        if self.cache.holds(chunk) and not self.pinned:
-            self.cache.pin(chunk)
-            self.pinned.add(chunk)
+    def page_lock(self, chunk):
+        if self.cache.holds(chunk) and not self.page_locked:
+            self.cache.page_lock(chunk)
+            self.page_locked.add(chunk)
 
     @rule()
     def end_step(self):
@@ -186,8 +185,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def held_bytes_are_right(self):
-        for _, lease, kept in self.leases:
-            assert torch.equal(lease, kept)
+        for _, pin, kept in self.pins:
+            assert torch.equal(pin, kept)
 
     @invariant()
     def entries_are_legal(self):
@@ -198,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
             slots += range(entry.slot, entry.slot + RUNS[chunk])
         assert len(slots) == len(set(slots))
         assert all(0 <= slot < SLOTS for slot in slots)
-        assert self.pinned <= self.rig.held()
+        assert self.page_locked <= self.rig.held()
 
     @invariant()
     def unwritten_bytes_are_still_held(self):

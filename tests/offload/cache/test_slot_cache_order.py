@@ -62,10 +62,10 @@ class TestOrder:
             for chunk in range(5):
                 if turn and not r.cache.holds(chunk):
                     late.append((turn, chunk))
-                lease = r.use(chunk)
+                pin = r.use(chunk)
                 r.cache.prefetch(4)
-                assert torch.equal(lease, pattern(r.extents[chunk].nbytes, chunk))
-                del lease
+                assert torch.equal(pin, pattern(r.extents[chunk].nbytes, chunk))
+                del pin
             r.order.end_step()
         assert late == [(1, 0)] or late == []
 

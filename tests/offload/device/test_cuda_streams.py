@@ -1,4 +1,4 @@
-"""offload/cuda, offload/device_arena: streams in any order that events allow, and leases."""
+"""offload/cuda, offload/device_arena: streams in any order that events allow, and pins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.device.cuda_backend import CudaBackend
-from offload.device.device_arena import DeviceArena, PinnedArena
+from offload.device.device_arena import DeviceArena, PageLockedArena
 from offload.errors import BudgetError
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
@@ -22,7 +22,7 @@ SLOT = 4096
 
 
 def make(slots: int = 3, **options: object) -> tuple[FakeRuntime, CudaBackend, DeviceArena]:
-    runtime = FakeRuntime(pinnable=False, eager=False, **options)  # type: ignore[arg-type]
+    runtime = FakeRuntime(page_lockable=False, eager=False, **options)  # type: ignore[arg-type]
     backend = CudaBackend(runtime)
     arena = backend.arena(slots, SLOT, Ledger({}), Account.GATHERED)
     assert isinstance(arena, DeviceArena)
@@ -32,7 +32,7 @@ def make(slots: int = 3, **options: object) -> tuple[FakeRuntime, CudaBackend, D
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 1 << 32), length=st.integers(20, 200), several=st.booleans())
 def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool) -> None:
-    """Slots are fetched to, leased, used by work that is given, and let go; streams run anyhow."""
+    """Slots are fetched to, pinned, used by work that is given, and let go; streams run anyhow."""
     chance = random.Random(seed)
     runtime, backend, arena = make()
     computes = [runtime.compute, *([runtime.new_stream()] if several else [])]
@@ -55,16 +55,16 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
             backend.fetch(arena.view(slot, 1, torch.uint8), source)
             content[slot] = value
         elif what < 0.6 and slot in content:
-            views[slot].append(arena.view(slot, 1, torch.uint8, leased=True))
-            # The work has the memory, not the lease: that ends on the host while work is waiting.
+            views[slot].append(arena.view(slot, 1, torch.uint8, pinned=True))
+            # The work has the memory, not the pin: that ends on the host while work is waiting.
             alias = torch.from_dlpack(arena.memory.export(slot * SLOT, SLOT))
             expected = content[slot]
             runtime.give(runtime.compute, lambda a=alias, e=expected: use(a, e))
             if chance.random() < 0.3:
                 into = torch.zeros(SLOT, dtype=torch.uint8)
-                backend.drain(into, alias, backend.mark())
+                backend.grad_offload(into, alias, backend.mark())
                 drained.append((into, expected))
-                # What is drained is kept until it is there; so the slot stays leased in truth.
+                # What is drained is kept until it is there; so the slot stays pinned in truth.
                 runtime.wait(runtime.compute, runtime.record(backend._draining))
         elif what < 0.8 and views[slot]:
             views[slot].pop(chance.randrange(len(views[slot])))
@@ -84,7 +84,7 @@ def test_a_fetch_waits_for_work_with_what_is_there() -> None:
     seen: list[int] = []
     for value in (1, 2):
         backend.fetch(arena.view(0, 1, torch.uint8), torch.full((SLOT,), value, dtype=torch.uint8))
-        view = arena.view(0, 1, torch.uint8, leased=True)
+        view = arena.view(0, 1, torch.uint8, pinned=True)
         alias = torch.from_dlpack(arena.memory.export(0, SLOT))
         runtime.give(runtime.compute, lambda a=alias: seen.append(int(a[0])))
         del view
@@ -108,7 +108,7 @@ def test_a_fetch_to_a_slot_that_was_not_used_waits_for_nothing() -> None:
 
 def test_leases_count_views() -> None:
     _, backend, arena = make(2)
-    view = arena.view(0, 2, torch.bfloat16, leased=True)
+    view = arena.view(0, 2, torch.bfloat16, pinned=True)
     assert view.numel() == SLOT
     assert arena.live_views() == 1
     other = view[5:]
@@ -122,7 +122,7 @@ def test_leases_count_views() -> None:
 
 def test_views_outlive_the_arena() -> None:
     runtime, _, arena = make(1)
-    view = arena.view(0, 1, torch.uint8, leased=True)
+    view = arena.view(0, 1, torch.uint8, pinned=True)
     view.fill_(3)
     runtime.synchronize_all()
     arena.close()
@@ -153,23 +153,23 @@ class TestPinned:
     def runtime(self) -> FakeRuntime:
         return FakeRuntime()
 
-    def arena(self, runtime: FakeRuntime, slots: int) -> PinnedArena:
-        return PinnedArena(runtime, [], slots, SLOT, Ledger({}), Account.PARAM)
+    def arena(self, runtime: FakeRuntime, slots: int) -> PageLockedArena:
+        return PageLockedArena(runtime, [], slots, SLOT, Ledger({}), Account.PARAM)
 
-    def ranges(self, runtime: FakeRuntime, arena: PinnedArena) -> list[tuple[int, int]]:
+    def ranges(self, runtime: FakeRuntime, arena: PageLockedArena) -> list[tuple[int, int]]:
         base = arena.address(0)
-        return sorted(((a - base) // SLOT, n // SLOT) for a, n in runtime.pinned.items())
+        return sorted(((a - base) // SLOT, n // SLOT) for a, n in runtime.page_locked.items())
 
     def test_what_is_committed_at_once_is_one_range(self, runtime: FakeRuntime) -> None:
         arena = self.arena(runtime, 8)
-        assert runtime.pinned == {}
+        assert runtime.page_locked == {}
         arena.commit(2, 3)
         arena.commit(2, 3)
         assert self.ranges(runtime, arena) == [(2, 3)]
         arena.commit(0, 8)
         assert self.ranges(runtime, arena) == [(0, 2), (2, 3), (5, 3)]
         arena.close()
-        assert runtime.pinned == {}
+        assert runtime.page_locked == {}
 
     def test_what_is_given_back_is_not_pinned(self, runtime: FakeRuntime) -> None:
         arena = self.arena(runtime, 8)
@@ -179,7 +179,7 @@ class TestPinned:
         arena.commit(4)
         assert self.ranges(runtime, arena) == [(0, 3), (4, 1), (5, 3)]
         arena.close()
-        assert runtime.pinned == {}
+        assert runtime.page_locked == {}
 
 
 def test_a_device_is_measured() -> None:
@@ -189,7 +189,7 @@ def test_a_device_is_measured() -> None:
     assert profile.separate
     assert profile.device_bytes == runtime.total
     assert set(profile.device_update_bytes_per_s or {}) == {"bf16", "fp16", "fp32"}
-    assert runtime.pinned == {}
+    assert runtime.page_locked == {}
 
 
 def test_an_arena_that_finds_no_room_has_no_slots() -> None:

@@ -156,10 +156,10 @@ def test_memory_of_each_tier_is_charged(rig):
 
 def test_the_slot_in_ram_is_free_when_the_copy_is_done(rig):
     r = rig(2, 1, [1, 1])
-    lease = r.use(0)
+    pin = r.use(0)
     assert r.staged() == 0
     again = r.use(1)
-    assert torch.equal(lease, r.want(0))
+    assert torch.equal(pin, r.want(0))
     assert torch.equal(again, r.want(1))
 
 
@@ -361,12 +361,12 @@ def test_a_closed_backend_is_an_error(rig):
 )
 @given(data=st.data())
 def test_any_sequence_of_uses(data):
-    """Uses, leases, prefetches, drops and faults in any order: the bytes are right or it raises."""
+    """Uses, pins, prefetches, drops and faults in any order: the bytes are right or it raises."""
     runs = data.draw(st.lists(st.integers(1, 2), min_size=2, max_size=6))
     at_home = tuple(data.draw(st.sets(st.integers(0, len(runs) - 1))))
     r = Rig(data.draw(st.integers(2, 6)), data.draw(st.integers(2, 4)), runs, at_home=at_home)
     chunks = st.integers(0, len(runs) - 1)
-    leases: list[tuple[int, torch.Tensor]] = []
+    pins: list[tuple[int, torch.Tensor]] = []
     faults = 0
     for _ in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["use", "use", "keep", "let go", "prefetch", "drop"]))
@@ -379,25 +379,25 @@ def test_any_sequence_of_uses(data):
                 else:
                     r.engine.inject("read", data.draw(st.integers(0, 2)), error=errno.EIO)
             try:
-                lease = r.use(chunk)
+                pin = r.use(chunk)
             except BudgetError:
-                assert leases
+                assert pins
             except OSError:
                 assert faults
                 faults -= 1
             else:
-                assert torch.equal(lease, r.want(chunk))
+                assert torch.equal(pin, r.want(chunk))
                 if action == "keep":
-                    leases.append((chunk, lease))
-                del lease
-        elif action == "let go" and leases:
-            leases.pop()
+                    pins.append((chunk, pin))
+                del pin
+        elif action == "let go" and pins:
+            pins.pop()
         elif action == "prefetch":
             r.order.end_step()
             r.cache.prefetch(data.draw(st.integers(1, 4)))
         elif action == "drop":
             r.cache.drop(data.draw(chunks))
-        assert all(torch.equal(kept, r.want(chunk)) for chunk, kept in leases)
-    leases.clear()
+        assert all(torch.equal(kept, r.want(chunk)) for chunk, kept in pins)
+    pins.clear()
     r.close()
     gc.collect()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.device.backend import EmulatedBackend
-from offload.device.grad_offload import BUFFERS, Drain
+from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -25,19 +25,19 @@ class Rig:
         self.backend = EmulatedBackend(rate)
         self.buffers = HostArena(BUFFERS, BUFFER, self.ledger, Account.BUFFER)
         self.buffers.commit(0, BUFFERS)
-        self.drain = Drain(self.backend, self.ledger, limit, self.buffers)
+        self.grad_offload = GradOffload(self.backend, self.ledger, limit, self.buffers)
 
     def take(self, owner, grad, kept, add=False) -> None:
-        self.drain.take(owner, f"p{owner}", grad, kept, add)
+        self.grad_offload.take(owner, f"p{owner}", grad, kept, add)
 
     def wait(self, owner) -> None:
-        self.drain.wait(owner, f"p{owner}")
+        self.grad_offload.wait(owner, f"p{owner}")
 
     def charged(self) -> int:
         return self.ledger.used(Tier.DEVICE, Account.GRAD_SLOT)
 
     def close(self) -> None:
-        self.drain.close()
+        self.grad_offload.close()
         self.backend.close()
         self.buffers.close()
         assert set(self.ledger.in_use_bytes.values()) == {0}
@@ -125,7 +125,7 @@ def test_the_place_is_leased_until_it_has_arrived(rig):
     r = rig()
     arena = HostArena(2, 1 << 16, r.ledger, Account.GRAD_SLOT)
     for slot, add in ((0, False), (1, True)):
-        r.take(slot, torch.ones(1 << 14), arena.view(slot, 1, torch.float32, leased=True), add)
+        r.take(slot, torch.ones(1 << 14), arena.view(slot, 1, torch.float32, pinned=True), add)
     for owner in (0, 1):
         r.wait(owner)
     assert arena.live_views() == 0
@@ -191,15 +191,15 @@ def test_a_failure_is_raised_where_the_gradient_is_needed(rig, add):
 
 def test_busy_and_wait_one(rig):
     r = rig(rate=1e6)
-    assert not r.drain.wait_one()
+    assert not r.grad_offload.wait_one()
     for owner in range(3):
         r.take(owner, torch.ones(5000), torch.zeros(5000))
-    assert r.drain.busy(2)
-    assert r.drain.wait_one()
-    assert not r.drain.busy(0)
-    while r.drain.wait_one():
+    assert r.grad_offload.busy(2)
+    assert r.grad_offload.wait_one()
+    assert not r.grad_offload.busy(0)
+    while r.grad_offload.wait_one():
         pass
-    assert not r.drain.busy(2)
+    assert not r.grad_offload.busy(2)
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -247,7 +247,7 @@ def test_what_is_added_to_a_lost_gradient_is_lost(rig):
     r.backend.link.inject("d2h", 0)
     r.take(0, torch.ones(500), kept)
     r.take(0, torch.ones(500), kept, add=True)
-    r.drain.settle(0)
+    r.grad_offload.settle(0)
     with pytest.raises(HeteroError, match="did not arrive"):
         r.wait(0)
 

@@ -1,4 +1,4 @@
-"""offload/ferry: homes between DEVICE and RAM or the file, in pieces; failures end all of it."""
+"""offload/ferry: homes between DEVICE and RAM or the file, in tiles; failures end all of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from offload import _native
 from offload.device.backend import EmulatedBackend
 from offload.device.grad_offload import BUFFERS
-from offload.device.home_copy import Ferry
+from offload.device.home_copy import HomeCopier
 from offload.disk.scratch_file import ScratchFile, Transfers
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -32,7 +32,7 @@ class Rig:
         self.backend = EmulatedBackend(1e11)
         self.buffers = HostArena(BUFFERS, BUFFER, self.ledger, Account.LINK)
         self.buffers.commit(0, BUFFERS)
-        self.ferry = Ferry(self.backend, self.buffers, self.transfers)
+        self.home_copier = HomeCopier(self.backend, self.buffers, self.transfers)
 
     def close(self) -> None:
         self.backend.close()
@@ -58,12 +58,12 @@ def randoms(nbytes: int) -> torch.Tensor:
 def test_bytes_go_out_and_come_back(rig: Rig, pages: int) -> None:
     device = randoms(pages * PAGE)
     ram, back, again = (torch.zeros_like(device) for _ in range(3))
-    rig.ferry.to_ram(device, ram)
+    rig.home_copier.to_ram(device, ram)
     assert torch.equal(ram, device)
-    rig.ferry.from_ram(ram, back)
+    rig.home_copier.from_ram(ram, back)
     assert torch.equal(back, device)
-    rig.ferry.to_file(device, rig.offset + PAGE)
-    rig.ferry.from_file(rig.offset + PAGE, again)
+    rig.home_copier.to_file(device, rig.offset + PAGE)
+    rig.home_copier.from_file(rig.offset + PAGE, again)
     assert torch.equal(again, device)
     assert rig.backend.d2h_bytes == rig.backend.h2d_bytes == 2 * len(device)
 
@@ -71,9 +71,9 @@ def test_bytes_go_out_and_come_back(rig: Rig, pages: int) -> None:
 def test_ram_need_not_be_whole_pages(rig: Rig) -> None:
     device = randoms(3 * BUFFER + 100)
     ram = torch.zeros_like(device)
-    rig.ferry.to_ram(device, ram)
+    rig.home_copier.to_ram(device, ram)
     assert torch.equal(ram, device)
-    rig.ferry.from_ram(randoms(0), torch.zeros(0, dtype=torch.uint8))
+    rig.home_copier.from_ram(randoms(0), torch.zeros(0, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2, 5])
@@ -96,9 +96,9 @@ def test_a_failure_is_told_and_nothing_is_under_way(
     else:
         rig.engine.inject("write" if way.startswith("to") else "read", nth, errno.EIO)
     with pytest.raises(OSError, match=r"failed|Input/output"):
-        getattr(rig.ferry, way)(*ends)
+        getattr(rig.home_copier, way)(*ends)
     assert rig.engine.stats["in_flight"] == 0
     rig.buffers.view(0, 1, torch.uint8).fill_(7)  # nobody writes to it any more
     rig.buffers.view(1, 1, torch.uint8).fill_(7)
     assert (rig.buffers.view(0, 2, torch.uint8) == 7).all()
-    getattr(rig.ferry, way)(*ends)
+    getattr(rig.home_copier, way)(*ends)

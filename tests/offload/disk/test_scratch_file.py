@@ -35,13 +35,13 @@ def ledger():
 
 @pytest.fixture
 def scratch(tmp_path, ledger):
-    made = ScratchFile(str(tmp_path), ledger, Account.RECORD)
+    made = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
     yield made
     made.close()
 
 
 def reserved(ledger: Ledger) -> int:
-    return ledger.used(Tier.DISK, Account.RECORD)
+    return ledger.used(Tier.DISK, Account.OPTIM_STATE)
 
 
 def memory_of(nbytes: int) -> tuple[torch.Tensor, memoryview]:
@@ -72,7 +72,7 @@ def assert_round_trip(scratch: ScratchFile, pages: int = 3) -> None:
 class TestFile:
     def test_it_has_no_name_and_goes_with_its_descriptor(self, tmp_path, ledger):
         before = open_fds()
-        scratch = ScratchFile(str(tmp_path), ledger, Account.RECORD)
+        scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         scratch.reserve(MIB)
         assert list(tmp_path.iterdir()) == []
         assert os.fstat(scratch.members[0].fd).st_nlink == 0
@@ -154,7 +154,7 @@ class TestFile:
 
     def test_errors_are_of_both_families(self, tmp_path, ledger):
         with pytest.raises(StoreError) as refusal:
-            ScratchFile(str(tmp_path / "none"), ledger, Account.RECORD)
+            ScratchFile(str(tmp_path / "none"), ledger, Account.OPTIM_STATE)
         assert isinstance(refusal.value, HeteroError)
         assert isinstance(refusal.value, OSError)
         assert refusal.value.filename == str(tmp_path / "none")
@@ -204,7 +204,7 @@ class TestDirectory:
     def test_a_directory_that_goes_before_it_is_used_is_named(self, tmp_path, ledger, monkeypatch):
         monkeypatch.setattr(store, "check_directories", tuple)
         with pytest.raises(StoreError, match="cannot make a scratch file.*gone"):
-            ScratchFile(str(tmp_path / "gone"), ledger, Account.RECORD)
+            ScratchFile(str(tmp_path / "gone"), ledger, Account.OPTIM_STATE)
 
     def test_a_failed_open_leaves_no_descriptor_and_no_name(self, tmp_path, ledger, monkeypatch):
         before = open_fds()
@@ -219,7 +219,7 @@ class TestDirectory:
 
         monkeypatch.setattr(os, "open", full)
         with pytest.raises(StoreError) as failure:
-            ScratchFile(str(tmp_path), ledger, Account.RECORD)
+            ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         monkeypatch.undo()
         assert failure.value.errno == errno.EIO
         assert list(tmp_path.iterdir()) == []
@@ -241,7 +241,7 @@ def refuse_flags(monkeypatch, flags_refused: int, error: int) -> None:
 class TestFileSystemsThatKnowLess:
     def test_no_direct_transfers_is_noted(self, tmp_path, ledger, monkeypatch):
         refuse_flags(monkeypatch, os.O_DIRECT, errno.EINVAL)
-        scratch = ScratchFile(str(tmp_path), ledger, Account.RECORD)
+        scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         (note,) = scratch.notes
         assert "O_DIRECT" in note
         assert str(tmp_path) in note
@@ -252,7 +252,7 @@ class TestFileSystemsThatKnowLess:
     def test_no_unnamed_files(self, tmp_path, ledger, monkeypatch, error):
         refuse_flags(monkeypatch, os.O_TMPFILE, error)
         before = open_fds()
-        scratch = ScratchFile(str(tmp_path), ledger, Account.RECORD)
+        scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         assert list(tmp_path.iterdir()) == []
         assert scratch.notes == []
         assert os.fstat(scratch.members[0].fd).st_nlink == 0
@@ -271,7 +271,7 @@ class TestFileSystemsThatKnowLess:
             return real(path, flags, *mode)
 
         monkeypatch.setattr(os, "open", refusing)
-        scratch = ScratchFile(str(tmp_path), ledger, Account.RECORD)
+        scratch = ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         assert len(scratch.notes) == 1
         assert list(tmp_path.iterdir()) == []
         assert_round_trip(scratch)
@@ -280,7 +280,7 @@ class TestFileSystemsThatKnowLess:
     def test_other_errors_are_not_taken_for_missing_features(self, tmp_path, ledger, monkeypatch):
         refuse_flags(monkeypatch, os.O_TMPFILE, errno.EROFS)
         with pytest.raises(StoreError) as failure:
-            ScratchFile(str(tmp_path), ledger, Account.RECORD)
+            ScratchFile(str(tmp_path), ledger, Account.OPTIM_STATE)
         assert failure.value.errno == errno.EROFS
 
 
@@ -298,7 +298,7 @@ class TestRealMounts:
             if subprocess.run(["mount", *mount, directory]).returncode:
                 sys.exit(77)
             sys.path.insert(0, root)
-            from tests.offload.test_store import *
+            from tests.offload.disk.test_scratch_file import *
             ledger = Ledger({})
             """
         ) + textwrap.dedent(body)
@@ -314,7 +314,7 @@ class TestRealMounts:
             tmp_path,
             ["-t", "tmpfs", "-o", "size=2m", "tmpfs"],
             """
-            scratch = ScratchFile(directory, ledger, Account.RECORD)
+            scratch = ScratchFile(directory, ledger, Account.OPTIM_STATE)
             from offload.disk.directories import free_bytes
             assert free_bytes(directory) == 2 * MIB
             try:
@@ -348,7 +348,7 @@ class TestRealMounts:
             ["-t", "tmpfs", "-o", "ro", "tmpfs"],
             """
             try:
-                ScratchFile(directory, ledger, Account.RECORD)
+                ScratchFile(directory, ledger, Account.OPTIM_STATE)
             except StoreError as error:
                 assert error.errno in (errno.EACCES, errno.EROFS), error
                 assert directory in str(error), error
@@ -364,7 +364,7 @@ class TestRealMounts:
             """
             # It has no limit, and so says that nothing is free.
             store.free_bytes = lambda directory: 64 * MIB
-            scratch = ScratchFile(directory, ledger, Account.RECORD)
+            scratch = ScratchFile(directory, ledger, Account.OPTIM_STATE)
             assert len(scratch.notes) == 1 and "O_DIRECT" in scratch.notes[0], scratch.notes
             assert_round_trip(scratch)
             assert os.listdir(directory) == []
@@ -385,7 +385,7 @@ class TestRealMounts:
             directory,
             ["-o", "loop", str(image)],
             """
-            scratch = ScratchFile(directory, ledger, Account.RECORD)
+            scratch = ScratchFile(directory, ledger, Account.OPTIM_STATE)
             assert_round_trip(scratch, pages=64)
             status = os.fstat(scratch.members[0].fd)
             assert status.st_size == scratch.nbytes == 64 * PAGE_BYTES
@@ -560,8 +560,8 @@ def test_a_killed_process_leaves_nothing(tmp_path):
             sys.executable,
             "-c",
             "import os, sys\n"
-            "from offload.store import *\n"
-            "s = ScratchFile(sys.argv[1], Ledger({}), Account.RECORD)\n"
+            "from offload.disk.scratch_file import *\n"
+            "s = ScratchFile(sys.argv[1], Ledger({}), Account.OPTIM_STATE)\n"
             "s.reserve(1 << 20)\n"
             "os.kill(os.getpid(), 9)",
             str(tmp_path),

@@ -40,7 +40,7 @@ def ledger():
 
 @pytest.fixture
 def scratch(directories, ledger):
-    made = ScratchFile(directories, ledger, Account.RECORD)
+    made = ScratchFile(directories, ledger, Account.OPTIM_STATE)
     yield made
     made.close()
 
@@ -73,7 +73,7 @@ class TestSpace:
         assert sizes(scratch) == [3 * MIB + MIB // 2, 3 * MIB, 3 * MIB]
         blocks = [os.fstat(member.fd).st_blocks * 512 for member in scratch.members]
         assert all(b >= s for b, s in zip(blocks, sizes(scratch), strict=True))
-        assert scratch.nbytes == ledger.used(Tier.DISK, Account.RECORD) == 9 * MIB + MIB // 2
+        assert scratch.nbytes == ledger.used(Tier.DISK, Account.OPTIM_STATE) == 9 * MIB + MIB // 2
 
     def test_nothing_has_a_name(self, scratch, directories):
         scratch.reserve(3 * MIB)
@@ -81,18 +81,18 @@ class TestSpace:
 
     def test_close_gives_everything_back(self, directories, ledger):
         before = descriptors()
-        scratch = ScratchFile(directories, ledger, Account.RECORD)
+        scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
         scratch.reserve(9 * MIB)
         assert descriptors() == before + 3
         scratch.close()
         scratch.close()
         assert descriptors() == before
-        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
         with pytest.raises(StoreError, match="closed"):
             scratch.read_into(memoryview(bytearray(PAGE_BYTES)), 0)
 
     def test_the_capacity_is_of_all_together(self, directories):
-        scratch = ScratchFile(directories, Ledger({Tier.DISK: 8 * MIB}), Account.RECORD)
+        scratch = ScratchFile(directories, Ledger({Tier.DISK: 8 * MIB}), Account.OPTIM_STATE)
         scratch.reserve(8 * MIB)
         with pytest.raises(BudgetError, match="disk"):
             scratch.reserve(1)
@@ -115,7 +115,7 @@ class TestSpace:
         assert refusal.value.errno == errno.ENOSPC
         assert refusal.value.filename == directories[1]
         assert sizes(scratch) == [MIB, MIB, MIB]
-        assert scratch.nbytes == ledger.used(Tier.DISK, Account.RECORD) == 3 * MIB
+        assert scratch.nbytes == ledger.used(Tier.DISK, Account.OPTIM_STATE) == 3 * MIB
         monkeypatch.undo()
         assert scratch.reserve(6 * MIB) == 3 * MIB
         assert sizes(scratch) == [3 * MIB] * 3
@@ -134,7 +134,7 @@ class TestSpace:
         with pytest.raises(error):
             scratch.reserve(6 * MIB)
         assert sizes(scratch) == [MIB, MIB, MIB]
-        assert scratch.nbytes == ledger.used(Tier.DISK, Account.RECORD) == 3 * MIB
+        assert scratch.nbytes == ledger.used(Tier.DISK, Account.OPTIM_STATE) == 3 * MIB
 
     def test_an_error_is_told_where_free_space_is_not_known(self, scratch, ledger, monkeypatch):
         scratch.stripes  # noqa: B018  decided while it is known
@@ -151,7 +151,7 @@ class TestSpace:
         with pytest.raises(StoreError, match="an unknown number of bytes free") as failure:
             scratch.reserve(6 * MIB)
         assert failure.value.errno == errno.EIO
-        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
 
     def test_a_share_that_does_not_fit_is_refused_with_numbers(
         self, scratch, directories, monkeypatch
@@ -180,7 +180,7 @@ class TestSpace:
         self.separate(monkeypatch)
         room = dict(zip(directories, (4 * MIB, 100 * MIB, 100 * MIB), strict=True))
         monkeypatch.setattr(store, "free_bytes", room.__getitem__)
-        scratch = ScratchFile(directories, ledger, Account.RECORD)
+        scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
         scratch.balance(engine, 40 * MIB)
         scratch.reserve(40 * MIB)  # a third would be too much for the first
         assert 0 < sizes(scratch)[0] <= 4 * MIB
@@ -192,7 +192,7 @@ class TestSpace:
         room = dict(zip(directories, (0, 100 * MIB, 100 * MIB), strict=True))
         monkeypatch.setattr(store, "free_bytes", room.__getitem__)
         before = descriptors()
-        scratch = ScratchFile(directories, ledger, Account.RECORD)
+        scratch = ScratchFile(directories, ledger, Account.OPTIM_STATE)
         scratch.balance(engine, 40 * MIB)
         assert [member.directory for member in scratch.members] == directories[1:]
         assert any(f"{directories[0]} is not used" in note for note in scratch.notes)
@@ -267,7 +267,7 @@ class TestBalance:
 
     def test_one_directory_is_not_measured(self, directories, ledger, engine, monkeypatch):
         monkeypatch.setattr(store, "measure_rates", None)
-        scratch = ScratchFile(directories[0], ledger, Account.RECORD)
+        scratch = ScratchFile(directories[0], ledger, Account.OPTIM_STATE)
         scratch.balance(engine, 200 * MIB)
         assert scratch.stripes.pattern == [0]
         assert scratch.notes == []
@@ -278,13 +278,13 @@ class TestBalance:
 
         def measured(engine, members):
             seen.append([os.fstat(member.fd).st_size for member in members])
-            assert ledger.used(Tier.DISK, Account.RECORD) == 3 * AREA_BYTES
+            assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 3 * AREA_BYTES
             return [2e9, 1e9, 1e6]
 
         monkeypatch.setattr(store, "measure_rates", measured)
         scratch.balance(engine, 120 * MIB)
         assert seen == [[AREA_BYTES] * 3]
-        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
         assert sorted(scratch.stripes.pattern) == [0, 0, 1]
         (dealt,) = (note for note in scratch.notes if "striped" in note)
         assert "1.9 GiB/s" in dealt
@@ -303,7 +303,7 @@ class TestBalance:
             assert any("(measured" in note for note in scratch.notes)
         assert set(scratch.stripes.pattern) == set(range(len(scratch.members)))
         assert sizes(scratch) == [0] * len(scratch.members)
-        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
         assert engine.stats["in_flight"] == 0
 
     def test_a_directory_without_room_counts_as_slow_and_others_are_measured(
@@ -317,13 +317,13 @@ class TestBalance:
         def measured(engine, members):
             seen.append([member.directory for member in members])
             assert sizes(scratch) == [AREA_BYTES, 0, AREA_BYTES]
-            assert ledger.used(Tier.DISK, Account.RECORD) == 2 * AREA_BYTES
+            assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 2 * AREA_BYTES
             return [3e9, 1e9]
 
         monkeypatch.setattr(store, "measure_rates", measured)
         scratch.balance(engine, 160 * MIB)
         assert seen == [[directories[0], directories[2]]]
-        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
         (dealt,) = (note for note in scratch.notes if "striped" in note)
         assert f"not measured, for want of free space: {directories[1]}" in dealt
         scratch.reserve(160 * MIB)
@@ -360,7 +360,7 @@ class TestBalance:
         monkeypatch.setattr(os, "ftruncate", broken)
         with pytest.raises(StoreError, match="Input/output error"):
             scratch.balance(engine, 200 * MIB)
-        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
 
     def test_a_disk_that_fails_is_named(self, scratch, engine, ledger):
         engine.inject("write", 5, error=errno.EIO)
@@ -368,7 +368,7 @@ class TestBalance:
             scratch.balance(engine, 200 * MIB)
         assert failure.value.errno == errno.EIO
         assert sizes(scratch) == [0, 0, 0]
-        assert ledger.used(Tier.DISK, Account.RECORD) == 0
+        assert ledger.used(Tier.DISK, Account.OPTIM_STATE) == 0
 
 
 def test_rates_are_of_each_member(directories, engine):
@@ -461,7 +461,7 @@ class TestDirectories:
 
         monkeypatch.setattr(os, "open", refusing)
         with pytest.raises(StoreError) as failure:
-            ScratchFile(directories, ledger, Account.RECORD)
+            ScratchFile(directories, ledger, Account.OPTIM_STATE)
         monkeypatch.undo()
         assert failure.value.filename == directories[2]
         assert descriptors() == before

@@ -1,4 +1,4 @@
-"""offload/arena: slots, their views, their leases and what is charged for them."""
+"""offload/arena: slots, their views, their pins and what is charged for them."""
 
 import gc
 
@@ -59,46 +59,46 @@ def test_views_past_the_ends_are_refused(arena, slot, run):
 
 
 def test_a_lease_lasts_as_long_as_any_tensor_over_it(arena):
-    lease = arena.view(1, 2, torch.float32, leased=True)
-    part = lease[5:9].view(2, 2).t()
-    parameter = torch.nn.Parameter(lease[:4])
-    assert [arena.leases[s] for s in range(4)] == [0, 1, 0, 0]
-    del lease
-    assert arena.leases[1] == 1
+    pin = arena.view(1, 2, torch.float32, pinned=True)
+    part = pin[5:9].view(2, 2).t()
+    parameter = torch.nn.Parameter(pin[:4])
+    assert [arena.pins[s] for s in range(4)] == [0, 1, 0, 0]
+    del pin
+    assert arena.pins[1] == 1
     del part
-    assert arena.leases[1] == 1
+    assert arena.pins[1] == 1
     parameter.data = torch.zeros(4)
-    assert arena.leases[1] == 0
+    assert arena.pins[1] == 0
 
 
 def test_leases_count_and_plain_views_do_not(arena):
-    views = [arena.view(2, 1, torch.uint8, leased=True) for _ in range(3)]
+    views = [arena.view(2, 1, torch.uint8, pinned=True) for _ in range(3)]
     plain = arena.view(2, 1, torch.uint8)
-    assert arena.leases[2] == 3
+    assert arena.pins[2] == 3
     views.pop()
-    assert arena.leases[2] == 2
+    assert arena.pins[2] == 2
     views.clear()
-    assert arena.leases[2] == 0
+    assert arena.pins[2] == 0
     plain.fill_(1)
 
 
 def test_autograd_keeps_the_lease_of_what_it_saved(arena):
-    weight = arena.view(0, 1, torch.float32, leased=True)[:4]
+    weight = arena.view(0, 1, torch.float32, pinned=True)[:4]
     weight.fill_(3)
     x = torch.ones(4, requires_grad=True)
     loss = (x * weight).sum()
     del weight
-    assert arena.leases[0] == 1
+    assert arena.pins[0] == 1
     loss.backward()
     del loss
     gc.collect()
-    assert arena.leases[0] == 0
+    assert arena.pins[0] == 0
     assert x.grad.tolist() == [3.0] * 4
 
 
 def test_memory_outlives_the_arena_in_its_views(ledger):
     arena = HostArena(2, SLOT, ledger, Account.GATHERED)
-    view = arena.view(1, 1, torch.uint8, leased=True)
+    view = arena.view(1, 1, torch.uint8, pinned=True)
     view.fill_(9)
     arena.close()
     del arena
@@ -140,7 +140,7 @@ def test_a_resized_arena_is_empty_and_charged_anew():
     assert arena.live_views() == 0
     arena.resize(3)
     arena.commit(0, 3)
-    view = arena.view(1, 1, torch.uint8, leased=True)
+    view = arena.view(1, 1, torch.uint8, pinned=True)
     view.fill_(7)
     assert ledger.in_use_bytes["host"] == 3 * 4096
     arena.resize(2, 8192)

@@ -12,7 +12,7 @@ from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 
 HOST, DISK = Tier.HOST, Tier.DISK
-PARAM, GRAD, RECORD = Account.PARAM, Account.GRAD, Account.RECORD
+PARAM, GRAD, OPTIM_STATE = Account.PARAM, Account.GRAD, Account.OPTIM_STATE
 
 changes = st.lists(
     st.tuples(st.sampled_from(Tier), st.sampled_from(Account), st.integers(0, 60), st.booleans()),
@@ -59,12 +59,17 @@ def test_a_budget_can_be_filled_to_the_last_byte():
 def test_the_refusal_has_the_numbers():
     ledger = Ledger({HOST: 100 << 10, DISK: 5})
     ledger.charge(HOST, PARAM, 60 << 10)
-    ledger.charge(HOST, RECORD, 20 << 10)
+    ledger.charge(HOST, OPTIM_STATE, 20 << 10)
     ledger.charge(DISK, GRAD, 5)
     with pytest.raises(BudgetError) as refusal:
         ledger.charge(HOST, GRAD, (20 << 10) + 7)
     message = str(refusal.value)
-    for fact in ("host budget of 100.0 KiB", "by 7 bytes", "param 60.0 KiB", "record 20.0 KiB"):
+    for fact in (
+        "host budget of 100.0 KiB",
+        "by 7 bytes",
+        "param 60.0 KiB",
+        "optim_state 20.0 KiB",
+    ):
         assert fact in message
     assert "5 B" not in message  # what other tiers hold
 

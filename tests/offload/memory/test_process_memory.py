@@ -49,7 +49,7 @@ def test_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> None:
 def test_an_address_limit_counts() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40));"
-        "from offload.process import allowed_bytes; print(allowed_bytes())"
+        "from offload.memory.process_memory import allowed_bytes; print(allowed_bytes())"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert 0 < int(out.stdout) <= 1 << 40

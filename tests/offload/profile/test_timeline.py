@@ -133,18 +133,18 @@ def test_an_exception_ends_the_recording() -> None:
 
 
 def test_training_shows_all_its_bytes(tmp_path: Path) -> None:
-    """Of a step on three tiers: each byte of disk and link, each piece's update, in time."""
+    """Of a step on three tiers: each byte of disk and link, each tile's update, in time."""
     model, optimizer = build(
         placement_policy="auto", backend="emulated", device_memory="300KiB", chunk_numel=4096,
         host_memory="900KiB", nvme_path=str(tmp_path),
     )  # fmt: skip
     engine = optimizer.engine
     tokens = batches(1)[0]
-    cache = engine.banks[0].params._cache
+    cache = engine.chunk_groups[0].params._cache
     for _ in range(2):
         engine.synchronize()
         cache.settle()
-        before, tasks = engine.traffic, engine.banks[0].pipeline.stats["tasks"]
+        before, tasks = engine.traffic, engine.chunk_groups[0].pipeline.stats["tasks"]
         with record() as found:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
@@ -158,7 +158,7 @@ def test_training_shows_all_its_bytes(tmp_path: Path) -> None:
         assert timeline.nbytes("nvme_write") == after.disk_write - before.disk_write > 0
         assert timeline.nbytes("h2d") == after.h2d - before.h2d > 0
         assert timeline.nbytes("d2h") == after.d2h - before.d2h > 0
-        assert len(timeline.of("update")) >= engine.banks[0].pipeline.stats["tasks"] - tasks
+        assert len(timeline.of("update")) >= engine.chunk_groups[0].pipeline.stats["tasks"] - tasks
         assert timeline.of("gather")
     engine.close()
 

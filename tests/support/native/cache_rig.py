@@ -62,7 +62,7 @@ class Rig:
         return aligned
 
     def tensor(self, chunk: int) -> torch.Tensor:
-        """A lease on what is transferred of the chunk."""
+        """A pin on what is transferred of the chunk."""
         return self.cache.tensor(chunk, UINT8)[: self.extents[chunk].nbytes]
 
     def got(self, chunk: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A piece on a device, and its update compared with the CPU's."""
+"""A tile on a device, and its update compared with the CPU's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.native.update_oracle import Hyper
 DTYPES = ["fp32", "bf16", "fp16"]
 RULES = ["adam", "lion", "adagrad"]
 KINDS = [_native.UpdateKind(*k) for k in itertools.product(DTYPES, DTYPES, RULES, ["fp32", "bf16"])]
-PIECE = 8192
+TILE = 8192
 
 
 def hypers(kind: _native.UpdateKind, step: int) -> list[Hyper]:
@@ -38,21 +38,23 @@ def native(hyper: Hyper) -> _native.Hyper:
     return _native.Hyper(**dataclasses.asdict(hyper))
 
 
-class Piece:
-    """A piece as homes have it: parameters, gradients and a record, in memory of the device."""
+class Tile:
+    """A tile as homes have it: parameters, gradients and an optimizer state, in memory of the
+    device.
+    """
 
     def __init__(self, runtime: Runtime, kind: _native.UpdateKind) -> None:
         self.kind = kind
-        self.param = runtime.empty(PIECE * TORCH_DTYPES[kind.dtype].itemsize)
-        self.grad = runtime.empty(PIECE * TORCH_DTYPES[kind.grad_dtype].itemsize)
-        self.record = runtime.empty(PIECE * kind.record_bytes)
-        self.state_bytes = PIECE * TORCH_DTYPES[kind.state_dtype].itemsize
-        self.state_at = len(self.record) - kind.states * self.state_bytes
+        self.param = runtime.empty(TILE * TORCH_DTYPES[kind.dtype].itemsize)
+        self.grad = runtime.empty(TILE * TORCH_DTYPES[kind.grad_dtype].itemsize)
+        self.optim_state = runtime.empty(TILE * kind.optim_state_bytes)
+        self.state_bytes = TILE * TORCH_DTYPES[kind.state_dtype].itemsize
+        self.state_at = len(self.optim_state) - kind.states * self.state_bytes
 
     def parts(self) -> list[torch.Tensor]:
         """[param, master (perhaps empty), states]"""
-        states = self.record[self.state_at :].split(self.state_bytes)
-        return [self.param, self.record[: self.state_at], *states]
+        states = self.optim_state[self.state_at :].split(self.state_bytes)
+        return [self.param, self.optim_state[: self.state_at], *states]
 
     def take(self, arrays: Arrays, grad: np.ndarray) -> None:
         master = [] if arrays.master is None else [arrays.master]
@@ -70,12 +72,12 @@ class Piece:
 
 def check_update(runtime: Runtime, kind: _native.UpdateKind) -> None:
     """Three updates by the device's kernels have the bits of the CPU's."""
-    updater = DeviceUpdater(runtime, kind, PIECE)
-    arrays, piece = Arrays(kind, masters(PIECE)), Piece(runtime, kind)
+    updater = DeviceUpdater(runtime, kind, TILE)
+    arrays, tile = Arrays(kind, masters(TILE)), Tile(runtime, kind)
     index = (1 << 32) - 3000  # numbers are taken modulo 2^32
     for step in range(1, 4):
-        grad = gradients(PIECE, kind.grad_dtype, seed=step)
-        piece.take(arrays, grad)
+        grad = gradients(TILE, kind.grad_dtype, seed=step)
+        tile.take(arrays, grad)
         all_hypers = hypers(kind, step)
         # Beginnings and ends that groups of four elements do not fit, and gaps.
         cuts = [(0, 1024), (1024, 1), (1025, 6), (1088, 3001), (4096, 4095)]
@@ -85,7 +87,7 @@ def check_update(runtime: Runtime, kind: _native.UpdateKind) -> None:
             arrays.step(grad, all_hypers[hyper], first, first + numel, index)
             segments.append((first, numel, hyper, index + first))
         task = DeviceTask(
-            piece.param.data_ptr(), piece.grad.data_ptr(), piece.record.data_ptr(), segments
+            tile.param.data_ptr(), tile.grad.data_ptr(), tile.optim_state.data_ptr(), segments
         )
         updater.update([task], [native(h) for h in all_hypers])
-        assert piece.same(arrays)
+        assert tile.same(arrays)

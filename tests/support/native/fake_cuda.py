@@ -1,7 +1,7 @@
 """A device of CUDA's kind without one: streams that do their work as late as they may.
 
-Its memory is RAM, and its kernels are native/update/cuda/update.cu compiled for the host. Compute, which
-is torch on the CPU, is done at once, or, for tests of the order alone, is given as functions.
+Its memory is RAM, and its kernels are native/update/cuda/update.cu compiled for the host. Compute,
+which is torch on the CPU, is done at once, or, for tests of the order alone, is given as functions.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ class FakeRuntime:
     device = torch.device("cpu")
     dlpack_device = (1, 0)  # kDLCPU
 
-    def __init__(self, total: int = 1 << 30, pinnable: bool = True, eager: bool = True) -> None:
+    def __init__(
+        self, total: int = 1 << 30, page_lockable: bool = True, eager: bool = True
+    ) -> None:
         """`total` bytes of memory; not `eager`: compute is given by give()."""
         self.total = total
-        self.pinnable = pinnable
+        self.page_lockable = page_lockable
         self.taken: dict[int, int] = {}  # by address, of tensors that live
         self.cached = 0  # given back by tensors, and not to the device
         self.peak = 0
-        self.pinned: dict[int, int] = {}
+        self.page_locked: dict[int, int] = {}
         self.copying: list[tuple[int, int]] = []  # addresses and bytes of copies to come
         self.synchronized = 0  # how often the host waited
         self.compute = FakeStream(eager)
@@ -78,7 +80,7 @@ class FakeRuntime:
         with self.lock:
             stream.queue.append(do)
             if stream.eager:
-                self._drain(stream)
+                self._grad_offload(stream)
 
     def record(self, stream: FakeStream) -> FakeEvent:
         event = FakeEvent(stream)
@@ -90,7 +92,7 @@ class FakeRuntime:
             stream.queue.append(lambda: event.come)
             if stream.eager:
                 self._reach(event)
-                self._drain(stream)
+                self._grad_offload(stream)
 
     def done(self, event: FakeEvent) -> bool:
         return event.come
@@ -121,7 +123,7 @@ class FakeRuntime:
                 others = [s for s in self.streams if s is not event.stream]
                 assert any(self.step(s) for s in others), "streams hang"
 
-    def _drain(self, stream: FakeStream) -> None:
+    def _grad_offload(self, stream: FakeStream) -> None:
         while stream.queue:
             if not self.step(stream):
                 others = [s for s in self.streams if s is not stream]
@@ -130,7 +132,7 @@ class FakeRuntime:
     # Copies
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
-        self._check_pinned(to, source)
+        self._check_page_locked(to, source)
         if self.compute.eager:  # who reads it before it is there, reads this
             to.view(torch.uint8).fill_(0xFF)
         sides = [(side.data_ptr(), side.nbytes) for side in (to, source)]
@@ -143,17 +145,17 @@ class FakeRuntime:
 
         self.give(stream, work)
 
-    def _check_pinned(self, *sides: torch.Tensor) -> None:
+    def _check_page_locked(self, *sides: torch.Tensor) -> None:
         """One side is within one range of pinned RAM."""
         found = 0
         for side in sides:
             at, nbytes = side.data_ptr(), side.nbytes
             # (What autograd made counts as the device's.)
-            for begin, length in self.pinned.items():
+            for begin, length in self.page_locked.items():
                 if begin <= at < begin + length:
                     assert at + nbytes <= begin + length, "a copy spans two pinned ranges"
-            found += any(a <= at < a + n for a, n in self.pinned.items())
-        assert found == self.pinnable
+            found += any(a <= at < a + n for a, n in self.page_locked.items())
+        assert found == self.page_lockable
 
     # Memory
 
@@ -186,14 +188,16 @@ class FakeRuntime:
     def register(self, address: int, nbytes: int) -> str | None:
         assert address % PAGE == nbytes % PAGE == 0
         assert nbytes
-        if not self.pinnable:
+        if not self.page_lockable:
             return "operation not supported"
-        assert not any(a < address + nbytes and address < a + n for a, n in self.pinned.items())
-        self.pinned[address] = nbytes
+        assert not any(
+            a < address + nbytes and address < a + n for a, n in self.page_locked.items()
+        )
+        self.page_locked[address] = nbytes
         return None
 
     def unregister(self, address: int) -> None:
-        end = address + self.pinned.pop(address)
+        end = address + self.page_locked.pop(address)
         with self.lock:
             assert not any(a < end and address < a + n for a, n in self.copying), "a copy uses it"
 

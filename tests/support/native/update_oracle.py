@@ -1,4 +1,5 @@
-"""The updates in the order that native/update/kernels/update_rules.inl.h documents, in numpy, bit for bit.
+"""The updates in the order that native/update/kernels/update_rules.inl.h documents, in numpy, bit
+for bit.
 
 A fused multiply-add is emulated in float64: the product of two fp32 values is exact there, the sum
 is rounded to odd, and rounding that to fp32 then gives what one rounding of the exact value gives,

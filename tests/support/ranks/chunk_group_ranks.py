@@ -42,7 +42,7 @@ def twins(rank: int, world: int, frozen: bool) -> str:
     try:
         optimizer.add_param_group({"params": [model.extra[key].weight for key in order]})
     except hetero.HeteroError as error:
-        return f"{len(optimizer.engine.banks)} banks: {error}"
+        return f"{len(optimizer.engine.chunk_groups)} chunk groups: {error}"
     finally:
         optimizer.engine.close()
     return "no error"
@@ -60,10 +60,13 @@ def inside_no_sync(rank: int, world: int, stage: int) -> list[torch.Tensor]:
     with hetero.no_sync(model):
         model.requires_grad_(True)
         loss = loss_of(model, inputs(rank, 0))
-        assert len(engine.banks) == 2
-        assert [bank.ranks.buckets.early for bank in engine.banks] == [False, False]
+        assert len(engine.chunk_groups) == 2
+        assert [chunk_group.ranks.buckets.early for chunk_group in engine.chunk_groups] == [
+            False,
+            False,
+        ]
         loss.backward()
-    assert [bank.ranks.buckets.early for bank in engine.banks] == [False, True]
+    assert [chunk_group.ranks.buckets.early for chunk_group in engine.chunk_groups] == [False, True]
     loss_of(model, inputs(rank, 1)).backward()
     optimizer.step()
     found = hetero.masters(model.parameters())
@@ -84,7 +87,7 @@ def mostly_unfrozen(rank: int, stage: int) -> tuple[Experts, hetero.HybridAdam]:
     return model, optimizer
 
 
-def other_modules_than_the_early_bank_sends(rank: int, world: int, stage: int) -> None:
+def other_modules_than_the_early_chunk_group_sends(rank: int, world: int, stage: int) -> None:
     """One rank is done while the other needs its part to go on with its backward."""
     model, optimizer = mostly_unfrozen(rank, stage)
     model.experts.requires_grad_(True)
@@ -99,7 +102,9 @@ def other_modules_than_the_early_bank_sends(rank: int, world: int, stage: int) -
 
 
 def unfrozen_between_micro_batches(rank: int, world: int, stage: int) -> None:
-    """The bank that has begun to average is held from then on; ranks use modules in other order."""
+    """The chunk group that has begun to average is held from then on; ranks use modules in other
+    order.
+    """
     model, optimizer = mostly_unfrozen(rank, stage)
     for _ in range(2):  # the second backward averages in the order of the first
         model(inputs(rank, 0), None).square().mean().backward()
@@ -122,13 +127,18 @@ def unfrozen_between_micro_batches(rank: int, world: int, stage: int) -> None:
 def failing(
     rank: int, world: int, stage: int, how: str, path: Path
 ) -> tuple[str, float, int, list[torch.Tensor]]:
-    """One rank cannot take in what is unfrozen: error, seconds, banks, and masters after all.
+    """One rank cannot take in what is unfrozen: error, seconds, chunk groups, and masters after
+    all.
 
     `how`: "directory" is gone, or the values cannot be moved to the second "chunk".
     """
     mine = path / str(rank)
     mine.mkdir(exist_ok=True)
-    options: dict[str, Any] = {"zero_stage": stage, "chunk_numel": 4096, "nvme_path": str(mine)}
+    options: dict[str, Any] = {
+        "zero_stage": stage,
+        "chunk_numel": 4096,
+        "nvme_path": str(mine),
+    }
     model, optimizer = managed(
         build("unfreeze-most"),
         options | {"placement_policy": "nvme", "rank_timeout_s": 30.0, "host_memory": "1MiB"},
@@ -138,26 +148,26 @@ def failing(
     in_use = engine.ledger.in_use_bytes
     model.requires_grad_(True)
     x = inputs(rank, 0)
-    before = hetero.filling._fill_chunk
+    before = hetero.setup.first_values._fill_chunk
     if rank == 1 and how == "directory":
         mine.rename(path / "away")
     elif rank == 1:
 
-        def fill_chunk(bank: Any, chunk: Chunk, *rest: Any) -> None:
+        def fill_chunk(chunk_group: Any, chunk: Chunk, *rest: Any) -> None:
             if chunk.id == 1:
                 raise OSError("no chunk")
-            before(bank, chunk, *rest)
+            before(chunk_group, chunk, *rest)
 
-        hetero.filling._fill_chunk = fill_chunk
+        hetero.setup.first_values._fill_chunk = fill_chunk
     message, started = "no error", time.monotonic()
     try:
         model(x)
     except (hetero.HeteroError, OSError) as error:
         message = f"{type(error).__name__}: {error}"
     waited_s = time.monotonic() - started
-    banks = len(engine.banks)
+    chunk_groups = len(engine.chunk_groups)
     assert engine.ledger.in_use_bytes == in_use
-    hetero.filling._fill_chunk = before
+    hetero.setup.first_values._fill_chunk = before
     if how == "directory" and rank == 1:
         (path / "away").rename(mine)
     for step in range(2):
@@ -165,9 +175,9 @@ def failing(
         optimizer.step()
         optimizer.zero_grad()
     found = hetero.masters(model.parameters())
-    assert len(engine.banks) == 2
+    assert len(engine.chunk_groups) == 2
     engine.close()
-    return message, waited_s, banks, found
+    return message, waited_s, chunk_groups, found
 
 
 class Noise(nn.Module):
@@ -194,7 +204,7 @@ def new_module_with_a_buffer(rank: int, world: int) -> list[torch.Tensor]:
 
 
 def room_for_all(rank: int, world: int, later: bool) -> str:
-    """Two banks of which each would take all of the RAM that is left.
+    """Two chunk groups of which each would take all of the RAM that is left.
 
     Whether there is room for all parameters at once is not said; but once there was or was not,
     training has the room that was planned for it.

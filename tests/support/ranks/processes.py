@@ -39,7 +39,7 @@ _DUMP_S = 0.3  # for a rank to write where it is
 # What the server imports, while it has a single thread; what is missing here a rank imports itself.
 _IMPORTED = [
     "tests.rank_training",
-    "tests.bank_ranks",
+    "tests.chunk_group_ranks",
     "tests.zoo.rank_loops",
     "tests.zoo.rank_runs",
     "transformers.models.gpt2.modeling_gpt2",

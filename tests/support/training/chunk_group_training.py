@@ -88,9 +88,9 @@ class Run:
     norms: list[float] = field(default_factory=list)
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    banks: int = 1
+    chunk_groups: int = 1
     held: list[bool] = field(default_factory=list)
-    on_disk: bool = False  # anything of the last bank
+    on_disk: bool = False  # anything of the last chunk group
     peak: int = 0
 
 
@@ -113,7 +113,7 @@ def train(rank: int, world: int, script: str, options: dict[str, Any]) -> Run:
         loss.backward()
         run.losses.append(loss.item())
         del loss
-        assert engine.params.leased_copies() == 0
+        assert engine.params.pinned_copies() == 0
         run.norms.append(hetero.clip_grad_norm_(model.parameters(), 1e30).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -125,9 +125,9 @@ def train(rank: int, world: int, script: str, options: dict[str, Any]) -> Run:
     whole = model.state_dict()
     for name, param in names.items():
         assert torch.equal(whole[name].float(), run.masters[name].to(param.dtype).float()), name
-    run.banks = len(engine.banks)
-    run.held = [bank.held for bank in engine.banks]
-    last = engine.banks[-1]
+    run.chunk_groups = len(engine.chunk_groups)
+    run.held = [chunk_group.held for chunk_group in engine.chunk_groups]
+    last = engine.chunk_groups[-1]
     run.on_disk = last.disk is not None
     run.peak = engine.ledger.peak_bytes["host"]
     engine.close()

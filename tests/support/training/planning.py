@@ -87,7 +87,7 @@ def make_problem(
 def total_bytes(layout: Layout) -> int:
     slot = SlotBytes.of(layout, BF16)
     trained = sum(c.slots for c in layout.chunks if c.trainable)
-    return layout.slot_count * slot.param + trained * (slot.grad + slot.record)
+    return layout.slot_count * slot.param + trained * (slot.grad + slot.optim_state)
 
 
 SHARDS = (WHOLE, WHOLE, Shard(0, 2), Shard(0, 2, params=False), Shard(0, 2, replicas=2))
@@ -134,7 +134,7 @@ def problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
         host=draw(within),
         disk=draw(st.sampled_from([0, AMPLE, AMPLE]) | within),
         device=draw(within) if profile.separate else None,
-        keep_records=draw(st.booleans()),
+        keep_optim_states=draw(st.booleans()),
         under_construction=draw(st.booleans()),
     )
     return make_problem(

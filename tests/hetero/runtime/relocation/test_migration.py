@@ -45,7 +45,7 @@ def start(path: Path, **options: Any) -> tuple[torch.nn.Module, hetero.HybridAda
 
 
 def homes(placement: Placement) -> list[set[Tier | None]]:
-    return [set(placement.param), set(placement.grad), set(placement.record)]
+    return [set(placement.param), set(placement.grad), set(placement.optim_state)]
 
 
 class Steps:
@@ -215,8 +215,8 @@ def test_a_failed_write_leaves_everything_where_it_was(nth: int, tmp_path: Path)
     engine.set_budget(MOST // 2)  # so that there is a file
     training.step()
     placed, in_use = engine.placement, dict(engine.ledger.in_use_bytes)
-    engine.banks[0].pipeline.flush()
-    engine.banks[0].disk.io.inject("write", nth, errno.ENOSPC)
+    engine.chunk_groups[0].pipeline.flush()
+    engine.chunk_groups[0].disk.io.inject("write", nth, errno.ENOSPC)
     with pytest.raises(OSError, match="No space left") as failure:
         engine.set_budget(LEAST)
     assert failure.value.errno == errno.ENOSPC
@@ -233,13 +233,13 @@ def test_what_cannot_be_read_stays_in_the_file(tmp_path: Path) -> None:
     engine = training.engine
     training.step()
     before = engine.placement
-    engine.banks[0].pipeline.flush()
+    engine.chunk_groups[0].pipeline.flush()
     engine.synchronize()
-    engine.banks[0].disk.io.inject("read", 2, errno.EIO)
+    engine.chunk_groups[0].disk.io.inject("read", 2, errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         engine.set_budget(MOST)
     now = engine.placement
-    on_disk = [tiers.count(Tier.DISK) for tiers in (now.param, now.grad, now.record)]
+    on_disk = [tiers.count(Tier.DISK) for tiers in (now.param, now.grad, now.optim_state)]
     assert sum(on_disk) == 1, (before, now)
     assert engine.ledger.in_use_bytes["host"] <= MOST
     training.step()
@@ -392,7 +392,7 @@ def test_what_was_unfrozen_is_where_it_went(first: int, tmp_path: Path) -> None:
         training.step()
         model.transformer.h[0].requires_grad_(True)
         training.step()
-        assert len(engine.banks) == 2
+        assert len(engine.chunk_groups) == 2
         frozen = [c.id for c in engine.layout.chunks if not c.trainable]
         for host_memory in (500 << 10, MOST, 500 << 10):
             if moving:

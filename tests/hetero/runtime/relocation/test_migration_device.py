@@ -106,7 +106,11 @@ def check_budgets(engine: hetero.Engine) -> None:
         assert engine.ledger.in_use_bytes[tier] <= (engine.ledger.budget_bytes[tier] or 0)
     placement = engine.placement
     for chunk in engine.layout.chunks:
-        homes = {placement.param[chunk.id], placement.grad[chunk.id], placement.record[chunk.id]}
+        homes = {
+            placement.param[chunk.id],
+            placement.grad[chunk.id],
+            placement.optim_state[chunk.id],
+        }
         assert homes == {Tier.DEVICE} or Tier.DEVICE not in homes
 
 
@@ -124,7 +128,7 @@ def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
             check_budgets(engine)
             assert (training.on_device == len(engine.layout.chunks)) == (device == MANY)
             assert (training.on_device == 0) == (device == FEW)
-            everything = [*engine.placement.param, *engine.placement.record]
+            everything = [*engine.placement.param, *engine.placement.optim_state]
             assert Tier.DISK not in everything or host == LEAST
             assert all(engine.params.is_resident(m.chunk) for m in engine.managed_params()) == (
                 device == MANY
@@ -208,9 +212,11 @@ def test_without_nvme_they_move_between_device_and_ram() -> None:
 
 
 def watch_takes(engine: Any, refuse: int = 0) -> list[BudgetError]:
-    """Errors of second homes from now on; the first `refuse` in RAM of each payload get one."""
+    """Errors of second homes from now on; the first `refuse` in RAM of each kind of state get
+    one.
+    """
     met: list[BudgetError] = []
-    for homes in engine.banks[0].movable.homes.values():
+    for homes in engine.chunk_groups[0].movable.homes.values():
         taken, take = [0], homes.take
 
         def watched(chunk: Any, tier: Tier, take: Any = take, taken: list[int] = taken) -> None:
@@ -245,7 +251,7 @@ def test_no_room_to_move_in_is_told_and_nothing_is_changed() -> None:
     training = Training(None, host_memory=16 << 20, device_memory=MANY)
     engine = training.engine
     watch_takes(engine, refuse=1)
-    for _ in range(3):  # a parameter, a gradient, a record
+    for _ in range(3):  # a parameter, a gradient, an optimizer state
         with nothing_changed(training), pytest.raises(BudgetError, match="there is no nvme_path"):
             engine.set_budget(device_memory=FEW)
         training.step()
@@ -277,7 +283,7 @@ def test_only_slots_may_change_their_number() -> None:
     slots = []
     for device in (FEW, SOME, FEW, 2 * FEW):
         engine.set_budget(device_memory=device)
-        slots.append(engine.banks[0].movable.pools.gathered.slots)
+        slots.append(engine.chunk_groups[0].movable.pools.gathered.slots)
         assert slots[-1] == engine.placement.gathered_slots
         check_budgets(engine)
         training.step()
@@ -338,9 +344,9 @@ def test_a_failed_transfer_of_the_file_likewise(op: str, to: int, tmp_path: Path
     training = Training(tmp_path, placement_policy="auto", host_memory=600 << 10)
     engine = training.engine
     training.step()
-    engine.banks[0].pipeline.flush()
+    engine.chunk_groups[0].pipeline.flush()
     engine.synchronize()
-    disk = engine.banks[0].disk
+    disk = engine.chunk_groups[0].disk
     assert disk is not None
     with nothing_changed(training):
         disk.io.inject(op, 2, errno.ENOSPC)
@@ -359,20 +365,20 @@ def test_what_went_by_the_file_and_cannot_be_read_stays_there(nth: int, tmp_path
     training.step()
     watch_takes(engine, refuse=9)
     engine.set_budget(device_memory=MANY - 1)
-    parts = engine.banks[0].movable.file
+    parts = engine.chunk_groups[0].movable.file
     parts.make_room(1 << 20)
     assert parts.parts is not None
     parts.parts.io.inject("read", nth, errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         engine.set_budget(device_memory=FEW)
     now = engine.placement
-    on_disk = [tiers.count(Tier.DISK) for tiers in (now.param, now.grad, now.record)]
+    on_disk = [tiers.count(Tier.DISK) for tiers in (now.param, now.grad, now.optim_state)]
     assert sum(on_disk) == 1
     assert training.on_device == 0
     check_budgets(engine)
     training.step()
     engine.set_budget(device_memory=FEW + 4096)
-    assert Tier.DISK not in (*engine.placement.param, *engine.placement.record)
+    assert Tier.DISK not in (*engine.placement.param, *engine.placement.optim_state)
     assert same(training.finish(), reference())
 
 
@@ -472,7 +478,7 @@ def on_ranks(
         if number % 2:
             found.append(hetero.clip_grad_norm_(training.model.parameters(), 1.0))
         if moving and (number % 2 or stage > 1):
-            training.engine.clipping.settle(force=True)
+            training.engine.grad_factors.settle(force=True)
             engine.set_budget(*budgets[number])
         training.optimizer.step()
         training.optimizer.zero_grad()

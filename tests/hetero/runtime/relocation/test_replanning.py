@@ -91,14 +91,16 @@ class TestFirstPlan:
         assert seconds[0] == seconds[1] == seconds[2] / 2
 
     def test_the_machine_decides(self, tmp_path: Path) -> None:
-        """Where computing hides the disk, other payloads are in RAM than where it does not."""
+        """Where computing hides the disk, other kinds of state are in RAM than where it does
+        not.
+        """
         placed = []
         for machine in (MISTAKEN, profile(disk=1e5, flop=1e12)):
             _, optimizer = start(tmp_path, profile=machine, host_memory="400KiB")
             placed.append(optimizer.engine.placement)
             optimizer.engine.close()
         assert placed[0].param.count(Tier.HOST) < placed[1].param.count(Tier.HOST)
-        assert placed[0].record.count(Tier.HOST) > placed[1].record.count(Tier.HOST)
+        assert placed[0].optim_state.count(Tier.HOST) > placed[1].optim_state.count(Tier.HOST)
 
     def test_a_saved_profile_is_found(
         self, tmp_path: Path, tmp_path_factory: Any, monkeypatch: Any
@@ -201,7 +203,7 @@ class TestFirstPlan:
         model(input_ids=tokens, labels=tokens).loss.backward()
         engine = optimizer.engine
         assert [each is not None for each in engine.plans] == [True, True]
-        assert "RECORD" in engine.explain()
+        assert "OPTIM_STATE" in engine.explain()
         engine.close()
 
 
@@ -261,7 +263,7 @@ class TestTraces:
             tokens = batches(1)[0]
             model(input_ids=tokens, labels=tokens).loss.backward()
             members = engine.with_grads(model.parameters())
-            assert engine.clipping.unscale(members, factor) == (factor != 1)
+            assert engine.grad_factors.unscale(members, factor) == (factor != 1)
             if factor == 1:
                 optimizer.step()
             optimizer.zero_grad()
@@ -696,5 +698,5 @@ class TestProcessMemory:
         for number in range(3):
             self.step(model, optimizer, number)
         assert engine.ledger.budget_bytes["host"] == 8 << 20
-        assert set(engine.placement.record) == {Tier.HOST}
+        assert set(engine.placement.optim_state) == {Tier.HOST}
         engine.close()
