@@ -69,7 +69,7 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy hetero offload bench
-	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
 tidy: $(VENV)/test.stamp
