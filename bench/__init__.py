@@ -1,1 +1,1 @@
-"""Measurements: every script runs as `python -m bench.NAME`, has --json and can run its peers."""
+"""Benchmarks: each module here is a program, `python -m bench.NAME`, with --json and --help."""

@@ -23,11 +23,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.beside_torch import measure_beside_torch
-from bench.machine import describe_machine
-from bench.peer_process import PeerProcess
-from bench.peers.adam_timing import huge_page_share
-from bench.program import (
+from bench.harness.machine import describe_machine
+from bench.harness.peer_process import PeerProcess
+from bench.harness.program import (
     add_json_argument,
     add_peer_arguments,
     chosen_peers,
@@ -36,8 +34,10 @@ from bench.program import (
     print_header,
     run_program,
 )
-from bench.rounds import Rounds, Sample, run_rounds
-from bench.updates import Updates, update_name
+from bench.harness.rounds import Rounds, Sample, run_rounds
+from bench.peers.adam_timing import huge_page_share
+from bench.work.beside_torch import measure_beside_torch
+from bench.work.updates import Updates, update_name
 from offload import _native
 from offload._native import UpdateKind
 from offload.memory.sizes import format_bytes

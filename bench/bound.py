@@ -7,13 +7,14 @@ The bound of a step is the largest of four times, all measured in the same round
 
   compute  forward and backward of the model in plain torch, in memory and in the same dtype, plus
            the norm of the gradients and hetero's update kernel on all parameters, in RAM; the CPU
-           does all of these, so they are added (bench/compute_alone.py)
+           does all of these, so they are added (bench/work/compute_alone.py)
   link     bytes to or from the emulated device, whichever takes longer, at what a link of
            --link-gbps moves alone
   NVMe     bytes read and written, at what the same I/O engine moves alone when it reads and writes
            in the step's proportion
   DRAM     bytes that update, norm, kept gradients, the disk's and the link's copies touch in RAM
-           (dram_bytes() has the formula), at the rate of a kernel that does next to nothing else
+           (bench/work/lower_bound.py has the formula), at the rate of a kernel that does next to
+           nothing else
 
 A round measures some steps in a row, after one that is not counted, so that each begins as in a
 long training: while the step before is still being written. Ratios are taken within a round and
@@ -24,10 +25,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,26 +35,25 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.compute_alone import ComputeAlone, resident_bytes
-from bench.machine import describe_machine
-from bench.program import (
+from bench.harness.machine import describe_machine
+from bench.harness.program import (
     command_line,
     names,
     parse_size,
     print_header,
     run_program,
 )
-from bench.rounds import Rounds, Sample, run_rounds
-from bench.step import Stream
-from bench.transfers import HeteroTransfers, Shape, measured_file
+from bench.harness.rounds import Sample, run_rounds
+from bench.work.bandwidths import LinkBandwidth, MemoryBandwidth
+from bench.work.compute_alone import ComputeAlone, resident_bytes
+from bench.work.job_steps import JobSteps, overlap
+from bench.work.lower_bound import RESOURCES, summarize
+from bench.work.transfers import HeteroTransfers, Shape, measured_file
 from hetero.chunks.dtypes import Dtypes
 from hetero.cli.job.job import Job, open_job
-from hetero.cli.job.loop import one_step
-from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.models import (
     count_parameters,
     model_config,
@@ -70,10 +68,8 @@ from hetero.cli.job.step_timeline import (
     draw_steps,
     record_steps,
 )
-from offload._native import Arena, Link
 from offload.errors import HeteroError
 from offload.memory.sizes import format_bytes
-from offload.timeline import Timeline
 
 GOAL = 1.15
 POLICIES = {"nvme": "nvme", "emulated": "auto"}
@@ -90,16 +86,12 @@ DEFAULTS = {
     "policy": None,
     "link_gbps": 8.0,
 }
-PARTS = ("compute", "link", "NVMe", "DRAM")
 USUAL_STATE_BYTES = 16  # per parameter
 HOST_SHARE, DEVICE_SHARE = 1 / 3, 1 / 8  # of that, by default
 
 # The engine of hetero.initialize() has these; the yardstick must not have less in flight.
 DEPTH = 32
 BLOCK_BYTES = 1 << 20
-LINK_COPY_BYTES = 64 << 20
-LINK_COPIES = 4
-QUIET_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -259,7 +251,7 @@ def _measure(
     case: Case, job: Job, disk: HeteroTransfers, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     dtypes: Dtypes = job.engine.dtypes
-    steps = Steps(job)
+    steps = JobSteps(job)
     whole = arguments.compute == "whole"
     if arguments.compute == "auto":
         # The engine has not touched most of its budgets yet.
@@ -267,7 +259,7 @@ def _measure(
         left = psutil.virtual_memory().available - sum(budgets)
         whole = resident_bytes(job.setting.params, dtypes) < left * 0.7
     alone = ComputeAlone(case.options, dtypes, whole)
-    memory = Stream()
+    memory = MemoryBandwidth()
 
     def disk_sample() -> Sample:
         return disk.sample_share(steps.read_share)
@@ -279,7 +271,7 @@ def _measure(
         "DRAM": memory.sample,
     }
     if case.options.backend == "emulated":
-        contenders["link"] = LinkAlone(case.options.link_gbps or 0).sample
+        contenders["link"] = LinkBandwidth(case.options.link_gbps or 0).sample
     try:
         rounds = run_rounds(contenders, arguments.rounds)
     finally:
@@ -299,151 +291,6 @@ def _measure(
     }
 
 
-class Steps:
-    """The training steps of a job, in samples of several in a row."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._begin_s = time.perf_counter()
-        self._made = 0
-        # Of the disk's bytes of the last sample.
-        self.read_share = 0.5
-
-    def one(self) -> StepMetrics:
-        """Makes a step."""
-        self._made += 1
-        return one_step(self._job, self._made, self._begin_s)
-
-    def sample(self, steps: int) -> dict[str, float]:
-        """Means of `steps` steps after one that is not counted; then all is written."""
-        self.one()
-        before = self._job.engine.traffic
-        begin_s = time.perf_counter()
-        made = [self.one() for _ in range(steps)]
-        seconds = time.perf_counter() - begin_s
-        after = self._job.engine.traffic
-        self._settle()
-        moved = {
-            name: (getattr(after, name) - getattr(before, name)) / steps
-            for name in ("h2d", "d2h", "disk_read", "disk_write")
-        }
-        nvme = moved["disk_read"] + moved["disk_write"]
-        self.read_share = moved["disk_read"] / nvme if nvme else 0.5
-        return {
-            "step_s": seconds / steps,
-            "forward_s": statistics.mean(step.forward_s for step in made),
-            "backward_s": statistics.mean(step.backward_s for step in made),
-            "optimizer_s": statistics.mean(step.optimizer_s for step in made),
-            **moved,
-        }
-
-    def _settle(self) -> None:
-        """Until nothing goes on in the background, which would slow down what is measured next."""
-        engine = self._job.engine
-        engine.synchronize()
-        before = None
-        while before != engine.traffic:  # of what is read ahead
-            before = engine.traffic
-            time.sleep(QUIET_S)
-
-
-class LinkAlone:
-    """What an emulated link moves in one direction when nothing else goes on."""
-
-    def __init__(self, gbps: float) -> None:
-        self._gbps = gbps
-        self._arena = Arena(2 * LINK_COPY_BYTES)
-        torch.from_dlpack(self._arena.export(0, self._arena.nbytes)).zero_()  # type: ignore[attr-defined]
-
-    def sample(self) -> dict[str, float]:
-        """{"gbps"}"""
-        link = Link(self._gbps * 1e9, self._gbps * 1e9)
-        try:
-            begin_s = time.perf_counter()
-            to, source = self._arena.address, self._arena.address + LINK_COPY_BYTES
-            ops = [link.copy("h2d", to, source, LINK_COPY_BYTES) for _ in range(LINK_COPIES)]
-            for op in ops:
-                op.wait()
-            seconds = time.perf_counter() - begin_s
-        finally:
-            link.close()
-        return {"gbps": LINK_COPIES * LINK_COPY_BYTES / seconds / 1e9}
-
-
-def dram_bytes(
-    params: int, dtypes: Dtypes, accumulate: int, clips: bool, moved: Mapping[str, float]
-) -> float:
-    """Bytes of RAM that a step reads and writes, without what forward and backward themselves do.
-
-    Per parameter: what the update kernel counts (26 for AdamW in bf16); a gradient, read and
-    written, for keeping the first micro-batch's, three of them for adding each further one's, and
-    one for the norm. Of what is moved, by "disk_read", "disk_write", "h2d" and "d2h": each byte of
-    the disk once, of the link twice, since the emulated device's memory is RAM, too.
-    """
-    grads = 2 + 3 * (accumulate - 1) + (1 if clips else 0)
-    per_param = dtypes.kind.bytes_moved + grads * dtypes.grad_bytes
-    disk = moved["disk_read"] + moved["disk_write"]
-    return params * per_param + disk + 2 * (moved["h2d"] + moved["d2h"])
-
-
-def summarize(rounds: Rounds, params: int, dtypes: Dtypes, options: TrainOptions) -> dict[str, Any]:
-    """Medians over the rounds; the bound and the ratio are taken within each round."""
-    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
-    touched: list[float] = []
-    ratios: list[float] = []
-    links = rounds.samples.get("link") or [{"gbps": 1.0}] * len(rounds.samples["hetero"])
-    for step, compute, nvme, dram, link in zip(
-        *(rounds.samples[name] for name in ("hetero", "compute", "NVMe", "DRAM")),
-        links,
-        strict=True,
-    ):
-        touched.append(dram_bytes(params, dtypes, options.accumulate, options.clip > 0, step))
-        disk = step["disk_read"] + step["disk_write"]
-        found = {
-            "compute": compute["compute_s"],
-            "link": max(step["h2d"], step["d2h"]) / (link["gbps"] * 1e9),
-            "NVMe": disk / (nvme["gbps"] * 1e9),
-            "DRAM": touched[-1] / (dram["gbps"] * 1e9),
-        }
-        for part in PARTS:
-            seconds[part].append(found[part])
-        ratios.append(step["step_s"] / max(found.values()))
-    parts = {part: statistics.median(seconds[part]) for part in PARTS}
-
-    def median(contender: str, *metrics: str) -> dict[str, float]:
-        return {metric: rounds.median(contender, metric) for metric in metrics}
-
-    phases = ("forward_s", "backward_s", "optimizer_s")
-    return {
-        "step_s": rounds.median("hetero", "step_s"),
-        "phases_s": median("hetero", *phases),
-        "bytes": {
-            **median("hetero", "h2d", "d2h", "disk_read", "disk_write"),
-            "dram": statistics.median(touched),
-        },
-        "gbps": {
-            name: rounds.median(name, "gbps")
-            for name in ("NVMe", "DRAM", "link")
-            if name in rounds.samples
-        },
-        "compute_s": median(
-            "compute", "forward_s", "backward_s", "norm_s", "update_s", "compute_s"
-        ),
-        "parts_s": parts,
-        "bound": max(parts, key=parts.__getitem__),
-        "bound_s": statistics.median(
-            max(round_parts) for round_parts in zip(*seconds.values(), strict=True)
-        ),
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "ranges": {
-            "step_s": rounds.spread("hetero", "step_s"),
-            "compute_s": rounds.spread("compute", "compute_s"),
-            "nvme_gbps": rounds.spread("NVMe", "gbps"),
-        },
-    }
-
-
 def _picture_path(given: str, name: str | None) -> Path:
     path = Path(given)
     return path if name is None else path.with_stem(f"{path.stem}-{name.replace(' ', '-')}")
@@ -451,7 +298,7 @@ def _picture_path(given: str, name: str | None) -> Path:
 
 def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
     """Draws PICTURED_STEPS steps, and says how much of them overlapped."""
-    steps = Steps(job)
+    steps = JobSteps(job)
     steps.one()
 
     def pictured() -> None:
@@ -461,27 +308,6 @@ def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
     timeline = record_steps(job.engine, pictured)
     trace = draw_steps(timeline, picture, f"{case.name}: {PICTURED_STEPS} training steps")
     return {"picture": str(picture), "trace": str(trace), **overlap(timeline)}
-
-
-def overlap(timeline: Timeline) -> dict[str, Any]:
-    """Seconds in all, in which each lane was busy, and in which disk or link were beside compute.
-
-    Beside compute is: beside forward, backward, or a tile of the update.
-    """
-    computing = replace(
-        timeline, intervals=tuple(i for i in timeline.intervals if i.name != "optimizer")
-    )
-    return {
-        "seconds": timeline.seconds,
-        "busy_s": {lane: timeline.busy_s(lane) for lane in timeline.lanes},
-        "nvme_busy_s": timeline.busy_s("nvme_read", "nvme_write"),
-        "nvme_beside_compute_s": computing.both_s(
-            ("compute", "update"), ("nvme_read", "nvme_write")
-        ),
-        "link_busy_s": timeline.busy_s("h2d", "d2h"),
-        "link_beside_compute_s": computing.both_s(("compute", "update"), ("h2d", "d2h")),
-        "dropped": timeline.dropped,
-    }
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -532,7 +358,7 @@ def _table(case: Mapping[str, Any]) -> Table:
         " written",
         "DRAM": f"{size(round(moved['dram']))} touched",
     }
-    for part in PARTS:
+    for part in RESOURCES:
         rate = f" at {rates[part]:.2f} GB/s" if part in rates else ""
         table.add_row(part, f"{parts[part]:.3f}", whats[part] + rate)
     return table

@@ -29,9 +29,9 @@ from typing import Any
 import psutil
 import torch
 
-from bench.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
-from bench.machine import ROOT, describe_machine, header
-from bench.program import command_line, names
+from bench.harness.machine import ROOT, describe_machine, header
+from bench.harness.program import command_line, names
+from bench.work.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
 from offload.device.cuda_backend import cuda_available
 from offload.memory.sizes import format_bytes
 

@@ -20,10 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fio import INSTALL, SETTINGS, Fio, fio_version
-from bench.machine import describe_machine
-from bench.peer_process import PeerProcess
-from bench.program import (
+from bench.harness.machine import describe_machine
+from bench.harness.peer_process import PeerProcess
+from bench.harness.program import (
     add_json_argument,
     add_peer_arguments,
     chosen_peers,
@@ -32,8 +31,9 @@ from bench.program import (
     print_header,
     run_program,
 )
-from bench.rounds import Rounds, Sample, run_rounds
-from bench.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
+from bench.harness.rounds import Rounds, Sample, run_rounds
+from bench.work.fio import INSTALL, SETTINGS, Fio, fio_version
+from bench.work.transfers import PATTERNS, HeteroTransfers, Shape, measured_file
 from offload.memory.sizes import format_bytes
 
 PEERS = ("fio", "aiofiles", "deepspeed")

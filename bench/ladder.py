@@ -5,13 +5,13 @@ usage: python -m bench.ladder [--budgets 1GiB,2GiB,4GiB,8GiB] [--nvme-path DIR] 
        python -m bench.ladder --only-rss 3GiB --model gpt2-1.3b
        python -m bench.ladder --beyond-ram 2
 
-Shapes are GPT-2's, from one to the next at most 15 % larger (bench/shapes.py), as far as the disk
-holds them: 18 bytes a parameter while the model is built, 14 then. Each try trains one of them for
-some steps, in a process of its own that the operating system limits; it is proven if the peak of
+Shapes are GPT-2's, from one to the next at most 15 % larger (bench/largest_model/shapes.py), as far
+as the disk holds them: 18 bytes a parameter while the model is built, 14 then. Each try trains one
+of them for some steps, in a process of its own that the operating system limits; it is proven if the peak of
 resident memory, construction included, is within the budget. The first one tried is the largest for
 which hetero's placement says that the budget is enough, beside the framework as measured and
 activations by a formula. From there tries go up or down until one works and one does not, and halve
-what is between. (bench.rungs.MALLOC says what glibc is told, here and for peers.)
+what is between. (bench.largest_model.rungs.MALLOC says what glibc is told, here and for peers.)
 
 DeepSpeed's ZeRO-3, with parameters and optimizer on NVMe, is searched for with --peers deepspeed,
 along the line through the runs nearest to a budget. A try that is not done after --timeout counts
@@ -30,10 +30,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.limited_train import LIMITS
-from bench.machine import describe_machine
-from bench.peer_rungs import MissingPeer, PeerRungs
-from bench.program import (
+from bench.harness.machine import describe_machine
+from bench.harness.program import (
     add_json_argument,
     add_peer_arguments,
     chosen_peers,
@@ -43,7 +41,9 @@ from bench.program import (
     print_header,
     run_program,
 )
-from bench.rungs import LIMIT_PER_BUDGET, MALLOC, Rungs, run_child
+from bench.largest_model.limited_train import LIMITS
+from bench.largest_model.peer_rungs import MissingPeer, PeerRungs
+from bench.largest_model.rungs import LIMIT_PER_BUDGET, MALLOC, Rungs, run_child
 from hetero.cli.job.models import GPT2_VOCAB_SIZE, MODEL_NAMES
 from offload.disk.directories import free_bytes
 from offload.memory.sizes import format_bytes

@@ -27,8 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import describe_machine
-from bench.program import add_json_argument, command_line, print_header, run_program
+from bench.harness.machine import describe_machine
+from bench.harness.program import add_json_argument, command_line, print_header, run_program
 from hetero.cli.job.job import open_job
 from hetero.cli.job.loop import one_step
 from hetero.cli.job.models import (

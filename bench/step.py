@@ -19,19 +19,16 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.curve import draw_curve, measure_curve
-from bench.machine import describe_machine, header
-from bench.peer_process import PeerProcess
-from bench.program import (
+from bench.harness.machine import describe_machine, header
+from bench.harness.peer_process import PeerProcess
+from bench.harness.program import (
     add_json_argument,
     add_peer_arguments,
     chosen_peers,
@@ -40,9 +37,11 @@ from bench.program import (
     parse_size,
     run_program,
 )
-from bench.rounds import Rounds, Sample, run_rounds
-from bench.step_model import UPDATE_BYTES, HeteroStep, Plan, make_plan
-from bench.transfers import HeteroTransfers, Shape, measured_file
+from bench.harness.rounds import Rounds, Sample, run_rounds
+from bench.work.bandwidths import MemoryBandwidth
+from bench.work.curve import draw_curve, measure_curve
+from bench.work.step_model import UPDATE_BYTES, HeteroStep, Plan, make_plan
+from bench.work.transfers import HeteroTransfers, Shape, measured_file
 from offload import _native
 from offload.memory.sizes import format_bytes
 
@@ -55,10 +54,6 @@ DEEPSPEED_INSTALL = (
 # The engine of hetero.initialize() has these; the yardstick must not have less in flight.
 DEPTH = 32
 BLOCK_BYTES = 1 << 20
-
-STREAM_NUMEL = 16 << 20  # four arrays of 64 MiB: no cache holds them
-STREAM_BYTES = 28  # per element
-STREAM_PASSES = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +127,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         contenders: dict[str, Callable[[], Sample]] = {
             "hetero": lambda: step.sample(arguments.steps),
             "disk": lambda: disk.sample("mixed"),
-            "memory": Stream().sample,
+            "memory": MemoryBandwidth().sample,
         }
         for peer in peers:
             swap = stack.enter_context(_swap_folder(arguments.path))
@@ -215,22 +210,6 @@ def describe_plan(plan: Plan, budget: int) -> dict[str, Any]:
         "optim_state_bytes": plan.optim_state_bytes,
         "chunk_numel": plan.arrangement.layout.slot_numel,
     }
-
-
-class Stream:
-    """How fast the update's threads get through memory with next to no arithmetic."""
-
-    def __init__(self) -> None:
-        self._arrays = [torch.zeros(STREAM_NUMEL) for _ in range(4)]
-
-    def sample(self) -> dict[str, float]:
-        """{"gbps"}"""
-        p, g, m, v = (array.data_ptr() for array in self._arrays)
-        begin_s = time.perf_counter()
-        for _ in range(STREAM_PASSES):
-            _native.stream(p, g, m, v, STREAM_NUMEL)
-        seconds = time.perf_counter() - begin_s
-        return {"gbps": STREAM_PASSES * STREAM_NUMEL * STREAM_BYTES / seconds / 1e9}
 
 
 def _swap_folder(directory: str) -> tempfile.TemporaryDirectory[str]:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bench.contenders import (
+from bench.harness.contenders import (
     PEERS,
     Contender,
     Outcome,
@@ -35,8 +35,8 @@ from bench.contenders import (
     peer_contenders,
     run_contender,
 )
-from bench.peers.workload import Workload
-from bench.program import add_peer_arguments, chosen_peers, names, wide_console
+from bench.harness.program import add_peer_arguments, chosen_peers, names, wide_console
+from bench.peers.training.workload import Workload
 from hetero.cli.job.data import load_corpus
 from hetero.cli.job.job import ADAM_BETAS
 from hetero.cli.job.models import model_config

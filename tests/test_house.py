@@ -25,15 +25,12 @@ LONG_FILES = {
     "tests/hetero/runtime/test_early_updates.py": "two schedules, which are to become one",
     "tests/hetero/runtime/relocation/test_replanning.py": "the replanner is to become smaller",
     "tests/hetero/runtime/relocation/test_migration_device.py": "one line too many",
-    "bench/bound.py": "to be split",
     "tests/offload/disk/test_scratch_file.py": "to be split",
     "tests/whole/test_emulated.py": "to be split",
 }
 WIDE_FOLDERS = {
     "hetero/runtime": "two update schedules, which are to become one",
     "hetero/state": "slots and files of chunk groups, which are to become fewer",
-    "bench": "to be split",
-    "bench/peers": "to be split",
     "hetero/cli/job": "to be split",
     "tests/native": "native/'s folders are to be mirrored",
 }

@@ -1,6 +1,6 @@
-"""The same work by other means.
+"""The same work by other systems, in modules that import neither hetero nor offload.
 
-These modules import neither hetero nor offload, so that a peer may live in an environment of its
-own. The trainings are programs, `python -m bench.peers.NAME WORKLOAD.json RESULT.json MODE`; the
-others (io_*, adam_*) are told over stdin when to take a sample, see serve.py.
+So a peer may live in an environment of its own. The programs of training/ do a whole training,
+`python -m bench.peers.training.NAME WORKLOAD.json RESULT.json MODE`; the others (io_*, adam_*,
+deepspeed_step) are told over stdin when to take a sample, see serve.py.
 """

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetero
-from bench.limited_train import Spec
+from bench.largest_model.limited_train import Spec
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from tests.support.training.loops import Run
@@ -63,7 +63,7 @@ if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 import torch
 import hetero
-from bench.limited_train import memory_bytes
+from bench.largest_model.limited_train import memory_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_config(
     AutoConfig.for_model(**{**model_config, "n_layer": layers}))
@@ -112,7 +112,7 @@ def limited(path: Path, limits: dict[str, int], **options: Any) -> dict[str, Any
         steps=2,
     )
     spec.write(path / "spec.json")
-    done = python("-m", "bench.limited_train", str(path / "spec.json"), **options)
+    done = python("-m", "bench.largest_model.limited_train", str(path / "spec.json"), **options)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

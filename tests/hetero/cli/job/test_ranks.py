@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.peer_process import python_path
-from bench.ranks import RankError, rank_log, run_ranks
+from bench.harness.peer_process import python_path
+from bench.harness.ranks import RankError, rank_log, run_ranks
 from hetero.cli.job.loop import train
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.cli.job.progress import SilentObserver, make_observer

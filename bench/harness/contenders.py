@@ -1,0 +1,161 @@
+"""Who is measured: each contender is a program of its own that gets the same workload."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.harness.peer_process import path_beside, python_path
+from bench.harness.ranks import RankError, last_line, rank_log, run_ranks
+from bench.peers.serve import EXIT_MISSING
+from hetero.cli.job.options import TrainOptions, to_arguments
+
+PEERS = ("torch", "ddp", "fsdp2", "deepspeed")
+ONE_RANK_PEERS = ("torch",)
+SEVERAL_RANKS_PEERS = ("ddp", "fsdp2")
+
+DEEPSPEED_INSTALL = (
+    "python -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers psutil numpy ninja"
+    " setuptools deepspeed (and the system's libaio-dev), then --peer-python VENV/bin/python"
+)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name, a program and where it puts its result; `result_path` None: on its stdout.
+
+    The program runs as `ranks` processes, of which the first gives the result. `swap_folder` is
+    removed afterwards: what is swapped there is as large as the model state.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    result_path: Path | None
+    log_path: Path
+    swap_folder: Path | None = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`status` is "finished", "missing" or "failed"; `figures` is empty unless finished.
+
+    `late`: it failed because it was not done in time.
+    """
+
+    name: str
+    status: str
+    figures: dict[str, Any]
+    error: str | None = None
+    late: bool = False
+
+
+def hetero_contender(options: TrainOptions, policy: str, folder: Path, ranks: int = 1) -> Contender:
+    """`hetero train` under `policy`; a host budget is for the policies that go to disk."""
+    own = replace(
+        options,
+        policy=policy,
+        host_memory=None if policy == "cpu" else options.host_memory,
+        run_dir=str(folder / f"hetero-{policy}"),
+        json=True,
+        # One each: they would write the same file.
+        timeline=options.timeline and str(_with_policy(Path(options.timeline), policy)),
+    )
+    command = (sys.executable, "-m", "hetero.cli", "train", *to_arguments(own))
+    log_path = folder / f"hetero-{policy}.log"
+    return Contender(f"hetero {policy}", command, None, log_path, ranks=ranks)
+
+
+def _with_policy(path: Path, policy: str) -> Path:
+    return path.with_stem(f"{path.stem}-{policy}")
+
+
+def require_ranks(peer: str, ranks: int) -> None:
+    """Raises ValueError for a peer that cannot run as that many ranks."""
+    if ranks > 1 and peer in ONE_RANK_PEERS:
+        instead = " or ".join(SEVERAL_RANKS_PEERS)
+        raise ValueError(f"--peers {peer} is one process, but --ranks is {ranks}; name {instead}")
+    if ranks == 1 and peer in SEVERAL_RANKS_PEERS:
+        instead = " or ".join(ONE_RANK_PEERS)
+        raise ValueError(f"--peers {peer} needs --ranks 2 or more; for one rank name {instead}")
+
+
+MODES = {
+    "torch": ("bf16", "autocast"),
+    "ddp": ("bf16", "autocast"),
+    "fsdp2": ("offload",),
+    "deepspeed": ("cpu", "nvme"),
+}
+
+
+def peer_contenders(
+    peer: str, workload: Path, folder: Path, python: str, ranks: int = 1
+) -> list[Contender]:
+    """The contenders that a name in --peers, one of PEERS, stands for.
+
+    `python` is the interpreter that has DeepSpeed. Raises ValueError as require_ranks() does.
+    """
+    require_ranks(peer, ranks)
+    deepspeed = peer == "deepspeed"
+    program = (python if deepspeed else sys.executable, "-m", f"bench.peers.training.{peer}_train")
+    swap_folder = folder / "deepspeed-swap" if deepspeed else None
+    return [
+        _peer(f"{peer} {mode}", program, mode, workload, folder, swap_folder, ranks)
+        for mode in MODES[peer]
+    ]
+
+
+def _peer(
+    name: str,
+    program: tuple[str, ...],
+    mode: str,
+    workload: Path,
+    folder: Path,
+    swap_folder: Path | None,
+    ranks: int,
+) -> Contender:
+    stem = name.replace(" ", "-")
+    result_path = folder / f"{stem}.json"
+    command = [*program, str(workload), str(result_path), mode]
+    if swap_folder is not None:
+        command.append(str(swap_folder))
+    log_path = folder / f"{stem}.log"
+    return Contender(name, tuple(command), result_path, log_path, swap_folder, ranks)
+
+
+def run_contender(
+    contender: Contender, timeout_s: float, more: Mapping[str, str] | None = None
+) -> Outcome:
+    """Runs it to its end, with `more` in its environment; its ranks' logs have what they print."""
+    environment = {**os.environ, **(more or {})} | {
+        "PYTHONPATH": python_path(),
+        "PATH": path_beside(contender.command[0]),
+    }
+    result_path = contender.result_path or contender.log_path.with_suffix(".out")
+    stdout_path = result_path if contender.result_path is None else None
+    try:
+        run_ranks(
+            contender.command,
+            contender.ranks,
+            environment,
+            contender.log_path,
+            stdout_path,
+            timeout_s,
+        )
+    except FileNotFoundError as error:
+        return Outcome(contender.name, "failed", {}, f"cannot start {error.filename}")
+    except RankError as error:
+        if error.exit_code == EXIT_MISSING and contender.result_path is not None:
+            why = last_line(rank_log(contender.log_path, 0, contender.ranks))
+            return Outcome(contender.name, "missing", {}, f"{why}; install: {DEEPSPEED_INSTALL}")
+        return Outcome(contender.name, "failed", {}, str(error), late=error.exit_code is None)
+    finally:
+        if contender.swap_folder is not None:
+            shutil.rmtree(contender.swap_folder, ignore_errors=True)
+    return Outcome(contender.name, "finished", json.loads(result_path.read_text(encoding="utf-8")))

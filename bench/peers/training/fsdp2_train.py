@@ -1,0 +1,81 @@
+"""PyTorch's FSDP2: sharded state; each block is gathered before its forward and backward.
+
+usage: python -m bench.peers.training.fsdp2_train WORKLOAD.json RESULT.json offload
+
+Runs as one of several ranks. fp32 shards in RAM under CPUOffloadPolicy, which on a machine that
+computes on the CPU copies nothing; bf16 compute, gradients reduced in fp32. Every rank builds the
+whole model before it is sharded, so that all contenders begin with the same weights; a rank's
+training state is larger than that up to four ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from bench.peers.training.measure import measure, write_result
+from bench.peers.training.torch_peer import TorchPeer, build_model
+from bench.peers.training.workload import Workload
+from bench.peers.world import joined
+
+
+class Fsdp2Peer(TorchPeer):
+    """A transformers model, sharded block by block, and torch's fused AdamW on the shards."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(_sharded(build_model(workload)), workload)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.model.set_requires_gradient_sync(self.exchanges)
+        return super().forward(tokens)
+
+
+def _sharded(model: Any) -> Any:
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        # Memory can be pinned only for an accelerator.
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    }
+    blocks = [
+        block
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList)
+        for block in module
+    ]
+    for block in blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def main(argv: list[str]) -> int:
+    workload_path, result_path, mode = argv
+    if mode != "offload":
+        raise ValueError(f"mode must be offload, got {mode!r}")
+    workload = Workload.read(Path(workload_path))
+    torch.set_num_threads(workload.threads)
+    with joined():
+        write_result(Path(result_path), run(workload))
+    return 0
+
+
+def run(workload: Workload) -> dict[str, Any]:
+    """The figures of a training."""
+    peer = Fsdp2Peer(workload)
+    result = measure(peer, workload)
+    policy = "fp32 shards, CPUOffloadPolicy"
+    return result | {"params": peer.params, "dtype": "bf16", "policy": policy}
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    # Sharded tensors leave the connection's threads behind, which can abort the interpreter's end.
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,85 @@
+"""The steps of a training job, made and timed several in a row."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+from hetero.cli.job.job import Job
+from hetero.cli.job.loop import one_step
+from hetero.cli.job.metrics import StepMetrics
+from offload.timeline import Timeline
+
+QUIET_S = 0.2
+
+
+class JobSteps:
+    """The training steps of a job, in samples of several in a row."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._begin_s = time.perf_counter()
+        self._made = 0
+        # Of the disk's bytes of the last sample.
+        self.read_share = 0.5
+
+    def one(self) -> StepMetrics:
+        """Makes a step."""
+        self._made += 1
+        return one_step(self._job, self._made, self._begin_s)
+
+    def sample(self, steps: int) -> dict[str, float]:
+        """Means of `steps` steps after one that is not counted; then all is written."""
+        self.one()
+        before = self._job.engine.traffic
+        begin_s = time.perf_counter()
+        made = [self.one() for _ in range(steps)]
+        seconds = time.perf_counter() - begin_s
+        after = self._job.engine.traffic
+        self._wait_until_quiet()
+        moved = {
+            name: (getattr(after, name) - getattr(before, name)) / steps
+            for name in ("h2d", "d2h", "disk_read", "disk_write")
+        }
+        nvme = moved["disk_read"] + moved["disk_write"]
+        self.read_share = moved["disk_read"] / nvme if nvme else 0.5
+        return {
+            "step_s": seconds / steps,
+            "forward_s": statistics.mean(step.forward_s for step in made),
+            "backward_s": statistics.mean(step.backward_s for step in made),
+            "optimizer_s": statistics.mean(step.optimizer_s for step in made),
+            **moved,
+        }
+
+    def _wait_until_quiet(self) -> None:
+        """Waits until the engine moves nothing in the background, which would slow down what is
+        measured next."""
+        engine = self._job.engine
+        engine.synchronize()
+        before = None
+        while before != engine.traffic:  # of what is read ahead
+            before = engine.traffic
+            time.sleep(QUIET_S)
+
+
+def overlap(timeline: Timeline) -> dict[str, Any]:
+    """Seconds in all, in which each lane was busy, and in which disk or link were beside compute.
+
+    Beside compute is: beside forward, backward, or a tile of the update.
+    """
+    computing = replace(
+        timeline, intervals=tuple(i for i in timeline.intervals if i.name != "optimizer")
+    )
+    return {
+        "seconds": timeline.seconds,
+        "busy_s": {lane: timeline.busy_s(lane) for lane in timeline.lanes},
+        "nvme_busy_s": timeline.busy_s("nvme_read", "nvme_write"),
+        "nvme_beside_compute_s": computing.both_s(
+            ("compute", "update"), ("nvme_read", "nvme_write")
+        ),
+        "link_busy_s": timeline.busy_s("h2d", "d2h"),
+        "link_beside_compute_s": computing.both_s(("compute", "update"), ("h2d", "d2h")),
+        "dropped": timeline.dropped,
+    }

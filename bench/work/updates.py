@@ -1,0 +1,182 @@
+"""hetero's update kernels and norms on memory of their own, ready to be timed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.harness.rounds import Sample
+from bench.peers.adam_timing import timed_rate
+from offload import _native
+from offload._native import Arena, Hyper, UpdateKind
+from offload.memory.sizes import round_up
+
+if TYPE_CHECKING:
+    from offload._native import DtypeName, RuleName, StateDtypeName
+
+RULES: tuple[RuleName, ...] = ("adam", "lion", "adagrad")
+STATE_DTYPES: tuple[StateDtypeName, ...] = ("fp32", "bf16")
+# Parameter and gradient: gradients as backward gives them, or accumulated in fp32.
+DTYPES: tuple[tuple[DtypeName, DtypeName], ...] = (
+    ("bf16", "bf16"),
+    ("bf16", "fp32"),
+    ("fp16", "fp16"),
+    ("fp16", "fp32"),
+    ("fp32", "fp32"),
+)
+NORM_DTYPES: tuple[DtypeName, ...] = ("bf16", "fp16", "fp32")
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+HUGE_PAGE_BYTES = 2 << 20
+PARTS = ("param", "grad", "master", "state 0", "state 1")
+TILE = 1 << 20  # elements that are drawn; arrays repeat them
+
+_HYPERS = {
+    "adam": Hyper(lr=1e-4, weight_decay=0.01, decoupled=True, step=10),
+    "lion": Hyper(lr=1e-5, weight_decay=0.01, decoupled=True, step=10),
+    "adagrad": Hyper(lr=1e-3, step=10),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Something that goes through the arrays once: a name, its traffic and its sampler."""
+
+    name: str
+    bytes_per_param: int
+    sample: Callable[[], Sample]  # {"params_per_s", "gbps"}
+
+
+def update_name(kind: UpdateKind) -> str:
+    """E.g. "adam bf16/bf16, states fp32": parameter and gradient, then states."""
+    return f"{kind.rule} {kind.dtype}/{kind.grad_dtype}, states {kind.state_dtype}"
+
+
+class Updates:
+    """Arrays of `numel` elements in one arena with huge pages, shared by all variants in turn.
+
+    Every turn fills them first, because each variant reads the bytes as other dtypes, and numbers
+    that are none would take other paths through the kernels than those of a training.
+    """
+
+    def __init__(self, numel: int, repeats: int) -> None:
+        self.numel = numel
+        self.repeats = repeats
+        self._part_bytes = round_up(4 * numel, HUGE_PAGE_BYTES)
+        self._arena = Arena(len(PARTS) * self._part_bytes)
+        self._memory: torch.Tensor = torch.from_dlpack(  # type: ignore[attr-defined]
+            self._arena.export(0, self._arena.nbytes)
+        )
+        generator = torch.Generator().manual_seed(0)
+        tile = min(numel, TILE)
+        self._weights = torch.randn(tile, generator=generator) * 0.02
+        self._grads = torch.randn(tile, generator=generator) * 1e-3
+        self._averages = torch.randn(tile, generator=generator) * 1e-3
+        self._squares = torch.rand(tile, generator=generator) * 1e-6 + 1e-8
+        self._remainders = torch.randint(-(1 << 15), 1 << 15, (tile,), generator=generator)
+
+    @staticmethod
+    def needed_bytes(numel: int) -> int:
+        """Memory that the constructor takes."""
+        return len(PARTS) * round_up(4 * numel, HUGE_PAGE_BYTES)
+
+    def stream(self) -> Variant:
+        """The yardstick: what memory gives to 4 reads and 3 writes of fp32 and nearly no work."""
+        return self._variant("stream", 28, self._fill_stream, self._stream)
+
+    def updates(self) -> list[Variant]:
+        """Every kernel, in every sensible combination of dtypes."""
+        kinds = (
+            UpdateKind(dtype, grad_dtype, rule, state_dtype)
+            for rule, (dtype, grad_dtype), state_dtype in itertools.product(
+                RULES, DTYPES, STATE_DTYPES
+            )
+        )
+        return [self.update(kind) for kind in kinds]
+
+    def update(self, kind: UpdateKind) -> Variant:
+        return self._variant(
+            update_name(kind),
+            kind.bytes_moved,
+            lambda: self.fill(kind),
+            lambda: self.run(kind),
+        )
+
+    def norms(self) -> list[Variant]:
+        return [self._norm(dtype) for dtype in NORM_DTYPES]
+
+    def _norm(self, dtype: DtypeName) -> Variant:
+        return self._variant(
+            f"sum_of_squares {dtype}",
+            TORCH_DTYPES[dtype].itemsize,
+            lambda: self._put("grad", TORCH_DTYPES[dtype], self._grads),
+            lambda: _native.sum_of_squares(dtype, self._address("grad"), self.numel),
+        )
+
+    def _variant(
+        self,
+        name: str,
+        bytes_per_param: int,
+        fill: Callable[[], None],
+        run: Callable[[], Any],
+    ) -> Variant:
+        def sample() -> Sample:
+            fill()
+            rate = timed_rate(run, self.numel, self.repeats)["params_per_s"]
+            return {"params_per_s": rate, "gbps": rate * bytes_per_param / 1e9}
+
+        return Variant(name, bytes_per_param, sample)
+
+    def fill(self, kind: UpdateKind) -> None:
+        """Numbers as in a training under way."""
+        dtype, state_dtype = TORCH_DTYPES[kind.dtype], TORCH_DTYPES[kind.state_dtype]
+        self._put("param", dtype, self._weights)
+        self._put("grad", TORCH_DTYPES[kind.grad_dtype], self._grads)
+        if kind.dtype == "bf16":
+            self._put("master", torch.int16, self._remainders)
+        elif kind.dtype == "fp16":
+            self._put("master", torch.float32, self._weights)
+        if kind.rule != "adagrad":
+            self._put("state 0", state_dtype, self._averages)
+        if kind.rule != "lion":
+            self._put(f"state {kind.states - 1}", state_dtype, self._squares)
+
+    def run(self, kind: UpdateKind) -> None:
+        """One update of all elements."""
+        _native.update(
+            kind,
+            self._address("param"),
+            self._address("grad"),
+            0 if kind.dtype == "fp32" else self._address("master"),
+            [self._address(f"state {state}") for state in range(kind.states)],
+            self.numel,
+            _HYPERS[kind.rule],
+        )
+
+    def _fill_stream(self) -> None:
+        for part in ("param", "grad", "state 0", "state 1"):
+            self._put(part, torch.float32, self._grads)
+
+    def _stream(self) -> None:
+        parts = ("param", "grad", "state 0", "state 1")
+        param, grad, exp_avg, exp_avg_sq = (self._address(part) for part in parts)
+        _native.stream(param, grad, exp_avg, exp_avg_sq, self.numel)
+
+    def tensor(self, part: str, dtype: torch.dtype) -> torch.Tensor:
+        """The first `numel` elements of a part."""
+        begin = PARTS.index(part) * self._part_bytes
+        return self._memory[begin : begin + self.numel * dtype.itemsize].view(dtype)
+
+    def _put(self, part: str, dtype: torch.dtype, tile: torch.Tensor) -> None:
+        target, tile = self.tensor(part, dtype), tile.to(dtype)
+        whole = self.numel - self.numel % tile.numel()
+        target[:whole].view(-1, tile.numel()).copy_(tile.expand(whole // tile.numel(), -1))
+        target[whole:].copy_(tile[: self.numel - whole])
+
+    def _address(self, part: str) -> int:
+        return self._arena.address + PARTS.index(part) * self._part_bytes

@@ -1,0 +1,167 @@
+"""Ranks as processes: who each is told to be, and that all end with the first that fails or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.harness.contenders import Contender, run_contender
+from bench.harness.ranks import RankError, rank_log, run_ranks
+from bench.peers.serve import EXIT_MISSING
+
+
+def run(
+    tmp_path: Path, script: str, ranks: int = 3, timeout_s: float = 60, stdout: str | None = None
+) -> None:
+    """Runs the script, which knows its `rank` and `folder`, as that many ranks."""
+    prelude = f"import os, sys, time\nfolder = {str(tmp_path)!r}\n"
+    prelude += "rank = int(os.environ.get('RANK', 0))\n"
+    run_ranks(
+        (sys.executable, "-c", prelude + textwrap.dedent(script)),
+        ranks,
+        os.environ,
+        tmp_path / "x.log",
+        None if stdout is None else tmp_path / stdout,
+        timeout_s,
+    )
+
+
+# Says who it is, and stays until it is ended.
+STAYS = """
+open(f"{folder}/pid{rank}", "w").write(str(os.getpid()))
+if rank == 1:
+    while not all(os.path.exists(f"{folder}/pid{other}") for other in range(3)):
+        time.sleep(0.01)
+    BODY
+time.sleep(600)
+"""
+
+
+def assert_all_have_ended(tmp_path: Path) -> None:
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_every_rank_is_told_who_it_is(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    run(
+        tmp_path,
+        f"""
+        import json
+        who = {{name: os.environ[name] for name in {names!r}}}
+        json.dump(who, open(f"{{folder}}/who{{rank}}", "w"))
+        print("out", rank)
+        print("err", rank, file=sys.stderr)
+        """,
+        stdout="out",
+    )
+    told = [json.loads((tmp_path / f"who{rank}").read_text()) for rank in range(3)]
+    assert [who["RANK"] for who in told] == [who["LOCAL_RANK"] for who in told] == ["0", "1", "2"]
+    for who in told:
+        assert (who["WORLD_SIZE"], who["LOCAL_WORLD_SIZE"]) == ("3", "3")
+        assert (who["MASTER_ADDR"], who["MASTER_PORT"]) == ("127.0.0.1", told[0]["MASTER_PORT"])
+    assert (tmp_path / "out").read_text() == "out 0\n"
+    logs = [rank_log(tmp_path / "x.log", rank, 3) for rank in range(3)]
+    assert logs[0].read_text() == "err 0\n"
+    assert sorted(logs[2].read_text().splitlines()) == ["err 2", "out 2"]
+
+
+def test_a_single_rank_is_told_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run(tmp_path, "print('WORLD_SIZE' in os.environ)", ranks=1)
+    assert (tmp_path / "x.log").read_text() == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "how", "code"),
+    [
+        ("sys.exit('no memory left')", "exit code 1: no memory left", 1),
+        ("os.kill(os.getpid(), 9)", "ended by SIGKILL: it printed nothing", -signal.SIGKILL),
+    ],
+)
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path, body: str, how: str, code: int) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError) as failure:
+        run(tmp_path, STAYS.replace("BODY", body))
+    assert time.monotonic() - begin < 30  # and not the 600 s of the others
+    log = rank_log(tmp_path / "x.log", 1, 3)
+    assert str(failure.value) == f"rank 1 of 3: {how} (all of it in {log})"
+    assert failure.value.exit_code == code
+    assert_all_have_ended(tmp_path)
+
+
+def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
+    script = """
+    open(f"{folder}/pid{rank}", "w").write(str(os.getpid()))
+    if rank == 1:
+        time.sleep(600)
+    """
+    with pytest.raises(RankError) as failure:
+        run(tmp_path, script, timeout_s=3)
+    assert str(failure.value) == "rank 1 of 3: not done after 3 s"
+    assert failure.value.exit_code is None
+    assert_all_have_ended(tmp_path)
+
+
+def test_what_a_rank_started_is_ended_with_it(tmp_path: Path) -> None:
+    script = """
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(f"{folder}/pid{rank}", "w").write(str(child.pid))
+    time.sleep(600)
+    """
+    with pytest.raises(RankError, match="rank 0, 1, 2 of 3: not done"):
+        run(tmp_path, script, timeout_s=3)
+    deadline = time.monotonic() + 10
+    for rank in range(3):
+        pid = int((tmp_path / f"pid{rank}").read_text())
+        # It may wait for init to take notice of its end.
+        while running(pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not running(pid)
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises here, also in a run in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_all_ranks(tmp_path: Path, interruptible: None) -> None:
+    script = f"import signal\n{STAYS}".replace("BODY", "os.kill(os.getppid(), signal.SIGINT)")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, script)
+    assert_all_have_ended(tmp_path)
+
+
+def test_contenders_of_several_ranks(tmp_path: Path) -> None:
+    code = "import json, os; print(json.dumps({'rank': int(os.environ['RANK'])}))"
+    log = tmp_path / "log"
+    command = (sys.executable, "-c", code)
+    outcome = run_contender(Contender("x", command, None, log, ranks=2), timeout_s=60)
+    assert outcome.figures == {"rank": 0}
+    code = f"import sys; print('No module named deepspeed'); sys.exit({EXIT_MISSING})"
+    missing = Contender("x", (sys.executable, "-c", code), tmp_path / "result", log, ranks=2)
+    outcome = run_contender(missing, timeout_s=60)
+    assert outcome.status == "missing"
+    assert "install: " in (outcome.error or "")

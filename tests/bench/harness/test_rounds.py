@@ -1,0 +1,153 @@
+"""Rounds, machine and program of bench/harness/: turns, medians, headers, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bench.harness.machine import commit, cpu_model, describe_machine, header
+from bench.harness.program import command_line, names, run_program
+from bench.harness.rounds import ContenderError, Rounds, run_rounds
+
+
+def quiet(_: str) -> None: ...
+
+
+def test_every_round_begins_one_contender_later() -> None:
+    turns: list[str] = []
+    contenders = {name: (lambda name=name: turns.append(name) or {"x": 1.0}) for name in "abc"}
+    run_rounds(contenders, rounds=3, tell=quiet)
+    assert "".join(turns) == "abc" + "bca" + "cab" + "abc"
+
+
+def test_the_warm_up_is_left_out_and_rounds_line_up() -> None:
+    fast, slow = iter([100.0, 2.0, 6.0, 4.0]), iter([1.0, 1.0, 2.0, 4.0])
+    rounds = run_rounds(
+        {"fast": lambda: {"x": next(fast)}, "slow": lambda: {"x": next(slow)}}, 3, quiet
+    )
+    assert rounds.values("fast", "x") == [2.0, 6.0, 4.0]
+    assert rounds.spread("fast", "x") == {"median": 4.0, "min": 2.0, "max": 6.0}
+    # 2/1, 6/2, 4/4: the median of ratios, not the ratio of medians (4/2).
+    assert rounds.ratio("fast", "slow", "x") == 2.0
+    assert rounds.ratio("slow", "fast", "x") == 0.5
+    skewed = Rounds({"a": [{"x": 1}, {"x": 2}, {"x": 9}], "b": [{"x": 1}, {"x": 4}, {"x": 3}]})
+    assert skewed.ratio("a", "b", "x") == 1.0
+    assert skewed.median("a", "x") / skewed.median("b", "x") != 1.0
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.floats(0.5, 2))
+def test_a_drift_that_hits_both_cancels(drift: list[float], factor: float) -> None:
+    rounds = Rounds({"a": [{"x": d * factor} for d in drift], "b": [{"x": d} for d in drift]})
+    assert rounds.ratio("a", "b", "x") == pytest.approx(factor)
+
+
+def test_a_contender_that_fails_is_left_out_and_the_others_go_on() -> None:
+    calls: list[int] = []
+
+    def broken() -> dict[str, float]:
+        calls.append(1)
+        if len(calls) > 2:
+            raise ContenderError("no such device")
+        return {"x": 1.0}
+
+    told: list[str] = []
+    rounds = run_rounds({"broken": broken, "good": lambda: {"x": 1.0}}, 4, told.append)
+    assert rounds.failed == {"broken": "no such device"}
+    assert len(calls) == 3
+    assert "broken" not in rounds.samples
+    assert rounds.values("good", "x") == [1.0] * 4
+    assert any("left out: no such device" in line for line in told)
+
+
+def test_other_exceptions_end_the_run() -> None:
+    def broken() -> dict[str, float]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_rounds({"broken": broken}, 1, quiet)
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(ValueError, match="rounds must be 1 or more, got 0"):
+        run_rounds({"a": dict}, 0)
+    with pytest.raises(ValueError, match="no contender"):
+        run_rounds({}, 1)
+
+
+def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    run_rounds({"a": lambda: {"gbps": 1.23456}}, 1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "warm-up  a: gbps 1.235\nround 1/1  a: gbps 1.235\n"
+
+
+def test_the_machine_is_described() -> None:
+    machine = describe_machine()
+    json.dumps(machine)
+    for key in ("date", "cpu", "cores", "isa", "ram_bytes", "kernel", "python", "torch", "commit"):
+        assert key in machine
+    text = header(machine, "python -m bench.x --y")
+    assert text.endswith("\npython -m bench.x --y")
+    assert machine["cpu"] in text
+    assert machine["torch"] in text
+
+
+def test_cpu_model_and_where_there_is_none(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU @ 3: GHz\n")
+    assert cpu_model(cpuinfo) == "Some CPU @ 3: GHz"
+    cpuinfo.write_text("processor\t: 0\nCPU part\t: 0xd0c\n")
+    assert cpu_model(cpuinfo)
+    assert cpu_model(tmp_path / "none") == cpu_model(cpuinfo)
+
+
+def test_commit_says_when_the_tree_has_changes(tmp_path: Path) -> None:
+    assert commit(tmp_path / "none") is None
+
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(("git", "-C", str(tmp_path), *identity, *arguments), check=True)
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    clean = commit(tmp_path)
+    assert clean is not None
+    assert not clean.endswith("+")
+    git("tag", "-am", "x", "v1")
+    assert commit(tmp_path) == clean
+    (tmp_path / "file").write_text("2")
+    assert commit(tmp_path) == f"{clean}+"
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    console.print(f"the table of {result['x']}")
+
+
+def test_a_program_prints_a_table_or_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program("bench.x", lambda: {"x": 1}, show, as_json=True) == 0
+    assert capsys.readouterr().out == '{"x": 1}\n'
+    assert run_program("bench.x", lambda: {"x": 1}, show, as_json=False) == 0
+    assert capsys.readouterr().out == "the table of 1\n"
+
+
+def test_bad_input_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> dict[str, Any]:
+        raise ValueError("--size must be positive, got -1")
+
+    assert run_program("bench.x", refuse, show, as_json=True) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "bench.x: error: --size must be positive, got -1\n")
+
+
+def test_command_line_and_names() -> None:
+    assert command_line("bench.io", ["--path", "a b"]) == "python -m bench.io --path 'a b'"
+    assert names(" fio, torch,,fio ") == ["fio", "torch"]

@@ -1,0 +1,265 @@
+"""bench.adam: the arrays it times, traffic, the summary, peers, exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import adam as bench_adam
+from bench.adam import DEEPSPEED_STEP, PEER_KINDS, main, summarize
+from bench.harness.program import chosen_peers, parse_count
+from bench.harness.rounds import Rounds
+from bench.peers.adam_timing import timed_rate
+from bench.peers.adam_torch import TorchPeer
+from bench.work.updates import (
+    DTYPES,
+    NORM_DTYPES,
+    RULES,
+    STATE_DTYPES,
+    TORCH_DTYPES,
+    Updates,
+)
+from offload import _native
+from offload._native import UpdateKind
+
+SMALL = ["--numel", "4Ki", "--rounds", "1", "--repeats", "1", "--matmul", "16", "--threads", "1"]
+
+KINDS = [
+    UpdateKind(dtype, grad_dtype, rule, state_dtype)
+    for rule in RULES
+    for dtype, grad_dtype in DTYPES
+    for state_dtype in STATE_DTYPES
+]
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Any:
+    before = torch.get_num_threads(), _native.threads()
+    yield
+    torch.set_num_threads(before[0])
+    _native.set_threads(before[1])
+
+
+@pytest.mark.parametrize(
+    "kind", KINDS, ids=lambda k: f"{k.rule}-{k.dtype}-{k.grad_dtype}-{k.state_dtype}"
+)
+def test_every_kernel_updates_numbers_of_a_training(kind: UpdateKind) -> None:
+    """Timing zeros, denormals or NaN would time something else; timing no update, nothing."""
+    updates = Updates(5000, repeats=1)
+    updates.fill(UpdateKind("fp32", "fp32", "adam"))  # leftovers of another variant
+    updates.fill(kind)
+    parts = {"param": kind.dtype, "grad": kind.grad_dtype, "state 0": kind.state_dtype}
+    if kind.states == 2:
+        parts["state 1"] = kind.state_dtype
+    if kind.dtype == "fp16":
+        parts["master"] = "fp32"
+    tensors = {part: updates.tensor(part, TORCH_DTYPES[name]) for part, name in parts.items()}
+    before = {part: tensor.clone() for part, tensor in tensors.items()}
+    updates.run(kind)
+    for part, tensor in tensors.items():
+        for values in (before[part].float(), tensor.float()):
+            assert values.isfinite().all()
+            normal = values.abs() >= torch.finfo(torch.float16).smallest_normal / 100
+            assert normal.float().mean() > 0.2, part
+            assert values.abs().max() < 10
+        # What an update changes: all but the gradient.
+        assert torch.equal(before[part], tensor) == (part == "grad")
+
+
+def test_every_combination_is_measured_once() -> None:
+    updates = Updates(64, repeats=1)
+    names = [variant.name for variant in updates.updates()]
+    assert len(set(names)) == len(names) == 30
+    assert "adam bf16/bf16, states fp32" in names
+    assert [variant.name for variant in updates.norms()] == [
+        f"sum_of_squares {dtype}" for dtype in NORM_DTYPES
+    ]
+
+
+def test_traffic_per_parameter() -> None:
+    """Read once and written once, by the dtypes alone: hetero's sizes are not taken on trust."""
+    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
+    extra = {"bf16": 2, "fp16": 4, "fp32": 0}
+    updates = Updates(64, repeats=1)
+    for kind in KINDS:
+        states = 2 if kind.rule == "adam" else 1
+        kept = sizes[kind.dtype] + extra[kind.dtype] + states * sizes[kind.state_dtype]
+        assert updates.update(kind).bytes_per_param == 2 * kept + sizes[kind.grad_dtype]
+    assert updates.stream().bytes_per_param == 4 * 4 + 3 * 4
+    assert [norm.bytes_per_param for norm in updates.norms()] == [2, 2, 4]
+
+
+def test_the_stream_is_four_reads_and_three_writes() -> None:
+    updates = Updates(5000, repeats=1)
+    sample = updates.stream().sample()
+    assert sample["gbps"] == pytest.approx(sample["params_per_s"] * 28 / 1e9)
+    parts = ("param", "grad", "state 0", "state 1")
+    param, grad, first, second = (updates.tensor(part, torch.float32) for part in parts)
+    # Filled alike, then two times (the warm-up and the timed one) the gradient was added.
+    for changed in (param, first, second):
+        assert torch.allclose(changed, 3 * grad)
+
+
+def test_the_norms_see_all_elements() -> None:
+    updates = Updates(5000, repeats=1)
+    for variant, dtype in zip(updates.norms(), NORM_DTYPES, strict=True):
+        variant.sample()
+        values = updates.tensor("grad", TORCH_DTYPES[dtype]).double()
+        address = updates._address("grad")
+        found = _native.sum_of_squares(dtype, address, 5000)
+        assert found == pytest.approx(float((values * values).sum()))
+        assert found > 0
+
+
+def test_the_first_update_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    calls = []
+
+    def update() -> None:
+        calls.append(1)
+        clock[0] += 100.0 if len(calls) == 1 else 2.0
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    assert timed_rate(update, numel=10, repeats=3) == {"params_per_s": 5.0}
+    assert len(calls) == 4
+
+
+def test_the_pool_is_as_large_as_said() -> None:
+    updates = Updates(1 << 20, repeats=1)
+    assert updates._arena.nbytes == Updates.needed_bytes(1 << 20) == 5 * 4 << 20
+
+
+def test_torch_peer_updates() -> None:
+    for kind in ("fp32", "bf16"):
+        peer = TorchPeer({"numel": 64, "threads": 1, "kind": kind, "repeats": 2})
+        assert peer.sample({})["params_per_s"] > 0
+        state = peer._optimizer.state[peer._param]
+        assert state["step"].item() == 1 + 1 + 2  # making the state, the warm-up, two timed
+        for array in (peer._param, peer._param.grad, state["exp_avg"], state["exp_avg_sq"]):
+            assert array.dtype == TORCH_DTYPES[kind]
+
+
+@pytest.mark.skipif("BENCH_PEER_PYTHON" not in os.environ, reason="names no Python with DeepSpeed")
+def test_deepspeed_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--peers", "deepspeed", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in result["peers"]] == [
+        kind.name for kind in PEER_KINDS["deepspeed"]
+    ]
+    assert result["speedup_vs_deepspeed_step"] > 0
+
+
+def samples(*rates: float) -> list[dict[str, float]]:
+    return [{"params_per_s": rate * 1e9, "gbps": rate * 10} for rate in rates]
+
+
+MAIN = "adam bf16/bf16, states fp32"
+
+
+def test_summary() -> None:
+    rounds = Rounds(
+        {
+            "stream": samples(4.0, 8.0, 4.0),
+            MAIN: samples(2.0, 8.0, 3.0),
+            DEEPSPEED_STEP: samples(1.0, 2.0, 3.0),
+        }
+    )
+    result = summarize(rounds, {MAIN: 26, DEEPSPEED_STEP: 40}, {DEEPSPEED_STEP})
+    assert result["stream_gbps"] == 40.0
+    assert result["speedup_vs_deepspeed_step"] == 2.0
+    assert [entry["name"] for entry in result["peers"]] == [DEEPSPEED_STEP]
+    assert result["variants"] == [
+        {
+            "name": MAIN,
+            "params_per_s": 3e9,
+            "params_per_s_min": 2e9,
+            "params_per_s_max": 8e9,
+            "bytes_per_param": 26,
+            "gbps": 30.0,
+            "share_of_stream": 0.75,
+        }
+    ]
+    del rounds.samples[DEEPSPEED_STEP]
+    assert summarize(rounds, {MAIN: 26}, set())["speedup_vs_deepspeed_step"] is None
+
+
+def test_peers_of_a_name() -> None:
+    assert chosen_peers("torch, deepspeed", bench_adam.PEERS) == ["torch", "deepspeed"]
+    assert chosen_peers("none", bench_adam.PEERS) == []
+    assert set(PEER_KINDS) == set(bench_adam.PEERS)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("64Mi", 64 << 20), ("500e6", 500_000_000), ("1.5K", 1500), ("1.5 ki", 1536), ("7", 7)],
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count("--numel", text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-1", "1.5", "1e-3", "64MiB", "1e999", "nan"])
+def test_what_is_no_count(text: str) -> None:
+    with pytest.raises(ValueError, match="--numel"):
+        parse_count("--numel", text)
+
+
+def test_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--peers", "torch", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert "warm-up  stream:" in err
+    result = json.loads(out)
+    assert len(result["variants"]) == 33
+    assert [entry["name"] for entry in result["peers"]] == [
+        kind.name for kind in PEER_KINDS["torch"]
+    ]
+    for entry in result["variants"] + result["peers"]:
+        for key in ("params_per_s", "gbps", "share_of_stream"):
+            assert entry[key] > 0
+            assert math.isfinite(entry[key])
+    for key in ("matmul_fp32", "matmul_bf16", "adam_after_torch"):
+        assert result["beside_torch"][key] > 0
+    assert (result["numel"], result["threads"], result["isa"]) == (4096, 1, _native.isa())
+    assert result["speedup_vs_deepspeed_step"] is None
+    assert "python -m bench.adam --numel 4Ki" in result["command"]
+    assert result["machine"]["cpu"]
+    assert result["stream_gbps"] > 0
+
+
+def test_a_peer_that_is_missing_is_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = str(tmp_path / "no-python")
+    assert main([*SMALL, "--peers", "deepspeed", "--peer-python", python]) == 0
+    out = capsys.readouterr().out
+    assert MAIN in out
+    for kind in PEER_KINDS["deepspeed"]:
+        assert f"{kind.name}: left out: cannot start {python}" in out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--numel", "lots"], "--numel: cannot read 'lots' as a count; write e.g. 500e6 or 64Mi"),
+        (["--numel", "1e14"], "--numel 100000000000000 needs 1819.0 TiB with these peers, but"),
+        (["--threads", "0"], "--threads must be 1 or more, got 0"),
+        (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
+        (["--repeats", "0"], "--repeats must be 1 or more, got 0"),
+        (["--matmul", "0"], "--matmul must be 1 or more, got 0"),
+        (["--peers", "tortch"], "unknown peer 'tortch' in --peers; did you mean torch?"),
+    ],
+)
+def test_bad_options_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "--peers", "none", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(f"bench.adam: error: {message}")

@@ -1,0 +1,478 @@
+"""bench.io: what is moved, fio's output, peers in processes, the summary, exit codes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import io as bench_io
+from bench.harness.peer_process import PeerProcess
+from bench.harness.rounds import ContenderError, Rounds
+from bench.io import main, summarize
+from bench.peers.io_aiofiles import AiofilesPeer
+from bench.work.fio import FIO_PATTERN, SETTINGS, Fio, figures, fio_version
+from bench.work.transfers import (
+    IN_FLIGHT,
+    PATTERNS,
+    HeteroTransfers,
+    Shape,
+    measure_mixed_bandwidth,
+    measured_file,
+)
+
+KIB = 1 << 10
+MIB = 1 << 20
+SMALL = Shape.of(4 * MIB, 64 * KIB, 4)
+
+SMALL_OPTIONS = ["--size", "4MiB", "--block", "64KiB", "--depth", "4", "--sample", "4MiB"]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    try:
+        with measured_file(str(tmp_path), 4096):
+            return tmp_path
+    except ValueError as no_direct:
+        pytest.skip(str(no_direct))
+
+
+def test_the_default_shape() -> None:
+    shape = Shape.of(2 << 30, MIB, 16, 4 << 30)
+    assert (shape.size_bytes, shape.request_bytes, shape.in_flight) == (2 << 30, 64 * MIB, 4)
+    assert {pattern: shape.passes(pattern) for pattern in PATTERNS} == {
+        "read": 2,
+        "write": 2,
+        "mixed": 1,
+    }
+    assert {shape.moved_bytes(pattern) for pattern in PATTERNS} == {4 << 30}
+
+
+@given(st.integers(1, 1 << 34), st.integers(1, 512), st.integers(1, 256), st.integers(1, 1 << 34))
+def test_any_shape_is_whole_or_refused(size: int, pages: int, depth: int, sample: int) -> None:
+    try:
+        shape = Shape.of(size, pages * 4096, depth, sample)
+    except ValueError:
+        return
+    assert 0 < shape.size_bytes <= size
+    assert shape.size_bytes % shape.request_bytes == 0
+    assert shape.request_bytes % shape.block_bytes == 0
+    # Four times all buffers, and enough requests in flight to fill the queue in either direction.
+    assert shape.size_bytes >= 4 * IN_FLIGHT * shape.request_bytes
+    assert IN_FLIGHT // 2 * shape.request_bytes >= depth * shape.block_bytes
+    for pattern in PATTERNS:
+        moved = shape.moved_bytes(pattern)
+        assert sample <= moved < sample + 2 * shape.size_bytes
+
+
+def test_the_least_size_named_in_the_refusal_is_accepted() -> None:
+    with pytest.raises(ValueError, match="--size of 8.0 MiB is too small .* the least is 128.0 Mi"):
+        Shape.of(8 * MIB, MIB, 16)
+    Shape.of(128 * MIB, MIB, 16)
+    with pytest.raises(ValueError, match="--size"):
+        Shape.of(128 * MIB - 1, MIB, 16)
+    with pytest.raises(ValueError, match=r"256 blocks .* lower --depth or --block"):
+        Shape.of(1 << 40, MIB, 256)
+
+
+def test_the_file_is_written_and_goes_away(directory: Path) -> None:
+    size = 3 * MIB + 4096
+    with measured_file(str(directory), size) as path:
+        data = Path(path).read_bytes()
+        assert os.stat(path).st_blocks * 512 >= size
+    assert len(data) == size
+    pages = [data[at : at + 4096] for at in range(0, size, 4096)]
+    assert len(set(pages)) == len(pages)  # nothing to store only once
+    assert not list(directory.iterdir())
+
+
+def test_the_file_goes_away_after_a_failure(directory: Path) -> None:
+    with pytest.raises(ZeroDivisionError), measured_file(str(directory), MIB):
+        raise ZeroDivisionError
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["threads", "io_uring"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_hetero_moves_every_byte_of_the_file(directory: Path, kind: str, pattern: str) -> None:
+    shape = Shape.of(4 * MIB, 64 * KIB, 4, 5 * MIB)
+    with measured_file(str(directory), shape.size_bytes) as path:
+        before = Path(path).read_bytes()
+        try:
+            transfers = HeteroTransfers(kind, path, shape)
+        except (OSError, ValueError) as refusal:
+            pytest.skip(str(refusal))
+        with transfers:
+            sample = transfers.sample(pattern)
+            stats = transfers.engine.stats
+        after = Path(path).read_bytes()
+    assert sample["gbps"] > 0
+    assert sample["cpu_s_per_gb"] >= 0
+    moved = shape.moved_bytes(pattern)
+    assert moved == 8 * MIB
+    expected = {"read": (moved, 0), "write": (0, moved), "mixed": (moved // 2, moved // 2)}
+    assert (stats["read_bytes"], stats["written_bytes"]) == expected[pattern]
+    if pattern == "write":
+        requests = range(0, shape.size_bytes, shape.request_bytes)
+        assert all(before[at : at + 4096] != after[at : at + 4096] for at in requests)
+    else:  # mixed writes back what it read, to where it was
+        assert before == after
+
+
+class LazyOp:
+    """A transfer that happens when it is waited for, as late as an engine may make it."""
+
+    def __init__(self, transfer: Callable[[], None]) -> None:
+        self._transfer: Callable[[], None] | None = transfer
+
+    def wait(self) -> None:
+        if self._transfer is not None:
+            self._transfer()
+            self._transfer = None
+
+
+class LazyEngine:
+    """An engine whose operations of one kind are late and those of the other at once."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, late: str) -> None:
+        self._late = late
+        self.done: list[tuple[str, int]] = []
+
+    def add_file(self, fd: int, path: str) -> int:
+        self._fd = os.open(path, os.O_RDWR)
+        return 0
+
+    def register(self, arena: object) -> None: ...
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def read(self, file: int, address: int, nbytes: int, offset: int) -> LazyOp:
+        def transfer() -> None:
+            ctypes.memmove(address, os.pread(self._fd, nbytes, offset), nbytes)
+            self.done.append(("read", offset))
+
+        return self._start("read", transfer)
+
+    def write(self, file: int, address: int, nbytes: int, offset: int) -> LazyOp:
+        def transfer() -> None:
+            os.pwrite(self._fd, ctypes.string_at(address, nbytes), offset)
+            self.done.append(("write", offset))
+
+        return self._start("write", transfer)
+
+    def _start(self, op: str, transfer: Callable[[], None]) -> LazyOp:
+        started = LazyOp(transfer)
+        if op != self._late:
+            started.wait()
+        return started
+
+
+@pytest.mark.parametrize("late", ["read", "write"])
+def test_mixed_waits_for_what_it_uses_next(
+    directory: Path, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write begins after its extent was read, and a buffer is read into after it was written."""
+    engine = LazyEngine(late)
+    monkeypatch.setattr("bench.work.transfers.IoEngine", lambda *_: engine)
+    with measured_file(str(directory), SMALL.size_bytes) as path:
+        before = Path(path).read_bytes()
+        with HeteroTransfers("lazy", path, SMALL) as transfers:
+            transfers.sample("mixed")
+        assert Path(path).read_bytes() == before
+    extents = range(0, SMALL.size_bytes, SMALL.request_bytes)
+    for op in ("read", "write"):
+        assert [offset for done, offset in engine.done if done == op] == list(extents)
+
+
+def test_mixed_bandwidth_leaves_nothing_behind(directory: Path) -> None:
+    bandwidth = measure_mixed_bandwidth(
+        str(directory), 4 * MIB, 64 * KIB, 4, samples=1, kind="threads"
+    )
+    assert bandwidth > 1e5  # bytes per second: megabytes in less than a minute
+    assert not list(directory.iterdir())
+
+
+def fio_output(**changes: Any) -> str:
+    job = {
+        "error": 0,
+        "usr_cpu": 10.0,
+        "sys_cpu": 15.0,
+        "job_runtime": 4000,
+        "read": {"io_bytes": 6 * 10**9, "runtime": 3000},
+        "write": {"io_bytes": 2 * 10**9, "runtime": 4000},
+    }
+    return "note: a remark\n" + json.dumps({"jobs": [job | changes]})
+
+
+def test_fio_figures_by_its_own_clock() -> None:
+    # 8 GB in the 4 s of the longer direction; a quarter of 4 s of CPU for them.
+    assert figures(fio_output()) == {"gbps": 2.0, "cpu_s_per_gb": 0.125}
+
+
+@pytest.mark.parametrize("output", ["", "no brace", "{}", '{"jobs": []}', fio_output(error=5)])
+def test_fio_output_that_is_none(output: str) -> None:
+    with pytest.raises(ContenderError, match="fio"):
+        figures(output)
+
+
+def test_fio_does_what_the_others_do() -> None:
+    shape = Shape.of(2 << 30, MIB, 16, 4 << 30)
+    for settings in SETTINGS.values():
+        for pattern in PATTERNS:
+            command = Fio("/a:b/file", shape, settings).command(pattern)
+            assert "--filename=/a\\:b/file" in command
+            for option in ("--direct=1", "--ioengine=io_uring", "--bs=1048576", "--iodepth=16",
+                           "--size=2147483648", "--io_size=4294967296",
+                           f"--rw={FIO_PATTERN[pattern]}"):  # fmt: skip
+                assert option in command
+            assert set(settings) <= set(command)
+
+
+def test_fio_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert fio_version() is None
+    with pytest.raises(ContenderError, match="install fio"):
+        Fio(str(tmp_path / "f"), SMALL, ()).sample("read")
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
+def test_fio_runs_on_the_same_file(directory: Path, settings: tuple[str, ...]) -> None:
+    with measured_file(str(directory), SMALL.size_bytes) as path:
+        for pattern in PATTERNS:
+            try:
+                assert Fio(path, SMALL, settings).sample(pattern)["gbps"] > 0
+            except ContenderError as refusal:
+                pytest.skip(str(refusal))  # a kernel without io_uring
+        assert os.path.getsize(path) == SMALL.size_bytes
+
+
+def test_aiofiles_moves_every_byte(tmp_path: Path) -> None:
+    pytest.importorskip("aiofiles")
+    path = tmp_path / "file"
+    before = os.urandom(SMALL.size_bytes)
+    path.write_bytes(before)
+    setup = {"path": str(path), "shape": SMALL.to_dict()}
+    reader, writer = AiofilesPeer(setup), AiofilesPeer(setup)
+    for pattern in ("read", "mixed"):
+        assert reader.sample({"pattern": pattern})["gbps"] > 0
+        assert path.read_bytes() == before
+    writer.sample({"pattern": "write"})
+    after = path.read_bytes()
+    assert len(after) == len(before)
+    for at in range(0, SMALL.size_bytes, SMALL.request_bytes):
+        assert after[at : at + 64] != before[at : at + 64]
+
+
+@pytest.mark.skipif("BENCH_PEER_PYTHON" not in os.environ, reason="names no Python with DeepSpeed")
+@pytest.mark.parametrize("threads", [1, 4])
+def test_deepspeed_moves_every_byte(directory: Path, threads: int) -> None:
+    path = directory / "file"
+    before = os.urandom(SMALL.size_bytes)
+    path.write_bytes(before)
+    setup = {"path": str(path), "shape": SMALL.to_dict(), "threads": threads}
+    command = (os.environ["BENCH_PEER_PYTHON"], "-m", "bench.peers.io_deepspeed")
+    with PeerProcess(command, setup, "") as reader, PeerProcess(command, setup, "") as writer:
+        for pattern in ("read", "mixed"):
+            assert reader.sample(pattern=pattern)["gbps"] > 0
+            assert path.read_bytes() == before
+        writer.sample(pattern="write")
+    after = path.read_bytes()
+    assert len(after) == len(before)
+    for at in range(0, SMALL.size_bytes, SMALL.request_bytes):
+        assert after[at : at + 64] != before[at : at + 64]
+
+
+PEER = """
+import sys
+from bench.peers.serve import serve
+class Peer:
+    info = {"version": 7}
+    def __init__(self, setup):
+        self.setup = setup
+        print("a library prints to stdout")
+    def sample(self, request):
+        BODY
+        return {"x": request["x"] + self.setup["x"]}
+sys.exit(serve(Peer))
+"""
+
+
+def peer_process(body: str = "pass", timeout_s: float = 60, program: str = PEER) -> PeerProcess:
+    command = (sys.executable, "-c", program.replace("BODY", body))
+    return PeerProcess(command, {"x": 1.0}, "pip install it", timeout_s=timeout_s)
+
+
+def test_a_peer_answers_until_it_is_closed() -> None:
+    with peer_process() as peer:
+        assert [peer.sample(x=float(x))["x"] for x in (1, 2)] == [2.0, 3.0]
+        assert peer.info == {"version": 7}
+        child = peer._process
+    assert child is not None
+    assert child.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise OSError('disk on fire')", "OSError: disk on fire"),
+        ("import os; print('bye', file=sys.stderr, flush=True); os._exit(9)", "exit code 9: bye"),
+        ("import no_such_module", "No module named 'no_such_module'; install: pip install it"),
+    ],
+)
+def test_what_goes_wrong_in_a_peer_is_told(body: str, message: str) -> None:
+    with peer_process(body) as peer, pytest.raises(ContenderError) as caught:
+        peer.sample(x=1.0)
+    assert str(caught.value) == message
+
+
+def test_a_peer_that_hangs_is_ended() -> None:
+    with peer_process("import time; time.sleep(600)", timeout_s=0.5) as peer:
+        with pytest.raises(ContenderError, match="no answer within 0 s"):
+            peer.sample(x=1.0)
+        child = peer._process
+    assert child is not None
+    assert child.returncode is not None
+
+
+def test_a_peer_that_cannot_start(tmp_path: Path) -> None:
+    peer = PeerProcess((str(tmp_path / "none"),), {}, "")
+    with peer, pytest.raises(ContenderError, match="cannot start .*none: No such file"):
+        peer.sample()
+
+
+def rounds(**rates: list[float]) -> Rounds:
+    return Rounds(
+        {
+            name.replace("_", " "): [{"gbps": rate, "cpu_s_per_gb": 1 / rate} for rate in values]
+            for name, values in rates.items()
+        }
+    )
+
+
+def test_the_better_fio_counts_for_each_pattern() -> None:
+    hetero = [2.0, 4.0, 3.0]
+    summary = summarize(
+        {
+            "read": rounds(x=[1.0] * 3, fio_default=[1.0, 2.0, 4.0], fio_tuned=[2.0, 2.0, 6.0]),
+            "write": Rounds(
+                rounds(fio_default=[4.0, 4.0, 4.0], fio_tuned=[1.0, 9.0, 1.0]).samples
+                | {"hetero io_uring": [{"gbps": g, "cpu_s_per_gb": 0.0} for g in hetero]}
+            ),
+            "mixed": rounds(x=[1.0] * 3),
+        }
+    )
+    assert summary["read"]["fio"] == summary["read"]["fio tuned"] == 2.0
+    assert summary["write"]["fio"] == summary["write"]["fio default"] == 4.0
+    assert summary["share_of_fio"] == {"read": None, "write": 0.75, "mixed": None}
+    assert summary["cpu_s_per_gb"]["fio"] == {"read": 0.5, "write": 0.25}
+    assert "fio" not in summary["mixed"]
+
+
+def check_result(result: dict[str, Any], directory: Path) -> None:
+    for pattern in PATTERNS:
+        assert result[pattern]["hetero threads"] > 0
+        for contender, rate in result[pattern].items():
+            assert rate > 0
+            assert result["cpu_s_per_gb"][contender][pattern] >= 0
+    assert set(result["share_of_fio"]) == set(PATTERNS)
+    assert result["path"] == str(directory)
+    assert (result["block_bytes"], result["depth"], result["size_bytes"]) == (64 * KIB, 4, 4 * MIB)
+    assert result["machine"]["cores"] > 0
+    assert "python -m bench.io --path" in result["command"]
+
+
+def test_end_to_end(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--path", str(directory), *SMALL_OPTIONS, "--rounds", "1"]
+    assert main([*arguments, "--json", "--peers", "fio,aiofiles"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert "warm-up" in err
+    check_result(json.loads(out), directory)
+    assert not list(directory.iterdir())
+
+
+def test_several_directories_and_the_table(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [directory / "a", directory / "b"]
+    for path in paths:
+        path.mkdir()
+    arguments = [part for path in paths for part in ("--path", str(path))]
+    arguments += [*SMALL_OPTIONS, "--rounds", "1", "--peers", "none"]
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    check_result(result, paths[0])
+    for path, of_path in zip(paths, result["paths"], strict=True):
+        check_result(result | of_path, path)
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.count("hetero threads") == 2
+    assert "fio default" not in out
+
+
+def test_a_peer_that_is_missing_is_left_out_and_said(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_io, "fio_version", lambda: None)
+    arguments = ["--path", str(directory), *SMALL_OPTIONS, "--rounds", "1"]
+    python = str(directory / "no-python")
+    assert main([*arguments, "--peers", "fio,deepspeed", "--peer-python", python, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    notes = "\n".join(result["notes"])
+    assert "fio: left out: it is not installed; install fio" in notes
+    assert "deepspeed 1 thread: left out: cannot start" in notes
+    assert result["share_of_fio"] == {"read": None, "write": None, "mixed": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "many"], "--size: cannot read 'many' as a size"),
+        (["--block", "1000"], "--block must be a multiple of 4096 bytes, got 1000"),
+        (["--depth", "0"], "--depth must be from 1 to 4096, got 0"),
+        (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
+        (["--peers", "foi"], "unknown peer 'foi' in --peers; did you mean fio?"),
+    ],
+)
+def test_bad_options_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--path", str(tmp_path), *SMALL_OPTIONS, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"bench.io: error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_bad_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    none = tmp_path / "none"
+    for path, message in (
+        (none, f"--path {none} is not a directory; make it first"),
+        (Path(__file__), f"--path {__file__} is not a directory; make it first"),
+    ):
+        assert main(["--path", str(path), *SMALL_OPTIONS]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == f"bench.io: error: {message}"
+    too_much = measured_file(str(tmp_path), 1 << 60)
+    with pytest.raises(ValueError, match="are free; free space or lower --size"), too_much:
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    refused = measured_file(str(tmp_path), 4096)
+    with pytest.raises(ValueError, match="is not writable for this user"), refused:
+        pass

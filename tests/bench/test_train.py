@@ -1,0 +1,328 @@
+"""bench.train: contenders, what it reports of them, and its JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import train as bench_train
+from bench.harness.contenders import Contender, Outcome, peer_contenders, run_contender
+from bench.peers.serve import EXIT_MISSING
+from bench.peers.training.deepspeed_train import deepspeed_config
+from bench.peers.training.workload import Workload
+from bench.train import main, summarize, write_workload
+from hetero.cli.job.data import load_corpus
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.ranks import Ranks
+from tests.support.training.loops import SMALLEST_MODEL
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> list[str]:
+    (tmp_path / "model.json").write_text(json.dumps(SMALLEST_MODEL))
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
+    return [
+        *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
+        *("--steps", "3", "--seq-len", "8", "--batch-size", "2", "--threads", "1"),
+        *("--run-dir", str(tmp_path / "run")),
+    ]
+
+
+def figures(step_s: list[float], loss: float = 1.0, ranks: int = 1) -> dict[str, object]:
+    return {
+        "step_s": step_s,
+        "forward_s": step_s,
+        "backward_s": step_s,
+        "optimizer_s": step_s,
+        "losses": [loss],
+        "ranks": ranks,
+        "threads": 1,
+        "tokens_per_s": 100.0,
+        "peak_rss_bytes": 1 << 30,
+        "peak_rss_by_rank_bytes": [(rank + 1) << 30 for rank in range(ranks)],
+        "bytes_per_step": {"h2d": 0, "d2h": 0, "disk_read": 5, "disk_write": 6},
+        "sent_bytes_per_step": None,
+        "received_bytes_per_step": 7 << 20,
+        "gather_wait_s_per_step": 0.25,
+    }
+
+
+OUTCOMES = [
+    Outcome("hetero cpu", "finished", figures([9.0, 9.0, 2.0, 2.0])),
+    Outcome("hetero nvme", "finished", figures([9.0, 9.0, 3.0, 5.0])),
+    Outcome("torch bf16", "finished", figures([8.0, 8.0, 1.0, 1.0])),
+    Outcome("deepspeed cpu", "missing", {}, "No module named 'deepspeed'; install: how"),
+]
+
+
+def test_summary_has_medians_without_the_first_steps_and_ratios() -> None:
+    summary = summarize([OUTCOMES], "hetero nvme", skip_steps=2)
+    assert summary["main"] == "hetero nvme"
+    assert summary["median_step_s"] == 4.0
+    assert summary["step_s"] == [9.0, 9.0, 3.0, 5.0]
+    contenders = summary["contenders"]
+    assert contenders["hetero nvme"]["ratio_to"] == {"torch bf16": 4.0}
+    assert contenders["hetero cpu"]["ratio_to"] == {"torch bf16": 2.0}
+    assert contenders["deepspeed cpu"]["status"] == "missing"
+    json.dumps(summary)
+
+
+def test_one_step_is_left_however_many_are_skipped() -> None:
+    summary = summarize([OUTCOMES[:1]], "hetero cpu", skip_steps=99)
+    assert summary["median_step_s"] == 2.0
+
+
+def test_table_shows_all_and_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_train.print_table(summarize([OUTCOMES], "hetero nvme", skip_steps=2))
+    out = capsys.readouterr().out
+    for outcome in OUTCOMES:
+        assert outcome.name in out
+    assert "missing" in out
+    assert "install: how" in out
+    assert "ranks" not in out
+
+
+def test_ratios_are_of_runs_in_the_same_round(capsys: pytest.CaptureFixture[str]) -> None:
+    def outcomes(own_s: float, peer_s: float, other: str = "finished") -> list[Outcome]:
+        return [
+            Outcome("hetero cpu", "finished", figures([own_s])),
+            Outcome("torch bf16", "finished", figures([peer_s], loss=peer_s)),
+            Outcome("torch autocast", other, figures([1.0]), None if other == "finished" else "x"),
+        ]
+
+    # The machine was slow in the second round; the last contender failed in the third.
+    rounds = [outcomes(1.0, 2.0), outcomes(30.0, 40.0), outcomes(2.0, 3.0, "failed")]
+    summary = summarize(rounds, "hetero cpu", skip_steps=0)
+    contenders = summary["contenders"]
+    assert contenders["hetero cpu"]["ratio_to"] == {"torch bf16": 2.0 / 3.0}
+    assert contenders["hetero cpu"]["round_step_s"] == [1.0, 30.0, 2.0]
+    assert contenders["torch bf16"]["losses"] == [3.0]  # of the run with the median step time
+    assert contenders["torch autocast"] == {"status": "failed", "error": "x"}
+    bench_train.print_table(summary)
+    out = capsys.readouterr().out
+    for text in ("3 rounds", "2.00 (1.00, 30.00, 2.00)", "0.67"):
+        assert text in out
+
+
+def test_every_round_begins_with_another_contender_and_leaves_out_who_failed(
+    inputs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = []
+
+    def run_contender(contender: Contender, timeout_s: float) -> Outcome:
+        assert contender.log_path.parent.is_dir()
+        turns.append((contender.log_path.parent.name, contender.name))
+        if contender.name == "torch bf16":
+            return Outcome(contender.name, "failed", {}, "too big")
+        return Outcome(contender.name, "finished", figures([1.0]))
+
+    monkeypatch.setattr(bench_train, "run_contender", run_contender)
+    assert main([*inputs, "--json", "--policy", "cpu", "--peers", "torch", "--rounds", "2"]) == 1
+    assert turns == [
+        ("round-1", "hetero cpu"),
+        ("round-1", "torch bf16"),
+        ("round-1", "torch autocast"),
+        ("round-2", "torch autocast"),
+        ("round-2", "hetero cpu"),
+    ]
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["rounds"] == 2
+    assert summary["contenders"]["torch bf16"]["error"] == "too big"
+    assert list(summary["contenders"]) == ["hetero cpu", "torch bf16", "torch autocast"]
+
+
+def test_several_ranks_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [Outcome("hetero nvme", "finished", figures([1.0], ranks=2)), OUTCOMES[-1]]
+    summary = summarize([outcomes], "hetero nvme", skip_steps=0)
+    assert summary["peak_rss_max_bytes"] == 2 << 30
+    assert summary["peak_rss_sum_bytes"] == 3 << 30
+    bench_train.print_table(summary)
+    out = capsys.readouterr().out
+    for text in ("ranks", "2.0 GiB", "3.0 GiB", "7.0 MiB", "0.25"):
+        assert text in out
+
+
+def test_of_several_ranks_each_gets_its_turn_of_the_batches_of_one(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    options = TrainOptions(data=str(tmp_path / "text"), steps=2, accumulate=2, batch_size=2,
+                           seq_len=8)  # fmt: skip
+    path = tmp_path / "workload.json"
+    write_workload(options, path, ranks=3)
+    workload = Workload.read(path)
+    assert workload.tokens_per_step == 3 * 2 * 2 * 8
+    alone = load_corpus(options.data, options.seq_len, options.seed)
+    in_order = [alone.batch(2) for _ in range(2 * 2 * 3)]
+    for rank in range(3):
+        mine = [batch for step in workload.batches(rank) for batch in step]
+        assert all(map(torch.equal, mine, in_order[rank::3]))
+        assert len(mine) == 4
+        corpus = load_corpus(options.data, options.seq_len, options.seed, Ranks(rank, 3))
+        assert all(torch.equal(batch, corpus.batch(2)) for batch in mine)
+
+
+def test_peers_get_the_batches_and_rates_of_hetero_train(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    options = TrainOptions(
+        data=str(tmp_path / "text"), steps=3, accumulate=2, batch_size=2, seq_len=8, warmup=1
+    )
+    path = tmp_path / "workload.json"
+    write_workload(options, path)
+    workload = Workload.read(path)
+    assert workload.lrs == pytest.approx([options.lr / 2, options.lr, options.lr / 10])
+    corpus = load_corpus(options.data, options.seq_len, options.seed)
+    steps = list(workload.batches())
+    assert len(steps) == 3
+    for step in steps:
+        assert len(step) == 2
+        for micro_batch in step:
+            assert torch.equal(micro_batch, corpus.batch(2))
+    assert workload.make_model_config().n_embd == 1024
+
+
+def test_deepspeed_gets_a_buffer_that_holds_the_largest_tensor(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    path = tmp_path / "workload.json"
+    options = TrainOptions(
+        model="gpt2-xl", vocab_size=100_000, data=str(tmp_path / "text"), steps=1, seq_len=8
+    )
+    write_workload(options, path)
+    config = deepspeed_config(Workload.read(path), "nvme", tmp_path)
+    assert config["zero_optimization"]["offload_param"]["buffer_size"] > 100_000 * 1600
+    assert config["train_micro_batch_size_per_gpu"] == options.batch_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variants", "main_policy"),
+    [
+        ([], ["cpu", "nvme"], "nvme"),
+        (["--policy", "cpu"], ["cpu"], "cpu"),
+        (["--variants", "nvme, cpu"], ["nvme", "cpu"], "cpu"),
+        (["--variants", "cpu,nvme", "--policy", "cpu"], ["cpu", "nvme"], "cpu"),
+    ],
+)
+def test_variants_and_the_main_one(
+    arguments: list[str], variants: list[str], main_policy: str
+) -> None:
+    options, names = bench_train._options(bench_train._parser().parse_args(arguments))
+    assert names == variants
+    assert options.policy == main_policy
+    assert (options.model, options.vocab_size, options.seq_len) == ("gpt2-medium", 50257, 256)
+
+
+def test_hetero_beside_torch_end_to_end(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*inputs, "--json", "--policy", "nvme", "--peers", "torch"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    summary = json.loads(out)
+    contenders = summary["contenders"]
+    assert list(contenders) == ["hetero nvme", "torch bf16", "torch autocast"]
+    assert summary["policy"] == "nvme"
+    assert summary["losses"] == contenders["hetero nvme"]["losses"]
+    keys = ("params", "losses", "step_s", "forward_s", "backward_s", "optimizer_s",
+            "tokens_per_s", "peak_rss_bytes", "bytes_per_step")  # fmt: skip
+    for contender in contenders.values():
+        for key in keys:
+            assert key in contender
+        assert contender["params"] == summary["params"]
+        assert contender["threads"] == 1
+        # The same weights and batches; what differs is rounding.
+        assert contender["losses"] == pytest.approx(summary["losses"], rel=0.02)
+    for key in ("budget_bytes", "peak_managed_bytes", "engine", "isa"):
+        assert key in summary
+
+
+@pytest.mark.extra
+def test_two_ranks_train_as_one_with_twice_the_micro_batches(
+    inputs: list[str], tmp_path: Path
+) -> None:
+    parsed = bench_train._parser().parse_args([*inputs, "--ranks", "2", "--lr", "0.01"])
+    options, _ = bench_train._options(parsed)
+    losses = {}
+    for peer, ranks in (("torch", 1), ("ddp", 2), ("fsdp2", 2)):
+        path = tmp_path / f"workload{ranks}.json"
+        write_workload(replace(options, accumulate=4 // ranks), path, ranks)
+        # The last of them all keeps fp32 weights and computes in bf16.
+        contender = peer_contenders(peer, path, tmp_path, sys.executable, ranks)[-1]
+        outcome = run_contender(contender, timeout_s=100)
+        assert outcome.error is None
+        losses[peer] = outcome.figures["losses"]
+        assert (outcome.figures["ranks"], outcome.figures["threads"]) == (ranks, 1)
+        assert len(outcome.figures["peak_rss_by_rank_bytes"]) == ranks
+        assert outcome.figures["sent_bytes_per_step"] == (0 if ranks == 1 else None)
+    # Rounding differs; other batches, or gradients of one rank alone, would show.
+    assert losses["ddp"] == pytest.approx(losses["torch"], rel=2e-3)
+    assert losses["fsdp2"] == pytest.approx(losses["torch"], rel=2e-3)
+
+
+def test_bad_options_are_one_line(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--peers", "torhc"], "unknown peer 'torhc' in --peers; did you mean torch?"),
+        (["--skip-steps", "-1"], "--skip-steps must be 0 or more, got -1"),
+        (["--variants", ","], "--variants names no policy"),
+        (["--ranks", "0"], "--ranks must be 1 or more, got 0"),
+        (["--rounds", "0"], "--rounds must be 1 or more, got 0"),
+        (
+            ["--ranks", "2", "--peers", "torch"],
+            "--peers torch is one process, but --ranks is 2; name ddp or fsdp2",
+        ),
+        (["--peers", "ddp"], "--peers ddp needs --ranks 2 or more; for one rank name torch"),
+    ):
+        assert main([*inputs, *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err == f"bench.train: error: {message}\n"
+
+
+def contender(tmp_path: Path, code: str, result: bool = True) -> Contender:
+    path = tmp_path / "result.json" if result else None
+    return Contender("peer x", (sys.executable, "-c", code), path, tmp_path / "log")
+
+
+def test_a_missing_peer_says_how_to_install_it(tmp_path: Path) -> None:
+    code = f"import sys; print('No module named deepspeed'); sys.exit({EXIT_MISSING})"
+    outcome = run_contender(contender(tmp_path, code), timeout_s=60)
+    assert outcome.status == "missing"
+    assert outcome.error is not None
+    assert outcome.error.startswith("No module named deepspeed; install: ")
+    assert "deepspeed" in outcome.error
+
+
+def test_failures_are_told(tmp_path: Path) -> None:
+    outcome = run_contender(contender(tmp_path, "raise MemoryError('too big')"), timeout_s=60)
+    assert outcome.status == "failed"
+    assert "exit code 1: MemoryError: too big" in (outcome.error or "")
+    slow = contender(tmp_path, "import time; time.sleep(60)")
+    assert run_contender(slow, timeout_s=0.5).error == "not done after 0 s"
+    none = Contender("peer x", (str(tmp_path / "none"),), None, tmp_path / "log")
+    assert "cannot start" in (run_contender(none, timeout_s=60).error or "")
+
+
+def test_the_swap_folder_goes_away(tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    (swap / "state").write_bytes(b"x")
+    code = "import json, sys; print(json.dumps({'params': 1}))"
+    command = (sys.executable, "-c", code)
+    outcome = run_contender(Contender("p", command, None, tmp_path / "log", swap), timeout_s=60)
+    assert outcome.figures == {"params": 1}
+    assert not swap.exists()
+
+
+def test_deepspeed_peer_end_to_end(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("deepspeed")
+    assert main([*inputs, "--json", "--policy", "cpu", "--peers", "deepspeed"]) == 0
+    contenders = json.loads(capsys.readouterr().out)["contenders"]
+    for name in ("deepspeed cpu", "deepspeed nvme"):
+        assert contenders[name]["params"] == contenders["hetero cpu"]["params"]
+
+
+def test_peer_contenders_of_a_name(tmp_path: Path) -> None:
+    names = [c.name for c in peer_contenders("deepspeed", tmp_path / "w", tmp_path, "python")]
+    assert names == ["deepspeed cpu", "deepspeed nvme"]
