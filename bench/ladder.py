@@ -7,11 +7,12 @@ usage: python -m bench.ladder [--budgets 1GiB,2GiB,4GiB,8GiB] [--nvme-path DIR] 
 
 Shapes are GPT-2's, from one to the next at most 15 % larger (bench/largest_model/shapes.py), as far
 as the disk holds them: 18 bytes a parameter while the model is built, 14 then. Each try trains one
-of them for some steps, in a process of its own that the operating system limits; it is proven if the peak of
-resident memory, construction included, is within the budget. The first one tried is the largest for
-which hetero's placement says that the budget is enough, beside the framework as measured and
-activations by a formula. From there tries go up or down until one works and one does not, and halve
-what is between. (bench.largest_model.rungs.MALLOC says what glibc is told, here and for peers.)
+of them for some steps, in a process of its own that the operating system limits; it is proven if
+the peak of resident memory, construction included, is within the budget. The first one tried is the
+largest for which hetero's placement says that the budget is enough, beside the framework as
+measured and activations by a formula. From there tries go up or down until one works and one does
+not, and halve what is between. (bench.largest_model.rungs.MALLOC says what glibc is told, here and
+for peers.)
 
 DeepSpeed's ZeRO-3, with parameters and optimizer on NVMe, is searched for with --peers deepspeed,
 along the line through the runs nearest to a budget. A try that is not done after --timeout counts

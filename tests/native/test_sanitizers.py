@@ -58,6 +58,7 @@ SANITIZERS = {
             "tests/native",
             "tests/offload/memory/test_arena.py",
             "tests/offload/disk/test_scratch_file.py",
+            "tests/offload/disk/test_transfers.py",
             "tests/offload/device/test_grad_offload.py",
             "tests/offload/device/test_fetching.py",
         ),

@@ -1,4 +1,4 @@
-"""Ranks as processes: who each is told to be, and that all end with the first that fails or hangs."""
+"""Ranks as processes: who each one is told to be; all end with the first that fails or hangs."""
 
 from __future__ import annotations
 
