@@ -25,7 +25,6 @@ LONG_FILES = {
     "tests/hetero/runtime/test_early_updates.py": "two schedules, which are to become one",
     "tests/hetero/runtime/relocation/test_replanning.py": "the replanner is to become smaller",
     "tests/hetero/runtime/relocation/test_migration_device.py": "one line too many",
-    "tests/whole/test_emulated.py": "to be split",
 }
 WIDE_FOLDERS = {
     "hetero/runtime": "two update schedules, which are to become one",
