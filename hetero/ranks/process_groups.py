@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,20 @@ class World:
         """Leaves the groups."""
         for peers in self.groups():
             peers.close()
+
+
+def error_that_ends_this_rank() -> BaseException | None:
+    """The exception because of which this rank closes its engine, or None.
+
+    That is the exception that is being handled, as in `finally: engine.close()`, or the uncaught
+    one by which a script ends (Python stores it before it runs what is registered for its exit).
+    In an interactive session the stored one is the last that was printed, however long ago and
+    whatever its cause, and says nothing about this engine.
+    """
+    handled = sys.exc_info()[1]
+    if handled is not None or hasattr(sys, "ps1"):
+        return handled
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def _my_rank() -> int:
