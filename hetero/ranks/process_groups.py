@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import socket
 import sys
 from collections.abc import Callable, Iterable
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hetero.cpu_threads import share_threads
 from hetero.ranks.messages import Failures, Peers
 from offload.errors import HeteroError
 
@@ -41,7 +39,6 @@ class World:
         """
         if process_group is not None and mesh is not None:
             raise ValueError("give process_group or mesh, not both")
-        _join_launched_ranks()
         shard, replicas = _groups(process_group, mesh)
         self.failures = Failures()
         everyone = sorted(rank for one in replicas for rank in one)
@@ -54,7 +51,6 @@ class World:
         self.replicas = peers([one[place] for one in replicas])
         self.everyone = self.shard if len(replicas) == 1 else peers(everyone)
         self.local_ranks = self._count_local()
-        share_threads(self.local_ranks)
 
     @property
     def ranks(self) -> int:
@@ -156,25 +152,17 @@ def error_that_ends_this_rank() -> BaseException | None:
 
 
 def _my_rank() -> int:
-    return dist.get_rank() if _initialized() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
-def _initialized() -> bool:
+def is_distributed() -> bool:
+    """Whether this process has torch.distributed's default process group."""
     return dist.is_available() and dist.is_initialized()
-
-
-def _join_launched_ranks() -> None:
-    """A rank that torchrun started must not train a model of its own by mistake."""
-    if not _initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Loaded after the group is there, it would keep the group's threads past its end.
-        import torch.distributed.nn.functional  # noqa: F401
-
-        dist.init_process_group("gloo")
 
 
 def _groups(process_group: Any, mesh: DeviceMesh | None) -> tuple[list[int], list[list[int]]]:
     """The ranks that share a chunk with this one, and those of every replica."""
-    if not _initialized():
+    if not is_distributed():
         if process_group is not None or mesh is not None:
             raise ValueError("a process group or mesh needs torch.distributed to be initialized")
         return [0], [[0]]
