@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hetero.ranks.messages import Failures, Peers
+from hetero.ranks.messages import Communicator, FailedRanks
 from offload.errors import HeteroError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class World:
+class ProcessGroups:
     """The ranks that train one model together.
 
     State is sharded over `shard` and the same in all `replicas` of it: with hybrid sharding, ranks
@@ -40,11 +40,11 @@ class World:
         if process_group is not None and mesh is not None:
             raise ValueError("give process_group or mesh, not both")
         shard, replicas = _groups(process_group, mesh)
-        self.failures = Failures()
+        self.failures = FailedRanks()
         everyone = sorted(rank for one in replicas for rank in one)
 
-        def peers(ranks: list[int]) -> Peers | None:
-            return Peers(ranks, timeout_s, self.failures) if len(ranks) > 1 else None
+        def peers(ranks: list[int]) -> Communicator | None:
+            return Communicator(ranks, timeout_s, self.failures) if len(ranks) > 1 else None
 
         self.shard = peers(shard)
         place = shard.index(_my_rank())
@@ -72,22 +72,22 @@ class World:
         """This rank as users know it."""
         return f"rank {_my_rank()}"
 
-    def another(self) -> World:
+    def duplicate(self) -> ProcessGroups:
         """The same ranks, connected once more, so that two protocols do not mix their messages.
 
         All ranks must call it.
         """
         made = copy.copy(self)
 
-        def again(peers: Peers | None) -> Peers | None:
-            return peers and Peers(peers.ranks, peers.timeout_s, self.failures)
+        def again(peers: Communicator | None) -> Communicator | None:
+            return peers and Communicator(peers.ranks, peers.timeout_s, self.failures)
 
         made.shard = again(self.shard)
         made.replicas = again(self.replicas)
         made.everyone = made.shard if self.everyone is self.shard else again(self.everyone)
         return made
 
-    def groups(self) -> list[Peers]:
+    def groups(self) -> list[Communicator]:
         """All groups of more than one rank, each once."""
         found = {id(p): p for p in (self.shard, self.replicas, self.everyone) if p is not None}
         return list(found.values())

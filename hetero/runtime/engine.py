@@ -22,7 +22,7 @@ from hetero.planning.planner import EXPECTED_TOKENS, Planner
 from hetero.planning.report import explain_chunk_groups
 from hetero.planning.search import Plan
 from hetero.planning.trace import Trace
-from hetero.ranks.process_groups import World, error_that_ends_this_rank
+from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.early_updates import EarlyUpdates
 from hetero.runtime.grad_factors import GradFactors, check_dense
@@ -87,7 +87,7 @@ class Engine:
         self.ledger = ledger
         self.loss_scale = loss_scale
         self.notes = notes
-        self.world: World = chunk_groups[0].world
+        self.world: ProcessGroups = chunk_groups[0].world
         self.params = AllParams(self.chunk_groups)
         self.grad_factors = GradFactors(
             self.chunk_groups, loss_scale, self.world, config.early_updates

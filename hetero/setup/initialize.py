@@ -187,7 +187,7 @@ def _build(
     # Placed last first, and made in the same order, for which the plans have reckoned.
     for number, plan in reversed(list(enumerate(arrangement.chunk_groups))):
         if number:
-            world = construction.world.another()
+            world = construction.world.duplicate()
             resources.callback(world.close)
         else:
             world = construction.world

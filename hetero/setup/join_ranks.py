@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from hetero.config import Config
 from hetero.cpu_threads import share_threads
-from hetero.ranks.process_groups import World, is_distributed
+from hetero.ranks.process_groups import ProcessGroups, is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def join_ranks(config: Config, process_group: Any = None, mesh: DeviceMesh | None = None) -> World:
+def join_ranks(
+    config: Config, process_group: Any = None, mesh: DeviceMesh | None = None
+) -> ProcessGroups:
     """The ranks that train one model together, this process among them. All of them must call it.
 
     A process that torchrun started gets torch.distributed's default process group (gloo) if it has
@@ -40,6 +42,6 @@ def join_ranks(config: Config, process_group: Any = None, mesh: DeviceMesh | Non
         import torch.distributed.nn.functional  # noqa: F401
 
         dist.init_process_group("gloo")
-    world = World(config.rank_timeout_s, process_group, mesh)
+    world = ProcessGroups(config.rank_timeout_s, process_group, mesh)
     share_threads(world.local_ranks)
     return world

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from hetero import Config
-from hetero.ranks.process_groups import World
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup import join_ranks as module
 
 
@@ -14,7 +14,7 @@ def test_making_the_ranks_joins_no_group_and_sets_no_threads(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(dist, "init_process_group", _refuse)
     monkeypatch.setattr("offload._native.set_threads", _refuse)
-    assert World(1.0).size == 1
+    assert ProcessGroups(1.0).size == 1
 
 
 def test_a_launched_rank_joins_and_shares_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
