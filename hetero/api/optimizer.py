@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, overload
 
@@ -187,7 +187,28 @@ class HybridOptimizer(torch.optim.Optimizer):
             )
         for param, state in states.items():
             self._check_state(param, state)
-        for index, group in enumerate(state_dict["param_groups"]):
+        self._check_groups(state_dict["param_groups"])
+        self.engine.early.give_up({self.engine.find(param) for param in states})
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        import_states(self.engine, states, self.state_names)
+
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError unless the state's param groups fit this optimizer's.
+
+        torch's own load_state_dict() would refuse other counts and lengths too, but only after a
+        step that is half made has been given up.
+        """
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(groups)} param groups, and this optimizer has "
+                f"{len(self.param_groups)}"
+            )
+        for index, (group, own) in enumerate(zip(groups, self.param_groups, strict=True)):
+            if len(group["params"]) != len(own["params"]):
+                raise ValueError(
+                    f"param group {index} of the state has {len(group['params'])} parameters, and "
+                    f"this optimizer's has {len(own['params'])}"
+                )
             # (torch's own load_state_dict() adds "differentiable" to the defaults.)
             if missing := sorted(set(self.defaults) - {"differentiable"} - set(group)):
                 raise ValueError(
@@ -195,9 +216,6 @@ class HybridOptimizer(torch.optim.Optimizer):
                     f"{', '.join(missing)}"
                 )
             self._check_options(group)
-        self.engine.early.give_up({self.engine.find(param) for param in states})
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        import_states(self.engine, states, self.state_names)
 
     def _check_state(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Raises ValueError if `state` is not one of this rule for `param`."""

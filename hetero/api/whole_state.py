@@ -10,9 +10,9 @@ import torch
 from hetero.chunks.layout import Layout
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import OptimState, Part, parts_of
+from hetero.state.optimizer_state import Part, TileState, parts_of
 
-Visit = Callable[[ManagedParam, Part, torch.Tensor, OptimState | None], None]
+Visit = Callable[[ManagedParam, Part, torch.Tensor, TileState | None], None]
 
 
 def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
@@ -93,7 +93,7 @@ def export_masters(
     masters = {m: torch.empty(m.numel) for m in engine.find_all(params)}
 
     def visit(
-        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: OptimState | None
+        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: TileState | None
     ) -> None:
         masters[m][part.in_param] = (
             values
@@ -113,7 +113,7 @@ def export_states(
     states = {m: {key: torch.empty(m.numel) for key in (*names, "master")} for m in trained}
 
     def visit(
-        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: OptimState | None
+        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: TileState | None
     ) -> None:
         assert optim_state is not None
         optim_states, state = engine.chunk_group_of(m).optim_states, states[m]
@@ -138,7 +138,7 @@ def import_states(
     members = {engine.find(param): state for param, state in states.items()}
 
     def visit(
-        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: OptimState | None
+        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: TileState | None
     ) -> None:
         assert optim_state is not None
         state, where = members[m], part.in_tile
@@ -160,7 +160,7 @@ def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -
     """Replaces masters by `values` (any float dtype) and parameters by what they round to."""
 
     def visit(
-        m: ManagedParam, part: Part, old: torch.Tensor, optim_state: OptimState | None
+        m: ManagedParam, part: Part, old: torch.Tensor, optim_state: TileState | None
     ) -> None:
         new = values[m].reshape(-1)[part.in_param].to(old.device).float()
         if optim_state is None:
@@ -175,7 +175,7 @@ def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) ->
     """Replaces parameter values (compute dtype). Where one changed, the master becomes just it."""
 
     def visit(
-        m: ManagedParam, part: Part, old: torch.Tensor, optim_state: OptimState | None
+        m: ManagedParam, part: Part, old: torch.Tensor, optim_state: TileState | None
     ) -> None:
         new = values[m].reshape(-1)[part.in_param].to(old.device)
         if optim_state is None:

@@ -19,20 +19,20 @@ from hetero.chunk_groups.update_tasks import Stepper
 from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import SlotBytes, link_bytes
-from hetero.ranks.process_groups import World
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.all_gather import Gathering
 from hetero.state.file_layout import FileMap, map_file
-from hetero.state.grad_reduce import Buckets
+from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.host_source import HostSource
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import OptimStates
+from hetero.state.optimizer_state import OptimizerState
 from hetero.state.param_shards import ParamShards
 from hetero.state.params import Params
 from hetero.state.scratch_space import ScratchSpace
-from hetero.state.slot_arenas import Pools
+from hetero.state.slot_arenas import SlotArenas
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend, Updater
@@ -54,7 +54,7 @@ def build_chunk_group(
     config: Config,
     backend: Backend,
     ledger: Ledger,
-    world: World,
+    world: ProcessGroups,
     spare_bytes: int,
     notes: list[str],
 ) -> ChunkGroup:
@@ -110,7 +110,7 @@ class _ChunkGroupBuilder:
         config: Config,
         backend: Backend,
         ledger: Ledger,
-        world: World,
+        world: ProcessGroups,
         spare_bytes: int,
         notes: list[str],
         resources: ExitStack,
@@ -135,7 +135,7 @@ class _ChunkGroupBuilder:
         if file_map.nbytes:
             self._file.take(file_map.nbytes)
         homes = self._make_homes()
-        pools = Pools(
+        pools = SlotArenas(
             self._layout,
             self._dtypes,
             self._placement,
@@ -147,7 +147,7 @@ class _ChunkGroupBuilder:
             self._resources,
         )
         updater = self._make_updater()
-        optim_states = OptimStates(
+        optim_states = OptimizerState(
             self._layout.tile_numel,
             self._dtypes,
             homes.optim_state,
@@ -206,8 +206,8 @@ class _ChunkGroupBuilder:
         )
         ranks: RankParts | None = None
         if self._world.everyone is not None:
-            buckets = self._make_buckets(homes.grad, grads, grad_offload)
-            ranks = RankParts(buckets, server, gathering, versions)
+            grad_reducer = self._make_grad_reducer(homes.grad, grads, grad_offload)
+            ranks = RankParts(grad_reducer, server, gathering, versions)
         movable = Movable(
             layout=self._layout,
             dtypes=self._dtypes,
@@ -231,7 +231,7 @@ class _ChunkGroupBuilder:
             grad_cache=grad_cache,
             gathered_cache=copies.limited,
             pipeline_users=[optim_states, stepper],
-            buckets=None if ranks is None else ranks.buckets,
+            grad_reducer=None if ranks is None else ranks.grad_reducer,
             link=self._make_link(buffers, grad_offload, updater),
         )
         return ChunkGroup(
@@ -322,7 +322,7 @@ class _ChunkGroupBuilder:
 
     def _make_shard_cache(
         self,
-        pools: Pools,
+        pools: SlotArenas,
         file_map: FileMap,
         order: UseOrder,
         stepper: Stepper,
@@ -335,7 +335,7 @@ class _ChunkGroupBuilder:
         return cache
 
     def _make_server(
-        self, versions: Versions, shards: ParamShards, optim_states: OptimStates
+        self, versions: Versions, shards: ParamShards, optim_states: OptimizerState
     ) -> ShardServer | None:
         if self._world.shard is None:
             return None
@@ -346,7 +346,7 @@ class _ChunkGroupBuilder:
         return server
 
     def _make_gathering(
-        self, pools: Pools, shards: ParamShards, server: ShardServer | None
+        self, pools: SlotArenas, shards: ParamShards, server: ShardServer | None
     ) -> Gathering | None:
         """Whole chunks from all ranks' shards, in RAM."""
         if server is None:
@@ -356,7 +356,7 @@ class _ChunkGroupBuilder:
 
     def _gathered_copies(
         self,
-        pools: Pools,
+        pools: SlotArenas,
         homes: Homes,
         shard_cache: SlotCache,
         shared_shards: SharedCache,
@@ -419,9 +419,9 @@ class _ChunkGroupBuilder:
         made.commit(0, slots)
         return made
 
-    def _make_buckets(
+    def _make_grad_reducer(
         self, homes: Homes, grads: Grads, grad_offload: GradOffload | None
-    ) -> Buckets:
+    ) -> GradReducer:
         layout, placement, world = self._layout, self._placement, self._world
         bucket_bytes = self._slot.bucket
         between_replicas = None
@@ -434,7 +434,7 @@ class _ChunkGroupBuilder:
             slots = self._bucket_pool(
                 max(trained_slots, placement.bucket_slots), placement.bucket_slots
             )
-        buckets = Buckets(
+        grad_reducer = GradReducer(
             layout,
             [m for m in self._members if m.chunk.trainable],
             world,
@@ -447,8 +447,8 @@ class _ChunkGroupBuilder:
             grad_offload,
         )
         if self._plan.held:
-            self._resources.enter_context(buckets.no_sync())
-        return buckets
+            self._resources.enter_context(grad_reducer.no_sync())
+        return grad_reducer
 
     def _bucket_pool(self, slots: int, limit: int) -> SlotPool:
         arena = HostArena(slots, self._slot.bucket, self._ledger, Account.BUCKET)

@@ -15,13 +15,13 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.search import Plan
-from hetero.ranks.process_groups import World
-from hetero.ranks.shard_server import Kind, ShardServer, Versions
+from hetero.ranks.process_groups import ProcessGroups
+from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
 from hetero.state.all_gather import Gathering
-from hetero.state.grad_reduce import Buckets
+from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import OptimState, OptimStates
+from hetero.state.optimizer_state import OptimizerState, TileState
 from hetero.state.params import Params
 from hetero.state.scratch_space import DiskParts
 from offload._native import StepPipeline
@@ -32,7 +32,7 @@ from offload.cache.use_order import UseOrder
 class RankParts:
     """What exists only with several ranks; only of shards, if the ranks share any."""
 
-    buckets: Buckets
+    grad_reducer: GradReducer
     server: ShardServer | None
     gathering: Gathering | None
     versions: Versions
@@ -53,11 +53,11 @@ class ChunkGroup:
     dtypes: Dtypes
     params: Params
     grads: Grads
-    optim_states: OptimStates
+    optim_states: OptimizerState
     stepper: Stepper
     movable: Movable
     min_gathered_slots: int
-    world: World
+    world: ProcessGroups
     ranks: RankParts | None
     order: UseOrder
     held: bool  # as BankPlan says
@@ -78,12 +78,12 @@ class ChunkGroup:
     def wait_s(self) -> float:
         """Seconds for which compute has waited for transfers so far."""
         waited = self.params.wait_s + self.grads.wait_s + self.stepper.wait_s
-        return waited if self.ranks is None else waited + self.ranks.buckets.wait_s
+        return waited if self.ranks is None else waited + self.ranks.grad_reducer.wait_s
 
     @property
     def add_grad(self) -> Callable[[ManagedParam, torch.Tensor, bool], None]:
         """What takes a gradient that autograd made."""
-        return self.grads.add if self.ranks is None else self.ranks.buckets.add
+        return self.grads.add if self.ranks is None else self.ranks.grad_reducer.add
 
     @property
     def trained_numel(self) -> int:
@@ -110,13 +110,15 @@ class ChunkGroup:
         if not self.held:
             placement = self.when_held()
             if self.ranks is not None:
-                self.ranks.buckets.reserve(placement.bucket_slots - self.placement.bucket_slots)
+                self.ranks.grad_reducer.reserve(
+                    placement.bucket_slots - self.placement.bucket_slots
+                )
             self.placement, self.held = placement, True
             self.resources.enter_context(self.no_sync())
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are only added up on each rank."""
-        return nullcontext() if self.ranks is None else self.ranks.buckets.no_sync()
+        return nullcontext() if self.ranks is None else self.ranks.grad_reducer.no_sync()
 
     def commit(self) -> None:
         """Charges what of its plan is not charged yet, once its parameters are there.
@@ -142,7 +144,7 @@ class ChunkGroup:
         self.resources.close()
 
     @contextmanager
-    def open_optim_state(self, chunk: Chunk, tile: int, rank: int) -> Iterator[OptimState | None]:
+    def open_optim_state(self, chunk: Chunk, tile: int, rank: int) -> Iterator[TileState | None]:
         """A tile's optimizer state of any rank's shard, to be read inside the block; None:
         frozen.
         """
@@ -153,7 +155,7 @@ class ChunkGroup:
         assert self.ranks is not None
         assert self.ranks.server is not None
         raw = self.optim_states.empty()
-        self.ranks.server.request(Kind.OPTIM_STATE, chunk, tile, rank, raw).wait()
+        self.ranks.server.request(RequestKind.OPTIM_STATE, chunk, tile, rank, raw).wait()
         yield self.optim_states.over(raw)
 
 

@@ -10,14 +10,14 @@ from typing import Protocol
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.placement import Placement
-from hetero.state.grad_reduce import Buckets
+from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import OptimStates
+from hetero.state.optimizer_state import OptimizerState
 from hetero.state.params import Params
 from hetero.state.scratch_space import ScratchSpace
-from hetero.state.slot_arenas import Pools
+from hetero.state.slot_arenas import SlotArenas
 from offload._native import StepPipeline
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import Backend, Updater
@@ -96,13 +96,13 @@ class Movable:
     homes: Mapping[StateKind, Homes]
     extents: Mapping[StateKind, dict[int, Extent]]  # of what is on DISK
     file: ScratchSpace
-    pools: Pools
+    pools: SlotArenas
     params: Params
     grads: Grads
-    optim_states: OptimStates
+    optim_states: OptimizerState
     caches: Sequence[Clearable]  # of parameters, the nearest to compute first
     grad_cache: Clearable
     gathered_cache: SlotCache | None  # the one whose slots for every day the placement counts
     pipeline_users: Sequence[PipelineUser]
-    buckets: Buckets | None
+    grad_reducer: GradReducer | None
     link: Link | None

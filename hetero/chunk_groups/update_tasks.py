@@ -11,7 +11,7 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import OptimStates, parts_of
+from hetero.state.optimizer_state import OptimizerState, parts_of
 from offload._native import Hyper, Location, StepPipeline, StepTask
 from offload.device.backend import DeviceTask, Updater
 from offload.disk.backing import Extent
@@ -60,7 +60,7 @@ class Stepper:
         param_homes: Homes,
         param_extents: dict[int, Extent],
         grads: Grads,
-        optim_states: OptimStates,
+        optim_states: OptimizerState,
         pipeline: StepPipeline,
         first_number: Mapping[int, int],
         updater: Updater | None = None,

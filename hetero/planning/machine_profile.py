@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hetero.config import Config
 from hetero.planning.profiles import find_profile
-from hetero.ranks.process_groups import World
+from hetero.ranks.process_groups import ProcessGroups
 from offload.profile.machine_profile import Profile, default_path
 
 _FAILED = b"!"  # before the text of an error
@@ -24,7 +24,7 @@ class RankProfile:
     network_bytes_per_s: float | None = None  # what it sends to other ranks, where it is slowest
 
 
-def rank_profile(config: Config, world: World) -> RankProfile:
+def rank_profile(config: Config, world: ProcessGroups) -> RankProfile:
     """The profile that the configuration names, or the one that `hetero profile` has saved.
 
     All ranks must call it; they get the first rank's, or their plans would differ. Raises
@@ -43,7 +43,7 @@ def rank_profile(config: Config, world: World) -> RankProfile:
     return RankProfile(profile, None, network)
 
 
-def _content(config: Config, world: World) -> bytes:
+def _content(config: Config, world: ProcessGroups) -> bytes:
     """This rank's share as JSON, or why there is none."""
     if config.profile is False:
         return _NONE

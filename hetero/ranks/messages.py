@@ -26,7 +26,7 @@ _TITLE_BYTES = 160  # of what a common operation is
 _groups_made: dict[tuple[int, ...], int] = {}  # by their ranks, which all count alike
 
 
-class Lane(enum.IntEnum):
+class Channel(enum.IntEnum):
     """Common operations whose order is the same on all ranks; those of different lanes may mix."""
 
     CALLS = 0  # of the program: each says what it is, so that different calls are told
@@ -34,7 +34,7 @@ class Lane(enum.IntEnum):
     ROUNDS = 2  # the beginning of a round
 
 
-class Failures:
+class FailedRanks:
     """Which ranks are known to have failed, in the order of learning it; shared by an engine."""
 
     def __init__(self) -> None:
@@ -56,7 +56,9 @@ class Failures:
 class Message:
     """One message on its way, sent or expected; keeps its tensor until then."""
 
-    def __init__(self, peers: Peers, work: Any, tensor: torch.Tensor, peer: int, what: str) -> None:
+    def __init__(
+        self, peers: Communicator, work: Any, tensor: torch.Tensor, peer: int, what: str
+    ) -> None:
         self._peers = peers
         self._work = work
         self._tensor: torch.Tensor | None = tensor
@@ -97,7 +99,7 @@ class Reply:
         self._content.wait()
 
 
-class Exchange:
+class AllToAll:
     """Messages of one common operation. wait() returns when all have arrived."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -109,14 +111,14 @@ class Exchange:
             message.wait()
 
 
-class Peers:
+class Communicator:
     """The ranks of one group, from this one's point of view.
 
     `rank` and `size` count within the group; `name()` says a member's rank in the world, as users
     know it. Common operations must be called by all members in the same order.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float, failures: Failures) -> None:
+    def __init__(self, ranks: Sequence[int], timeout_s: float, failures: FailedRanks) -> None:
         """`ranks` are the members' ranks in the world. All members must call this."""
         self.ranks = tuple(ranks)
         self.size = len(ranks)
@@ -126,7 +128,7 @@ class Peers:
         self.timeout_s = timeout_s
         self.sent_bytes = 0  # of chunks; what is needed to agree on them is not counted
         self.received_bytes = 0
-        self._operations = dict.fromkeys(Lane, 0)
+        self._operations = dict.fromkeys(Channel, 0)
         self._replies = 0
         self._lock = threading.Lock()
         self._farewells: list[Message] = []  # to be there until they are taken over
@@ -202,20 +204,20 @@ class Peers:
 
     # What all do together
 
-    def exchange(
+    def all_to_all(
         self,
         sends: Sequence[torch.Tensor | None],
         receives: Sequence[torch.Tensor | None],
         what: str,
-        lane: Lane = Lane.CALLS,
-    ) -> Exchange:
+        channel: Channel = Channel.CALLS,
+    ) -> AllToAll:
         """Starts sending sends[p] to, and receiving receives[p] from, every other member p.
 
         The bytes of gradients are counted. Raises HeteroError if another rank does something else.
         """
-        tag = self._next_tag(lane)
+        tag = self._next_tag(channel)
         messages = []
-        if lane is Lane.CALLS:
+        if channel is Channel.CALLS:
             # gloo ends the process that gets more bytes than it expects.
             messages += self._announce(sends, receives, what)
         sent_bytes = received_bytes = 0
@@ -229,16 +231,16 @@ class Peers:
             if part is not None:
                 messages.append(self._send(part, peer, tag, what))
                 sent_bytes += part.nbytes
-        if lane is Lane.GRADIENTS:
+        if channel is Channel.GRADIENTS:
             with self._lock:  # threads that answer count, too
                 self.sent_bytes += sent_bytes
                 self.received_bytes += received_bytes
-        return Exchange(messages)
+        return AllToAll(messages)
 
-    def _next_tag(self, lane: Lane) -> int:
-        number = self._operations[lane]
-        self._operations[lane] += 1
-        return _TAGS + (number * len(Lane) + lane) % _TAGS
+    def _next_tag(self, channel: Channel) -> int:
+        number = self._operations[channel]
+        self._operations[channel] += 1
+        return _TAGS + (number * len(Channel) + channel) % _TAGS
 
     def _announce(
         self,
@@ -247,7 +249,7 @@ class Peers:
         what: str,
     ) -> list[Message]:
         """Compares what this rank and those it hears from are about to do; what is still sent."""
-        tag = self._next_tag(Lane.CALLS)
+        tag = self._next_tag(Channel.CALLS)
 
         def title(content: torch.Tensor) -> torch.Tensor:
             text = f"{what} ({content.nbytes} bytes)".encode()
@@ -282,7 +284,7 @@ class Peers:
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Every member's `tensor` (of the same shape and dtype everywhere), in their order."""
         found = [tensor if p == self.rank else torch.empty_like(tensor) for p in range(self.size)]
-        self.exchange([tensor] * self.size, found, what).wait()
+        self.all_to_all([tensor] * self.size, found, what).wait()
         return found
 
     def all_gather_bytes(self, content: bytes, what: str) -> list[bytes]:
@@ -300,10 +302,10 @@ class Peers:
         """Everybody's `tensor` becomes that of member `root`."""
         if self.rank == root:
             sends: list[torch.Tensor | None] = [tensor] * self.size
-            self.exchange(sends, [None] * self.size, what).wait()
+            self.all_to_all(sends, [None] * self.size, what).wait()
         else:
             receives = [tensor if p == root else None for p in range(self.size)]
-            self.exchange([None] * self.size, receives, what).wait()
+            self.all_to_all([None] * self.size, receives, what).wait()
 
     # What one asks of another
 

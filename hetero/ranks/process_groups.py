@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-import os
 import socket
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hetero.cpu_threads import share_threads
-from hetero.ranks.messages import Failures, Peers
+from hetero.ranks.messages import Communicator, FailedRanks
 from offload.errors import HeteroError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class World:
+class ProcessGroups:
     """The ranks that train one model together.
 
     State is sharded over `shard` and the same in all `replicas` of it: with hybrid sharding, ranks
@@ -40,20 +39,18 @@ class World:
         """
         if process_group is not None and mesh is not None:
             raise ValueError("give process_group or mesh, not both")
-        _join_launched_ranks()
         shard, replicas = _groups(process_group, mesh)
-        self.failures = Failures()
+        self.failures = FailedRanks()
         everyone = sorted(rank for one in replicas for rank in one)
 
-        def peers(ranks: list[int]) -> Peers | None:
-            return Peers(ranks, timeout_s, self.failures) if len(ranks) > 1 else None
+        def peers(ranks: list[int]) -> Communicator | None:
+            return Communicator(ranks, timeout_s, self.failures) if len(ranks) > 1 else None
 
         self.shard = peers(shard)
         place = shard.index(_my_rank())
         self.replicas = peers([one[place] for one in replicas])
         self.everyone = self.shard if len(replicas) == 1 else peers(everyone)
         self.local_ranks = self._count_local()
-        share_threads(self.local_ranks)
 
     @property
     def ranks(self) -> int:
@@ -75,22 +72,22 @@ class World:
         """This rank as users know it."""
         return f"rank {_my_rank()}"
 
-    def another(self) -> World:
+    def duplicate(self) -> ProcessGroups:
         """The same ranks, connected once more, so that two protocols do not mix their messages.
 
         All ranks must call it.
         """
         made = copy.copy(self)
 
-        def again(peers: Peers | None) -> Peers | None:
-            return peers and Peers(peers.ranks, peers.timeout_s, self.failures)
+        def again(peers: Communicator | None) -> Communicator | None:
+            return peers and Communicator(peers.ranks, peers.timeout_s, self.failures)
 
         made.shard = again(self.shard)
         made.replicas = again(self.replicas)
         made.everyone = made.shard if self.everyone is self.shard else again(self.everyone)
         return made
 
-    def groups(self) -> list[Peers]:
+    def groups(self) -> list[Communicator]:
         """All groups of more than one rank, each once."""
         found = {id(p): p for p in (self.shard, self.replicas, self.everyone) if p is not None}
         return list(found.values())
@@ -140,26 +137,32 @@ class World:
             peers.close()
 
 
+def error_that_ends_this_rank() -> BaseException | None:
+    """The exception because of which this rank closes its engine, or None.
+
+    That is the exception that is being handled, as in `finally: engine.close()`, or the uncaught
+    one by which a script ends (Python stores it before it runs what is registered for its exit).
+    In an interactive session the stored one is the last that was printed, however long ago and
+    whatever its cause, and says nothing about this engine.
+    """
+    handled = sys.exc_info()[1]
+    if handled is not None or hasattr(sys, "ps1"):
+        return handled
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
 def _my_rank() -> int:
-    return dist.get_rank() if _initialized() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
-def _initialized() -> bool:
+def is_distributed() -> bool:
+    """Whether this process has torch.distributed's default process group."""
     return dist.is_available() and dist.is_initialized()
-
-
-def _join_launched_ranks() -> None:
-    """A rank that torchrun started must not train a model of its own by mistake."""
-    if not _initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Loaded after the group is there, it would keep the group's threads past its end.
-        import torch.distributed.nn.functional  # noqa: F401
-
-        dist.init_process_group("gloo")
 
 
 def _groups(process_group: Any, mesh: DeviceMesh | None) -> tuple[list[int], list[list[int]]]:
     """The ranks that share a chunk with this one, and those of every replica."""
-    if not _initialized():
+    if not is_distributed():
         if process_group is not None or mesh is not None:
             raise ValueError("a process group or mesh needs torch.distributed to be initialized")
         return [0], [[0]]

@@ -21,13 +21,13 @@ from contextlib import AbstractContextManager
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.messages import Peers, Reply
+from hetero.ranks.messages import Communicator, Reply
 from offload.errors import HeteroError, PeerError
 
 _HEADER = 5  # kind, chunk, tile, version, tag
 
 
-class Kind(enum.IntEnum):
+class RequestKind(enum.IntEnum):
     """What a request is for."""
 
     PARAM = 1  # the shard of a chunk's parameters
@@ -83,7 +83,7 @@ class ShardServer:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Communicator,
         layout: Layout,
         versions: Versions,
         param: Callable[[Chunk], AbstractContextManager[torch.Tensor]],
@@ -108,11 +108,13 @@ class ShardServer:
             thread.start()
 
     @property
-    def peers(self) -> Peers:
+    def peers(self) -> Communicator:
         """Whom it serves."""
         return self._peers
 
-    def request(self, kind: Kind, chunk: Chunk, tile: int, peer: int, into: torch.Tensor) -> Reply:
+    def request(
+        self, kind: RequestKind, chunk: Chunk, tile: int, peer: int, into: torch.Tensor
+    ) -> Reply:
         """Starts fetching what `peer` has, at this rank's version, to `into`."""
         header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
         return self._peers.request(peer, header, into, f"gathering {chunk.name}")
@@ -126,7 +128,7 @@ class ShardServer:
                 if not self._closing:
                     self._peers.failure(peer, "training", str(error))
                 return
-            if header[0] == Kind.BYE:
+            if header[0] == RequestKind.BYE:
                 return
             try:
                 self._answer(peer, header)
@@ -138,7 +140,9 @@ class ShardServer:
         chunk = self._layout.chunks[chunk_id]
         try:
             self._versions.wait_for(chunk, version)
-            source = self._param(chunk) if kind == Kind.PARAM else self._optim_state(chunk, tile)
+            source = (
+                self._param(chunk) if kind == RequestKind.PARAM else self._optim_state(chunk, tile)
+            )
             with source as content:
                 self._peers.reply(peer, header, content, f"giving {chunk.name}")
         except PeerError:
@@ -156,7 +160,7 @@ class ShardServer:
         self._closing = True
         for peer in self._peers.others:
             with contextlib.suppress(PeerError):  # it is gone
-                self._peers.say(peer, torch.tensor([Kind.BYE, 0, 0, 0, 0]))
+                self._peers.say(peer, torch.tensor([RequestKind.BYE, 0, 0, 0, 0]))
         for thread in self._threads:
             thread.join(0.0 if self._peers.failures.first else self._peers.timeout_s)
         self._versions.end("the engine was closed")

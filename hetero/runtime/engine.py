@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from hetero.planning.planner import EXPECTED_TOKENS, Planner
 from hetero.planning.report import explain_chunk_groups
 from hetero.planning.search import Plan
 from hetero.planning.trace import Trace
-from hetero.ranks.process_groups import World
+from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.early_updates import EarlyUpdates
 from hetero.runtime.grad_factors import GradFactors, check_dense
@@ -88,7 +87,7 @@ class Engine:
         self.ledger = ledger
         self.loss_scale = loss_scale
         self.notes = notes
-        self.world: World = chunk_groups[0].world
+        self.world: ProcessGroups = chunk_groups[0].world
         self.params = AllParams(self.chunk_groups)
         self.grad_factors = GradFactors(
             self.chunk_groups, loss_scale, self.world, config.early_updates
@@ -618,8 +617,8 @@ class Engine:
     def _leave_ranks(self) -> None:
         if self.world.shard is None or os.getpid() != self._process:
             return
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None:  # others see this process end sooner if it does not linger
+        error = error_that_ends_this_rank()
+        if error is not None:  # other ranks see this process end sooner if it does not linger
             self.world.failures.note(-1, f"{self.world.name} ended by {error!r}")
         for chunk_group in self.chunk_groups:
             chunk_group.leave()

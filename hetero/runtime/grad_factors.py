@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.ranks.process_groups import World
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.loss_scale import LossScale
 from hetero.state.grad_placeholder import GradPlaceholder
 from hetero.state.grads import Grads
@@ -39,7 +39,7 @@ class GradFactors:
         self,
         chunk_groups: Sequence[ChunkGroup],
         loss_scale: LossScale,
-        world: World,
+        world: ProcessGroups,
         early_updates: bool = False,
     ) -> None:
         """`chunk groups` may grow; each is connect()ed. `early_updates`: gradients cannot be
@@ -60,8 +60,8 @@ class GradFactors:
     def connect(self, chunk_group: ChunkGroup) -> None:
         """From now on gradients of the chunk group come, too."""
         if chunk_group.ranks is not None:
-            chunk_group.ranks.buckets.renew = self._renew
-            chunk_group.ranks.buckets.changed = self._whole_sums.clear
+            chunk_group.ranks.grad_reducer.renew = self._renew
+            chunk_group.ranks.grad_reducer.changed = self._whole_sums.clear
 
     def _grads(self, managed: ManagedParam) -> Grads:
         return self._chunk_groups[managed.chunk.chunk_group].grads
@@ -114,7 +114,7 @@ class GradFactors:
         # First the one that averages during backward, of which other ranks may be in the middle.
         for chunk_group in sorted(self._chunk_groups, key=lambda chunk_group: chunk_group.held):
             if chunk_group.ranks is not None:
-                chunk_group.ranks.buckets.settle(force)
+                chunk_group.ranks.grad_reducer.settle(force)
         self._unsettled = False
 
     def _check_assigned(self, m: ManagedParam, grad: torch.Tensor) -> None:
@@ -174,7 +174,7 @@ class GradFactors:
             whole = torch.empty(managed.numel, dtype=mine.dtype)
             parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
             parts[shard.rank].copy_(mine)
-            shard.exchange(
+            shard.all_to_all(
                 [mine if mine.numel() else None] * shard.size,
                 [part if part.numel() else None for part in parts],
                 f"reading the gradient of {managed.name}",

@@ -20,7 +20,7 @@ from hetero.planning.group_plans import (
     plan_chunk_groups,
 )
 from hetero.planning.placement import Budgets, SlotBytes
-from hetero.ranks.process_groups import World
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.first_values import fill
 from hetero.setup.same_start import take_from_first
 from hetero.state.managed_param import ManagedParam, refuse_managed
@@ -102,7 +102,7 @@ def _make(
     resources: ExitStack,
 ) -> ChunkGroup:
     """The chunk group with its values, on all ranks or on none."""
-    world = engine.world.another()
+    world = engine.world.duplicate()
     resources.callback(world.close)
 
     def build() -> ChunkGroup:
@@ -134,7 +134,7 @@ def _make(
     return chunk_group
 
 
-def _all_or_none(world: World, what: str, do: Callable[[], Made]) -> Made:
+def _all_or_none(world: ProcessGroups, what: str, do: Callable[[], Made]) -> Made:
     """do(), on all ranks; if it fails on one, all raise: it the same, the others HeteroError."""
     if world.everyone is None:
         return do()

@@ -11,7 +11,7 @@ from math import ceil
 import torch
 
 from hetero.config import Config
-from hetero.ranks.process_groups import World
+from hetero.ranks.process_groups import ProcessGroups
 from offload.disk.scratch_file import ScratchFile
 from offload.errors import HeteroError
 from offload.memory.c_heap import trim_heap
@@ -34,7 +34,7 @@ class ConstructionArena:
     `_hetero_stage`.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: ProcessGroups) -> None:
         if config.backend == "cuda" and world.size > 1:
             raise ValueError(
                 f"backend='cuda' computes with one rank, and there are {world.size}; several ranks "
@@ -233,7 +233,7 @@ class ConstructionArena:
             self._fill(mine, key)
         sends = [_common(mine, kept[shard.rank], wanted[rank]) for rank in range(shard.size)]
         receives = [_common(into, wanted[shard.rank], kept[rank]) for rank in range(shard.size)]
-        shard.exchange(
+        shard.all_to_all(
             [part if part.numel() else None for part in sends],
             [part if part.numel() else None for part in receives],
             "building the model",

@@ -10,7 +10,7 @@ import torch
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import OptimState, Part, parts_of
+from hetero.state.optimizer_state import Part, TileState, parts_of
 
 
 class Source(Protocol):
@@ -63,7 +63,7 @@ def _fill_part(
     part: Part,
     into: torch.Tensor,
     chunk_group: ChunkGroup,
-    optim_state: OptimState | None,
+    optim_state: TileState | None,
     source: Source,
 ) -> None:
     """Writes one part's values to the tile `into` and, if it is trained, to its optimizer state."""

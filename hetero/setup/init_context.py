@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hetero.config import Config
-from hetero.ranks.process_groups import World
 from hetero.setup.construction import ConstructionArena
+from hetero.setup.join_ranks import join_ranks
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
 
@@ -71,7 +71,7 @@ class ZeroInitContext:
         **options: Any,
     ) -> None:
         made = Config.make(config, **options)
-        self.construction = ConstructionArena(made, World(made.rank_timeout_s, process_group, mesh))
+        self.construction = ConstructionArena(made, join_ranks(made, process_group, mesh))
         self._mode = _DispatchMode(self.construction)
         self._register: Callable[..., None] | None = None
         self._random: torch.Tensor | None = None  # this rank's own state, if it was another

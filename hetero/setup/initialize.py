@@ -21,7 +21,6 @@ from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.machine_profile import rank_profile
 from hetero.planning.placement import place
 from hetero.planning.planner import Planner, planner_for, planning_matters
-from hetero.ranks.process_groups import World
 from hetero.runtime.early_updates import check_early_updates
 from hetero.runtime.engine import Engine
 from hetero.runtime.loss_scale import LossScale
@@ -29,6 +28,7 @@ from hetero.runtime.to_device import move_rest
 from hetero.runtime.updates_in_flight import check_late_updates
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import fill
+from hetero.setup.join_ranks import join_ranks
 from hetero.setup.same_start import start_alike
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
@@ -56,6 +56,8 @@ def initialize(
     With torch.distributed (torchrun) the state is sharded over all ranks, or those of
     `process_group`, or of `mesh`: one dimension shards, two replicate and shard (FSDP's hybrid
     sharding). All of these ranks must call this. They then have the values of the first of them.
+    A process of torchrun's that has no default process group yet gets one (gloo), and its threads
+    for optimizer updates become its share of the machine's CPUs (setup/join_ranks.py).
 
     Raises BudgetError with the smallest budget that works, ValueError for an optimizer that does
     not fit the model, StoreError if the NVMe directory cannot be used. The model is then as
@@ -75,7 +77,7 @@ def initialize(
     adopting = construction is None
     if construction is None:
         made = Config.make(config, **options)
-        construction = ConstructionArena(made, World(made.rank_timeout_s, process_group, mesh))
+        construction = ConstructionArena(made, join_ranks(made, process_group, mesh))
     elif process_group is not None or mesh is not None:
         raise ValueError("give process_group or mesh to the ZeroInitContext that built the model")
     try:
@@ -185,7 +187,7 @@ def _build(
     # Placed last first, and made in the same order, for which the plans have reckoned.
     for number, plan in reversed(list(enumerate(arrangement.chunk_groups))):
         if number:
-            world = construction.world.another()
+            world = construction.world.duplicate()
             resources.callback(world.close)
         else:
             world = construction.world

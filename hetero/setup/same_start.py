@@ -7,7 +7,7 @@ import zlib
 import torch
 
 from hetero.planning.group_plans import Arrangement
-from hetero.ranks.messages import Peers
+from hetero.ranks.messages import Communicator
 from hetero.setup.construction import ConstructionArena
 
 
@@ -56,7 +56,7 @@ def _checksum(param: torch.nn.Parameter, construction: ConstructionArena) -> int
     return total
 
 
-def take_from_first(values: torch.Tensor, everyone: Peers) -> None:
+def take_from_first(values: torch.Tensor, everyone: Communicator) -> None:
     """Values become those of the first rank. All ranks must call it."""
     flat = values.detach().contiguous()
     everyone.broadcast(flat, 0, "the first rank's values")

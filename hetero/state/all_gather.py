@@ -10,7 +10,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.messages import Reply
-from hetero.ranks.shard_server import Kind, ShardServer
+from hetero.ranks.shard_server import RequestKind, ShardServer
 from hetero.state.param_shards import ParamShards
 from offload.disk.backing import Operation
 from offload.memory.arena import HostArena
@@ -98,7 +98,7 @@ class Gathering:
         shard = self._layout.shard
         replies = [
             self._server.request(
-                Kind.PARAM, chunk, 0, peer, whole[shard.range(whole.numel(), peer)]
+                RequestKind.PARAM, chunk, 0, peer, whole[shard.range(whole.numel(), peer)]
             )
             for peer in self._server.peers.others
         ]

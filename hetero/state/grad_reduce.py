@@ -22,8 +22,8 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.mean import mean_into
-from hetero.ranks.messages import Exchange, Lane, Peers
-from hetero.ranks.process_groups import World
+from hetero.ranks.messages import AllToAll, Channel, Communicator
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
@@ -70,10 +70,10 @@ class _Sending:
     parts: list[torch.Tensor]
     received: torch.Tensor
     receive_slot: int
-    exchange: Exchange
+    exchange: AllToAll
 
 
-class Buckets:
+class GradReducer:
     """Takes gradients of whole chunks and hands on this rank's shard of their mean.
 
     With sharded gradients (stages 2 and 3) chunks are averaged during backward, in buckets that are
@@ -85,7 +85,7 @@ class Buckets:
         self,
         layout: Layout,
         members: Sequence[ManagedParam],
-        world: World,
+        world: ProcessGroups,
         dtype: torch.dtype,
         homes: Homes | None,
         pool: SlotPool | None,
@@ -102,7 +102,7 @@ class Buckets:
         assert world.everyone is not None
         self._layout = layout
         self._world = world
-        self._everyone: Peers = world.everyone
+        self._everyone: Communicator = world.everyone
         self._dtype = dtype
         self._homes = homes
         self._pool = pool
@@ -128,7 +128,7 @@ class Buckets:
         self._completed: list[int] | None = []  # chunk ids, until the order is learned
         self._seen: set[ManagedParam] = set()  # arrived early, until then
         # Of this round:
-        self._begun: tuple[Exchange, list[torch.Tensor]] | None = None  # who sends early
+        self._begun: tuple[AllToAll, list[torch.Tensor]] | None = None  # who sends early
         self._arrived: set[ManagedParam] = set()  # anywhere, once the round is over
         self._sent: set[ManagedParam] = set()  # whose gradient has gone
         self._since_held: set[ManagedParam] = set()  # arrived outside no_sync()
@@ -282,7 +282,7 @@ class Buckets:
             found = [torch.zeros_like(mine) for _ in range(self._everyone.size)]
             found[self._everyone.rank] = mine
             sends = [mine] * self._everyone.size
-            exchange = self._everyone.exchange(sends, found, "a backward", Lane.ROUNDS)
+            exchange = self._everyone.all_to_all(sends, found, "a backward", Channel.ROUNDS)
             self._begun = exchange, found
 
     def _send_complete(self, chunk: Chunk) -> None:
@@ -377,16 +377,16 @@ class Buckets:
     def _tell(self, done: bool) -> _Told:
         """Raises HeteroError if means were made of gradients that not all ranks have cleared."""
         members, chunks = len(self.members), len(self._layout.chunks)
-        flags = torch.zeros(2 * members + 2 * chunks + 1, dtype=torch.uint8)
-        arrived, cleared, waiting, late, busy = flags.split([members, members, chunks, chunks, 1])
-        for index, managed in enumerate(self.members):
-            arrived[index] = managed in self._arrived and managed.has_grad
-            cleared[index] = managed in self._sent and not managed.has_grad
+        # As bytes first: setting an element of a tensor takes about a microsecond.
+        arrived_here = bytes(m in self._arrived and m.has_grad for m in self.members)
+        cleared_here = bytes(m in self._sent and not m.has_grad for m in self.members)
+        waiting_here, late_here = bytearray(chunks), bytearray(chunks)
         for chunk_id, bucket in self._buckets.items():
             if bucket.state is BucketState.FILLING and any(m.has_grad for m in bucket.filled):
-                waiting[chunk_id] = True
-                late[chunk_id] = chunk_id in self._passed
-        busy[0] = not done
+                waiting_here[chunk_id] = True
+                late_here[chunk_id] = chunk_id in self._passed
+        content = arrived_here + cleared_here + waiting_here + late_here + bytes([not done])
+        flags = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         found = self._everyone.all_gather(flags, "the end of backward")
         flags = torch.stack(found).amax(dim=0)
         arrived, cleared, waiting, late, busy = flags.split([members, members, chunks, chunks, 1])
@@ -442,7 +442,7 @@ class Buckets:
                 self._grad_offload.settle(m)
 
     def _parts(
-        self, peers: Peers | None, flat: torch.Tensor | None, received: torch.Tensor
+        self, peers: Communicator | None, flat: torch.Tensor | None, received: torch.Tensor
     ) -> list[torch.Tensor]:
         """What each of `peers` gets of this rank's gradient; without one, the same zeros.
 
@@ -456,20 +456,20 @@ class Buckets:
 
     def _scatter(
         self,
-        peers: Peers | None,
+        peers: Communicator | None,
         parts: Sequence[torch.Tensor],
         received: torch.Tensor,
         name: str,
-    ) -> Exchange:
+    ) -> AllToAll:
         """Sends every peer its part; theirs for this rank come to `received`."""
         if peers is None:
-            return Exchange([])
-        return peers.exchange(
-            parts, received.chunk(peers.size), f"the gradient of {name}", Lane.GRADIENTS
+            return AllToAll([])
+        return peers.all_to_all(
+            parts, received.chunk(peers.size), f"the gradient of {name}", Channel.GRADIENTS
         )
 
     def _average(
-        self, peers: Peers | None, parts: Sequence[torch.Tensor], received: torch.Tensor
+        self, peers: Communicator | None, parts: Sequence[torch.Tensor], received: torch.Tensor
     ) -> torch.Tensor:
         """The mean of this rank's own part over `peers`, in the place of that part."""
         if peers is None:
@@ -511,7 +511,7 @@ class Buckets:
             del self._buckets[done.chunk.id]
         self._kept.update(members)
 
-    def _over_replicas(self, peers: Peers, flat: torch.Tensor, chunk: Chunk) -> None:
+    def _over_replicas(self, peers: Communicator, flat: torch.Tensor, chunk: Chunk) -> None:
         """Makes `flat` its mean over the replicas: each averages a part and gives it to all."""
         assert self._between_replicas is not None
         received = self._between_replicas.view(0, chunk.slots, self._dtype)
@@ -519,4 +519,4 @@ class Buckets:
         self._scatter(peers, parts, received, chunk.name).wait()
         own = self._average(peers, parts, received)
         what = f"the gradient of {chunk.name}"
-        peers.exchange([own] * peers.size, parts, what, Lane.GRADIENTS).wait()
+        peers.all_to_all([own] * peers.size, parts, what, Channel.GRADIENTS).wait()

@@ -25,7 +25,7 @@ class Grads:
     """Keeps this rank's shard of the gradients of all chunks, in the grad dtype.
 
     A parameter's first gradient is copied, later ones (further micro-batches) are added in the grad
-    dtype. With several ranks Buckets stands between autograd and this. DISK-homed gradients pass
+    dtype. With several ranks a reducer stands between autograd and this. DISK-homed gradients pass
     through slots; their sums of squares are taken before they leave. Sums are remembered until the
     gradient changes.
 

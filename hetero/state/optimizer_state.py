@@ -26,7 +26,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class OptimState:
+class TileState:
     """One tile's optimizer state, as flat tensors of piece_numel elements.
 
     `master` has the lower 16 bits of the fp32 master (as int16) for bf16, the whole master for
@@ -38,7 +38,7 @@ class OptimState:
     states: tuple[torch.Tensor, ...]
 
     @classmethod
-    def over(cls, raw: torch.Tensor, tile_numel: int, dtypes: Dtypes) -> OptimState:
+    def over(cls, raw: torch.Tensor, tile_numel: int, dtypes: Dtypes) -> TileState:
         """Views of an optimizer state's bytes, laid out [master | state 0 | state 1]."""
         master_end = tile_numel * dtypes.master_bytes
         master_dtype = torch.int16 if dtypes.compute == "bf16" else torch.float32
@@ -79,7 +79,7 @@ def parts_of(managed: ManagedParam, layout: Layout, rank: int | None = None) -> 
         begin = end
 
 
-class OptimStates:
+class OptimizerState:
     """Access to optimizer states wherever they live, between steps.
 
     They are of this rank's shards. A DISK-homed optimizer state passes through the first of the
@@ -134,7 +134,7 @@ class OptimStates:
     @contextmanager
     def open(
         self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
-    ) -> Iterator[OptimState | None]:
+    ) -> Iterator[TileState | None]:
         """The tile's optimizer state inside the block (None: frozen); with `write` it goes home
         afterwards.
 
@@ -146,9 +146,9 @@ class OptimStates:
         with self.open_raw(chunk, tile, write, fresh) as raw:
             yield self.over(raw)
 
-    def over(self, raw: torch.Tensor) -> OptimState:
+    def over(self, raw: torch.Tensor) -> TileState:
         """The optimizer state in a tile's bytes."""
-        return OptimState.over(raw, self._tile_numel, self._dtypes)
+        return TileState.over(raw, self._tile_numel, self._dtypes)
 
     def empty(self) -> torch.Tensor:
         """Memory for the bytes of one tile's optimizer state."""
@@ -192,7 +192,7 @@ class OptimStates:
             self._transfers.write(raw.data_ptr(), self._tile_bytes, offset).wait()
 
     def split(
-        self, values: torch.Tensor, param: torch.Tensor, optim_state: OptimState, where: slice
+        self, values: torch.Tensor, param: torch.Tensor, optim_state: TileState, where: slice
     ) -> None:
         """Writes fp32 `values` as parameter and master; `where` are its elements in the tile."""
         if self._dtypes.compute == "fp32":
@@ -218,7 +218,7 @@ class OptimStates:
                 values.numel(),
             )
 
-    def states(self, optim_state: OptimState, where: slice) -> list[torch.Tensor]:
+    def states(self, optim_state: TileState, where: slice) -> list[torch.Tensor]:
         """The rule's states in fp32, without the bit of the last one that the split uses."""
         *others, last = (state[where] for state in optim_state.states)
         if self._dtypes.compute == "bf16":
@@ -229,7 +229,7 @@ class OptimStates:
                 last = last.abs()
         return [state.float() for state in (*others, last)]
 
-    def join(self, param: torch.Tensor, optim_state: OptimState, where: slice) -> torch.Tensor:
+    def join(self, param: torch.Tensor, optim_state: TileState, where: slice) -> torch.Tensor:
         """The fp32 master of the flat parameter part `param`, where the optimizer state is.
 
         (`param` may be a copy on DEVICE of what is in RAM.)

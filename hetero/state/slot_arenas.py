@@ -15,7 +15,7 @@ from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 
 
-class Pools:
+class SlotArenas:
     """One arena per purpose, without slots where a placement needs none.
 
     Between steps, when no slot is in use, they may get other sizes: empty(), then fill(). Slots on

@@ -85,7 +85,7 @@ class Migration:
         why = None
         if chunk_group.params.in_use:
             why = "parameters are gathered"
-        elif chunk_group.buckets is not None and not chunk_group.buckets.is_idle:
+        elif chunk_group.grad_reducer is not None and not chunk_group.grad_reducer.is_idle:
             why = "gradients wait to be averaged over the ranks"
         if why is not None:
             raise InUseError(
@@ -101,8 +101,8 @@ class Migration:
         for cache in chunk_group.caches:
             cache.clear()
         chunk_group.grads.flush()
-        if chunk_group.buckets is not None:
-            chunk_group.buckets.let_go()
+        if chunk_group.grad_reducer is not None:
+            chunk_group.grad_reducer.let_go()
         if chunk_group.link is not None:
             chunk_group.link.backend.settle()
 
@@ -235,8 +235,8 @@ class Migration:
             if move.of is Tier.DISK:
                 self._give_back(move, chunk_group.extents[move.state_kind].pop(move.chunk.id))
         chunk_group.pools.empty()
-        if chunk_group.buckets is not None:
-            chunk_group.buckets.refit(0, 0)
+        if chunk_group.grad_reducer is not None:
+            chunk_group.grad_reducer.refit(0, 0)
 
     def arrive(self, spare_bytes: int) -> tuple[Placement, BaseException | None]:
         """Brings what comes to RAM. Returns the placement as it is now, and what went wrong.
@@ -254,8 +254,8 @@ class Migration:
             made = self._with_pools_for(made)
         try:
             chunk_group.pools.fill(made, spare_bytes)
-            if chunk_group.buckets is not None:
-                chunk_group.buckets.refit(made.bucket_slots, made.receive_slots)
+            if chunk_group.grad_reducer is not None:
+                chunk_group.grad_reducer.refit(made.bucket_slots, made.receive_slots)
         except BaseException as failure:
             error = error or failure
         if chunk_group.link is not None:

@@ -423,6 +423,11 @@ def test_a_checkpoint_gives_a_step_up(tmp_path: Path, place: str) -> None:
                 lacking = {**saved, "state": dict(list(saved["state"].items())[1:])}
                 with pytest.raises(HeteroError, match="lacks"):
                     optimizer.load_state_dict(lacking)
+            group = saved["param_groups"][0]
+            for refused in ([group, group], [{**group, "params": group["params"][1:]}]):
+                with pytest.raises(ValueError, match="param groups|parameters"):
+                    optimizer.load_state_dict({**saved, "param_groups": refused})
+                assert optimizer.engine.early.half_made  # nothing was given up for it
             optimizer.load_state_dict(saved)
             optimizer.zero_grad()
         one_step(model, optimizer, 1)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
-from hetero.ranks.messages import Failures, Peers
-from hetero.state.grad_reduce import Buckets
+from hetero.ranks.messages import Communicator, FailedRanks
+from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
@@ -76,7 +76,7 @@ class Network:
 
 
 class ThreadGroup:
-    """What Peers uses of a process group."""
+    """What Communicator uses of a process group."""
 
     def __init__(self, network: Network, name: Any, rank: int) -> None:
         self._network, self._name, self._rank = network, name, rank
@@ -88,12 +88,12 @@ class ThreadGroup:
         return self._network.post((self._name, peer, self._rank, tag), tensors[0], False)
 
 
-class ThreadPeers(Peers):
-    """Peers whose ranks are threads."""
+class ThreadCommunicator(Communicator):
+    """Communicator whose ranks are threads."""
 
     def __init__(self, network: Network, name: Any, ranks: list[int], me: int) -> None:
         self._network, self._name, self._me = network, name, me
-        super().__init__(ranks, PATIENCE_S, Failures())
+        super().__init__(ranks, PATIENCE_S, FailedRanks())
 
     def _world_rank(self) -> int:
         return self._me
@@ -102,8 +102,8 @@ class ThreadPeers(Peers):
         return ThreadGroup(self._network, self._name, self.rank), None
 
 
-def peers_of(network: Network, name: Any, ranks: list[int], me: int) -> Peers | None:
-    return ThreadPeers(network, name, ranks, me) if len(ranks) > 1 else None
+def communicator_of(network: Network, name: Any, ranks: list[int], me: int) -> Communicator | None:
+    return ThreadCommunicator(network, name, ranks, me) if len(ranks) > 1 else None
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Rank:
 
     layout: Layout
     members: list[ManagedParam]
-    buckets: Buckets
+    grad_reducer: GradReducer
     homes: Homes
     pool: SlotPool | None
 
@@ -121,7 +121,7 @@ class Rank:
         m = self.members[index]
         accumulate = m.has_grad
         m.param.grad = None
-        self.buckets.add(m, torch.full(m.param.shape, value), accumulate)
+        self.grad_reducer.add(m, torch.full(m.param.shape, value), accumulate)
 
     def gradient(self, index: int) -> torch.Tensor:
         """This rank's part."""
@@ -141,11 +141,13 @@ def make_rank(
     table = [[r * shards + s for s in range(shards)] for r in range(replicas)]
     mine = table[rank // shards]
     across = [row[rank % shards] for row in table]
-    everyone = peers_of(network, "everyone", list(range(replicas * shards)), rank)
+    everyone = communicator_of(network, "everyone", list(range(replicas * shards)), rank)
     world = SimpleNamespace(
         everyone=everyone,
-        shard=everyone if replicas == 1 else peers_of(network, ("shard", mine[0]), mine, rank),
-        replicas=peers_of(network, ("replicas", across[0]), across, rank),
+        shard=everyone
+        if replicas == 1
+        else communicator_of(network, ("shard", mine[0]), mine, rank),
+        replicas=communicator_of(network, ("replicas", across[0]), across, rank),
         size=replicas * shards,
     )
     shard = Shard(rank % shards, shards, stage >= 2, stage >= 3, replicas)
@@ -174,11 +176,11 @@ def make_rank(
 
     pool = slots(longest + spare) if stage >= 2 else None
     between = HostArena(longest, slot_bytes // shards, ledger, Account.BUCKET)
-    buckets = Buckets(
+    grad_reducer = GradReducer(
         layout, members, world, torch.float32, homes, pool, slots(longest + spare),
         between if replicas > 1 else None, grads,
     )  # fmt: skip
-    return Rank(layout, members, buckets, homes, pool)
+    return Rank(layout, members, grad_reducer, homes, pool)
 
 
 def on_ranks(count: int, function: Callable[[int], Any], network: Network) -> list[Any]:
@@ -267,7 +269,7 @@ def run_program(program: dict[str, Any]) -> None:
                     if any(index in a for a in arrivals):
                         expected[index] = (expected[index] or 0.0) + total / world
                 if held:
-                    with one.buckets.no_sync():
+                    with one.grad_reducer.no_sync():
                         for index in arrivals[rank]:
                             one.arrive(index, world * 2.0**rank * (stamp + 1))
                 else:
@@ -275,8 +277,8 @@ def run_program(program: dict[str, Any]) -> None:
                         one.arrive(index, world * 2.0**rank * (stamp + 1))
                 stamp += 1
             # Without force a rank that has older gradients and no new ones would not come.
-            one.buckets.settle(force=number % 2 == 0 or steps[number - 1][2])
-            one.buckets.settle(force=False)
+            one.grad_reducer.settle(force=number % 2 == 0 or steps[number - 1][2])
+            one.grad_reducer.settle(force=False)
             for index, value in enumerate(expected):
                 assert one.members[index].has_grad == (value is not None), (number, index)
                 if value is not None:
@@ -306,13 +308,15 @@ def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
         made = make_rank(network, rank, shape, 2, [numel, numel], 0)
         ledger, backend = Ledger(dict.fromkeys(Tier)), EmulatedBackend(20 * numel)
         buffers = HostArena(BUFFERS, 4096, ledger, Account.BUFFER)
-        grad_offload = made.buckets._grad_offload = GradOffload(backend, ledger, 1 << 30, buffers)
-        with made.buckets.no_sync():
+        grad_offload = made.grad_reducer._grad_offload = GradOffload(
+            backend, ledger, 1 << 30, buffers
+        )
+        with made.grad_reducer.no_sync():
             made.arrive(0, 1.0)
             made.arrive(1, 2.0)
         if rank == 0:
             made.members[1].param.grad = None
-        made.buckets.settle(True)
+        made.grad_reducer.settle(True)
         found = [made.gradient(index) for index in (0, 1)]
         grad_offload.close()
         backend.close()
