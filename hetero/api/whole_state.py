@@ -66,7 +66,7 @@ def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> N
 def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
     by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
     for m in managed:
-        by_chunk.setdefault((m.chunk.chunk_group, m.chunk.id), []).append(m)
+        by_chunk.setdefault((m.chunk.group_index, m.chunk.id), []).append(m)
     return by_chunk.values()
 
 

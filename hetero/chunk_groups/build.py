@@ -13,8 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero.chunk_groups.chunk_group import ChunkGroup, RankParts
-from hetero.chunk_groups.movable import Clearable, Link, Movable, StateKind
+from hetero.chunk_groups.chunk_group import (
+    ChunkGroup,
+    DeviceParts,
+    RankParts,
+    StateAccess,
+    StateMemory,
+)
 from hetero.chunk_groups.update_tasks import Stepper
 from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
@@ -22,7 +27,7 @@ from hetero.planning.placement import SlotBytes, link_bytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.all_gather import Gathering
-from hetero.state.file_layout import FileMap, map_file
+from hetero.state.file_layout import map_file
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
@@ -30,73 +35,59 @@ from hetero.state.host_source import HostSource
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.param_shards import ParamShards
-from hetero.state.params import Params
+from hetero.state.params import CopyCache, ParamCopies, Params
 from hetero.state.scratch_space import ScratchSpace
 from hetero.state.slot_arenas import SlotArenas
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
-from offload.device.backend import Backend, Updater
+from offload.device.backend import Backend
 from offload.device.fetching import Fetching
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.device.home_copy import HomeCopier
 from offload.device.staging import SharedCache
-from offload.disk.backing import Backing, Extent, FileBacking
+from offload.disk.backing import Backing, FileBacking
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.slot_pool import SlotPool
-from offload.memory.tiers import Account, Tier
+from offload.memory.tiers import Account, StateKind, Tier
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all chunk groups of an engine share; `notes` are lines for the user, to append to."""
+
+    config: Config
+    backend: Backend
+    ledger: Ledger
+    notes: list[str]
 
 
 def build_chunk_group(
     plan: ChunkGroupPlan,
     members: Sequence[ManagedParam],
     first_number: Mapping[int, int],
-    config: Config,
-    backend: Backend,
-    ledger: Ledger,
+    shared: Shared,
     world: ProcessGroups,
     spare_bytes: int,
-    notes: list[str],
 ) -> ChunkGroup:
-    """Takes what `plan` says from the budgets; values are not there yet.
+    """Takes what `plan` says from the budgets. All ranks must do so; there are no values yet.
 
-    All ranks must do so. `first_number` is as Stepper takes it; `spare_bytes` of RAM are nobody's
-    and may be used for a while. Appends to `notes` what the user should know. Raises BudgetError,
-    StoreError or NativeIoError, with nothing taken.
+    Args:
+        plan: the layout and the placement.
+        members: its parameters, chunk by chunk.
+        first_number: by a parameter's index, the number of its first element in the model.
+        shared: the engine's configuration, device and budgets.
+        world: the ranks, over connections for this chunk group alone.
+        spare_bytes: RAM that no plan counts on: gathered copies may use it while it is free.
+
+    Raises:
+        BudgetError, StoreError, NativeIoError: with nothing taken.
     """
     with ExitStack() as resources:
         builder = _ChunkGroupBuilder(
-            plan,
-            members,
-            first_number,
-            config,
-            backend,
-            ledger,
-            world,
-            spare_bytes,
-            notes,
-            resources,
+            plan, members, first_number, shared, world, spare_bytes, resources
         )
         return builder.build()
-
-
-@dataclass(frozen=True)
-class _Homes:
-    """Homes of this rank's kinds of state in memory."""
-
-    param: Homes
-    grad: Homes
-    optim_state: Homes
-
-
-@dataclass(frozen=True)
-class _Copies:
-    """Gathered copies; `drops` forget copies of a chunk, nearest to compute first."""
-
-    cache: SlotCache | None
-    drops: tuple[Callable[[int], object], ...] = ()
-    caches: tuple[Clearable, ...] = ()  # those behind `drops`
-    limited: SlotCache | None = None  # the one whose slots for every day the placement counts
 
 
 class _ChunkGroupBuilder:
@@ -107,12 +98,9 @@ class _ChunkGroupBuilder:
         plan: ChunkGroupPlan,
         members: Sequence[ManagedParam],
         first_number: Mapping[int, int],
-        config: Config,
-        backend: Backend,
-        ledger: Ledger,
+        shared: Shared,
         world: ProcessGroups,
         spare_bytes: int,
-        notes: list[str],
         resources: ExitStack,
     ) -> None:
         self._plan = plan
@@ -120,219 +108,156 @@ class _ChunkGroupBuilder:
         self._slot = SlotBytes.of(plan.layout, plan.dtypes)
         self._members = members
         self._first_number = first_number
-        self._config = config
-        self._backend = backend
-        self._ledger = ledger
+        self._config, self._backend = shared.config, shared.backend
+        self._ledger, self._notes = shared.ledger, shared.notes
         self._world = world
         self._spare_bytes = spare_bytes
-        self._notes = notes
         self._resources = resources
-        self._file = ScratchSpace(config, ledger, notes, resources)
 
     def build(self) -> ChunkGroup:
         """All parts, in the order in which they need each other."""
-        file_map = map_file(self._layout, self._placement, self._dtypes)
-        if file_map.nbytes:
-            self._file.take(file_map.nbytes)
-        homes = self._make_homes()
-        pools = SlotArenas(
-            self._layout,
-            self._dtypes,
-            self._placement,
-            self._backend,
-            self._ledger,
-            self._file,
-            self._notes,
-            self._spare_bytes,
-            self._resources,
+        memory = self._make_memory()
+        device = self._make_device_parts(memory.file)
+        access, ranks = self._make_access(memory, device)
+        return ChunkGroup(
+            self._plan,
+            self._members,
+            memory,
+            access,
+            self._world,
+            ranks,
+            device,
+            self._resources.pop_all(),
         )
-        updater = self._make_updater()
+
+    def _make_access(
+        self, memory: StateMemory, device: DeviceParts | None
+    ) -> tuple[StateAccess, RankParts | None]:
+        homes, extents, arenas = memory.homes, memory.extents, memory.arenas
+        grad_offload = None if device is None else device.grad_offload
+        updater = None if device is None else device.updater
         optim_states = OptimizerState(
             self._layout.tile_numel,
             self._dtypes,
-            homes.optim_state,
-            file_map.optim_state,
-            pools.buffers,
-            self._file,
-            pools.pipeline,
+            homes[StateKind.OPTIM_STATE],
+            extents[StateKind.OPTIM_STATE],
+            arenas,
+            memory.file,
             updater,
         )
-        buffers = self._make_link_buffers()
-        grad_offload = self._make_grad_offload(buffers)
-        grad_cache = self._file_cache(pools.grads, file_map.grad, UseOrder())
         grads = Grads(
             self._layout,
             self._dtypes,
-            homes.grad,
-            grad_cache,
-            file_map.grad,
+            homes[StateKind.GRAD],
+            self._file_cache(memory, arenas.grads, StateKind.GRAD, UseOrder()),
+            extents[StateKind.GRAD],
             grad_offload if self._world.everyone is None else None,
             updater,
         )
         stepper = Stepper(
             self._layout,
             self._dtypes.param_bytes,
-            homes.param,
-            file_map.param,
+            homes[StateKind.PARAM],
+            extents[StateKind.PARAM],
             grads,
             optim_states,
-            pools.pipeline,
+            arenas,
             self._first_number,
             updater,
         )
-        order, versions = UseOrder(), Versions(len(self._layout.chunks))
-        shard_cache = self._make_shard_cache(pools, file_map, order, stepper)
-        # Shards on their way to ranks may take all the room for a while.
-        patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
-        shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
-        shards = ParamShards(homes.param, shared_shards)
-        server = self._make_server(versions, shards, optim_states)
-        gathering = self._make_gathering(pools, shards, server)
-        copies = self._gathered_copies(
-            pools, homes.param, shard_cache, shared_shards, gathering, order
-        )
-        params = Params(
-            self._layout,
-            homes.param,
-            shards,
-            pools.gathered,
-            copies.cache,
-            order,
-            self._dtypes.torch_compute,
-            self._config.prefetch,
-            versions,
-            gathering,
-            copies.drops,
-        )
+        params, gathering, server = self._make_params(memory, stepper, optim_states)
         ranks: RankParts | None = None
         if self._world.everyone is not None:
-            grad_reducer = self._make_grad_reducer(homes.grad, grads, grad_offload)
-            ranks = RankParts(grad_reducer, server, gathering, versions)
-        movable = Movable(
-            layout=self._layout,
-            dtypes=self._dtypes,
-            members=self._members,
-            homes={
-                StateKind.PARAM: homes.param,
-                StateKind.GRAD: homes.grad,
-                StateKind.OPTIM_STATE: homes.optim_state,
-            },
-            extents={
-                StateKind.PARAM: file_map.param,
-                StateKind.GRAD: file_map.grad,
-                StateKind.OPTIM_STATE: file_map.optim_state,
-            },
-            file=self._file,
-            pools=pools,
-            params=params,
-            grads=grads,
-            optim_states=optim_states,
-            caches=[*copies.caches, shared_shards],
-            grad_cache=grad_cache,
-            gathered_cache=copies.limited,
-            pipeline_users=[optim_states, stepper],
-            grad_reducer=None if ranks is None else ranks.grad_reducer,
-            link=self._make_link(buffers, grad_offload, updater),
+            grad_reducer = self._make_grad_reducer(homes[StateKind.GRAD], grads, grad_offload)
+            ranks = RankParts(grad_reducer, server, gathering, params.versions)
+        return StateAccess(params, grads, optim_states, stepper), ranks
+
+    # Memory
+
+    def _make_memory(self) -> StateMemory:
+        file = ScratchSpace(self._config, self._ledger, self._notes, self._resources)
+        file_map = map_file(self._layout, self._placement, self._dtypes)
+        if file_map.nbytes:
+            file.take(file_map.nbytes)
+        homes = self._make_homes()
+        arenas = SlotArenas(
+            self._layout,
+            self._dtypes,
+            self._placement,
+            self._backend,
+            self._ledger,
+            file,
+            self._notes,
+            self._spare_bytes,
+            self._resources,
         )
-        return ChunkGroup(
-            members=self._members,
-            layout=self._layout,
-            placement=self._placement,
-            dtypes=self._dtypes,
-            params=params,
-            grads=grads,
-            optim_states=optim_states,
-            stepper=stepper,
-            movable=movable,
-            min_gathered_slots=self._plan.min_gathered_slots,
-            world=self._world,
-            ranks=ranks,
-            order=order,
-            held=self._plan.held,
-            resources=self._resources.pop_all(),
-        )
+        extents = {
+            StateKind.PARAM: file_map.param,
+            StateKind.GRAD: file_map.grad,
+            StateKind.OPTIM_STATE: file_map.optim_state,
+        }
+        return StateMemory(homes, extents, file, arenas)
 
-    # RAM
-
-    def _make_homes(self) -> _Homes:
-        made, shard, slot, dtypes = self._placement, self._layout.shard, self._slot, self._dtypes
-
-        def homes(
-            tiers: Sequence[Tier | None],
-            nbytes: int,
-            dtype: torch.dtype,
-            account: Account,
-            sharded: bool,
-        ) -> Homes:
-            found = Homes(
+    def _make_homes(self) -> dict[StateKind, Homes]:
+        shard, dtypes = self._layout.shard, self._dtypes
+        found = {}
+        for state_kind, dtype, account, whole in (
+            (StateKind.PARAM, dtypes.torch_compute, Account.PARAM, not shard.params),
+            (StateKind.GRAD, dtypes.torch_grad, Account.GRAD, not shard.grads),
+            (StateKind.OPTIM_STATE, torch.uint8, Account.OPTIM_STATE, False),
+        ):
+            found[state_kind] = Homes(
                 self._layout,
-                tiers,
-                nbytes,
+                getattr(self._placement, state_kind.value),
+                getattr(self._slot, state_kind.value),
                 dtype,
                 self._ledger,
                 account,
                 self._backend,
-                not sharded,
+                whole,
             )
-            self._resources.callback(found.close)
-            return found
+            self._resources.callback(found[state_kind].close)
+        return found
 
-        return _Homes(
-            homes(made.param, slot.param, dtypes.torch_compute, Account.PARAM, shard.params),
-            homes(made.grad, slot.grad, dtypes.torch_grad, Account.GRAD, shard.grads),
-            homes(made.optim_state, slot.optim_state, torch.uint8, Account.OPTIM_STATE, True),
-        )
-
-    def _make_updater(self) -> Updater | None:
-        """What updates on DEVICE, if the CPU's pipeline cannot; ready if something is there."""
+    def _make_device_parts(self, file: ScratchSpace) -> DeviceParts | None:
+        if not self._backend.separate:
+            return None
         updater = self._backend.updater(self._dtypes.kind, self._layout.tile_numel)
         if updater is not None and Tier.DEVICE in self._placement.param:
             updater.prepare()
-        return updater
-
-    def _make_link_buffers(self) -> HostArena | None:
-        """For what is on its way between a DEVICE of its own and RAM; whoever uses them waits."""
-        if not self._backend.separate:
-            return None
         nbytes = link_bytes(self._layout, self._dtypes) // BUFFERS
         buffers = self._backend.host_arena(BUFFERS, nbytes, self._ledger, Account.LINK)
         self._resources.callback(buffers.close)
         buffers.commit(0, BUFFERS)
-        return buffers
-
-    def _make_link(
-        self, buffers: HostArena | None, grad_offload: GradOffload | None, updater: Updater | None
-    ) -> Link | None:
-        if buffers is None or grad_offload is None:
-            return None
-        home_copier = HomeCopier(self._backend, buffers, self._file)
-        return Link(self._backend, home_copier, grad_offload, updater)
-
-    def _make_grad_offload(self, buffers: HostArena | None) -> GradOffload | None:
-        """The way of gradients from a DEVICE of its own to RAM."""
-        if buffers is None:
-            return None
         grad_offload = GradOffload(
             self._backend, self._ledger, self._placement.grad_offload_bytes, buffers
         )
         self._resources.callback(grad_offload.close)
-        return grad_offload
+        home_copier = HomeCopier(self._backend, buffers, file)
+        return DeviceParts(self._backend, home_copier, grad_offload, updater)
 
     # Copies of parameters
 
-    def _make_shard_cache(
-        self,
-        pools: SlotArenas,
-        file_map: FileMap,
-        order: UseOrder,
-        stepper: Stepper,
-    ) -> SlotCache:
-        """Copies of this rank's shards that are on DISK."""
-        arena = pools.gathered if pools.read_in_place else pools.shards
-        cache = self._file_cache(arena, file_map.param, order)
+    def _make_params(
+        self, memory: StateMemory, stepper: Stepper, optim_states: OptimizerState
+    ) -> tuple[Params, Gathering | None, ShardServer | None]:
+        homes, arenas = memory.homes[StateKind.PARAM], memory.arenas
+        order, versions = UseOrder(), Versions(len(self._layout.chunks))
+        arena = arenas.gathered if arenas.read_in_place else arenas.shards
+        shard_cache = self._file_cache(memory, arena, StateKind.PARAM, order)
         chunks = self._layout.chunks
-        cache.before_read = lambda chunk: stepper.wait_written(chunks[chunk])
-        return cache
+        shard_cache.before_read = lambda chunk: stepper.wait_written(chunks[chunk])
+        # Shards on their way to ranks may take all the room for a while.
+        patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
+        shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
+        shards = ParamShards(homes, shared_shards)
+        server = self._make_server(versions, shards, optim_states)
+        gathering = self._make_gathering(arenas, shards, server)
+        copies = self._make_copies(arenas, homes, shard_cache, shared_shards, gathering, order)
+        params = Params(
+            self._layout, homes, shards, copies, self._config.prefetch, versions, gathering
+        )
+        return params, gathering, server
 
     def _make_server(
         self, versions: Versions, shards: ParamShards, optim_states: OptimizerState
@@ -346,58 +271,67 @@ class _ChunkGroupBuilder:
         return server
 
     def _make_gathering(
-        self, pools: SlotArenas, shards: ParamShards, server: ShardServer | None
+        self, arenas: SlotArenas, shards: ParamShards, server: ShardServer | None
     ) -> Gathering | None:
-        """Whole chunks from all ranks' shards, in RAM."""
+        """What makes whole chunks, in RAM, from all ranks' shards."""
         if server is None:
             return None
-        arena = pools.staged if self._backend.separate else pools.gathered
+        arena = arenas.staged if self._backend.separate else arenas.gathered
         return Gathering(self._layout, server, shards, arena, self._dtypes.torch_compute)
 
-    def _gathered_copies(
+    def _make_copies(
         self,
-        pools: SlotArenas,
+        arenas: SlotArenas,
         homes: Homes,
         shard_cache: SlotCache,
         shared_shards: SharedCache,
         gathering: Gathering | None,
         order: UseOrder,
-    ) -> _Copies:
-        """The copies that compute uses, and what backs them.
+    ) -> ParamCopies:
+        """The copies that compute uses, and what fills their slots.
 
-        If compute happens in RAM, the file, for one rank, or all ranks' shards; else what is in
-        RAM, where the file or the ranks bring it.
+        If compute happens in RAM, the file fills them (one rank), or all ranks' shards do; if not,
+        they are copied from RAM, where the file or the ranks bring the chunks.
         """
-        made, dtype = self._placement, self._dtypes.torch_compute
-        if not self._backend.separate:
-            if gathering is None:
-                return _Copies(shard_cache)
-            cache = self._cache(pools.gathered, gathering, order, made.gathered_slots)
-            return _Copies(cache, (cache.drop,), (cache,), cache)
-        in_ram = shared_shards
+        dtype = self._dtypes.torch_compute
+        caches: tuple[CopyCache, ...] = ()
         drops: tuple[Callable[[int], object], ...] = ()
-        caches: tuple[SharedCache, ...] = ()
-        if gathering is not None:
-            in_ram = SharedCache(self._cache(pools.staged, gathering, order), dtype)
-            drops, caches = (in_ram.drop,), (in_ram,)
-        fetching = Fetching(
-            pools.gathered,
-            self._backend,
-            HostSource(self._layout, homes, in_ram),
-            {c.id: c.slots for c in self._layout.chunks},
-            {c.id: c.used_numel * self._dtypes.param_bytes for c in self._layout.chunks},
+        if not self._backend.separate:
+            cache = shard_cache
+            if gathering is not None:
+                limit = self._placement.gathered_slots
+                cache = self._cache(arenas.gathered, gathering, order, limit)
+                caches, drops = (cache,), (cache.drop,)
+        else:
+            in_ram = shared_shards
+            if gathering is not None:
+                in_ram = SharedCache(self._cache(arenas.staged, gathering, order), dtype)
+                caches, drops = (in_ram,), (in_ram.drop,)
+            fetching = Fetching(
+                arenas.gathered,
+                self._backend,
+                HostSource(self._layout, homes, in_ram),
+                {c.id: c.slots for c in self._layout.chunks},
+                {c.id: c.used_numel * self._dtypes.param_bytes for c in self._layout.chunks},
+            )
+            self._resources.callback(fetching.close)
+            cache = self._cache(arenas.gathered, fetching, order)
+            caches, drops = (cache, fetching, *caches), (cache.drop, fetching.settle, *drops)
+        return ParamCopies(
+            arena=arenas.gathered,
+            cache=cache,
+            order=order,
+            dtype=dtype,
+            clearable=(*caches, shared_shards),
+            drops=drops,
+            has_soft_limit=gathering is not None and not self._backend.separate,
         )
-        self._resources.callback(fetching.close)
-        cache = self._cache(pools.gathered, fetching, order)
-        return _Copies(cache, (cache.drop, fetching.settle, *drops), (cache, fetching, *caches))
 
     def _file_cache(
-        self,
-        arena: HostArena,
-        extents: dict[int, Extent],
-        order: UseOrder,
+        self, memory: StateMemory, arena: HostArena, state_kind: StateKind, order: UseOrder
     ) -> SlotCache:
-        return self._cache(arena, FileBacking(arena, self._file, extents), order)
+        backing = FileBacking(arena, memory.file, memory.extents[state_kind])
+        return self._cache(arena, backing, order)
 
     def _cache(
         self, arena: HostArena, backing: Backing, order: UseOrder, limit: int | None = None

@@ -1,4 +1,4 @@
-"""One set of parameters of one compute dtype, and all that keeps, moves and updates them."""
+"""A chunk group: parameters of one compute dtype, and all that keeps, moves and updates them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hetero.chunk_groups.movable import Movable
 from hetero.chunk_groups.update_tasks import Stepper
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
@@ -20,17 +19,48 @@ from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
 from hetero.state.all_gather import Gathering
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
+from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimizerState, TileState
 from hetero.state.params import Params
-from hetero.state.scratch_space import DiskParts
+from hetero.state.scratch_space import DiskParts, ScratchSpace
+from hetero.state.slot_arenas import SlotArenas
 from offload._native import StepPipeline
 from offload.cache.use_order import UseOrder
+from offload.device.backend import Backend, Updater
+from offload.device.grad_offload import GradOffload
+from offload.device.home_copy import HomeCopier
+from offload.disk.backing import Extent
+from offload.memory.tiers import StateKind
 
 
-@dataclass
+@dataclass(frozen=True)
+class StateMemory:
+    """The memory and the file that hold this rank's part of a chunk group's state.
+
+    `homes` has the chunks that are at home in RAM or on DEVICE, `extents` (by chunk id, in `file`)
+    those on DISK; `arenas` has the slots for copies, and the pipeline over its buffers.
+    """
+
+    homes: Mapping[StateKind, Homes]
+    extents: Mapping[StateKind, dict[int, Extent]]
+    file: ScratchSpace
+    arenas: SlotArenas
+
+
+@dataclass(frozen=True)
+class StateAccess:
+    """What reads and changes each kind of state, and the stepper, which updates all three."""
+
+    params: Params
+    grads: Grads
+    optim_states: OptimizerState
+    stepper: Stepper
+
+
+@dataclass(frozen=True)
 class RankParts:
-    """What exists only with several ranks; only of shards, if the ranks share any."""
+    """What exists only with several ranks: `server` and `gathering` only if shards have ranks."""
 
     grad_reducer: GradReducer
     server: ShardServer | None
@@ -38,41 +68,78 @@ class RankParts:
     versions: Versions
 
 
-@dataclass(eq=False)
-class ChunkGroup:
-    """Parameters that are laid out together, and their homes, pools, file and connections.
+@dataclass(frozen=True)
+class DeviceParts:
+    """What exists only if DEVICE has memory of its own; `updater` if the CPU cannot use that."""
 
-    An engine has one; another for parameters that stay in fp32; and one for each set of parameters
-    that came later. They share nothing but the ledger: chunk ids, slots and messages are a chunk
-    group's own.
+    backend: Backend
+    home_copier: HomeCopier
+    grad_offload: GradOffload
+    updater: Updater | None
+
+
+class ChunkGroup:
+    """Parameters that are laid out together, with their homes, slots, file and connections.
+
+    An engine has one for the parameters in its compute dtype, another for those that stay in fp32,
+    and one for each set of parameters that is added after initialize(). They share the ledger
+    alone: chunk ids, slots and messages belong to one chunk group.
     """
 
-    members: Sequence[ManagedParam]
-    layout: Layout
-    placement: Placement
-    dtypes: Dtypes
-    params: Params
-    grads: Grads
-    optim_states: OptimizerState
-    stepper: Stepper
-    movable: Movable
-    min_gathered_slots: int
-    world: ProcessGroups
-    ranks: RankParts | None
-    order: UseOrder
-    held: bool  # as BankPlan says
-    resources: ExitStack  # closed in the reverse order of their making
-    plan: Plan | None = None  # that the placement came of; None: it was chosen by sizes
+    def __init__(
+        self,
+        spec: ChunkGroupPlan,
+        members: Sequence[ManagedParam],
+        memory: StateMemory,
+        access: StateAccess,
+        world: ProcessGroups,
+        ranks: RankParts | None,
+        device: DeviceParts | None,
+        resources: ExitStack,
+    ) -> None:
+        """A chunk group as build_chunk_group() makes it; parameters have no values there yet.
+
+        Args:
+            spec: dtypes, layout and first placement.
+            members: the parameters, chunk by chunk.
+            memory: what holds their state.
+            access: what reads and changes their state.
+            world: the ranks, over connections that this chunk group alone uses.
+            ranks: None for one rank.
+            device: None if compute happens in RAM.
+            resources: what close() closes, in the reverse order of its making.
+        """
+        self.members = members
+        self.layout: Layout = spec.layout
+        self.dtypes: Dtypes = spec.dtypes
+        self.placement: Placement = spec.placement
+        self.min_gathered_slots = spec.min_gathered_slots
+        self.reduce_at_end = spec.held
+        self.memory = memory
+        self.params = access.params
+        self.grads = access.grads
+        self.optim_states = access.optim_states
+        self.stepper = access.stepper
+        self.world = world
+        self.ranks = ranks
+        self.device = device
+        self.plan: Plan | None = None
+        self._resources = resources
+
+    @property
+    def order(self) -> UseOrder:
+        """The learned order in which steps gather chunks."""
+        return self.params.order
 
     @property
     def pipeline(self) -> StepPipeline:
-        """What updates; another one after homes have moved."""
-        return self.movable.pools.pipeline
+        """The native pipeline that updates; homes that move get the chunk group a new one."""
+        return self.memory.arenas.pipeline
 
     @property
     def disk(self) -> DiskParts | None:
-        """What exists only if something is, or was, homed on DISK."""
-        return self.movable.file.parts
+        """The file and its I/O engine; None until something is homed on DISK."""
+        return self.memory.file.parts
 
     @property
     def wait_s(self) -> float:
@@ -82,7 +149,7 @@ class ChunkGroup:
 
     @property
     def add_grad(self) -> Callable[[ManagedParam, torch.Tensor, bool], None]:
-        """What takes a gradient that autograd made."""
+        """Takes (parameter, gradient that autograd made, whether to add it to the kept one)."""
         return self.grads.add if self.ranks is None else self.ranks.grad_reducer.add
 
     @property
@@ -90,10 +157,18 @@ class ChunkGroup:
         """Elements of the parameters that are trained."""
         return sum(m.numel for m in self.members if m.chunk.trainable)
 
-    def when_held(self) -> Placement:
-        """Its placement with room for whole gradients until the end of backward."""
+    def note_placement(self, placement: Placement) -> None:
+        """Homes and slots are now where `placement` says."""
+        self.placement = placement
+
+    def note_plan(self, plan: Plan | None) -> None:
+        """The present placement came from `plan`, or, if None, was chosen by sizes."""
+        self.plan = plan
+
+    def placement_if_reducing_at_end(self) -> Placement:
+        """The placement with room for whole gradients until the end of backward."""
         shard, made = self.layout.shard, self.placement
-        if self.held or self.ranks is None or not shard.grads:
+        if self.reduce_at_end or self.ranks is None or not shard.grads:
             return made
         slots = sum(c.slots for c in self.layout.chunks if c.trainable)
         more = max(0, slots - made.bucket_slots)
@@ -102,51 +177,53 @@ class ChunkGroup:
             made, bucket_slots=made.bucket_slots + more, host_bytes=made.host_bytes + more_bytes
         )
 
-    def hold(self) -> None:
-        """From now on its gradients stay whole until the end of backward; idempotent.
+    def begin_reducing_at_end(self) -> None:
+        """Keeps gradients whole until the end of backward from now on; idempotent.
 
-        Raises BudgetError, with nothing changed.
+        Raises:
+            BudgetError: there is no room for them; nothing is changed.
         """
-        if not self.held:
-            placement = self.when_held()
+        if not self.reduce_at_end:
+            placement = self.placement_if_reducing_at_end()
             if self.ranks is not None:
                 self.ranks.grad_reducer.reserve(
                     placement.bucket_slots - self.placement.bucket_slots
                 )
-            self.placement, self.held = placement, True
-            self.resources.enter_context(self.no_sync())
+            self.placement, self.reduce_at_end = placement, True
+            self._resources.enter_context(self.no_sync())
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients are only added up on each rank."""
+        """Inside the block gradients are only added up on each rank."""
         return nullcontext() if self.ranks is None else self.ranks.grad_reducer.no_sync()
 
     def commit(self) -> None:
-        """Charges what of its plan is not charged yet, once its parameters are there.
+        """Charges the rest of the planned RAM to the ledger, once the parameters have values.
 
-        From then on what the budget has left is nobody's.
+        Afterwards what a budget has beyond the bytes in use is free for other chunk groups.
         """
         self.grads.commit()
 
-    def give_up(self, why: str) -> None:
-        """Other ranks, which wait for values that will not come, are told why."""
+    def fail_waiting_ranks(self, why: str) -> None:
+        """Tells the ranks that wait for values of this one that these will not come, and why."""
         if self.ranks is not None:
             self.ranks.versions.end(why)
 
     def leave(self) -> None:
-        """Answers other ranks until none asks any more; asks them nothing more."""
+        """Asks other ranks for nothing any more, and answers them until they do the same."""
         self.params.stop()
         if self.ranks is not None and self.ranks.server is not None:
             self.ranks.server.close()
 
     def close(self) -> None:
         """Frees memory, file and threads; idempotent."""
-        self.params.forget()
-        self.resources.close()
+        self.params.close()
+        self._resources.close()
 
     @contextmanager
     def open_optim_state(self, chunk: Chunk, tile: int, rank: int) -> Iterator[TileState | None]:
-        """A tile's optimizer state of any rank's shard, to be read inside the block; None:
-        frozen.
+        """The optimizer state of one tile of `rank`'s shard, for reading inside the block.
+
+        It is None for a frozen chunk. Another rank's is a copy.
         """
         if rank == self.layout.shard.rank or not chunk.trainable:
             with self.optim_states.open(chunk, tile) as optim_state:
@@ -162,10 +239,12 @@ class ChunkGroup:
 def manage(
     plan: ChunkGroupPlan, params: Mapping[int, torch.nn.Parameter], device: torch.device
 ) -> list[ManagedParam]:
-    """What is known of the chunk group's parameters, chunk by chunk; `params` by their specs'
-    indices.
+    """A ManagedParam for each parameter of a planned chunk group, chunk by chunk.
 
-    Compute happens on `device`.
+    Args:
+        plan: says which parameters, and where in their chunks.
+        params: the parameters by the index of their ParamSpec.
+        device: where compute happens.
     """
     return [
         ManagedParam(params[s.param.index], chunk, s, plan.dtypes.torch_compute, device)

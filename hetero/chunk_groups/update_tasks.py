@@ -12,6 +12,7 @@ from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimizerState, parts_of
+from hetero.state.slot_arenas import SlotArenas
 from offload._native import Hyper, Location, StepPipeline, StepTask
 from offload.device.backend import DeviceTask, Updater
 from offload.disk.backing import Extent
@@ -61,7 +62,7 @@ class Stepper:
         param_extents: dict[int, Extent],
         grads: Grads,
         optim_states: OptimizerState,
-        pipeline: StepPipeline,
+        arenas: SlotArenas,
         first_number: Mapping[int, int],
         updater: Updater | None = None,
     ) -> None:
@@ -76,7 +77,7 @@ class Stepper:
         self._param_extents = param_extents
         self._grads = grads
         self._optim_states = optim_states
-        self._pipeline = pipeline
+        self._arenas = arenas
         self._updater = updater
         self._first_key: dict[int, int] = {}
         key = 0
@@ -89,8 +90,9 @@ class Stepper:
         self.next_use: Callable[[Chunk], int] | None = None
         self.wait_s = 0.0  # for the update of a chunk that was needed
         self._first_number = first_number
-        self._expecting = False  # since the last step
-        optim_states.after_forget = self.note_forgotten
+        # The epoch of the arenas in which the pipeline was told what to read ahead, since the last
+        # step; None: not told.
+        self._told_in_epoch: int | None = None
         # Tiles, by chunk's id and number: updated in this step, and in the last that updated any.
         self._updated: list[tuple[int, int]] = []
         self._last = [
@@ -112,9 +114,9 @@ class Stepper:
         nothing that buffers keep from it, and nothing twice, however often this is called. If the
         step does not come, or is another, what was read stays until its buffer is needed.
         """
-        if self._expecting:
+        if self._expects:
             return
-        self._expecting = True
+        self._told_in_epoch = self._arenas.read_ahead_epoch
         order = self._last if self._repeats else sorted(self._last, reverse=not self._forward)
         chunks = self._layout.chunks
         self._pipeline.expect(
@@ -159,14 +161,19 @@ class Stepper:
         self._pipeline.wait_updated()
         self._updated.clear()
 
-    def note_forgotten(self) -> None:
-        """The pipeline was made to forget what it has read ahead."""
-        self._expecting = False
+    @property
+    def _expects(self) -> bool:
+        """Whether the pipeline reads ahead what it was told to, since the last step."""
+        return self._told_in_epoch == self._arenas.read_ahead_epoch
 
     def _expect_nothing(self) -> None:
-        if self._expecting:
+        if self._expects:
             self._pipeline.expect([], STREAMING if self._repeats else 0)
-            self._expecting = False
+            self._told_in_epoch = None
+
+    @property
+    def _pipeline(self) -> StepPipeline:
+        return self._arenas.pipeline
 
     def submit(self, groups: Groups, table: HyperTable) -> None:
         """Begins to update the given parameters. Until they are, RAM that they use must stay."""
@@ -254,11 +261,6 @@ class Stepper:
         """Until the file has what the last step computed for `chunk`."""
         for tile in range(chunk.slots):
             self._pipeline.wait_written(self._first_key[chunk.id] + tile)
-
-    def use(self, pipeline: StepPipeline) -> None:
-        """The chunk group has got another pipeline; all is written that the old one had."""
-        self._pipeline = pipeline
-        self._expecting = False  # what the old one has read ahead is forgotten
 
 
 def _merged(segments: Iterable[Segment]) -> list[Segment]:

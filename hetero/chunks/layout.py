@@ -54,7 +54,7 @@ class Chunk:
     slots: int
     slices: tuple[ParamSlice, ...]
     trainable: bool
-    chunk_group: int = 0  # number of the chunk group whose it is; ids count within a chunk group
+    group_index: int = 0  # of its chunk group in the engine; ids count within a chunk group
 
     @property
     def name(self) -> str:
@@ -140,10 +140,10 @@ class Layout:
 
 
 def pack(
-    params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE, chunk_group: int = 0
+    params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE, group_index: int = 0
 ) -> Layout:
-    """Packs `params` in order, first fit into the open chunk of their kind, as chunks of `chunk
-    group`.
+    """Packs `params` in order, first fit into the open chunk of their kind, into chunks
+    of the chunk group number `group_index`.
 
     A parameter that does not fit the open chunk opens the next one; one larger than a slot gets a
     chunk of its own. A group has a chunk of its own, of as many slots as it needs. Empty
@@ -177,7 +177,7 @@ def pack(
                 ceil(slices[-1].end / slot_numel),
                 tuple(slices),
                 slices[0].param.trainable,
-                chunk_group,
+                group_index,
             )
             for i, slices in enumerate(packed)
         ),

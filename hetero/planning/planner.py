@@ -72,7 +72,7 @@ class Planner:
         held: bool,
     ) -> Problem:
         """What is planned for one chunk group."""
-        trace = self.traces.get(layout.chunks[0].chunk_group)
+        trace = self.traces.get(layout.chunks[0].group_index)
         if trace is None:
             flop_per_s = self._profile.rate("matmul_flop_per_s", dtypes.compute)
             trace = expected_trace([layout], self._work, flop_per_s)

@@ -29,7 +29,7 @@ class Phase(enum.Enum):
 class Use:
     """A chunk (ids count within a chunk group) is needed."""
 
-    chunk_group: int
+    group_index: int
     chunk: int
     phase: Phase
 
@@ -63,7 +63,7 @@ class Trace:
         """One chunk group's uses, and its `part` of the computing."""
         return replace(
             self,
-            uses=tuple(use for use in self.uses if use.chunk_group == chunk_group),
+            uses=tuple(use for use in self.uses if use.group_index == chunk_group),
             forward_s=self.forward_s * part,
             backward_s=self.backward_s * part,
         )
@@ -203,7 +203,7 @@ def completed(trace: Trace, layouts: Sequence[Layout]) -> Trace:
         for chunk in layout.chunks
     }
     missing = sorted(
-        known.keys() - {(u.chunk_group, u.chunk) for u in trace.uses}, key=known.__getitem__
+        known.keys() - {(u.group_index, u.chunk) for u in trace.uses}, key=known.__getitem__
     )
     if not missing:
         return trace
@@ -220,8 +220,8 @@ def completed(trace: Trace, layouts: Sequence[Layout]) -> Trace:
         sign = 1 if phase is Phase.FORWARD else -1
         rest = [Use(chunk_group, chunk, phase) for chunk_group, chunk in missing][::sign]
         for use in run:
-            place = sign * known[use.chunk_group, use.chunk]
-            while rest and sign * known[rest[0].chunk_group, rest[0].chunk] < place:
+            place = sign * known[use.group_index, use.chunk]
+            while rest and sign * known[rest[0].group_index, rest[0].chunk] < place:
                 made.append(rest.pop(0))
             made.append(use)
         made += rest

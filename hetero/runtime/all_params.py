@@ -54,24 +54,24 @@ class AllParams:
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is in RAM, where compute uses it in place."""
-        return self._chunk_groups[chunk.chunk_group].params.is_resident(chunk)
+        return self._chunk_groups[chunk.group_index].params.is_resident(chunk)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's parameters now, flat; unless resident a pin on a gathered copy."""
-        return self._chunk_groups[chunk.chunk_group].params.flat(chunk)
+        return self._chunk_groups[chunk.group_index].params.flat(chunk)
 
     def acquire(self, managed: ManagedParam) -> None:
         """Makes the parameter present until as many release() calls."""
         self.check_use(managed)
-        self._chunk_groups[managed.chunk.chunk_group].params.acquire(managed)
+        self._chunk_groups[managed.chunk.group_index].params.acquire(managed)
 
     def release(self, managed: ManagedParam) -> None:
         """Undoes one acquire()."""
-        self._chunk_groups[managed.chunk.chunk_group].params.release(managed)
+        self._chunk_groups[managed.chunk.group_index].params.release(managed)
 
     def is_in_place(self, managed: ManagedParam) -> bool:
         """Whether the parameter is where it belongs between steps: at home, or absent."""
-        return self._chunk_groups[managed.chunk.chunk_group].params.is_in_place(managed)
+        return self._chunk_groups[managed.chunk.group_index].params.is_in_place(managed)
 
     def settle(self) -> None:
         """Until nothing that was asked of other ranks is under way."""
@@ -94,7 +94,7 @@ class AllParams:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
         if isinstance(saved, SavedView):
             self.check_saved(saved.chunk)
-            return self._chunk_groups[saved.chunk.chunk_group].params.unpack(saved)
+            return self._chunk_groups[saved.chunk.group_index].params.unpack(saved)
         if saved.chunk is not None:
             self.check_saved(saved.chunk)
         if saved.tensor._version != saved.version:

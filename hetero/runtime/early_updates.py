@@ -100,8 +100,8 @@ class EarlyUpdates:
         if not self._enabled:
             return
         changing = self._params.changing
-        mine = chunk_group.layout.chunks[0].chunk_group
-        for address in [at for at, chunk in changing.items() if chunk.chunk_group == mine]:
+        mine = chunk_group.layout.chunks[0].group_index
+        for address in [at for at, chunk in changing.items() if chunk.group_index == mine]:
             del changing[address]
         for chunk in chunk_group.layout.chunks:
             if chunk.trainable and chunk_group.params.is_resident(chunk):
@@ -296,7 +296,7 @@ class EarlyUpdates:
         self._group_of.clear()
 
     def _chunk_group(self, chunk: Chunk) -> ChunkGroup:
-        return self._chunk_groups[chunk.chunk_group]
+        return self._chunk_groups[chunk.group_index]
 
     def _members(self, chunk: Chunk) -> list[ManagedParam]:
         return self._chunk_group(chunk).grads.members(chunk)

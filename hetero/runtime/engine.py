@@ -178,7 +178,7 @@ class Engine:
 
     def chunk_group_of(self, managed: ManagedParam) -> ChunkGroup:
         """The chunk group that has it."""
-        return self.chunk_groups[managed.chunk.chunk_group]
+        return self.chunk_groups[managed.chunk.group_index]
 
     @property
     def layout(self) -> Layout:
@@ -369,7 +369,7 @@ class Engine:
 
     def _update_chunk_groups(self, groups: Groups, table: HyperTable) -> None:
         used = {
-            m.chunk.chunk_group for _, members in groups for m in members
+            m.chunk.group_index for _, members in groups for m in members
         } | self.early.chunk_groups
         for chunk_group in (
             chunk_group for number, chunk_group in enumerate(self.chunk_groups) if number in used

@@ -64,7 +64,7 @@ class GradFactors:
             chunk_group.ranks.grad_reducer.changed = self._whole_sums.clear
 
     def _grads(self, managed: ManagedParam) -> Grads:
-        return self._chunk_groups[managed.chunk.chunk_group].grads
+        return self._chunk_groups[managed.chunk.group_index].grads
 
     # Gradients arrive
 
@@ -83,7 +83,7 @@ class GradFactors:
                 self.check_assigned(m)
                 self._check_assigned(m, m.param.grad)
                 grad = m.param.grad
-                if self._chunk_groups[m.chunk.chunk_group].placement.grad_offload_bytes:
+                if self._chunk_groups[m.chunk.group_index].placement.grad_offload_bytes:
                     grad = grad.clone()  # it leaves the device later; the user may change it sooner
                 self._take(m, grad, False, 1.0)
 
@@ -91,7 +91,7 @@ class GradFactors:
         # Before the gradient, so that an exception in between leaves both as they belong.
         self._set_factor(m, factor, accumulate)
         self._unsettled = True
-        self._chunk_groups[m.chunk.chunk_group].add_grad(m, grad, accumulate)
+        self._chunk_groups[m.chunk.group_index].add_grad(m, grad, accumulate)
 
     def _renew(self, m: ManagedParam, accumulate: bool) -> None:
         """Other ranks' gradients come, to what is kept if `accumulate`."""
@@ -112,7 +112,7 @@ class GradFactors:
         # If one chunk group has something all do: which chunk group has may differ between ranks.
         force = force or self._unsettled
         # First the one that averages during backward, of which other ranks may be in the middle.
-        for chunk_group in sorted(self._chunk_groups, key=lambda chunk_group: chunk_group.held):
+        for chunk_group in sorted(self._chunk_groups, key=lambda each: each.reduce_at_end):
             if chunk_group.ranks is not None:
                 chunk_group.ranks.grad_reducer.settle(force)
         self._unsettled = False
@@ -170,7 +170,7 @@ class GradFactors:
         mine = self._grads(managed).read(managed)
         shard = self._world.shard
         if shard is not None:
-            layout = self._chunk_groups[managed.chunk.chunk_group].layout
+            layout = self._chunk_groups[managed.chunk.group_index].layout
             whole = torch.empty(managed.numel, dtype=mine.dtype)
             parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
             parts[shard.rank].copy_(mine)
@@ -234,7 +234,7 @@ class GradFactors:
         if self._loss_scale.dynamic:
             sums = self.sums_of_squares(members)
             members = [m for m, total in zip(members, sums, strict=True) if math.isfinite(total)]
-        for m in sorted(members, key=lambda m: (m.chunk.chunk_group, m.chunk.id, m.slice.offset)):
+        for m in sorted(members, key=lambda m: (m.chunk.group_index, m.chunk.id, m.slice.offset)):
             if not 0 < m.grad_factor < math.inf:
                 factor, m.grad_factor = m.grad_factor, 1.0
                 self._change(m, lambda kept, factor=factor: kept.mul_(factor))  # type: ignore[misc]

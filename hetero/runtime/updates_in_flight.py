@@ -27,7 +27,7 @@ _NOT_USED_YET = 1 << 30  # due after all that forward has used
 
 def key_of(chunk: Chunk) -> Key:
     """The chunk group's and the chunk's number."""
-    return chunk.chunk_group, chunk.id
+    return chunk.group_index, chunk.id
 
 
 def check_late_updates(config: Config, ranks: int) -> None:
@@ -118,7 +118,7 @@ class Unfinished:
         key = key_of(chunk)
         if key not in self._chunks or key in self._held:
             return
-        chunk_group = self._chunk_groups[chunk.chunk_group]
+        chunk_group = self._chunk_groups[chunk.group_index]
         with timeline.span("gather"):
             chunk_group.stepper.wait_updated(chunk)
         self._free_gradient(chunk)
@@ -172,7 +172,7 @@ class Unfinished:
         return False
 
     def _due(self, chunk: Chunk) -> int:
-        if self._early and self._chunk_groups[chunk.chunk_group].grads.in_file(chunk):
+        if self._early and self._chunk_groups[chunk.group_index].grads.in_file(chunk):
             return 0  # backward waits for the slot, forward has not begun
         return 1 + self._first_use.get(key_of(chunk), _NOT_USED_YET + chunk.id)
 
@@ -181,11 +181,11 @@ class Unfinished:
         if not self._holding:
             return False
         chunk = self._holding[0]
-        self._chunk_groups[chunk.chunk_group].stepper.wait_updated(chunk)
+        self._chunk_groups[chunk.group_index].stepper.wait_updated(chunk)
         self._free_gradient(chunk)
         return True
 
     def _free_gradient(self, chunk: Chunk) -> None:
         if chunk in self._holding:
             self._holding.remove(chunk)
-            self._chunk_groups[chunk.chunk_group].grads.used(chunk)
+            self._chunk_groups[chunk.group_index].grads.used(chunk)

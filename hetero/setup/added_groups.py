@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from hetero.chunk_groups.build import build_chunk_group
+from hetero.chunk_groups.build import Shared, build_chunk_group
 from hetero.chunk_groups.chunk_group import ChunkGroup, manage
 from hetero.chunks.layout import Layout, ParamSpec
 from hetero.planning.group_plans import (
@@ -67,7 +67,9 @@ def extension(
     trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]
     early = None
     if max(trained) > max(
-        chunk_group.trained_numel for chunk_group in engine.chunk_groups if not chunk_group.held
+        chunk_group.trained_numel
+        for chunk_group in engine.chunk_groups
+        if not chunk_group.reduce_at_end
     ):
         early = first + trained.index(max(trained))
     budgets = _budgets(engine, held=early is not None)
@@ -82,12 +84,12 @@ def extension(
     with ExitStack() as resources:
         for plan in plans:
             chunk_groups.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
-            chunk_groups[-1].plan = engine.replanner.plan_of(chunk_groups[-1])
+            chunk_groups[-1].note_plan(engine.replanner.plan_of(chunk_groups[-1]))
         if early is not None:
             # What is under way in a chunk group must not meet another chunk group's backward.
             engine.grad_factors.settle(force=True)
             for chunk_group in engine.chunk_groups:
-                chunk_group.hold()
+                chunk_group.begin_reducing_at_end()
         resources.pop_all()
     engine.first_number.update(first_number)
     return chunk_groups
@@ -110,12 +112,9 @@ def _make(
             plan,
             manage(plan, params, engine.device),
             first_number,
-            engine.config,
-            engine.backend,
-            engine.ledger,
+            Shared(engine.config, engine.backend, engine.ledger, engine.notes),
             world,
             spare_bytes,
-            engine.notes,
         )
         resources.callback(chunk_group.close)
         return chunk_group
@@ -127,7 +126,7 @@ def _make(
             fill(chunk_group, _FromModel(engine))
             chunk_group.commit()
         except Exception as error:
-            chunk_group.give_up(f"{type(error).__name__}: {error}")
+            chunk_group.fail_waiting_ranks(f"{type(error).__name__}: {error}")
             raise
 
     _all_or_none(engine.world, "move", bring)
@@ -235,7 +234,8 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
         chunk_group.params.shrink()
     limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
     placements = [
-        chunk_group.when_held() if held else chunk_group.placement for chunk_group in chunk_groups
+        chunk_group.placement_if_reducing_at_end() if held else chunk_group.placement
+        for chunk_group in chunk_groups
     ]
     planned_host = sum(placement.host_bytes for placement in placements)
     # Some slots may be in use beyond the plan.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
-from hetero.chunk_groups.build import build_chunk_group
+from hetero.chunk_groups.build import Shared, build_chunk_group
 from hetero.chunk_groups.chunk_group import ChunkGroup, manage
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
@@ -195,15 +195,12 @@ def _build(
             plan,
             manage(plan, params, backend.device),
             first_number,
-            config,
-            backend,
-            construction.ledger,
+            Shared(config, backend, construction.ledger, notes),
             world,
             spare_bytes,
-            notes,
         )
         if planner is not None:
-            chunk_group.plan = planner.plan_of(plan.layout, plan.placement)
+            chunk_group.note_plan(planner.plan_of(plan.layout, plan.placement))
         resources.callback(chunk_group.close)
         fill(chunk_group, _FromConstruction(construction))
         chunk_groups[number] = chunk_group

@@ -291,6 +291,11 @@ class Grads:
                     self._cache.write_back(chunk.id)
                 self._cache.drop(chunk.id)
 
+    def note_slots(self) -> None:
+        """The arena of slots was resized while they held nothing."""
+        if self._cache is not None:
+            self._cache.refit()
+
     def leaves_memory(self, chunk: Chunk) -> bool:
         """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
         members = [m for m in self._members[chunk.id] if m.has_grad]

@@ -5,7 +5,7 @@ states.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,14 +15,10 @@ from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from offload._native import Location, StepPipeline, join_master, split_master
+from hetero.state.slot_arenas import SlotArenas
+from offload._native import Location, join_master, split_master
 from offload.device.backend import Updater
 from offload.disk.backing import Extent, FileTransfers
-from offload.memory.arena import HostArena
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -92,9 +88,8 @@ class OptimizerState:
         dtypes: Dtypes,
         homes: Homes,
         extents: dict[int, Extent],
-        buffers: HostArena,
+        arenas: SlotArenas,
         transfers: FileTransfers,
-        pipeline: StepPipeline,
         updater: Updater | None = None,
     ) -> None:
         """`updater` does what the CPU cannot with optimizer states on DEVICE."""
@@ -105,14 +100,11 @@ class OptimizerState:
         self._tile_bytes = tile_numel * dtypes.optim_state_bytes
         self._homes = homes
         self._extents = extents
-        self._buffers = buffers
+        self._arenas = arenas
         self._transfers = transfers
-        self._pipeline = pipeline
         # A rank's server reads optimizer states too. Held while an update runs, and while one is
         # open.
         self.lock = threading.RLock()
-        # Called when the pipeline was made to forget what it has read ahead.
-        self.after_forget: Callable[[], object] = _nothing
 
     def in_file(self, chunk: Chunk) -> bool:
         """Whether the chunk's optimizer states are homed on DISK."""
@@ -154,10 +146,6 @@ class OptimizerState:
         """Memory for the bytes of one tile's optimizer state."""
         return torch.empty(self._tile_bytes, dtype=torch.uint8)
 
-    def use(self, pipeline: StepPipeline) -> None:
-        """The chunk group has got another pipeline; all is written that the old one had."""
-        self._pipeline = pipeline
-
     @contextmanager
     def open_raw(
         self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
@@ -165,8 +153,7 @@ class OptimizerState:
         """The bytes of a trainable tile's optimizer state, likewise."""
         with self.lock:
             if write or chunk not in self._homes:
-                self._pipeline.forget()
-                self.after_forget()
+                self._arenas.forget_read_ahead()
             if chunk in self._homes:
                 begin = tile * self._tile_bytes
                 raw = self._homes.flat(chunk)[begin : begin + self._tile_bytes]
@@ -181,7 +168,7 @@ class OptimizerState:
     def _in_buffer(
         self, chunk: Chunk, tile: int, write: bool, fresh: bool
     ) -> Iterator[torch.Tensor]:
-        raw = self._buffers.view(0, 1, torch.uint8)[: self._tile_bytes]
+        raw = self._arenas.buffers.view(0, 1, torch.uint8)[: self._tile_bytes]
         offset = self._offset(chunk, tile)
         if fresh:
             raw.zero_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -42,6 +43,35 @@ class SavedView:
     offset: int  # elements from the chunk's beginning
 
 
+class CopyCache(Protocol):
+    """A cache of copies of parameters, or what fills one."""
+
+    def clear(self) -> None:
+        """Forgets all copies. Raises what a transfer met."""
+
+    def refit(self) -> None:
+        """The arena was resized while it held no copy."""
+
+
+@dataclass(frozen=True)
+class ParamCopies:
+    """Copies of parameters between their homes and compute.
+
+    `cache` (None: none is ever gathered) has those that compute uses, in `arena`, flat and whole in
+    `dtype`. `clearable` are all caches on the way, nearest to compute first, those of shards
+    included; `drops` forget one chunk's whole copies, in this order. `has_soft_limit`: the cache
+    may use more slots than Placement.gathered_slots while RAM is free.
+    """
+
+    arena: HostArena
+    cache: SlotCache | None
+    order: UseOrder
+    dtype: torch.dtype
+    clearable: Sequence[CopyCache]
+    drops: Sequence[Callable[[int], object]]
+    has_soft_limit: bool
+
+
 class Params:
     """Brings one chunk group's parameters in and lets them go.
 
@@ -56,31 +86,32 @@ class Params:
         layout: Layout,
         homes: Homes,
         shards: ParamShards,
-        arena: HostArena,
-        cache: SlotCache | None,
-        order: UseOrder,
-        dtype: torch.dtype,
+        copies: ParamCopies,
         prefetch: bool,
         versions: Versions,
         gathering: Gathering | None,
-        drops: Sequence[Callable[[int], object]],
     ) -> None:
-        """`shards` are this rank's parts; `cache` has the gathered copies, in `arena`.
+        """Access to one chunk group's parameters.
 
-        `gathering` is there for several ranks. `drops` forget copies of a chunk that `shards` knows
-        nothing of, in this order.
+        Args:
+            homes: the chunks that are at home in RAM or on DEVICE.
+            shards: this rank's shards, wherever they are at home.
+            copies: the gathered copies.
+            prefetch: whether to gather the chunks that are expected next ahead of their use.
+            versions: count the changes of each chunk, and tell other ranks of them.
+            gathering: makes whole chunks from all ranks' shards; None for one rank.
         """
         self._layout = layout
         self._homes = homes
         self._shards = shards
-        self._arena = arena
-        self._cache = cache
-        self._order = order
-        self._dtype = dtype
+        self._copies = copies
+        self._arena = copies.arena
+        self._cache = copies.cache
+        self.order = copies.order
+        self._dtype = copies.dtype
         self._prefetch = prefetch
-        self._version = versions
+        self.versions = versions
         self._gathering = gathering
-        self._drops = drops
         self._resident_uses = 0  # acquire() calls that changed nothing
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
@@ -122,7 +153,7 @@ class Params:
         if held is not None:
             return held
         assert self._cache is not None
-        self._order.note(chunk.id)
+        self.order.note(chunk.id)
         with timeline.span("gather"):
             self._cache.get(chunk.id)
         flat = self._pin(chunk)
@@ -201,27 +232,27 @@ class Params:
 
         All ranks must do so.
         """
-        self._version.change(chunk)
+        self.versions.change(chunk)
         self.drop_copies(chunk)
         self._shards.filled(chunk)
         self.changed([chunk])
 
     def invalidate(self, chunk: Chunk) -> None:
         """The optimizer is about to write new values to the shard's home."""
-        self._version.change(chunk)
+        self.versions.change(chunk)
         self.drop_copies(chunk)
         self._shards.invalidate(chunk)
 
     def drop_copies(self, chunk: Chunk) -> None:
         """Forgets copies of the chunk, once none is being made any more."""
-        for drop in self._drops:
+        for drop in self._copies.drops:
             drop(chunk.id)
 
     def changed(self, chunks: Iterable[Chunk]) -> None:
         """The shards have their new values: other ranks may have them, and theirs come in."""
         chunks = list(chunks)
         for chunk in chunks:
-            self._version.publish(chunk)
+            self.versions.publish(chunk)
         if self._gathering is None or not self._homes.whole:
             return
         under_way: list[Gather] = []
@@ -247,7 +278,7 @@ class Params:
         chunk = self._chunk_of_slot[slot]
         return SavedView(
             chunk,
-            self._version[chunk],
+            self.versions[chunk],
             tensor.size(),
             tensor.stride(),
             int(tensor.storage_offset()),
@@ -255,7 +286,7 @@ class Params:
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
-        if saved.version != self._version[saved.chunk]:
+        if saved.version != self.versions[saved.chunk]:
             raise StaleGraphError(
                 f"backward needs {saved.chunk.name} as it was before an optimizer step that came "
                 f"between this graph's forward and its backward; call backward before step"
@@ -263,15 +294,35 @@ class Params:
         return self.flat(saved.chunk).as_strided(saved.size, saved.stride, saved.offset)
 
     def shrink(self) -> None:
-        """Gives up slots that are used only when there is RAM to spare."""
+        """Gives up the slots beyond the soft limit, which are used only while RAM is free."""
         if self._cache is not None:
             self._cache.shrink()
 
-    def refit(self) -> None:
-        """The slots for gathered copies are others than before; none was in use."""
+    def drop_all_copies(self) -> None:
+        """Forgets all copies of all chunks; none may be in use. Raises what a transfer met."""
+        for cache in self._copies.clearable:
+            cache.clear()
+
+    def note_gathered_slots(self) -> None:
+        """The slots where compute happens are as many as before again, after they were fewer."""
+        if self._cache is not None:
+            self._cache.refit()
+
+    def note_slots(self, gathered_slots: int) -> None:
+        """The arenas have other sizes than before, and homes have moved; no copy is in use.
+
+        Args:
+            gathered_slots: as the placement says: the soft limit of gathered copies, if they may
+                use more while RAM is free.
+        """
         assert not self._held
+        for cache in self._copies.clearable:
+            cache.refit()
+        if self._copies.has_soft_limit:
+            assert self._cache is not None
+            self._cache.refit(gathered_slots)
         self._chunk_of_slot.clear()
-        self._order.use_in_place([c.id for c in self._layout.chunks if self.is_resident(c)])
+        self.order.use_in_place([c.id for c in self._layout.chunks if self.is_resident(c)])
 
     def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""
@@ -282,7 +333,7 @@ class Params:
         if self._cache is not None:
             self._cache.close()
 
-    def forget(self) -> None:
-        """Lets go of all gathered copies; the engine is closing."""
+    def close(self) -> None:
+        """Drops the pins on gathered copies; the engine is closing."""
         self._held.clear()
         self._holders.clear()

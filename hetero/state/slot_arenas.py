@@ -60,6 +60,8 @@ class SlotArenas:
         self.gathered = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.gathered.close)
         self.pipeline: StepPipeline
+        # Changes whenever the pipeline has lost what it was told to read ahead.
+        self.read_ahead_epoch = 0
         self.fill(placement, spare_bytes)
         resources.callback(lambda: self.pipeline.close())
 
@@ -89,6 +91,15 @@ class SlotArenas:
             made.buffers,
             *shape,
         )
+        self.read_ahead_epoch += 1
+
+    def forget_read_ahead(self) -> None:
+        """Frees the pipeline's buffers of what they have read, or keep, for the next step.
+
+        What the file lacks is written first.
+        """
+        self.pipeline.forget()
+        self.read_ahead_epoch += 1
 
     def fill_gathered(self, slots: int, spare_slots: int = 0) -> None:
         """Takes slots where compute happens; `spare_slots` may be used for a while, too."""

@@ -43,3 +43,11 @@ class Account(enum.Enum):
     LINK = "link"  # buffers for what is on its way between DEVICE and RAM
     FILE = "file"  # the file of all DISK homes
     INIT = "init"  # parameters under construction, in their construction dtype
+
+
+class StateKind(enum.Enum):
+    """The kinds of state of a chunk, each with a home; the values are Placement's field names."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    OPTIM_STATE = "optim_state"

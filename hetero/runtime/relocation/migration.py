@@ -16,23 +16,29 @@ import contextlib
 from collections import Counter
 from dataclasses import replace
 
-from hetero.chunk_groups.movable import InUseError, Link, Movable, Move, StateKind, moves_between
+from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts
 from hetero.planning.placement import Placement, SlotBytes
+from hetero.runtime.relocation.moves import InUseError, Move, moves_between
 from hetero.runtime.relocation.seats import Seats
 from hetero.state.file_layout import extent_sizes
 from offload._native import IoOp
 from offload.disk.backing import Extent
 from offload.errors import BudgetError
-from offload.memory.tiers import Tier
+from offload.memory.tiers import StateKind, Tier
 
 
 class Migration:
     """One chunk group's way from a placement to another."""
 
-    def __init__(self, chunk_group: Movable, before: Placement, after: Placement) -> None:
+    def __init__(self, chunk_group: ChunkGroup, after: Placement) -> None:
         self._chunk_group = chunk_group
-        self._before, self._after = before, after
-        self._moves = moves_between(chunk_group.layout, before, after)
+        self._before, self._after = chunk_group.placement, after
+        self._homes = chunk_group.memory.homes
+        self._extents = chunk_group.memory.extents
+        self._file = chunk_group.memory.file
+        self._arenas = chunk_group.memory.arenas
+        self._grad_reducer = None if chunk_group.ranks is None else chunk_group.ranks.grad_reducer
+        self._moves = moves_between(chunk_group.layout, self._before, after)
         self._written: dict[Move, Extent] = {}
         self._copied: list[Move] = []  # to second homes
         self._stayed: list[Move] = []  # what should have come to RAM and could not be read
@@ -85,7 +91,7 @@ class Migration:
         why = None
         if chunk_group.params.in_use:
             why = "parameters are gathered"
-        elif chunk_group.grad_reducer is not None and not chunk_group.grad_reducer.is_idle:
+        elif self._grad_reducer is not None and not self._grad_reducer.is_idle:
             why = "gradients wait to be averaged over the ranks"
         if why is not None:
             raise InUseError(
@@ -96,20 +102,19 @@ class Migration:
     def _quiesce(self) -> None:
         """Nothing is under way any more, and homes alone have the latest."""
         chunk_group = self._chunk_group
-        chunk_group.pools.pipeline.wait_updated()
-        chunk_group.pools.pipeline.forget()
-        for cache in chunk_group.caches:
-            cache.clear()
+        self._arenas.pipeline.wait_updated()
+        self._arenas.forget_read_ahead()
+        chunk_group.params.drop_all_copies()
         chunk_group.grads.flush()
-        if chunk_group.grad_reducer is not None:
-            chunk_group.grad_reducer.let_go()
-        if chunk_group.link is not None:
-            chunk_group.link.backend.settle()
+        if self._grad_reducer is not None:
+            self._grad_reducer.let_go()
+        if chunk_group.device is not None:
+            chunk_group.device.backend.settle()
 
     @property
-    def _link(self) -> Link:
-        assert self._chunk_group.link is not None
-        return self._chunk_group.link
+    def _device(self) -> DeviceParts:
+        assert self._chunk_group.device is not None
+        return self._chunk_group.device
 
     def _let_go(self, move: Move) -> None:
         """Raises InUseError if somebody views the home that is to move."""
@@ -118,7 +123,7 @@ class Migration:
         if move.state_kind is StateKind.PARAM:
             free = self._seats.leave(chunk)
             chunk_group.params.drop_copies(chunk)  # a device may be copying from it
-        if not (chunk_group.homes[move.state_kind].let_go(chunk) and free):
+        if not (self._homes[move.state_kind].let_go(chunk) and free):
             raise InUseError(
                 f"the {move.state_kind.name} of {chunk.name} cannot move from {move.of.name} to "
                 f"{move.to.name}: a tensor of yours, or of a graph whose backward was not made, "
@@ -130,9 +135,9 @@ class Migration:
         for move in self._moves:
             if (move.of, move.to) == (Tier.DEVICE, Tier.HOST):
                 try:
-                    self._chunk_group.homes[move.state_kind].take(move.chunk, Tier.HOST)
+                    self._homes[move.state_kind].take(move.chunk, Tier.HOST)
                 except BudgetError as error:
-                    if self._chunk_group.file.is_possible:
+                    if self._file.is_possible:
                         continue
                     raise BudgetError(
                         f"while homes move, the {move.state_kind.name} of {move.chunk.name} has no "
@@ -145,48 +150,47 @@ class Migration:
         chunk_group, copied = self._chunk_group, set(self._copied)
         out = [m for m in self._moves if m.of is not Tier.DISK and m.to is not Tier.DEVICE]
         out = [move for move in out if move not in copied]
-        chunk_group.file.make_room(sum(map(self._space, out)))
+        self._file.make_room(sum(map(self._space, out)))
         for move in out:
             extent = self._written[move] = self._new_extent(move)
             if move.state_kind is StateKind.GRAD and not chunk_group.grads.leaves_memory(
                 move.chunk
             ):
                 continue  # there is nothing worth keeping
-            home = chunk_group.homes[move.state_kind].bytes(move.chunk)[: extent.nbytes]
+            home = self._homes[move.state_kind].bytes(move.chunk)[: extent.nbytes]
             if move.of is Tier.HOST:
-                ops.append(chunk_group.file.write(home.data_ptr(), extent.nbytes, extent.offset))
+                ops.append(self._file.write(home.data_ptr(), extent.nbytes, extent.offset))
             else:
-                self._link.home_copier.to_file(home, extent.offset)
+                self._device.home_copier.to_file(home, extent.offset)
 
     def _copy_to_ram(self) -> None:
         """What comes from DEVICE to second homes in RAM."""
         for move in self._copied:
-            home = self._chunk_group.homes[move.state_kind]
+            home = self._homes[move.state_kind]
             if self._has_bytes(move):
                 to = home.bytes(move.chunk, second=True)
-                self._link.home_copier.to_ram(home.bytes(move.chunk), to)
+                self._device.home_copier.to_ram(home.bytes(move.chunk), to)
 
     def _copy_to_device(self) -> None:
         """What comes to DEVICE, to second homes there, for which slots make room."""
-        chunk_group = self._chunk_group
         moves = [move for move in self._moves if move.to is Tier.DEVICE]
         if not moves:
             return
-        if self._link.updater is not None:
-            self._link.updater.prepare()
-        chunk_group.pools.fill_gathered(0)
+        if self._device.updater is not None:
+            self._device.updater.prepare()
+        self._arenas.fill_gathered(0)
         for move in moves:
-            chunk_group.homes[move.state_kind].take(move.chunk, Tier.DEVICE)
+            self._homes[move.state_kind].take(move.chunk, Tier.DEVICE)
             self._copied.append(move)
         for move in moves:
             if self._has_bytes(move):
-                homes = chunk_group.homes[move.state_kind]
+                homes = self._homes[move.state_kind]
                 to = homes.bytes(move.chunk, second=True)
                 if move.of is Tier.HOST:
-                    self._link.home_copier.from_ram(homes.bytes(move.chunk), to)
+                    self._device.home_copier.from_ram(homes.bytes(move.chunk), to)
                 else:
-                    extent = chunk_group.extents[move.state_kind][move.chunk.id]
-                    self._link.home_copier.from_file(extent.offset, to[: extent.nbytes])
+                    extent = self._extents[move.state_kind][move.chunk.id]
+                    self._device.home_copier.from_file(extent.offset, to[: extent.nbytes])
 
     def _has_bytes(self, move: Move) -> bool:
         """Whether what comes to memory has bytes where it is."""
@@ -199,7 +203,7 @@ class Migration:
         space, used = extent_sizes(
             chunk_group.layout, chunk_group.dtypes, move.state_kind.value, move.chunk
         )
-        return Extent(chunk_group.file.take(space), used, move.chunk.slots)
+        return Extent(self._file.take(space), used, move.chunk.slots)
 
     def abandon(self) -> None:
         """Undoes prepare(); idempotent. Raises BudgetError if others have the DEVICE's room now."""
@@ -208,15 +212,15 @@ class Migration:
             self._give_back(move, extent)
         self._written.clear()
         for move in self._moves:
-            chunk_group.homes[move.state_kind].abandon(move.chunk)
+            self._homes[move.state_kind].abandon(move.chunk)
         self._copied.clear()
         self._seats.come_back()
-        if chunk_group.pools.gathered.slots < self._before.gathered_slots:
-            chunk_group.pools.fill_gathered(self._before.gathered_slots)
-            chunk_group.caches[0].refit()
+        if self._arenas.gathered.slots < self._before.gathered_slots:
+            self._arenas.fill_gathered(self._before.gathered_slots)
+            chunk_group.params.note_gathered_slots()
 
     def _give_back(self, move: Move, extent: Extent) -> None:
-        self._chunk_group.file.give_back(extent.offset, self._space(move))
+        self._file.give_back(extent.offset, self._space(move))
 
     def _space(self, move: Move) -> int:
         chunk_group = self._chunk_group
@@ -226,20 +230,19 @@ class Migration:
 
     def leave(self) -> None:
         """Gives back all memory that is not a home of `after`, or a home that stays."""
-        chunk_group = self._chunk_group
         for move, extent in self._written.items():
-            chunk_group.extents[move.state_kind][move.chunk.id] = extent
-            chunk_group.homes[move.state_kind].give_up(move.chunk)
+            self._extents[move.state_kind][move.chunk.id] = extent
+            self._homes[move.state_kind].give_up(move.chunk)
         for move in self._copied:
-            chunk_group.homes[move.state_kind].adopt(move.chunk)
+            self._homes[move.state_kind].adopt(move.chunk)
             if move.of is Tier.DISK:
-                self._give_back(move, chunk_group.extents[move.state_kind].pop(move.chunk.id))
-        chunk_group.pools.empty()
-        if chunk_group.grad_reducer is not None:
-            chunk_group.grad_reducer.refit(0, 0)
+                self._give_back(move, self._extents[move.state_kind].pop(move.chunk.id))
+        self._arenas.empty()
+        if self._grad_reducer is not None:
+            self._grad_reducer.refit(0, 0)
 
-    def arrive(self, spare_bytes: int) -> tuple[Placement, BaseException | None]:
-        """Brings what comes to RAM. Returns the placement as it is now, and what went wrong.
+    def arrive(self, spare_bytes: int) -> BaseException | None:
+        """Brings what comes to RAM, and notes the new placement. Returns what went wrong.
 
         What cannot be read stays in the file; the chunk group works nevertheless, if RAM suffices
         for the slots which that takes.
@@ -253,40 +256,36 @@ class Migration:
         if error is not None:
             made = self._with_pools_for(made)
         try:
-            chunk_group.pools.fill(made, spare_bytes)
-            if chunk_group.grad_reducer is not None:
-                chunk_group.grad_reducer.refit(made.bucket_slots, made.receive_slots)
+            self._arenas.fill(made, spare_bytes)
+            if self._grad_reducer is not None:
+                self._grad_reducer.refit(made.bucket_slots, made.receive_slots)
         except BaseException as failure:
             error = error or failure
-        if chunk_group.link is not None:
-            chunk_group.link.grad_offload.limit_bytes = made.grad_offload_bytes
-        for user in chunk_group.pipeline_users:
-            user.use(chunk_group.pools.pipeline)
-        for cache in (*chunk_group.caches, chunk_group.grad_cache):
-            cache.refit()
-        if chunk_group.gathered_cache is not None:
-            chunk_group.gathered_cache.refit(made.gathered_slots)
-        chunk_group.params.refit()
+        if chunk_group.device is not None:
+            chunk_group.device.grad_offload.limit_bytes = made.grad_offload_bytes
+        chunk_group.params.note_slots(made.gathered_slots)
+        chunk_group.grads.note_slots()
         self._seats.take(move.chunk for move in self._moves if move.state_kind is StateKind.PARAM)
-        return made, error
+        chunk_group.note_placement(made)
+        return error
 
     def _bring(self) -> BaseException | None:
         """Reads what comes from the file to RAM; returns the first error."""
-        chunk_group, first_error = self._chunk_group, None
+        first_error: BaseException | None = None
         reads: list[tuple[Move, IoOp | None]] = []
         for move in self._moves:
             if move.to is not Tier.HOST or (move.of is not Tier.DISK and move not in self._written):
                 continue
             homes, extent = (
-                chunk_group.homes[move.state_kind],
-                chunk_group.extents[move.state_kind][move.chunk.id],
+                self._homes[move.state_kind],
+                self._extents[move.state_kind][move.chunk.id],
             )
             try:
                 homes.take(move.chunk, Tier.HOST)
                 op = None
                 if self._has_bytes(move):
                     address = homes.bytes(move.chunk, second=True).data_ptr()
-                    op = chunk_group.file.read(address, extent.nbytes, extent.offset)
+                    op = self._file.read(address, extent.nbytes, extent.offset)
                 reads.append((move, op))
             except BaseException as error:
                 homes.abandon(move.chunk)
@@ -297,21 +296,21 @@ class Migration:
                 if op is not None:
                     op.wait()
             except BaseException as error:
-                chunk_group.homes[move.state_kind].abandon(move.chunk)
+                self._homes[move.state_kind].abandon(move.chunk)
                 self._stayed.append(move)
                 first_error = first_error or error
             else:
-                chunk_group.homes[move.state_kind].adopt(move.chunk)
-                self._give_back(move, chunk_group.extents[move.state_kind].pop(move.chunk.id))
+                self._homes[move.state_kind].adopt(move.chunk)
+                self._give_back(move, self._extents[move.state_kind].pop(move.chunk.id))
         return first_error
 
     def _with_pools_for(self, made: Placement) -> Placement:
         """`made` with enough RAM for whatever is on DISK now, be it from before, or on its way."""
         names = ["grad_slots", "buffers", "shard_slots", "staged_slots"]
-        if self._chunk_group.link is None:
+        if self._chunk_group.device is None:
             names.append("gathered_slots")
         most = {name: max(getattr(self._before, name), getattr(made, name)) for name in names}
-        if self._chunk_group.link is not None and Tier.DISK in made.param:
+        if self._chunk_group.device is not None and Tier.DISK in made.param:
             longest = max(c.slots for c in self._chunk_group.layout.chunks)
             most["shard_slots"] = max(most["shard_slots"], longest)
         if Tier.DISK in made.grad:

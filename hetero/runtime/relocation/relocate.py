@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hetero.chunk_groups.movable import InUseError
 from hetero.planning.placement import Placement
 from hetero.runtime.relocation.migration import Migration
+from hetero.runtime.relocation.moves import InUseError
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
@@ -90,25 +90,25 @@ class Relocation:
         engine = self._engine
         host_bytes = wanted.get(Tier.HOST, engine.ledger.budget_bytes[Tier.HOST.value] or 0)
         spare_bytes = host_bytes - sum(made.host_bytes for made in placements)
-        ways = [
-            (chunk_group, Migration(chunk_group.movable, chunk_group.placement, made))
+        migrations = [
+            Migration(chunk_group, made)
             for chunk_group, made in zip(engine.chunk_groups, placements, strict=True)
             if not same(chunk_group.placement, made)
         ]
-        self._prepare([migration for _, migration in ways])
+        self._prepare(migrations)
         failure: BaseException | None = None
-        for _, migration in ways:
+        for migration in migrations:
             migration.leave()
-        if ways:
+        if migrations:
             engine.backend.trim()
-        for chunk_group, migration in ways:
-            chunk_group.placement, error = migration.arrive(spare_bytes)
+        for migration in migrations:
+            error = migration.arrive(spare_bytes)
             failure = failure or error
             self.moved += migration.moved_bytes
         for hooks in engine._model_hooks:
             hooks.cover(engine.model)
         for chunk_group in engine.chunk_groups:
-            chunk_group.plan = engine.replanner.plan_of(chunk_group)
+            chunk_group.note_plan(engine.replanner.plan_of(chunk_group))
             engine.early.follow_homes(chunk_group)
         for tier, nbytes in wanted.items():
             try:

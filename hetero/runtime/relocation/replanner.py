@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.movable import InUseError
 from hetero.planning.group_plans import Choose
 from hetero.planning.placement import Budgets, Placement, PlacementError, SlotBytes, place
 from hetero.planning.planner import Planner, planning_matters
@@ -26,6 +25,7 @@ from hetero.planning.search import Plan, as_placed
 from hetero.planning.step_cost import Problem
 from hetero.planning.trace import Moment, Phase, Trace, Use, completed
 from hetero.runtime.relocation.memory_limit import BesideMemory, MemoryLimit, usable_device_bytes
+from hetero.runtime.relocation.moves import InUseError
 from hetero.runtime.relocation.relocate import Change, Relocation, same
 from hetero.runtime.step_tracer import Seen, StepTracer
 from offload.errors import BudgetError, HeteroError, PeerError
@@ -195,7 +195,7 @@ class Replanner:
         changed = gains and self._change(placements, wanted, "a traced step", before_s, after_s)
         if not changed:
             for chunk_group, plan in zip(engine.chunk_groups, now, strict=True):
-                chunk_group.plan = plan
+                chunk_group.note_plan(plan)
         if engine.world.everyone is None:
             self._look_later()
 
@@ -274,7 +274,7 @@ class Replanner:
                 taken_device=sum(made.device_bytes for made in others),
             ),
             chunk_group.min_gathered_slots,
-            chunk_group.held,
+            chunk_group.reduce_at_end,
         )
 
     # What a process, and a device, hold altogether
@@ -395,7 +395,7 @@ class Replanner:
                 self._engine.config.placement_policy,
                 budgets,
                 chunk_group.min_gathered_slots,
-                chunk_group.held,
+                chunk_group.reduce_at_end,
             )
 
         if not smallest:
@@ -440,7 +440,7 @@ class Replanner:
 
 
 def _encoded(trace: Trace) -> bytes:
-    uses = [(use.chunk_group, use.chunk, use.phase.value) for use in trace.uses]
+    uses = [(use.group_index, use.chunk, use.phase.value) for use in trace.uses]
     return json.dumps([uses, trace.micro_batches, trace.forward_s, trace.backward_s]).encode()
 
 

@@ -6,15 +6,16 @@ from collections.abc import Iterable
 
 import torch
 
-from hetero.chunk_groups.movable import InUseError, Movable
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
+from hetero.runtime.relocation.moves import InUseError
 from hetero.state.managed_param import ManagedParam
 
 
 class Seats:
     """Parameters whose home is where compute happens are views of it, the others are absent."""
 
-    def __init__(self, chunk_group: Movable) -> None:
+    def __init__(self, chunk_group: ChunkGroup) -> None:
         self._params = chunk_group.params
         self._unseated: dict[int, Chunk] = {}  # made absent, to see who else looks
         # Not those that another chunk group has by now: they do not point here any more.

@@ -292,7 +292,7 @@ def test_evaluation_and_gathered_leave_frozen_parameters_where_they_are(tmp_path
         model(chunk_group_training.inputs(0, 0))
     with hetero.gathered(model.first.weight, modifier_rank=0):
         model(chunk_group_training.inputs(0, 0))
-    assert engine.find(model.first.weight).chunk.chunk_group == 0
+    assert engine.find(model.first.weight).chunk.group_index == 0
     engine.close()
 
 

@@ -22,13 +22,13 @@ F, B = Phase.FORWARD, Phase.BACKWARD
 
 
 def chunks(trace: Trace, phase: Phase) -> list[tuple[int, int]]:
-    return [(use.chunk_group, use.chunk) for use in trace.uses if use.phase is phase]
+    return [(use.group_index, use.chunk) for use in trace.uses if use.phase is phase]
 
 
 def test_forward_goes_in_the_order_of_registration_and_backward_returns():
     # Two chunk groups, whose parameters take turns in the model.
     main = pack([ParamSpec(i, "m", SLOT, True, group=i) for i in (0, 2, 5)], SLOT)
-    other = pack([ParamSpec(i, "o", SLOT, True, group=i) for i in (1, 4)], SLOT, chunk_group=1)
+    other = pack([ParamSpec(i, "o", SLOT, True, group=i) for i in (1, 4)], SLOT, group_index=1)
     trace = expected_trace([main, other], Work(tokens=10, micro_batches=2), 1e6)
     forward = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
     assert chunks(trace, F) == forward * 2

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hetero
-from hetero.chunk_groups.movable import InUseError
 from hetero.planning.placement import Placement
+from hetero.runtime.relocation.moves import InUseError
 from offload.disk.free_space import FreeSpace
 from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import Tier

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hetero
-from hetero.chunk_groups.movable import InUseError
+from hetero.runtime.relocation.moves import InUseError
 from offload.device.backend import EmulatedBackend
 from offload.errors import BudgetError
 from offload.memory.tiers import Tier
@@ -216,7 +216,7 @@ def watch_takes(engine: Any, refuse: int = 0) -> list[BudgetError]:
     one.
     """
     met: list[BudgetError] = []
-    for homes in engine.chunk_groups[0].movable.homes.values():
+    for homes in engine.chunk_groups[0].memory.homes.values():
         taken, take = [0], homes.take
 
         def watched(chunk: Any, tier: Tier, take: Any = take, taken: list[int] = taken) -> None:
@@ -283,7 +283,7 @@ def test_only_slots_may_change_their_number() -> None:
     slots = []
     for device in (FEW, SOME, FEW, 2 * FEW):
         engine.set_budget(device_memory=device)
-        slots.append(engine.chunk_groups[0].movable.pools.gathered.slots)
+        slots.append(engine.chunk_groups[0].memory.arenas.gathered.slots)
         assert slots[-1] == engine.placement.gathered_slots
         check_budgets(engine)
         training.step()
@@ -365,7 +365,7 @@ def test_what_went_by_the_file_and_cannot_be_read_stays_there(nth: int, tmp_path
     training.step()
     watch_takes(engine, refuse=9)
     engine.set_budget(device_memory=MANY - 1)
-    parts = engine.chunk_groups[0].movable.file
+    parts = engine.chunk_groups[0].memory.file
     parts.make_room(1 << 20)
     assert parts.parts is not None
     parts.parts.io.inject("read", nth, errno.EIO)
