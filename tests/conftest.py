@@ -22,6 +22,9 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # Placements follow from sizes alone unless a test says so, whatever profile this machine has.
 os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 
+# Hypothesis' own deadline is 200 ms an example: on a machine under load that is no finding.
+settings.register_profile("hetero", deadline=None)
+settings.load_profile("hetero")
 # For builds that run many times slower.
 settings.register_profile("sanitized", deadline=None, max_examples=20)
 

@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 def run(
-    tmp_path: Path, script: str, ranks: int = 3, timeout_s: float = 60, stdout: str | None = None
+    tmp_path: Path, script: str, ranks: int = 3, timeout_s: float = 300, stdout: str | None = None
 ) -> None:
     """Runs the script, which knows its `rank` and `folder`, as that many ranks."""
     prelude = f"import os, sys, time\nfolder = {str(tmp_path)!r}\n"
@@ -183,10 +183,10 @@ def test_contenders_of_several_ranks(tmp_path: Path) -> None:
     code = "import json, os; print(json.dumps({'rank': int(os.environ['RANK'])}))"
     log = tmp_path / "log"
     command = (sys.executable, "-c", code)
-    outcome = run_contender(Contender("x", command, None, log, ranks=2), timeout_s=60)
+    outcome = run_contender(Contender("x", command, None, log, ranks=2), timeout_s=300)
     assert outcome.figures == {"rank": 0}
     code = f"import sys; print('No module named deepspeed'); sys.exit({EXIT_MISSING})"
     missing = Contender("x", (sys.executable, "-c", code), tmp_path / "result", log, ranks=2)
-    outcome = run_contender(missing, timeout_s=60)
+    outcome = run_contender(missing, timeout_s=300)
     assert outcome.status == "missing"
     assert "install: " in (outcome.error or "")

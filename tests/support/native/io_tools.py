@@ -77,7 +77,7 @@ def threads_since(before: list[str]) -> list[str]:
     return names
 
 
-def run_script(script: str, timeout: float = 60) -> str:
+def run_script(script: str, timeout: float = 300) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True,
