@@ -310,7 +310,7 @@ sys.exit(serve(Peer))
 """
 
 
-def peer_process(body: str = "pass", timeout_s: float = 60, program: str = PEER) -> PeerProcess:
+def peer_process(body: str = "pass", timeout_s: float = 300, program: str = PEER) -> PeerProcess:
     command = (sys.executable, "-c", program.replace("BODY", body))
     return PeerProcess(command, {"x": 1.0}, "pip install it", timeout_s=timeout_s)
 

@@ -19,6 +19,7 @@ from offload.device.backend import EmulatedBackend
 from offload.errors import HeteroError
 from tests.support.training.emulated import device_cache, emulated, reference
 from tests.support.training.loops import batches, build
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -122,11 +123,8 @@ def test_a_model_may_be_collected_in_a_thread_of_its_engine(tmp_path: Path) -> N
     try:
         del model, optimizer, engine
         waiter.do(collect)
-        assert collected.wait(30)
-        deadline_s = time.monotonic() + 30
-        while any(ledger.in_use_bytes.values()) and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        assert not any(ledger.in_use_bytes.values())
+        assert collected.wait(PATIENCE_S)
+        until(lambda: not any(ledger.in_use_bytes.values()))
     finally:
         gc.enable()
 
@@ -149,7 +147,7 @@ def test_a_forked_child_can_end(tmp_path: Path, end: str) -> None:
             code = 0
         finally:
             os._exit(code)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline_s:
             os.kill(child, 9)

@@ -163,8 +163,10 @@ class TestFailure:
                 assert "imed out" not in found["error"], found
             else:
                 assert where in ("state_dict", "close"), found
-            assert found["seconds"] < 3 * 3.0, found
-            assert found.get("closing", 0.0) < 3 * 3.0, found
+            # Far less than the 60 s after which they would give up a rank that only hangs.
+            limit_s = (3 if how == "hang" else 4) * rank_training.HANG_TIMEOUT_S
+            assert found["seconds"] < limit_s, found
+            assert found.get("closing", 0.0) < limit_s, found
             # gloo cannot stop listening to a rank that hangs; that thread ends with it.
             hung = {f"hetero-shards-{world - 1}"} if how == "hang" else set()
             assert set(found["threads"]) <= hung, found
@@ -186,7 +188,9 @@ class TestFailure:
 
     @pytest.mark.parametrize("what", ["model", "option", "gradient", "load"])
     def test_ranks_that_do_not_do_the_same_are_told(self, ranks2: RankPool, what: str) -> None:
-        found: list[Any] = ranks2.run(rank_training.different, {"rank_timeout_s": 5.0}, what)
+        # Only of "load" a rank hears nothing, since the other one does not come.
+        timeout_s = 10.0 if what == "load" else 60.0
+        found: list[Any] = ranks2.run(rank_training.different, {"rank_timeout_s": timeout_s}, what)
         assert what == "load" or all("Error: " in one for one in found), found
         named = {
             "model": "experts.2.weight",

@@ -34,7 +34,7 @@ _UNDISTURBED: dict[str, list[Run]] = {}
 def test_training_goes_on_as_without(
     ranks2: RankPool, tmp_path: Path, how: str, where: str
 ) -> None:
-    settings = SETTINGS[where] | {"rank_timeout_s": 30.0}
+    settings = SETTINGS[where] | {"rank_timeout_s": 60.0}
     if settings["placement_policy"] == "nvme":
         settings["nvme_path"] = str(tmp_path)
     if where not in _UNDISTURBED:

@@ -166,5 +166,5 @@ def test_routed_in_least_memory(ranks4: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parts_that_only_one_rank_uses_in_all_micro_batches(ranks2: RankPool, stage: int) -> None:
-    for norms, expected in ranks2.run(one_sided_parts, stage, timeout_s=30):
+    for norms, expected in ranks2.run(one_sided_parts, stage):
         assert norms == pytest.approx(expected, rel=1e-5)

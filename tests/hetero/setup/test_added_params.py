@@ -62,7 +62,7 @@ def test_what_one_rank_cannot_take_in_none_does(
     assert re.match("StoreError" if how == "directory" else "OSError: no chunk", own)
     assert re.match(r"HeteroError: rank 1 could not .*(no chunk|StoreError)", message)
     assert chunk_groups == own_chunk_groups == 1
-    assert waited_s < 15, "nobody waits for what does not come"
+    assert waited_s < 45, "nobody waits for what does not come"
     assert all(map(torch.equal, masters, own_masters))
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import tempfile
-import time
 
 import torch
 
@@ -14,6 +13,7 @@ from offload.disk.scratch_file import ScratchFile, Transfers
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
+from tests.support.waiting import until
 
 SLOT = 8192
 PAGE = 4096
@@ -81,10 +81,7 @@ class Rig:
         self.order.end_step()
         self.engine.inject("read", 0, error=errno.EIO)
         self.cache.prefetch(1)
-        deadline = time.monotonic() + 10
-        while self.engine.stats["errors"] == errors:
-            assert time.monotonic() < deadline, "the prefetch did not fail"
-            time.sleep(0.001)
+        until(lambda: self.engine.stats["errors"] > errors, "the prefetch did not fail")
 
     def held(self) -> set[int]:
         return {chunk for chunk in self.extents if self.cache.holds(chunk)}

@@ -51,7 +51,7 @@ def ram(array: np.ndarray) -> _native.Location:
 def pipeline_threads() -> list[str]:
     """Names of this process's threads that belong to a pipeline. The kernel lists a thread for a
     moment after it was joined, so the ones that are about to go get the time."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while True:
         names = []
         for path in Path("/proc/self/task").glob("*/comm"):

@@ -34,12 +34,12 @@ import torch.distributed as dist
 
 _TIMEOUT_S = 120.0
 _GRACE_S = 0.5  # after a failure, for the other ranks to say what they met
-_DUMP_S = 0.3  # for a rank to write where it is
+_DUMP_S = 0.5  # for a rank to write all of where it is
 
 # What the server imports, while it has a single thread; what is missing here a rank imports itself.
 _IMPORTED = [
-    "tests.rank_training",
-    "tests.chunk_group_ranks",
+    "tests.support.ranks.rank_training",
+    "tests.support.ranks.chunk_group_ranks",
     "tests.zoo.rank_loops",
     "tests.zoo.rank_runs",
     "transformers.models.gpt2.modeling_gpt2",
@@ -234,6 +234,10 @@ class RankPool:
         if not rank.stacks.exists():
             return "(still starting)"
         os.kill(rank.process.pid, signal.SIGUSR1)
+        # It writes in its own time, all of its threads, the one that hangs last.
+        deadline_s = time.monotonic() + 10
+        while time.monotonic() < deadline_s and not rank.stacks.read_text():
+            time.sleep(0.01)
         time.sleep(_DUMP_S)
         return rank.stacks.read_text()
 

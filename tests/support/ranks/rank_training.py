@@ -18,6 +18,7 @@ import hetero
 from offload.memory.tiers import Account, Tier
 from tests.support.training.loops import batches, tiny_gpt2
 from tests.support.training.smallest import smallest_host_memory
+from tests.support.waiting import until
 
 BASE = {"dtype": "fp32", "placement_policy": "cpu", "rank_timeout_s": 60.0}
 
@@ -267,11 +268,15 @@ def two_models(rank: int, world: int, options: dict[str, Any]) -> Any:
     return found
 
 
+HANG_TIMEOUT_S = 10.0  # after which the others give up a rank that hangs
+
+
 def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str) -> dict[str, Any]:
     """The last rank fails; what the others meet, after how long, and what is left of it."""
     # What torch.distributed itself opens is no matter of ours.
     threads, files = set(threading.enumerate()), open_scratch_files()
     bad = rank == world - 1
+    meeting = dist.distributed_c10d._get_default_store()
     tokens = batches(world)[rank]
 
     def fail(here: str) -> None:
@@ -280,7 +285,7 @@ def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str
         if how == "die":
             os._exit(7)
         if how == "hang":
-            time.sleep(10)  # longer than others wait
+            until(lambda: meeting.add("given up", 0) == world - 1)
         raise ValueError("the bad rank's own error")
 
     dist.barrier()  # however long a rank took to start
@@ -288,7 +293,9 @@ def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str
     engine = None
     try:
         fail("construction")
-        model, optimizer = make("gpt2", {"rank_timeout_s": 3.0} | options)
+        model, optimizer = make(
+            "gpt2", {"rank_timeout_s": HANG_TIMEOUT_S if how == "hang" else 60.0} | options
+        )
         engine = optimizer.engine
         # Once the ranks have met, the clock starts: what comes before takes its time.
         for step in range(2):
@@ -315,13 +322,14 @@ def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str
         del error
     else:
         found = {"error": None, "seconds": time.monotonic() - started}
+    meeting.add("given up", 1)
     if engine is not None:
         started = time.monotonic()
         engine.close()
         found["closing"] = time.monotonic() - started
         del engine, model, optimizer
     gc.collect()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + (5.0 if how == "hang" else 30.0)
     while set(threading.enumerate()) - threads and time.monotonic() < deadline:
         time.sleep(0.01)
     found["threads"] = [t.name for t in set(threading.enumerate()) - threads]
@@ -342,6 +350,7 @@ def open_scratch_files() -> set[str]:
 
 def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
     """The error for ranks that do not do the same."""
+    dist.barrier()  # however long a rank took to start
     try:
         if what == "model":
             torch.manual_seed(0)
@@ -368,7 +377,7 @@ def different(rank: int, world: int, options: dict[str, Any], what: str) -> str:
 
 def refused_step(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
     """A step that all ranks refuse, for what makes no sense, and training that goes on."""
-    model, optimizer = make("experts", {"rank_timeout_s": 20.0} | options)
+    model, optimizer = make("experts", {"rank_timeout_s": 60.0} | options)
     for step in range(2):
         model(inputs(rank, step), 0).square().mean().backward()
         lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], -1.0
@@ -391,7 +400,7 @@ def tight_use_order(rank: int, world: int, options: dict[str, Any]) -> dict[str,
         torch.manual_seed(0)
         model = Layers(12)
         optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
-        more = {"host_memory": host_memory, "chunk_numel": 16384, "rank_timeout_s": 30.0}
+        more = {"host_memory": host_memory, "chunk_numel": 16384, "rank_timeout_s": 60.0}
         return hetero.initialize(model, optimizer, BASE | more | options)
 
     smallest = smallest_host_memory(lambda: build(1 << 20))

@@ -195,7 +195,7 @@ def uneven(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]
     model, optimizer = hetero.initialize(
         model,
         hetero.HybridAdam(model.parameters(), lr=1e-2),
-        **{"placement_policy": "cpu", "keep_fp32": ["experts.0.*"], "rank_timeout_s": 20.0}
+        **{"placement_policy": "cpu", "keep_fp32": ["experts.0.*"], "rank_timeout_s": 60.0}
         | options,
     )
     engine = optimizer.engine
@@ -219,7 +219,7 @@ def disagree(rank: int, world: int, how: str) -> str:
     model = build("add-frozen")
     given = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = hetero.initialize(
-        model, hetero.HybridAdam(given), placement_policy="cpu", rank_timeout_s=5.0
+        model, hetero.HybridAdam(given), placement_policy="cpu", rank_timeout_s=60.0
     )
     model.first.requires_grad_(True)
     new = list(model.first.parameters())

@@ -28,7 +28,7 @@ def two_ranks(tmp_path: Path, *arguments: str) -> list[str]:
     """What both ranks of the program print, rank 0's stdout first."""
     command = (sys.executable, *arguments)
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    run_ranks(command, 2, environment, tmp_path / "x.log", tmp_path / "out", timeout_s=100)
+    run_ranks(command, 2, environment, tmp_path / "x.log", tmp_path / "out", timeout_s=300)
     logs = [rank_log(tmp_path / "x.log", rank, 2).read_text() for rank in range(2)]
     return [(tmp_path / "out").read_text(), *logs]
 

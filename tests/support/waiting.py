@@ -1,0 +1,17 @@
+"""How tests wait for what another thread, another process or the kernel does in its own time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# Longer than anything takes on the slowest machine under load, so that it tells a hang, no delay.
+PATIENCE_S = 60.0
+
+
+def until(holds: Callable[[], object], what: str = "it never came") -> None:
+    """Waits until holds() is true. Raises AssertionError with `what` after PATIENCE_S."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.001)
