@@ -3,20 +3,22 @@
 from hetero.api.access import (
     clip_grad_norm_,
     clip_grad_value_,
-    engine_of,
     gathered,
     grads,
     masters,
     no_sync,
+)
+from hetero.api.compat import (
+    BucketTensorShardStrategy,
+    TensorShardStrategy,
     register_external_parameter,
     unregister_external_parameter,
 )
-from hetero.api.colossal_names import BucketTensorShardStrategy, TensorShardStrategy
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
-from hetero.chunks.dtypes import default_dtype
 from hetero.config import Config
 from hetero.cpu_threads import set_threads
+from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
 from hetero.setup.init_context import ZeroInitContext
 from hetero.setup.initialize import initialize
@@ -30,7 +32,6 @@ from offload.errors import (
     StoreError,
     UnmanagedParameterError,
 )
-from offload.memory.sizes import format_bytes, parse_bytes
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "HybridOptimizer",
     "NonFiniteError",
     "PeerError",
+    "PlacementError",
     "StaleGraphError",
     "StoreError",
     "TensorShardStrategy",
@@ -55,15 +57,11 @@ __all__ = [
     "ZeroInitContext",
     "clip_grad_norm_",
     "clip_grad_value_",
-    "default_dtype",
-    "engine_of",
-    "format_bytes",
     "gathered",
     "grads",
     "initialize",
     "masters",
     "no_sync",
-    "parse_bytes",
     "register_external_parameter",
     "set_threads",
     "unregister_external_parameter",

@@ -165,18 +165,3 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
     nothing with one rank.
     """
     return engine_of(model.parameters()).no_sync()
-
-
-def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """As DeepSpeed's, so that its users' models run unchanged. It is not needed and does nothing:
-    uses outside the owner are seen as they happen.
-
-    Raises ValueError if `parameter` is no parameter, as DeepSpeed does.
-    """
-    if not isinstance(parameter, torch.nn.Parameter):
-        raise ValueError(f"parameter must be a torch.nn.Parameter, not {type(parameter).__name__}")
-
-
-def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Likewise."""
-    register_external_parameter(module, parameter)

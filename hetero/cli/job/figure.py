@@ -11,9 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-import hetero
 from hetero.cli.job.metrics import TIERS
 from hetero.cli.job.result import TrainResult
+from offload.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,4 +162,4 @@ def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
 
 
 def _bytes(nbytes: float) -> str:
-    return hetero.format_bytes(nbytes)
+    return format_bytes(nbytes)

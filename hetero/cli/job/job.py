@@ -23,6 +23,7 @@ from hetero.planning.group_plans import arrange
 from hetero.planning.predict import Placed as PlacedChunkGroup
 from hetero.planning.predict import predict
 from hetero.planning.trace import Work
+from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile, default_path
 
@@ -115,7 +116,7 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
                 notes=tuple(notes),
                 steps=options.steps,
                 tokens_per_step=options.tokens_per_step * ranks.count,
-                data=f"{corpus.source} ({hetero.format_bytes(len(corpus))})",
+                data=f"{corpus.source} ({format_bytes(len(corpus))})",
                 nvme_path=", ".join(config.nvme_paths) or None,
                 run_dir=str(folder.path),
                 ranks=ranks.count,

@@ -8,11 +8,11 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-import hetero
 from hetero.cli.job.loop import Observer
 from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import Setting
+from offload.memory.sizes import format_bytes
 
 
 def make_observer(log_every: int, ranks: Ranks = ALONE) -> Observer:
@@ -25,10 +25,10 @@ def make_observer(log_every: int, ranks: Ranks = ALONE) -> Observer:
 def opening_lines(setting: Setting) -> list[str]:
     """What a reader wants to know before the first step."""
     host = setting.budget_bytes["host"]
-    budget = "no limit" if host is None else f"at most {hetero.format_bytes(host)}"
+    budget = "no limit" if host is None else f"at most {format_bytes(host)}"
     lines = [
         f"model {setting.model}: {setting.params / 1e6:.1f}M parameters, whose training state"
-        f" usually takes {hetero.format_bytes(setting.state_bytes)}",
+        f" usually takes {format_bytes(setting.state_bytes)}",
         f"policy {setting.policy}, host memory for it {budget}, compute in {setting.dtype},"
         f" {setting.isa}, {setting.threads} threads",
         f"data {setting.data}",
@@ -112,11 +112,10 @@ class BarObserver:
 def _tiers(metrics: StepMetrics) -> str:
     """Bytes held per tier and moved to and from the disk in the step."""
     held = metrics.memory[-1].managed_bytes
-    tiers = "  ".join(f"{tier} {hetero.format_bytes(n)}" for tier, n in held.items() if n)
+    tiers = "  ".join(f"{tier} {format_bytes(n)}" for tier, n in held.items() if n)
     moved = metrics.traffic_bytes
     if moved["disk_read"] or moved["disk_write"]:
         tiers += (
-            f"  read {hetero.format_bytes(moved['disk_read'])}"
-            f" write {hetero.format_bytes(moved['disk_write'])}"
+            f"  read {format_bytes(moved['disk_read'])} write {format_bytes(moved['disk_write'])}"
         )
     return tiers

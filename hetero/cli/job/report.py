@@ -8,9 +8,9 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-import hetero
 from hetero.cli.job.metrics import TIERS
 from hetero.cli.job.result import TrainResult
+from offload.memory.sizes import format_bytes
 
 
 def rows(result: TrainResult) -> list[tuple[str, str]]:
@@ -31,7 +31,7 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         ("model", f"{setting.model}, {setting.params:,} parameters"),
         (
             "model state, usual",
-            f"{hetero.format_bytes(setting.state_bytes)} (16 bytes per parameter)",
+            f"{format_bytes(setting.state_bytes)} (16 bytes per parameter)",
         ),
         ("policy, compute", f"{setting.policy}, {setting.dtype}, {setting.isa}"),
     ]
@@ -41,10 +41,10 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         budget, peak = setting.budget_bytes[tier], result.peak_managed_bytes[tier]
         if budget is None and peak == 0:
             continue
-        limit = "no budget" if budget is None else f"budget {hetero.format_bytes(budget)}"
-        table.append((f"managed peak, {tier}", f"{hetero.format_bytes(peak)}, {limit}"))
+        limit = "no budget" if budget is None else f"budget {format_bytes(budget)}"
+        table.append((f"managed peak, {tier}", f"{format_bytes(peak)}, {limit}"))
     table += [
-        ("peak RSS of the process", hetero.format_bytes(result.peak_rss_bytes)),
+        ("peak RSS of the process", format_bytes(result.peak_rss_bytes)),
         ("steps", made + ("" if result.status == "finished" else f", {result.status}")),
         ("step time, median", f"{step_s:.3f} s: {split}"),
         *_placed(result),
@@ -52,26 +52,26 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         ("speed", f"{result.tokens_per_s:.0f} tokens/s"),
     ]
     if setting.ranks > 1:
-        sent, received = (hetero.format_bytes(per_step[link]) for link in ("sent", "received"))
+        sent, received = (format_bytes(per_step[link]) for link in ("sent", "received"))
         table += [
             ("sent, received", f"{sent}, {received} per step"),
             ("waited for gathers", f"{result.gather_wait_s_per_step:.3f} s per step"),
             (
                 "peak RSS of all ranks",
-                f"{hetero.format_bytes(sum(result.peak_rss_by_rank_bytes))},"
-                f" at most {hetero.format_bytes(max(result.peak_rss_by_rank_bytes))} each",
+                f"{format_bytes(sum(result.peak_rss_by_rank_bytes))},"
+                f" at most {format_bytes(max(result.peak_rss_by_rank_bytes))} each",
             ),
         ]
     if per_step["h2d"] or per_step["d2h"]:
-        h2d, d2h = (hetero.format_bytes(per_step[link]) for link in ("h2d", "d2h"))
+        h2d, d2h = (format_bytes(per_step[link]) for link in ("h2d", "d2h"))
         table.append(("to the device, back", f"{h2d}, {d2h} per step"))
     if setting.engine is not None:
         for verb, link in (("read", "disk_read"), ("written", "disk_write")):
             table.append(
                 (
                     f"NVMe {verb}",
-                    f"{hetero.format_bytes(per_step[link])} per step,"
-                    f" {hetero.format_bytes(total[link])} in all by {setting.engine}",
+                    f"{format_bytes(per_step[link])} per step,"
+                    f" {format_bytes(total[link])} in all by {setting.engine}",
                 )
             )
     table += [

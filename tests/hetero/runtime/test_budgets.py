@@ -15,6 +15,7 @@ import torch
 
 import hetero
 from offload.memory.ledger import Ledger
+from offload.memory.sizes import parse_bytes
 from offload.memory.tiers import Account, Tier
 from tests.support.training.loops import batches, build, tiny_gpt2, train
 from tests.support.training.smallest import smallest_host_memory
@@ -178,7 +179,7 @@ def test_peak_rss_stays_under_budget_framework_and_activations(
     assert found["params"] > 55e6
     # Activations of a layer and the largest transient gradients: 64 tokens, 2.4 M-element matrices.
     activations = layers * (4 << 20) + (48 << 20)
-    allowed = hetero.parse_bytes(host_memory) + found["framework"] + activations
+    allowed = parse_bytes(host_memory) + found["framework"] + activations
     assert found["peak"] <= allowed, {k: v / 2**20 for k, v in found.items()}
     assert found["peak"] - found["framework"] < found["params"] * 16 / 3
 
@@ -202,7 +203,7 @@ def test_plain_construction_would_need_more(tmp_path: Path) -> None:
         placement_policy="nvme", dtype="bf16", nvme_path=str(tmp_path), host_memory="400KiB"
     )
     needed = sum(p.numel() * 4 for p in tiny_gpt2().parameters())
-    assert hetero.parse_bytes("400KiB") < needed
+    assert parse_bytes("400KiB") < needed
     assert all(torch.isfinite(m).all() for m in hetero.masters(model.parameters()))
     optimizer.engine.close()
 

@@ -10,6 +10,7 @@ import torch
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hetero
+from offload.memory.sizes import parse_bytes
 from tests.support.training.loops import tiny_gpt2
 
 
@@ -86,7 +87,7 @@ def test_weights_equal_plain_construction(
     assert torch.equal(after, after_plain), "the random numbers drawn are the same"
     was_absent = context.construction.any_absent
     total = sum(p.numel() * 4 for p in plain.parameters())
-    assert was_absent == (total > hetero.parse_bytes(host_memory))
+    assert was_absent == (total > parse_bytes(host_memory))
     optimizer = hetero.HybridAdam(model.parameters())
     model, optimizer = hetero.initialize(model, optimizer)
     names = dict(model.named_parameters())
@@ -98,7 +99,7 @@ def test_weights_equal_plain_construction(
             rounded = expected.to(optimizer.engine.dtypes.torch_compute)
             assert torch.equal(names[name], rounded), name
     peak = optimizer.engine.ledger.peak_bytes["host"]
-    assert peak <= hetero.parse_bytes(host_memory)
+    assert peak <= parse_bytes(host_memory)
     optimizer.engine.close()
 
 

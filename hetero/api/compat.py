@@ -1,0 +1,42 @@
+"""Names of ColossalAI and DeepSpeed, so that code written for them runs unchanged."""
+
+from __future__ import annotations
+
+import torch
+
+
+class TensorShardStrategy:
+    """ColossalAI's name for `Config(shard_strategy="tensor")`: one chunk per tensor."""
+
+    name = "tensor"
+
+
+class BucketTensorShardStrategy:
+    """ColossalAI's name for `Config(shard_strategy="bucket")`: one chunk per module's tensors."""
+
+    name = "bucket"
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Does nothing: hetero sees uses of a parameter outside its owner as they happen.
+
+    DeepSpeed needs this call for each parameter that a module uses and does not own.
+
+    Args:
+        module: the module that uses the parameter.
+        parameter: the parameter.
+
+    Raises:
+        ValueError: if `parameter` is not a torch.nn.Parameter, as with DeepSpeed.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise ValueError(f"parameter must be a torch.nn.Parameter, not {type(parameter).__name__}")
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Does nothing; the counterpart of register_external_parameter(), with the same arguments.
+
+    Raises:
+        ValueError: if `parameter` is not a torch.nn.Parameter.
+    """
+    register_external_parameter(module, parameter)
