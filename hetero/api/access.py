@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -78,16 +78,11 @@ def _replaced_by_copies(
     members: list[ManagedParam], changed: dict[ManagedParam, torch.Tensor]
 ) -> Iterator[None]:
     """Inside the block the parameters are copies, which are in `changed` if it ends well."""
-    before = {m: m.param.data for m in members}
-    try:
+    with ExitStack() as copies:
         for m in members:
-            m.param.data = m.param.data.clone()
+            copies.enter_context(m.as_copy())
         yield
         changed.update({m: m.param.data for m in members})
-    finally:
-        for m in members:
-            m.param.data = before[m]
-            m.note_change()
 
 
 def masters(params: Params) -> list[torch.Tensor]:

@@ -49,7 +49,7 @@ class StateDictHooks:
             self._engine.early.require_whole("state_dict()")
             for name, managed in self._own(module).items():
                 found = state_dict.get(prefix + name)
-                if found is not None and found.data_ptr() == managed.absent.data_ptr():
+                if found is not None and found.data_ptr() == managed.stand_in.data_ptr():
                     state_dict[prefix + name] = self._copy(managed)
 
         def before_load(

@@ -69,10 +69,6 @@ class AllParams:
         """Undoes one acquire()."""
         self._chunk_groups[managed.chunk.group_index].params.release(managed)
 
-    def is_in_place(self, managed: ManagedParam) -> bool:
-        """Whether the parameter is where it belongs between steps: at home, or absent."""
-        return self._chunk_groups[managed.chunk.group_index].params.is_in_place(managed)
-
     def settle(self) -> None:
         """Until nothing that was asked of other ranks is under way."""
         for chunk_group in self._chunk_groups:

@@ -122,9 +122,9 @@ class EarlyUpdates:
         """Whether it was updated in this step."""
         return key_of(managed.chunk) in self._updated
 
-    def is_absent(self, managed: ManagedParam) -> bool:
-        """Likewise, and it is as the update has left it."""
-        return self.has(managed) and managed.param.data_ptr() == managed.absent.data_ptr()
+    def is_unmoved(self, managed: ManagedParam) -> bool:
+        """Whether it was updated in this step, and user code has not pointed it elsewhere."""
+        return self.has(managed) and not managed.is_moved
 
     # What is refused while a step is half made
 
@@ -195,7 +195,7 @@ class EarlyUpdates:
         groups = self._grouped(members)
         if chunk_group.grads.has_lost(chunk):
             return
-        if groups is None or not all(self._is_updatable(m, chunk_group) for m in members):
+        if groups is None or not all(map(self._is_updatable, members)):
             return
         assert self._hyper_of is not None
         try:
@@ -211,8 +211,9 @@ class EarlyUpdates:
         self._unfinished.begin(chunk_group, groups, table, last=False)
         self._beginning = ""
 
-    def _is_updatable(self, m: ManagedParam, chunk_group: ChunkGroup) -> bool:
-        free = m.uses == 0 and chunk_group.params.is_in_place(m) and not m.changed_unnoticed
+    @staticmethod
+    def _is_updatable(m: ManagedParam) -> bool:
+        free = m.uses == 0 and m.is_at_home and not m.changed_unnoticed
         return free and m.grad_factor == 1.0
 
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:

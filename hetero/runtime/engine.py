@@ -139,12 +139,11 @@ class Engine:
             contexts.enter_context(chunk_group.no_sync())
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
-            resident = chunk_group.params.is_resident(m.chunk)
-            m.param.data = m.part_of(chunk_group.params.flat(m.chunk)) if resident else m.absent
-            m.note_change()
             old = self._managed.get(id(m.param))
             if old is not None:
-                old.replaced = True
+                old.retire()
+            resident = chunk_group.params.is_resident(m.chunk)
+            m.place(chunk_group.params.flat(m.chunk) if resident else None)
             self._managed[id(m.param)] = m
             self._later.note(m)
             if m.chunk.trainable:
@@ -411,8 +410,8 @@ class Engine:
     def _check_trainable(self, managed: ManagedParam) -> None:
         # (With late updates who uses it now would see its values vanish.)
         kept = managed.uses == 0 or not self.config.late_updates
-        in_place = kept and self.params.is_in_place(managed)
-        if not (in_place or self.early.is_absent(managed)):
+        at_home = kept and managed.is_at_home
+        if not (at_home or self.early.is_unmoved(managed)):
             raise HeteroError(
                 f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
                 f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
@@ -603,8 +602,7 @@ class Engine:
                 lambda: ClosedError("the model was used after its engine was closed"),
             )
         for m in self._managed.values():
-            m.param.data = m.absent
-            m.param.grad = None
+            m.close()
         self._free()
 
     def _outlive(self) -> None:
