@@ -49,8 +49,9 @@ def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]
         yield
         return
     engine = engine_of(listed)
+    engine.unwind()
     members = list({m.param: m for m in engine.find_all(listed)}.values())
-    with _present(engine, members):
+    with engine.params.present(members):
         if modifier_rank is None:
             yield
             return
@@ -58,19 +59,6 @@ def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]
         with _replaced_by_copies(members, changed):
             yield
     store_values(engine, engine.share(changed, modifier_rank))
-
-
-@contextmanager
-def _present(engine: Engine, members: list[ManagedParam]) -> Iterator[None]:
-    acquired = []
-    try:
-        for m in members:
-            engine.params.acquire(m)
-            acquired.append(m)
-        yield
-    finally:
-        for m in acquired:
-            engine.params.release(m)
 
 
 @contextmanager

@@ -23,9 +23,8 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperOf, hyper_table
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
-from hetero.runtime.all_params import AllParams
+from hetero.runtime.call_stack import inside_another_backward
 from hetero.runtime.grad_counts import Arrivals
-from hetero.runtime.module_hooks import inside_another_backward
 from hetero.runtime.updates_in_flight import Key, Unfinished, key_of
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, StaleGraphError
@@ -53,7 +52,6 @@ class EarlyUpdates:
     def __init__(
         self,
         chunk_groups: Sequence[ChunkGroup],
-        params: AllParams,
         unfinished: Unfinished,
         enabled: bool,
         accumulating: Callable[[], bool],
@@ -64,7 +62,6 @@ class EarlyUpdates:
         Unless `enabled` all is left to step().
         """
         self._chunk_groups = chunk_groups
-        self._params = params
         self._unfinished = unfinished
         self._enabled = enabled
         self._accumulating = accumulating
@@ -81,8 +78,8 @@ class EarlyUpdates:
         # By group, the options with which its parameters were updated in this step.
         self._options: dict[int, dict[str, Any]] = {}
         self._group_of: dict[int, int] = {}  # by id(param), in this step
-        params.check_use = self.check_use
-        params.check_saved = self.check_saved
+        # By address: homes that compute uses, and that may change while backward runs.
+        self.changing_homes: dict[int, Chunk] = {}
 
     def follow(self, param_groups: ParamGroups, hyper_of: HyperOf) -> None:
         """What the optimizer's groups are at the time, and what they mean."""
@@ -99,7 +96,7 @@ class EarlyUpdates:
         """Homes of the chunk group are where they are now: some may have moved."""
         if not self._enabled:
             return
-        changing = self._params.changing
+        changing = self.changing_homes
         mine = chunk_group.layout.chunks[0].group_index
         for address in [at for at, chunk in changing.items() if chunk.group_index == mine]:
             del changing[address]

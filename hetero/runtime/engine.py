@@ -27,11 +27,13 @@ from hetero.ranks.process_groups import World
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.early_updates import EarlyUpdates
 from hetero.runtime.grad_factors import GradFactors, check_dense
+from hetero.runtime.grad_hook import GradHook
 from hetero.runtime.loss_scale import LossScale
-from hetero.runtime.module_hooks import GradHook, ModuleHooks, refuse_use
+from hetero.runtime.module_hooks import ModuleHooks, refuse_use
 from hetero.runtime.read_ahead import ReadingAhead
 from hetero.runtime.relocation.relocate import Change
 from hetero.runtime.relocation.replanner import Replanner
+from hetero.runtime.saved_tensors import SavedTensors
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.traffic import Traffic, traffic_of
 from hetero.runtime.updates_in_flight import Unfinished
@@ -53,10 +55,13 @@ class Removable(Protocol):
 
 
 class ModelHooks(Removable, Protocol):
-    """Hooks on modules."""
+    """Hooks on the model's modules."""
 
     def cover(self, model: torch.nn.Module) -> None:
-        """Follows parameters and modules that have changed."""
+        """Takes account of parameters whose homes have moved, and of modules that are new."""
+
+    def unwind(self) -> None:
+        """Ends calls of modules that an exception has interrupted."""
 
 
 class Engine:
@@ -89,18 +94,17 @@ class Engine:
         self.loss_scale = loss_scale
         self.notes = notes
         self.world: World = chunk_groups[0].world
-        self.params = AllParams(self.chunk_groups)
         self.grad_factors = GradFactors(
             self.chunk_groups, loss_scale, self.world, config.early_updates
         )
         self.unfinished = Unfinished(self.chunk_groups, config)
         self.early = EarlyUpdates(
             self.chunk_groups,
-            self.params,
             self.unfinished,
             config.early_updates,
             accumulating=lambda: bool(self._unsynced),
         )
+        self.params = AllParams(self.chunk_groups, self.early)
         self.grad_factors.check_assigned = self.early.check_gradient
         self._reading_ahead = ReadingAhead(self.chunk_groups, config.prefetch)
         self._model = weakref.ref(model)
@@ -117,15 +121,15 @@ class Engine:
             model,
             self.known,
             self.params,
-            self.dtypes.torch_compute,
+            SavedTensors(self.chunk_groups, self.params, self.early),
             self._before_forward,
+            self.dtypes.torch_compute,
             backend.device,
             all_modules=config.early_updates or config.late_updates,
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
         self.grad_factors.step_left_out = self._replanner.tracer.forget
-        self._model_hooks.append(self._replanner)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
@@ -306,7 +310,7 @@ class Engine:
         is raised: a read that failed, or a rank.
         """
         self._check_open()
-        self._module_hooks.unwind()
+        self.unwind()
         self.unfinished.finish_all()
         self.take_in_unfrozen()
         self.grad_factors.settle(force=True)
@@ -431,7 +435,13 @@ class Engine:
 
     # Parameters that come later
 
+    def unwind(self) -> None:
+        """Ends forwards and loads of the model that an exception has interrupted."""
+        for hooks in self._model_hooks:
+            hooks.unwind()
+
     def _before_forward(self) -> None:
+        self.unwind()
         # Ranks may evaluate alone, but train together.
         if torch.is_grad_enabled() and not self._closed:
             self.take_in_unfrozen()
@@ -628,7 +638,7 @@ class Engine:
         if not self._closed:
             self._leave_ranks()
         self._closed = True
-        for hooks in (*self._hooks, *self._model_hooks):
+        for hooks in (*self._hooks, *self._model_hooks, self._replanner):
             hooks.remove()
         for chunk_group in reversed(self.chunk_groups):
             chunk_group.close()

@@ -235,6 +235,11 @@ class Params:
         self.drop_copies(chunk)
         self._shards.invalidate(chunk)
 
+    def discard_copies(self, chunk: Chunk) -> None:
+        """Forgets all copies of the chunk, whole and of this rank's shard; home has its values."""
+        self.drop_copies(chunk)
+        self._shards.invalidate(chunk)
+
     def drop_copies(self, chunk: Chunk) -> None:
         """Forgets copies of the chunk, once none is being made any more."""
         for drop in self._copies.drops:
