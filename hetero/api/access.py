@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -49,8 +49,9 @@ def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]
         yield
         return
     engine = engine_of(listed)
+    engine.unwind()
     members = list({m.param: m for m in engine.find_all(listed)}.values())
-    with _present(engine, members):
+    with engine.params.present(members):
         if modifier_rank is None:
             yield
             return
@@ -61,33 +62,15 @@ def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]
 
 
 @contextmanager
-def _present(engine: Engine, members: list[ManagedParam]) -> Iterator[None]:
-    acquired = []
-    try:
-        for m in members:
-            engine.params.acquire(m)
-            acquired.append(m)
-        yield
-    finally:
-        for m in acquired:
-            engine.params.release(m)
-
-
-@contextmanager
 def _replaced_by_copies(
     members: list[ManagedParam], changed: dict[ManagedParam, torch.Tensor]
 ) -> Iterator[None]:
     """Inside the block the parameters are copies, which are in `changed` if it ends well."""
-    before = {m: m.param.data for m in members}
-    try:
+    with ExitStack() as copies:
         for m in members:
-            m.param.data = m.param.data.clone()
+            copies.enter_context(m.as_copy())
         yield
         changed.update({m: m.param.data for m in members})
-    finally:
-        for m in members:
-            m.param.data = before[m]
-            m.note_change()
 
 
 def masters(params: Params) -> list[torch.Tensor]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hetero.api.whole_state import store_masters
+from hetero.runtime.call_stack import EnteredCalls, module_frame
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
@@ -25,6 +28,7 @@ class StateDictHooks:
         self._engine = engine
         self._handles: list[RemovableHandle] = []
         self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._loads = EnteredCalls()
         self._loading: dict[torch.nn.Module, dict[ManagedParam, torch.Tensor]] = {}
         self.cover(model)
 
@@ -49,7 +53,7 @@ class StateDictHooks:
             self._engine.early.require_whole("state_dict()")
             for name, managed in self._own(module).items():
                 found = state_dict.get(prefix + name)
-                if found is not None and found.data_ptr() == managed.absent.data_ptr():
+                if found is not None and found.data_ptr() == managed.stand_in.data_ptr():
                     state_dict[prefix + name] = self._copy(managed)
 
         def before_load(
@@ -68,13 +72,14 @@ class StateDictHooks:
                 )
             module = of()
             assert module is not None
+            self._loads.unwind()
             own = self._own(module)
             found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}
             self._loading[module] = {
                 m: value for m, value in found.items() if value.shape == m.param.shape
             }
-            for managed in own.values():
-                self._engine.params.acquire(managed)
+            call = self._loads.enter(module, module_frame("load"))
+            call.present.enter_context(self._loading_into(module, list(own.values())))
 
         def after_load(module: Any, incompatible: Any) -> None:
             values = self._loading.pop(module, None)
@@ -82,7 +87,7 @@ class StateDictHooks:
                 return
             for managed in self._own(module).values():
                 managed.note_change()  # by torch's own copy_, into what store_masters() replaces
-                self._engine.params.release(managed)
+            self._loads.leave(module)
             store_masters(self._engine, values)
 
         self._handles += [
@@ -90,6 +95,31 @@ class StateDictHooks:
             module._register_load_state_dict_pre_hook(before_load),
             module.register_load_state_dict_post_hook(after_load),
         ]
+
+    @contextmanager
+    def _loading_into(self, module: torch.nn.Module, members: list[ManagedParam]) -> Iterator[None]:
+        """Inside the block the parameters have values that torch may overwrite.
+
+        If loading was interrupted, gathered copies that were overwritten are forgotten, so the
+        parameters keep their values; the next step refuses a resident one that was overwritten,
+        until it is loaded again.
+        """
+        copied = [m for m in members if not self._engine.params.is_resident(m.chunk)]
+        try:
+            with self._engine.params.present(members):
+                try:
+                    yield
+                finally:
+                    for managed in copied:
+                        managed.note_change()
+        finally:
+            interrupted = self._loading.pop(module, None) is not None
+            for managed in copied if interrupted else []:
+                self._engine.chunk_group_of(managed).params.discard_copies(managed.chunk)
+
+    def unwind(self) -> None:
+        """Ends loads that an exception has interrupted."""
+        self._loads.unwind()
 
     def _copy(self, managed: ManagedParam) -> torch.Tensor:
         part = managed.part_of(self._engine.params.flat(managed.chunk))

@@ -2,108 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
 from hetero.state.managed_param import ManagedParam
-from hetero.state.params import SavedView
-from offload.errors import StaleGraphError
 
 
-def _nothing(_: object) -> None:
-    pass
+class UpdateGuard(Protocol):
+    """Knows the chunks that are updated while backward runs, which must not be used then."""
 
+    @property
+    def changing_homes(self) -> Mapping[int, Chunk]:
+        """The chunks whose homes compute uses, and updates change during backward, by address."""
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor that autograd saved and is no view of a gathered copy.
+    def check_use(self, managed: ManagedParam) -> None:
+        """Raises HeteroError for an updated parameter, whose value is needed before step()."""
 
-    With hooks nobody else checks its version. `chunk`: it is of a home that is used in place.
-    """
-
-    tensor: torch.Tensor
-    version: int
-    chunk: Chunk | None = None
+    def check_saved(self, chunk: Chunk) -> None:
+        """Raises StaleGraphError if backward needs what it saved of an updated chunk."""
 
 
 class AllParams:
-    """Brings parameters in and lets them go, whichever chunk group they are in."""
+    """Gives parameters their values, whichever chunk group they are in."""
 
-    def __init__(self, chunk_groups: Sequence[ChunkGroup]) -> None:
-        self._chunk_groups = chunk_groups  # may grow
-        # Called before a parameter is used, and before a chunk's saved views are made again: may
-        # refuse by raising.
-        self.check_use: Callable[[ManagedParam], object] = _nothing
-        self.check_saved: Callable[[Chunk], object] = _nothing
-        # By address: homes that are used in place and may change while backward runs.
-        self.changing: dict[int, Chunk] = {}
+    def __init__(self, chunk_groups: Sequence[ChunkGroup], guard: UpdateGuard) -> None:
+        """`chunk_groups` may grow."""
+        self._chunk_groups = chunk_groups
+        self._guard = guard
 
     @property
     def gathers(self) -> bool:
         """Whether some parameters are gathered."""
         return any(chunk_group.params.gathers for chunk_group in self._chunk_groups)
 
-    @property
-    def packs(self) -> bool:
-        """Whether pack() and unpack() are needed."""
-        return self.gathers or bool(self.changing)
-
     def is_resident(self, chunk: Chunk) -> bool:
-        """Whether the whole chunk's home is in RAM, where compute uses it in place."""
+        """Whether the whole chunk's home is where compute happens, which uses it in place."""
         return self._chunk_groups[chunk.group_index].params.is_resident(chunk)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's parameters now, flat; unless resident a pin on a gathered copy."""
+        """The chunk's parameters now, whole and flat; unless resident a pin on a gathered copy."""
         return self._chunk_groups[chunk.group_index].params.flat(chunk)
 
-    def acquire(self, managed: ManagedParam) -> None:
-        """Makes the parameter present until as many release() calls."""
-        self.check_use(managed)
-        self._chunk_groups[managed.chunk.group_index].params.acquire(managed)
+    @contextmanager
+    def present(self, members: Iterable[ManagedParam]) -> Iterator[None]:
+        """Inside the block the parameters have their values, in the compute dtype.
 
-    def release(self, managed: ManagedParam) -> None:
-        """Undoes one acquire()."""
-        self._chunk_groups[managed.chunk.group_index].params.release(managed)
+        All are released in the end, also if one could not be acquired, or was changed in place.
 
-    def is_in_place(self, managed: ManagedParam) -> bool:
-        """Whether the parameter is where it belongs between steps: at home, or absent."""
-        return self._chunk_groups[managed.chunk.group_index].params.is_in_place(managed)
+        Raises:
+            HeteroError: one was updated during backward, or its gathered copy was changed in place.
+            BudgetError: pins leave no room.
+            PeerError, NativeIoError: values could not be brought.
+        """
+        with ExitStack() as acquired:
+            for managed in members:
+                params = self._chunk_groups[managed.chunk.group_index].params
+                self._guard.check_use(managed)
+                params.acquire(managed)
+                acquired.callback(params.release, managed)
+            yield
 
     def settle(self) -> None:
-        """Until nothing that was asked of other ranks is under way."""
+        """Waits until nothing that was asked of other ranks is under way."""
         for chunk_group in self._chunk_groups:
             chunk_group.params.settle()
-
-    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
-        """What autograd keeps for `tensor`: of a view of a gathered copy, how to remake it."""
-        if tensor.layout is torch.strided:
-            for chunk_group in self._chunk_groups:
-                view = chunk_group.params.pack(tensor)
-                if view is not None:
-                    return view
-            if self.changing:
-                chunk = self.changing.get(tensor.untyped_storage().data_ptr())
-                return SavedTensor(tensor, tensor._version, chunk)
-        return SavedTensor(tensor, tensor._version)
-
-    def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
-        """The tensor that was packed. Raises StaleGraphError if it was changed since."""
-        if isinstance(saved, SavedView):
-            self.check_saved(saved.chunk)
-            return self._chunk_groups[saved.chunk.group_index].params.unpack(saved)
-        if saved.chunk is not None:
-            self.check_saved(saved.chunk)
-        if saved.tensor._version != saved.version:
-            raise StaleGraphError(
-                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "
-                f"modified by an inplace operation (it is at version "
-                f"{saved.tensor._version}, expected {saved.version})"
-            )
-        return saved.tensor
 
     def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""

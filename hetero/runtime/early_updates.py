@@ -23,9 +23,8 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperOf, hyper_table
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
-from hetero.runtime.all_params import AllParams
+from hetero.runtime.call_stack import inside_another_backward
 from hetero.runtime.grad_counts import Arrivals
-from hetero.runtime.module_hooks import inside_another_backward
 from hetero.runtime.updates_in_flight import Key, Unfinished, key_of
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, StaleGraphError
@@ -53,7 +52,6 @@ class EarlyUpdates:
     def __init__(
         self,
         chunk_groups: Sequence[ChunkGroup],
-        params: AllParams,
         unfinished: Unfinished,
         enabled: bool,
         accumulating: Callable[[], bool],
@@ -64,7 +62,6 @@ class EarlyUpdates:
         Unless `enabled` all is left to step().
         """
         self._chunk_groups = chunk_groups
-        self._params = params
         self._unfinished = unfinished
         self._enabled = enabled
         self._accumulating = accumulating
@@ -81,8 +78,8 @@ class EarlyUpdates:
         # By group, the options with which its parameters were updated in this step.
         self._options: dict[int, dict[str, Any]] = {}
         self._group_of: dict[int, int] = {}  # by id(param), in this step
-        params.check_use = self.check_use
-        params.check_saved = self.check_saved
+        # By address: homes that compute uses, and that may change while backward runs.
+        self.changing_homes: dict[int, Chunk] = {}
 
     def follow(self, param_groups: ParamGroups, hyper_of: HyperOf) -> None:
         """What the optimizer's groups are at the time, and what they mean."""
@@ -99,7 +96,7 @@ class EarlyUpdates:
         """Homes of the chunk group are where they are now: some may have moved."""
         if not self._enabled:
             return
-        changing = self._params.changing
+        changing = self.changing_homes
         mine = chunk_group.layout.chunks[0].group_index
         for address in [at for at, chunk in changing.items() if chunk.group_index == mine]:
             del changing[address]
@@ -122,9 +119,9 @@ class EarlyUpdates:
         """Whether it was updated in this step."""
         return key_of(managed.chunk) in self._updated
 
-    def is_absent(self, managed: ManagedParam) -> bool:
-        """Likewise, and it is as the update has left it."""
-        return self.has(managed) and managed.param.data_ptr() == managed.absent.data_ptr()
+    def is_unmoved(self, managed: ManagedParam) -> bool:
+        """Whether it was updated in this step, and user code has not pointed it elsewhere."""
+        return self.has(managed) and not managed.is_moved
 
     # What is refused while a step is half made
 
@@ -195,7 +192,7 @@ class EarlyUpdates:
         groups = self._grouped(members)
         if chunk_group.grads.has_lost(chunk):
             return
-        if groups is None or not all(self._is_updatable(m, chunk_group) for m in members):
+        if groups is None or not all(map(self._is_updatable, members)):
             return
         assert self._hyper_of is not None
         try:
@@ -211,8 +208,9 @@ class EarlyUpdates:
         self._unfinished.begin(chunk_group, groups, table, last=False)
         self._beginning = ""
 
-    def _is_updatable(self, m: ManagedParam, chunk_group: ChunkGroup) -> bool:
-        free = m.uses == 0 and chunk_group.params.is_in_place(m) and not m.changed_unnoticed
+    @staticmethod
+    def _is_updatable(m: ManagedParam) -> bool:
+        free = m.uses == 0 and m.is_at_home and not m.changed_unnoticed
         return free and m.grad_factor == 1.0
 
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:

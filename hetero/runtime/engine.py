@@ -26,11 +26,13 @@ from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.early_updates import EarlyUpdates
 from hetero.runtime.grad_factors import GradFactors, check_dense
+from hetero.runtime.grad_hook import GradHook
 from hetero.runtime.loss_scale import LossScale
-from hetero.runtime.module_hooks import GradHook, ModuleHooks, refuse_use
+from hetero.runtime.module_hooks import ModuleHooks, refuse_use
 from hetero.runtime.read_ahead import ReadingAhead
 from hetero.runtime.relocation.relocate import Change
 from hetero.runtime.relocation.replanner import Replanner
+from hetero.runtime.saved_tensors import SavedTensors
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.traffic import Traffic, traffic_of
 from hetero.runtime.updates_in_flight import Unfinished
@@ -52,10 +54,13 @@ class Removable(Protocol):
 
 
 class ModelHooks(Removable, Protocol):
-    """Hooks on modules."""
+    """Hooks on the model's modules."""
 
     def cover(self, model: torch.nn.Module) -> None:
-        """Follows parameters and modules that have changed."""
+        """Takes account of parameters whose homes have moved, and of modules that are new."""
+
+    def unwind(self) -> None:
+        """Ends calls of modules that an exception has interrupted."""
 
 
 class Engine:
@@ -88,18 +93,17 @@ class Engine:
         self.loss_scale = loss_scale
         self.notes = notes
         self.world: ProcessGroups = chunk_groups[0].world
-        self.params = AllParams(self.chunk_groups)
         self.grad_factors = GradFactors(
             self.chunk_groups, loss_scale, self.world, config.early_updates
         )
         self.unfinished = Unfinished(self.chunk_groups, config)
         self.early = EarlyUpdates(
             self.chunk_groups,
-            self.params,
             self.unfinished,
             config.early_updates,
             accumulating=lambda: bool(self._unsynced),
         )
+        self.params = AllParams(self.chunk_groups, self.early)
         self.grad_factors.check_assigned = self.early.check_gradient
         self._reading_ahead = ReadingAhead(self.chunk_groups, config.prefetch)
         self._model = weakref.ref(model)
@@ -116,15 +120,15 @@ class Engine:
             model,
             self.known,
             self.params,
-            self.dtypes.torch_compute,
+            SavedTensors(self.chunk_groups, self.params, self.early),
             self._before_forward,
+            self.dtypes.torch_compute,
             backend.device,
             all_modules=config.early_updates or config.late_updates,
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
         self.grad_factors.step_left_out = self._replanner.tracer.forget
-        self._model_hooks.append(self._replanner)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
@@ -138,12 +142,11 @@ class Engine:
             contexts.enter_context(chunk_group.no_sync())
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
-            resident = chunk_group.params.is_resident(m.chunk)
-            m.param.data = m.part_of(chunk_group.params.flat(m.chunk)) if resident else m.absent
-            m.note_change()
             old = self._managed.get(id(m.param))
             if old is not None:
-                old.replaced = True
+                old.retire()
+            resident = chunk_group.params.is_resident(m.chunk)
+            m.place(chunk_group.params.flat(m.chunk) if resident else None)
             self._managed[id(m.param)] = m
             self._later.note(m)
             if m.chunk.trainable:
@@ -306,7 +309,7 @@ class Engine:
         is raised: a read that failed, or a rank.
         """
         self._check_open()
-        self._module_hooks.unwind()
+        self.unwind()
         self.unfinished.finish_all()
         self.take_in_unfrozen()
         self.grad_factors.settle(force=True)
@@ -410,8 +413,8 @@ class Engine:
     def _check_trainable(self, managed: ManagedParam) -> None:
         # (With late updates who uses it now would see its values vanish.)
         kept = managed.uses == 0 or not self.config.late_updates
-        in_place = kept and self.params.is_in_place(managed)
-        if not (in_place or self.early.is_absent(managed)):
+        at_home = kept and managed.is_at_home
+        if not (at_home or self.early.is_unmoved(managed)):
             raise HeteroError(
                 f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
                 f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
@@ -431,7 +434,13 @@ class Engine:
 
     # Parameters that come later
 
+    def unwind(self) -> None:
+        """Ends forwards and loads of the model that an exception has interrupted."""
+        for hooks in self._model_hooks:
+            hooks.unwind()
+
     def _before_forward(self) -> None:
+        self.unwind()
         # Ranks may evaluate alone, but train together.
         if torch.is_grad_enabled() and not self._closed:
             self.take_in_unfrozen()
@@ -602,8 +611,7 @@ class Engine:
                 lambda: ClosedError("the model was used after its engine was closed"),
             )
         for m in self._managed.values():
-            m.param.data = m.absent
-            m.param.grad = None
+            m.close()
         self._free()
 
     def _outlive(self) -> None:
@@ -629,7 +637,7 @@ class Engine:
         if not self._closed:
             self._leave_ranks()
         self._closed = True
-        for hooks in (*self._hooks, *self._model_hooks):
+        for hooks in (*self._hooks, *self._model_hooks, self._replanner):
             hooks.remove()
         for chunk_group in reversed(self.chunk_groups):
             chunk_group.close()

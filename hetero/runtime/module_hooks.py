@@ -1,129 +1,32 @@
-"""Finding the moments a parameter is needed, and the moment its gradient is there."""
+"""Gives each module's parameters their values for the time of its forward."""
 
 from __future__ import annotations
 
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.modules.module as modules
-import torch.utils.checkpoint as checkpoint_module
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hetero.runtime.all_params import AllParams
+from hetero.runtime.call_stack import EnteredCalls, module_frame
+from hetero.runtime.saved_tensors import SavedTensors
 from hetero.runtime.to_device import to_device
-from hetero.runtime.uses_outside_owner import BareUses
+from hetero.runtime.uses_outside_owner import UsesOutsideOwner
 from hetero.state.managed_param import ManagedParam
-from hetero.state.params import SavedView
 from offload.errors import HeteroError
 
 
-@dataclass
-class _Entered:
-    module: torch.nn.Module
-    frame: FrameType  # of the call; a call that is not on the stack any more was interrupted
-    acquired: list[ManagedParam]
-    contexts: ExitStack
-    packing: bool = False
-
-
-def _callers() -> Iterator[FrameType]:
-    """The frames of the calls that are running, innermost first.
-
-    A frame must not be kept in a variable of its own: that cycle would keep all locals of all
-    callers, activations among them, until the garbage collector comes.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def _module_call() -> FrameType:
-    """The frame of the innermost module's call, from within one of its hooks."""
-    return next(frame for frame in _callers() if frame.f_code.co_filename == modules.__file__)
-
-
-def _recomputing() -> bool:
-    """Whether a non-reentrant checkpoint is being recomputed, as the stack of calls tells."""
-    for frame in _callers():
-        if frame.f_code.co_filename == checkpoint_module.__file__:
-            if frame.f_code.co_name == "unpack_hook":
-                return True
-            if frame.f_code.co_name == "backward":  # a reentrant one's
-                return False
-    return False
-
-
-_CPU = torch.device("cpu")
-
-
-def inside_another_backward() -> bool:
-    """Whether the backward that runs was called by a node of another one, as the stack tells.
-
-    Such a node may have taken values out of what it saved, which no version protects any more. A
-    reentrant checkpoint does not count: it has none of parameters. In a thread that autograd has
-    started, as for a device, the outermost call has no frame.
-    """
-    depth = int(isinstance(threading.current_thread(), threading._DummyThread))
-    for frame in _callers():
-        code = frame.f_code
-        if code.co_filename == torch.autograd.__file__:
-            depth += code.co_name in ("backward", "grad")
-        elif code.co_filename == checkpoint_module.__file__:
-            depth -= code.co_name == "backward"
-    return depth > 1
-
-
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class _Others:
-    """What somebody else's hook packed."""
-
-    packed: Any
-
-
-class _OverOthers:
-    """Saved-tensor hooks that keep views of gathered copies as SavedView and leave the rest to
-    those that were in force: a non-reentrant checkpoint's, torch.autograd.graph.save_on_cpu().
-
-    autograd asks the innermost hooks only. A checkpoint counts the tensors it is given, in forward
-    and in recomputation; the views are missing in both, so its count is right.
-    """
-
-    def __init__(self, params: AllParams, others: Hooks) -> None:
-        self.params = params
-        self._pack_other, self._unpack_other = others
-
-    def pack(self, tensor: torch.Tensor) -> SavedView | _Others:
-        """What is kept for `tensor`."""
-        saved = self.params.pack(tensor)
-        return saved if isinstance(saved, SavedView) else _Others(self._pack_other(tensor))
-
-    def unpack(self, saved: SavedView | _Others) -> torch.Tensor:
-        """The tensor that was packed."""
-        if isinstance(saved, SavedView):
-            return self.params.unpack(saved)
-        return self._unpack_other(saved.packed)
-
-
 class ModuleHooks:
-    """Brings a module's own parameters in before its forward and lets them go afterwards.
+    """Acquires a module's own parameters before its forward and releases them after it.
 
-    While they run, autograd saves views of gathered copies as SavedView (Params.pack), so that a
-    forward holds no copies for the backward.
+    While a module runs, autograd saves views of gathered copies as SavedView, so that a forward
+    pins no copies for the backward. Several threads may run forwards of the model at once.
     """
 
     def __init__(
@@ -131,26 +34,33 @@ class ModuleHooks:
         model: torch.nn.Module,
         find: Callable[[torch.Tensor], ManagedParam | None],
         params: AllParams,
-        dtype: torch.dtype,
+        saved_tensors: SavedTensors,
         before_forward: Callable[[], None],
-        device: torch.device = _CPU,
-        all_modules: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+        all_modules: bool,
     ) -> None:
-        """`before_forward` is called before each forward of the whole model, outside of others.
+        """Installs hooks on the model and on those of its modules that need them.
 
-        Compute happens on `device`. `all_modules`: also resident parameters are acquired, because
-        they may be absent until their update is made.
+        Args:
+            find: the ManagedParam of a tensor, or None.
+            before_forward: called before each forward of the whole model, while no other one runs.
+            dtype: what floating inputs of the model are cast to.
+            device: where compute happens, to which inputs are moved.
+            all_modules: acquire resident parameters too, because they have no values until an
+                update that goes on meanwhile is made.
         """
         self._device = device
         self._find = find
         self._params = params
+        self._saved_tensors = saved_tensors
         self._dtype = dtype
         self._before_forward = before_forward
         self._all_modules = all_modules
-        # What each hooked module needs; the lists are what its hooks have.
+        # What each hooked module needs; its hooks have the same list objects.
         self._needed: weakref.WeakKeyDictionary[torch.nn.Module, list[ManagedParam]]
         self._needed = weakref.WeakKeyDictionary()
-        self._entered: list[_Entered] = []
+        self._calls = EnteredCalls()
         self._handles: list[RemovableHandle] = []
         self.cover(model)
         self._handles.append(
@@ -158,7 +68,7 @@ class ModuleHooks:
         )
 
     def cover(self, model: torch.nn.Module) -> None:
-        """Follows parameters that have got another home, and modules that the model has got."""
+        """Takes account of parameters whose homes have moved, and of modules that are new."""
         for module in model.modules():
             params = (p for p in module._parameters.values() if p is not None)
             own = [m for p in params if (m := self._find(p)) is not None]
@@ -183,68 +93,36 @@ class ModuleHooks:
 
     @_disable_dynamo
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._exit(module)
+        self._calls.leave(module)
 
     def _enter(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        entered = _Entered(module, _module_call(), [], ExitStack())
-        self._entered.append(entered)
-        for managed in needed:
-            self._params.acquire(managed)
-            entered.acquired.append(managed)
-        if len(self._entered) == 1 and (self._params.gathers or self._all_modules):
-            entered.contexts.enter_context(BareUses(self._find, self._params))
-        if not self._params.packs:
+        outermost = not self._calls.own
+        call = self._calls.enter(module, module_frame())
+        call.present.enter_context(self._params.present(needed))
+        if outermost and (self._params.gathers or self._all_modules):
+            call.modes.enter_context(UsesOutsideOwner(self._find, self._params, self._calls))
+        if not self._saved_tensors.needed:
             return
-        hooks = self._saved_tensor_hooks()
+        packing = any(entered.packing for entered in self._calls.own)
+        hooks = self._saved_tensors.hooks(packing)
         if hooks is not None:
-            entered.contexts.enter_context(saved_tensors_hooks(*hooks))
-            entered.packing = True
-
-    def _saved_tensor_hooks(self) -> Hooks | None:
-        """What autograd is to ask from here on; None if it asks ours already, or must ask none."""
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is None:
-            # torch before 2.8 cannot tell. Ours we know; of others those of a non-reentrant
-            # checkpoint matter, which must see all tensors if it sees any; they stay pinned.
-            asked = any(entered.packing for entered in self._entered) or _recomputing()
-            return None if asked else (self._params.pack, self._params.unpack)
-        others = top(False)
-        if others is None:
-            return self._params.pack, self._params.unpack
-        owner = getattr(others[0], "__self__", None)
-        if self._params is (owner.params if isinstance(owner, _OverOthers) else owner):
-            return None
-        over = _OverOthers(self._params, others)
-        return over.pack, over.unpack
-
-    def _exit(self, module: torch.nn.Module) -> None:
-        # After an exception torch runs these hooks from the inside out, so the last entered is
-        # ours, unless our own enter was never reached.
-        if not self._entered or self._entered[-1].module is not module:
-            return
-        self._leave(self._entered.pop())
-
-    def _leave(self, entered: _Entered) -> None:
-        entered.contexts.close()
-        for managed in entered.acquired:
-            self._params.release(managed)
+            call.modes.enter_context(saved_tensors_hooks(*hooks))
+            call.packing = True
 
     @property
     def running(self) -> bool:
-        """Whether a forward is going on."""
+        """Whether a forward runs in any thread."""
         self.unwind()
-        return bool(self._entered)
+        return self._calls.any_thread
 
     def unwind(self) -> None:
-        """Leaves forwards that Ctrl-C ended: torch calls no hook for what is not an Exception."""
-        running = {id(frame) for frame in _callers()} if self._entered else set()
-        while self._entered and id(self._entered[-1].frame) not in running:
-            self._leave(self._entered.pop())
+        """Ends forwards that Ctrl-C has interrupted."""
+        self._calls.unwind()
 
     @_disable_dynamo
     def _begin(self) -> None:
         self.unwind()
-        if not self._entered:
+        if not self._calls.any_thread:
             self._before_forward()
 
     def __deepcopy__(self, memo: Any) -> ModuleHooks:
@@ -276,62 +154,6 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-class GradHook:
-    """Hands a parameter's gradient to `keep(managed, grad, accumulate)` whenever it is ready.
-
-    `.grad` holds the placeholder if there is a gradient already; it is taken away only when
-    autograd is about to accumulate (torch.autograd.grad() does not), and put back if keeping
-    fails. `check(managed, grad)` may refuse by raising.
-    """
-
-    def __init__(
-        self,
-        managed: ManagedParam,
-        check: Callable[[ManagedParam, torch.Tensor], None],
-        keep: Callable[[ManagedParam, torch.Tensor, bool], None],
-    ) -> None:
-        self._managed = managed
-        self._check = check
-        self._keep = keep
-        self._nothing = False
-        self._accumulating = False
-        param = managed.param
-        # The node that accumulates; its hooks last as long as somebody refers to it.
-        self._node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._handles = [
-            self._node.register_prehook(self._before),  # type: ignore[union-attr]
-            param.register_post_accumulate_grad_hook(self._after),
-        ]
-
-    def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        self._nothing = grads[0] is None
-        if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
-            return
-        self._check(self._managed, grads[0])
-        self._accumulating = self._managed.has_grad
-        if self._accumulating:
-            self._managed.param.grad = None
-
-    def _after(self, param: torch.Tensor) -> None:
-        if self._nothing:
-            return
-        grad, param.grad = param.grad, None
-        assert grad is not None
-        try:
-            self._keep(self._managed, grad, self._accumulating)
-        except BaseException:
-            if self._accumulating:
-                param.grad = self._managed.absent_grad
-            raise
-
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        # The node owns the parameter in C++, where the garbage collector does not see the cycle.
-        self._node = None
 
 
 def refuse_use(model: torch.nn.Module, error: Callable[[], Exception]) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperTable
 from hetero.chunks.layout import Chunk
@@ -102,11 +100,7 @@ class Unfinished:
         if chunk_group.grads.in_file(chunk):
             self._holding.append(chunk)
         for m in members:
-            if chunk_group.params.is_resident(chunk):
-                # As an in-place update does: a backward over older values then fails.
-                torch.autograd.graph.increment_version(m.param)
-                m.param.data = m.absent
-            m.note_change()
+            m.begin_update()
 
     def _before_use(self, chunk: Chunk) -> None:
         if self._in_turn:
@@ -122,7 +116,9 @@ class Unfinished:
         with timeline.span("gather"):
             chunk_group.stepper.wait_updated(chunk)
         self._free_gradient(chunk)
-        changed = self._seat(chunk_group, chunk) if chunk_group.params.is_resident(chunk) else []
+        params = chunk_group.params
+        home = params.home(chunk) if params.is_resident(chunk) else None
+        changed = [m.name for m in self._chunks[key] if m.end_update(home)]
         chunk_group.params.changed([chunk])
         del self._chunks[key]  # last, so that all of it is done again after Ctrl-C
         if changed:
@@ -131,20 +127,6 @@ class Unfinished:
                 f"that change is lost, and the parameter has its updated value; change it inside "
                 f"hetero.gathered(..., modifier_rank=0)"
             )
-
-    def _seat(self, chunk_group: ChunkGroup, chunk: Chunk) -> list[str]:
-        """Points parameters to their home again; returns those that were changed meanwhile."""
-        flat, changed = chunk_group.params.home(chunk), []
-        with torch._C.DisableTorchFunction():  # BareUses would take this for a use
-            for m in self._chunks[key_of(chunk)]:
-                part = m.part_of(flat)
-                if m.param.data_ptr() == part.data_ptr():
-                    continue  # Ctrl-C came when it was there
-                if m.was_written_while_absent():
-                    changed.append(m.name)
-                m.param.data = part
-                m.note_change()
-        return changed
 
     def finish_all(self) -> None:
         """Until all that is not held has its new values."""

@@ -10,11 +10,12 @@ from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from hetero.runtime.all_params import AllParams
+from hetero.runtime.call_stack import EnteredCalls
 from hetero.state.managed_param import ManagedParam
 
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
 
-# What does not need a parameter's value: an absent one has the metadata, and can be replaced.
+# What does not need a parameter's value: its stand-in has the metadata, and can be replaced.
 _VALUE_FREE = {
     _Tensor.data.__set__,
     _Tensor.device.__get__,
@@ -40,41 +41,48 @@ _VALUE_FREE = {
 }
 
 
-class BareUses(TorchFunctionMode):
-    """Brings in absent parameters that a torch function is given, for the length of the call.
+class UsesOutsideOwner(TorchFunctionMode):
+    """Gives offloaded parameters that a torch function gets their values, for that call.
 
-    Hooks on the owner cannot see these uses: MultiheadAttention takes its projection's weight, a
+    Hooks on the owner cannot see these uses: MultiheadAttention uses its projection's weight, a
     language model's head the embedding's.
     """
 
     def __init__(
-        self, find: Callable[[torch.Tensor], ManagedParam | None], params: AllParams
+        self,
+        find: Callable[[torch.Tensor], ManagedParam | None],
+        params: AllParams,
+        calls: EnteredCalls,
     ) -> None:
+        """A mode for one thread.
+
+        Args:
+            find: the ManagedParam of a tensor, or None.
+            params: what gives parameters their values.
+            calls: the forwards of all threads. What one acquired may go while another uses it.
+        """
         super().__init__()
         self._find = find
         self._params = params
+        self._calls = calls
 
     @_disable_dynamo  # torch.compile must not trace into what moves parameters
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _VALUE_FREE:
+            return func(*args, **kwargs)
+        known = map(self._find, _parameters((*args, *kwargs.values())))
         needed = [
             managed
-            for parameter in _parameters((*args, *kwargs.values()))
-            if (managed := self._find(parameter)) is not None and managed.uses == 0
+            for managed in known
+            if managed is not None and (managed.uses == 0 or self._calls.several_threads)
         ]
-        if not needed or func in _VALUE_FREE:
+        if not needed:
             return func(*args, **kwargs)
-        acquired = []
-        try:
-            for managed in needed:
-                self._params.acquire(managed)
-                acquired.append(managed)
+        with self._params.present(needed):
             return func(*args, **kwargs)
-        finally:
-            for managed in acquired:
-                self._params.release(managed)
 
 
 def _parameters(values: Iterable[Any]) -> Iterator[torch.nn.Parameter]:

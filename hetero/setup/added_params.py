@@ -72,8 +72,7 @@ class Later:
 
     def _is_free(self, managed: ManagedParam) -> bool:
         """Whether nobody uses the parameter, which thus can get another home."""
-        in_place = self._engine.params.is_in_place(managed) and not managed.changed_unnoticed
-        return managed.uses == 0 and in_place
+        return managed.uses == 0 and managed.is_at_home and not managed.changed_unnoticed
 
     def check_left_out(self, given: Iterable[torch.Tensor]) -> None:
         """Raises HeteroError for a gradient of what was frozen and is in no param group."""

@@ -246,4 +246,4 @@ class _FromConstruction:
     def done(self, managed: ManagedParam) -> None:
         """Gives up its bytes."""
         self._construction.release(managed.param)
-        managed.param.data = managed.absent
+        managed.unload()

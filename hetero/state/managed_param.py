@@ -1,7 +1,10 @@
-"""What the runtime knows about one parameter."""
+"""One managed parameter: what `param.data` is, and who holds the memory behind it."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,13 +17,41 @@ _CPU = torch.device("cpu")
 Range = slice  # in ManagedParam that is the name of a field
 
 
+class ParamState(enum.Enum):
+    """What a managed parameter's `param.data` is, and who holds the memory behind it.
+
+    The stand-in has the parameter's shape and dtype over a single NaN element, so it takes no
+    memory: an accidental use is loud, and torch refuses to write to it in place.
+
+        UNPLACED -> RESIDENT | OFFLOADED             place()
+        OFFLOADED <-> GATHERED                       begin_use(), end_use()
+        RESIDENT | OFFLOADED <-> UPDATING            begin_update(), end_update()
+        RESIDENT -> MOVING -> RESIDENT | OFFLOADED   begin_move(), end_move()
+        RESIDENT | GATHERED <-> COPIED               as_copy()
+        any -> RETIRED                               retire(), close()
+    """
+
+    UNPLACED = "the construction arena's, or the user's, tensor, or the stand-in after unload()"
+    RESIDENT = "a view of the chunk's home, which is where compute happens: the only memory of it"
+    OFFLOADED = "the stand-in; the values are at home on another tier, or in all ranks' shards"
+    GATHERED = "a view of a gathered copy of the chunk, pinned until no parameter of it is used"
+    UPDATING = "the stand-in; the chunk's update has begun, and its home has no values until then"
+    COPIED = "a copy outside the budgets, which user code may change in place"
+    MOVING = "the stand-in; the home, which was where compute happens, is going to another tier"
+    RETIRED = "not this object's: another chunk group has the parameter, or the engine is closed"
+
+
 def can_train(param: torch.Tensor) -> bool:
     """Whether a parameter can have a gradient: torch's optimizers pass over those that cannot."""
     return param.is_floating_point() or param.is_complex()
 
 
 def refuse_managed(param: torch.Tensor, name: str) -> None:
-    """Raises HeteroError for a parameter that an engine manages: it may be absent."""
+    """Refuses a parameter that an engine manages, because its values may be elsewhere.
+
+    Raises:
+        HeteroError: it is managed.
+    """
     if getattr(param, "_hetero_engine", None) is not None:
         raise HeteroError(
             f"{name} belongs to another engine; build another module and load its state_dict()"
@@ -29,13 +60,11 @@ def refuse_managed(param: torch.Tensor, name: str) -> None:
 
 @dataclass(eq=False)
 class ManagedParam:
-    """A parameter, its place, and whether it is present.
+    """A parameter, its place in a chunk, and its state; nothing else assigns `param.data`.
 
-    An absent parameter keeps shape and dtype and reads NaN: one element, expanded, so that an
-    accidental use is loud and an in-place write is refused by torch. The same holds for `.grad`:
-    the placeholder `absent_grad` says that the chunk holds a gradient; None, that there is none;
-    any other tensor, that the user assigned one, which is taken into the chunk when it is needed.
-    The gradient is what the chunk holds times `grad_factor`.
+    `.grad` is the placeholder `absent_grad` if the chunk holds a gradient; None if there is none;
+    any other tensor was assigned by the user, and is taken into the chunk when it is needed. The
+    gradient is what the chunk holds times `grad_factor`.
     """
 
     param: torch.nn.Parameter
@@ -44,18 +73,19 @@ class ManagedParam:
     dtype: torch.dtype
     device: torch.device = _CPU  # where compute happens
     step: int = 0  # optimizer updates made
-    uses: int = 0  # modules and gathered() blocks that need the value now
-    version: int = 0  # of the parameter, as of the last change that hetero knows of
-    absent: torch.Tensor = field(init=False)
+    stand_in: torch.Tensor = field(init=False)
     absent_grad: GradPlaceholder = field(init=False)
     grad_factor: float = 1.0
     grad_ops: GradOps | None = field(default=None, repr=False)
-    replaced: bool = False  # the parameter has moved to another chunk group; what is here is stale
+    _state: ParamState = field(init=False, default=ParamState.UNPLACED)
+    _address: int = field(init=False, default=0)  # of what the last transition made param.data
+    _uses: int = field(init=False, default=0)
+    _version: int = field(init=False, default=0)  # of the parameter, when it was last changed here
 
     def __post_init__(self) -> None:
         shape = self.param.shape
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
-        self.absent = nan.expand(shape)
+        self.stand_in = nan.expand(shape)
         self.absent_grad = GradPlaceholder.of(self, self.dtype, self.device)
 
     @property
@@ -73,35 +103,200 @@ class ManagedParam:
         """Whether the chunk holds a gradient of it. Clearing `.grad`, by whomever, clears it."""
         return self.param.grad is self.absent_grad
 
+    @property
+    def state(self) -> ParamState:
+        """What `param.data` is, unless user code has pointed it elsewhere (see is_at_home)."""
+        return self._state
+
+    @property
+    def uses(self) -> int:
+        """Modules, torch functions and gathered() blocks that use the values now."""
+        return self._uses
+
+    # Transitions
+
+    def _become(self, state: ParamState, data: torch.Tensor, *allowed: ParamState) -> None:
+        assert self._state in allowed, f"{self.name}: {self._state.name} to {state.name}"
+        self._state, self._address = state, data.data_ptr()
+        # (A TorchFunctionMode, as UsesOutsideOwner, would take this for a use.)
+        with torch._C.DisableTorchFunction():
+            self.param.data = data
+
+    def unload(self) -> None:
+        """UNPLACED: the chunk has the first values, so the memory that had them can be freed."""
+        self._become(ParamState.UNPLACED, self.stand_in, ParamState.UNPLACED)
+
+    def place(self, home: torch.Tensor | None) -> None:
+        """UNPLACED -> RESIDENT or OFFLOADED: the parameter has got a home.
+
+        Args:
+            home: the whole chunk's home, flat, if it is where compute happens; else None.
+        """
+        self._go_home(home, ParamState.UNPLACED)
+        self.note_change()
+
+    def _go_home(self, home: torch.Tensor | None, *allowed: ParamState) -> None:
+        if home is None:
+            self._become(ParamState.OFFLOADED, self.stand_in, *allowed)
+        else:
+            self._become(ParamState.RESIDENT, self.part_of(home), *allowed)
+
+    def begin_use(self, copy: torch.Tensor | None) -> None:
+        """Counts a use; OFFLOADED -> GATHERED with the first one.
+
+        Args:
+            copy: the gathered copy of the whole chunk, flat, if the parameter is OFFLOADED; the
+                caller pins it until end_use() has made the parameter OFFLOADED again.
+        """
+        if copy is not None:
+            self._become(ParamState.GATHERED, self.part_of(copy), ParamState.OFFLOADED)
+        self._uses += 1
+
+    def end_use(self) -> None:
+        """Undoes one begin_use(); GATHERED -> OFFLOADED with the last one.
+
+        Raises:
+            HeteroError: the gathered copy was changed in place. The use has ended nevertheless.
+        """
+        assert self._uses > 0, self.name
+        self._uses -= 1
+        if self._uses or self._state is not ParamState.GATHERED:
+            return
+        self._become(ParamState.OFFLOADED, self.stand_in, ParamState.GATHERED)
+        changed = self.changed_unnoticed
+        self.note_change()
+        if changed:
+            raise HeteroError(
+                f"{self.name} was changed in place where only reading is possible; change it "
+                f"inside hetero.gathered(..., modifier_rank=0)"
+            )
+
+    @contextmanager
+    def as_copy(self) -> Iterator[None]:
+        """COPIED inside the block; `param.data` then is what user code has made of it."""
+        before, state = self.param.data, self._state
+        allowed = (ParamState.RESIDENT, ParamState.GATHERED, ParamState.COPIED)
+        self._become(ParamState.COPIED, before.clone(), *allowed)
+        try:
+            yield
+        finally:
+            if self._state is ParamState.COPIED:  # (the engine may have been closed in the block)
+                self._become(state, before, ParamState.COPIED)
+                self.note_change()
+
+    def begin_update(self) -> None:
+        """RESIDENT or OFFLOADED -> UPDATING: its values must not be read until end_update().
+
+        A backward over the old values of a RESIDENT one fails from here on, as after an update in
+        place. The parameter is not in use.
+        """
+        assert self._uses == 0, self.name
+        if self._state is ParamState.RESIDENT:
+            torch.autograd.graph.increment_version(self.param)
+        self._become(ParamState.UPDATING, self.stand_in, ParamState.RESIDENT, ParamState.OFFLOADED)
+        self.note_change()
+
+    def end_update(self, home: torch.Tensor | None) -> bool:
+        """UPDATING -> RESIDENT or OFFLOADED: the update is made. Idempotent.
+
+        Args:
+            home: the whole chunk's home, flat, if it is where compute happens; else None.
+
+        Returns:
+            Whether user code had changed the parameter, or pointed it elsewhere, meanwhile. That
+            is lost where `home` is given; where not, whoever uses the parameter next is told.
+        """
+        if self._state is not ParamState.UPDATING:
+            return False
+        if home is None:
+            self._state = ParamState.OFFLOADED
+            return False
+        with torch._C.DisableTorchFunction():
+            # (Ctrl-C may have come when it pointed there already.)
+            is_there = self.param.data_ptr() == self.part_of(home).data_ptr()
+            changed = not is_there and self._was_written_as_stand_in()
+        self._go_home(home, ParamState.UPDATING)
+        self.note_change()
+        return changed
+
+    def begin_move(self) -> None:
+        """RESIDENT -> MOVING, so that who else views the home can be seen."""
+        self._become(ParamState.MOVING, self.stand_in, ParamState.RESIDENT)
+
+    def end_move(self, home: torch.Tensor | None, moved: bool) -> None:
+        """MOVING or OFFLOADED -> RESIDENT or OFFLOADED.
+
+        Args:
+            home: as place() takes it.
+            moved: whether the home is another one than before. As after a change, a backward that
+                has saved the parameter itself, and no view of it, then fails instead of reading
+                memory that has another use.
+        """
+        self._go_home(home, ParamState.MOVING, ParamState.OFFLOADED)
+        if moved:
+            torch.autograd.graph.increment_version(self.param)
+            self.note_change()
+
+    def retire(self) -> None:
+        """The parameter has moved to another chunk group, which has a ManagedParam of its own."""
+        self._state = ParamState.RETIRED
+
+    def close(self) -> None:
+        """The engine is closed: the parameter has no values and no gradient any more."""
+        self._become(ParamState.RETIRED, self.stand_in, *ParamState)
+        self.param.grad = None
+
+    # Changes by user code
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether it is RESIDENT or OFFLOADED, and user code has not pointed it elsewhere."""
+        at_home = self._state in (ParamState.RESIDENT, ParamState.OFFLOADED)
+        return at_home and not self.is_moved
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether user code has pointed `param.data` elsewhere, as model.to() does."""
+        with torch._C.DisableTorchFunction():
+            return self.param.data_ptr() != self._address
+
     def note_change(self) -> None:
-        """The parameter was changed in a way that reached its home."""
-        self.version = self.param._version
+        """The parameter was changed in a way that has reached its home, or will."""
+        self._version = self._current_version
+
+    @property
+    def _current_version(self) -> int:
+        with torch._C.DisableTorchFunction():
+            return self.param._version
 
     @property
     def changed_unnoticed(self) -> bool:
-        """Whether somebody wrote to the parameter in place outside gathered()."""
-        # torch refuses writes to an absent tensor unless it has a single element. (Looking at it
-        # on a device would wait for all that the device was given.)
-        looks = self.numel == 1 and self.absent.device.type == "cpu"
-        written = looks and not bool(torch.isnan(self.absent).all())
-        return written or self.param._version != self.version
+        """Whether user code has written to the parameter in place outside gathered()."""
+        # torch refuses writes to a stand-in unless it has a single element. (Looking at it on a
+        # device would wait for all that the device was given.)
+        looks = self.numel == 1 and self.stand_in.device.type == "cpu"
+        written = looks and not bool(torch.isnan(self.stand_in).all())
+        return written or self._current_version != self._version
 
-    def was_written_while_absent(self) -> bool:
-        """Whether somebody changed it, or pointed it elsewhere, since it was made absent.
+    def _was_written_as_stand_in(self) -> bool:
+        """Whether user code has changed it, or pointed it elsewhere, while it was the stand-in.
 
-        torch lets fill_() write to an absent tensor of any size; it reads NaN again afterwards.
+        torch lets fill_() write to a stand-in of any size; it reads NaN again afterwards.
         """
-        one = self.absent.as_strided((), ())
+        one = self.stand_in.as_strided((), ())
         filled = one.device.type == "cpu" and not bool(one.isnan())
         if filled:
             one.fill_(float("nan"))
-        moved = self.param.data_ptr() != self.absent.data_ptr()
-        return filled or moved or self.param._version != self.version
+        return filled or self.is_moved or self._current_version != self._version
+
+    # Its elements
 
     def in_shard(self, layout: Layout, rank: int | None = None) -> tuple[Range, Range]:
-        """Its elements in a rank's shard (default: this rank's), and which of its own they are.
+        """Its elements in the shard of its chunk that `rank` (default: this one) has.
 
-        Both are empty if the shard has none of it.
+        Returns:
+            Where they are in the shard, and which elements of the flat parameter they are; both
+            ranges are empty if the shard has none of them.
         """
         part = layout.shard.range(layout.chunk_numel(self.chunk), rank)
         first = max(self.slice.offset, part.start)
@@ -110,5 +305,5 @@ class ManagedParam:
         return Range(first - part.start, last - part.start), Range(first - offset, last - offset)
 
     def part_of(self, chunk_flat: torch.Tensor) -> torch.Tensor:
-        """Its elements of a flat tensor over the chunk, in its shape."""
+        """A view of its elements in `chunk_flat`, flat over the whole chunk, in its own shape."""
         return chunk_flat[self.slice.offset : self.slice.end].view(self.param.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.shard_server import Versions
 from hetero.state.all_gather import Gather, Gathering
 from hetero.state.homes import Homes
-from hetero.state.managed_param import ManagedParam
+from hetero.state.managed_param import ManagedParam, ParamState
 from hetero.state.param_shards import ParamShards
 from offload import timeline
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
-from offload.errors import HeteroError, StaleGraphError
+from offload.errors import StaleGraphError
 from offload.memory.arena import HostArena
 
 _PREFETCH_CHUNKS = 4  # looked ahead; how many are really read is a matter of free slots
@@ -41,6 +42,14 @@ class SavedView:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements from the chunk's beginning
+
+
+@dataclass
+class _UsedCopy:
+    """A gathered copy of a chunk, whole and flat, and how many parameters are views of it."""
+
+    copy: torch.Tensor
+    params: int = 0
 
 
 class CopyCache(Protocol):
@@ -112,10 +121,9 @@ class Params:
         self._prefetch = prefetch
         self.versions = versions
         self._gathering = gathering
-        self._resident_uses = 0  # acquire() calls that changed nothing
         self._chunk_of_slot: dict[int, Chunk] = {}
-        self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
-        self._holders: dict[int, int] = {}
+        self._used: dict[int, _UsedCopy] = {}  # by chunk id
+        self._lock = threading.RLock()  # several threads may run forwards and backwards at once
         # Called before a chunk's values are used or changed: waits until they are there.
         self.before_use: Callable[[Chunk], object] = _nothing
         # By id, whether that would take time: then nothing is read ahead.
@@ -131,11 +139,6 @@ class Params:
         """Seconds for which copies that were needed have been waited for."""
         return 0.0 if self._cache is None else self._cache.wait_s
 
-    @property
-    def in_use(self) -> bool:
-        """Whether some parameters are gathered, or in a block that says so, now."""
-        return bool(self._held) or self._resident_uses > 0 or self.pinned_copies() > 0
-
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
         return self._homes.whole and self._homes.has_in_place(chunk)
@@ -145,73 +148,62 @@ class Params:
         return self._homes.flat(chunk)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's parameters now, flat; unless resident a pin on a gathered copy."""
-        self.before_use(chunk)
-        if self.is_resident(chunk):
-            return self._homes.flat(chunk)
-        held = self._held.get(chunk.id)
-        if held is not None:
-            return held
+        """The chunk's values now, whole and flat; unless resident, a pin on a gathered copy.
+
+        Raises:
+            BudgetError: pins leave no room for the copy.
+            PeerError, NativeIoError: it cannot be made.
+        """
+        with self._lock:
+            self.before_use(chunk)
+            if self.is_resident(chunk):
+                return self._homes.flat(chunk)
+            used = self._used.get(chunk.id)
+            return self._gather(chunk) if used is None else used.copy
+
+    def _gather(self, chunk: Chunk) -> torch.Tensor:
         assert self._cache is not None
         self.order.note(chunk.id)
         with timeline.span("gather"):
             self._cache.get(chunk.id)
-        flat = self._pin(chunk)
-        if self._prefetch:
-            self._cache.prefetch(_PREFETCH_CHUNKS, self.is_changing)
-        return flat
-
-    def _pin(self, chunk: Chunk) -> torch.Tensor:
-        assert self._cache is not None
         slot = self._arena.slot_of(self._cache.address(chunk.id))
         assert slot is not None
         self._chunk_of_slot[slot] = chunk
-        return self._cache.tensor(chunk.id, self._dtype)
+        copy = self._cache.tensor(chunk.id, self._dtype)
+        if self._prefetch:
+            self._cache.prefetch(_PREFETCH_CHUNKS, self.is_changing)
+        return copy
 
     def acquire(self, managed: ManagedParam) -> None:
-        """Makes the parameter present until as many release() calls."""
-        chunk = managed.chunk
-        if self.is_resident(chunk):
-            self.before_use(chunk)
-            self._resident_uses += 1
-            managed.uses += 1
-            return
-        if managed.uses == 0:
-            flat = self.flat(chunk)
-            self._held[chunk.id] = flat
-            self._holders[chunk.id] = self._holders.get(chunk.id, 0) + 1
-            managed.param.data = managed.part_of(flat)
-        managed.uses += 1
+        """Gives the parameter its values until as many release() calls. Raises as flat()."""
+        with self._lock:
+            if managed.uses:
+                managed.begin_use(None)
+                return
+            copy = self.flat(managed.chunk)
+            if self.is_resident(managed.chunk):
+                managed.begin_use(None)
+                return
+            used = self._used.setdefault(managed.chunk.id, _UsedCopy(copy))
+            used.params += 1
+            managed.begin_use(copy)
 
     def release(self, managed: ManagedParam) -> None:
-        """Undoes one acquire()."""
-        chunk = managed.chunk
-        if self.is_resident(chunk):
-            self._resident_uses -= 1
-            managed.uses -= 1
-            return
-        managed.uses -= 1
-        if managed.uses == 0:
-            managed.param.data = managed.absent
-            changed = managed.changed_unnoticed
-            managed.note_change()
-            self._holders[chunk.id] -= 1
-            if self._holders[chunk.id] == 0:
-                del self._holders[chunk.id], self._held[chunk.id]
-            if changed:
-                raise HeteroError(
-                    f"{managed.name} was changed in place where only reading is possible; change "
-                    f"it inside hetero.gathered(..., modifier_rank=0)"
-                )
+        """Undoes one acquire().
 
-    def is_in_place(self, managed: ManagedParam) -> bool:
-        """Whether the parameter is where it belongs between steps: at home, or absent."""
-        if self.is_resident(managed.chunk):
-            offset = managed.slice.offset * self._dtype.itemsize
-            expected = self._homes.flat(managed.chunk).data_ptr() + offset
-        else:
-            expected = managed.absent.data_ptr()
-        return managed.param.data_ptr() == expected
+        Raises:
+            HeteroError: the gathered copy was changed in place. It is released nevertheless.
+        """
+        with self._lock:
+            was_gathered = managed.state is ParamState.GATHERED
+            try:
+                managed.end_use()
+            finally:
+                if was_gathered and managed.state is ParamState.OFFLOADED:
+                    used = self._used[managed.chunk.id]
+                    used.params -= 1
+                    if not used.params:
+                        del self._used[managed.chunk.id]
 
     def fill(self, chunk: Chunk) -> torch.Tensor:
         """Flat memory for the first values of this rank's shard; call filled() when they are there.
@@ -240,6 +232,11 @@ class Params:
     def invalidate(self, chunk: Chunk) -> None:
         """The optimizer is about to write new values to the shard's home."""
         self.versions.change(chunk)
+        self.drop_copies(chunk)
+        self._shards.invalidate(chunk)
+
+    def discard_copies(self, chunk: Chunk) -> None:
+        """Forgets all copies of the chunk, whole and of this rank's shard; home has its values."""
         self.drop_copies(chunk)
         self._shards.invalidate(chunk)
 
@@ -315,7 +312,7 @@ class Params:
             gathered_slots: as the placement says: the soft limit of gathered copies, if they may
                 use more while RAM is free.
         """
-        assert not self._held
+        assert not self._used
         for cache in self._copies.clearable:
             cache.refit()
         if self._copies.has_soft_limit:
@@ -335,5 +332,4 @@ class Params:
 
     def close(self) -> None:
         """Drops the pins on gathered copies; the engine is closing."""
-        self._held.clear()
-        self._holders.clear()
+        self._used.clear()

@@ -17,10 +17,11 @@ from collections import Counter
 from dataclasses import replace
 
 from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts
+from hetero.chunks.layout import Chunk
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.runtime.relocation.moves import InUseError, Move, moves_between
-from hetero.runtime.relocation.seats import Seats
 from hetero.state.file_layout import extent_sizes
+from hetero.state.managed_param import ManagedParam, ParamState
 from offload._native import IoOp
 from offload.disk.backing import Extent
 from offload.errors import BudgetError
@@ -43,7 +44,12 @@ class Migration:
         self._copied: list[Move] = []  # to second homes
         self._stayed: list[Move] = []  # what should have come to RAM and could not be read
         self._slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
-        self._seats = Seats(chunk_group)
+        self._moving: dict[int, Chunk] = {}  # whose parameters are in state MOVING
+        # Without parameters that another chunk group has by now.
+        self._members: dict[int, list[ManagedParam]] = {c.id: [] for c in chunk_group.layout.chunks}
+        for m in chunk_group.members:
+            if m.state is not ParamState.RETIRED:
+                self._members[m.chunk.id].append(m)
 
     @property
     def moved_bytes(self) -> Counter[tuple[Tier, Tier]]:
@@ -65,7 +71,7 @@ class Migration:
         self._require_idle()
         for move in self._moves:
             if move.state_kind is StateKind.PARAM:
-                self._seats.require_in_place(move.chunk)
+                self._require_unchanged(move.chunk)
         with chunk_group.optim_states.lock:
             self._quiesce()
             ops: list[IoOp] = []
@@ -89,7 +95,7 @@ class Migration:
     def _require_idle(self) -> None:
         chunk_group = self._chunk_group
         why = None
-        if chunk_group.params.in_use:
+        if any(m.uses for m in chunk_group.members) or chunk_group.params.pinned_copies():
             why = "parameters are gathered"
         elif self._grad_reducer is not None and not self._grad_reducer.is_idle:
             why = "gradients wait to be averaged over the ranks"
@@ -98,6 +104,36 @@ class Migration:
                 f"homes cannot move now: {why}; call it between steps, outside of "
                 f"hetero.gathered() and hetero.no_sync(), when no tensor of a graph is left"
             )
+
+    def _require_unchanged(self, chunk: Chunk) -> None:
+        """Raises InUseError if user code has put other values where the chunk's belong."""
+        for m in self._members[chunk.id]:
+            if m.changed_unnoticed or not m.is_at_home:
+                raise InUseError(
+                    f"{m.name} cannot get another home: it was moved, or changed in place, outside "
+                    f"of hetero.gathered(..., modifier_rank=0)"
+                )
+
+    def _detach(self, chunk: Chunk) -> bool:
+        """Points a resident chunk's parameters away from its home.
+
+        Returns:
+            Whether no graph has saved one of them itself, which the pins of the home do not show.
+        """
+        if not self._chunk_group.params.is_resident(chunk):
+            return True
+        self._moving[chunk.id] = chunk
+        for m in self._members[chunk.id]:
+            m.begin_move()
+        return not any(map(_in_a_graph, self._members[chunk.id]))
+
+    def _attach(self, chunk: Chunk, moved: bool) -> None:
+        """Points the chunk's parameters to where they are used now."""
+        params = self._chunk_group.params
+        home = params.flat(chunk) if params.is_resident(chunk) else None
+        for m in self._members[chunk.id]:
+            if m.state is not ParamState.RESIDENT:  # (one is if Ctrl-C came in _detach())
+                m.end_move(home, moved)
 
     def _quiesce(self) -> None:
         """Nothing is under way any more, and homes alone have the latest."""
@@ -121,7 +157,7 @@ class Migration:
         chunk, chunk_group = move.chunk, self._chunk_group
         free = True
         if move.state_kind is StateKind.PARAM:
-            free = self._seats.leave(chunk)
+            free = self._detach(chunk)
             chunk_group.params.drop_copies(chunk)  # a device may be copying from it
         if not (self._homes[move.state_kind].let_go(chunk) and free):
             raise InUseError(
@@ -214,7 +250,9 @@ class Migration:
         for move in self._moves:
             self._homes[move.state_kind].abandon(move.chunk)
         self._copied.clear()
-        self._seats.come_back()
+        for chunk in self._moving.values():
+            self._attach(chunk, moved=False)
+        self._moving.clear()
         if self._arenas.gathered.slots < self._before.gathered_slots:
             self._arenas.fill_gathered(self._before.gathered_slots)
             chunk_group.params.note_gathered_slots()
@@ -265,7 +303,9 @@ class Migration:
             chunk_group.device.grad_offload.limit_bytes = made.grad_offload_bytes
         chunk_group.params.note_slots(made.gathered_slots)
         chunk_group.grads.note_slots()
-        self._seats.take(move.chunk for move in self._moves if move.state_kind is StateKind.PARAM)
+        for move in self._moves:
+            if move.state_kind is StateKind.PARAM:
+                self._attach(move.chunk, moved=True)
         chunk_group.note_placement(made)
         return error
 
@@ -318,3 +358,13 @@ class Migration:
         if made.trained_param_on_disk or Tier.DISK in (*made.grad, *made.optim_state):
             most["buffers"] = max(most["buffers"], 1)
         return replace(made, **most)
+
+
+def _in_a_graph(managed: ManagedParam) -> bool:
+    """Whether autograd has saved the parameter itself, which the pins on its home do not show.
+
+    Besides a graph, Python refers to it, and the node that accumulates its gradient, which the
+    engine keeps. (Where torch does not count, such a backward fails by the version instead.)
+    """
+    count = getattr(managed.param, "_use_count", None)
+    return count is not None and count() > (2 if managed.chunk.trainable else 1)

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.group_plans import Choose
 from hetero.planning.placement import Budgets, Placement, PlacementError, SlotBytes, place
@@ -103,9 +101,6 @@ class Replanner:
     def traces(self) -> list[Trace]:
         """What different steps use, and how long they compute; the last seen is the last."""
         return list(self.tracer.traces)
-
-    def cover(self, model: torch.nn.Module) -> None:
-        """Nothing: the model is the same."""
 
     def remove(self) -> None:
         """Looks at the model no more."""

@@ -1,0 +1,148 @@
+"""What the stack of Python calls tells: which module runs, and which calls were interrupted."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+import torch.nn.modules.module as modules
+import torch.utils.checkpoint as checkpoint_module
+
+
+def _callers() -> Iterator[FrameType]:
+    """The frames of the calls that are running in this thread, innermost first.
+
+    A frame must not be kept in a variable of its own: that cycle would keep all locals of all
+    callers, activations among them, until the garbage collector comes.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def module_frame(*functions: str) -> FrameType:
+    """The innermost frame of torch.nn.Module's own code, to be called from within a hook.
+
+    Args:
+        functions: the names of the functions that count, if there is one of them; else all count.
+    """
+    innermost: FrameType | None = None
+    for frame in _callers():
+        if frame.f_code.co_filename == modules.__file__:
+            if not functions or frame.f_code.co_name in functions:
+                return frame
+            innermost = innermost or frame
+    assert innermost is not None
+    return innermost
+
+
+def is_recomputing() -> bool:
+    """Whether a non-reentrant checkpoint is being recomputed."""
+    for frame in _callers():
+        if frame.f_code.co_filename == checkpoint_module.__file__:
+            if frame.f_code.co_name == "unpack_hook":
+                return True
+            if frame.f_code.co_name == "backward":  # a reentrant one's
+                return False
+    return False
+
+
+def inside_another_backward() -> bool:
+    """Whether the backward that runs was called by a node of another one.
+
+    Such a node may have taken values out of what it saved, which no version protects any more. A
+    reentrant checkpoint does not count: it has none of parameters. In a thread that autograd has
+    started, as for a device, the outermost call has no frame.
+    """
+    depth = int(isinstance(threading.current_thread(), threading._DummyThread))
+    for frame in _callers():
+        code = frame.f_code
+        if code.co_filename == torch.autograd.__file__:
+            depth += code.co_name in ("backward", "grad")
+        elif code.co_filename == checkpoint_module.__file__:
+            depth -= code.co_name == "backward"
+    return depth > 1
+
+
+@dataclass
+class EnteredCall:
+    """A call of a module that has begun.
+
+    `present` is what any thread may end, `modes` what only the thread of the call can: torch's
+    modes and saved-tensor hooks are a thread's own. `frame` is the call's: if it is not on the
+    thread's stack any more, the call was interrupted.
+    """
+
+    module: torch.nn.Module
+    frame: FrameType
+    present: ExitStack = field(default_factory=ExitStack)
+    modes: ExitStack = field(default_factory=ExitStack)
+    packing: bool = False
+
+    def close(self) -> None:
+        """Ends what the call has entered; all of it, also if a part raises."""
+        try:
+            self.modes.close()
+        finally:
+            self.present.close()
+
+
+class EnteredCalls:
+    """The calls that have begun and not ended, of each thread its own, innermost last."""
+
+    def __init__(self) -> None:
+        self._of_thread: dict[threading.Thread, list[EnteredCall]] = {}
+
+    @property
+    def own(self) -> list[EnteredCall]:
+        """Those of this thread."""
+        return self._of_thread.get(threading.current_thread(), [])
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether a thread has entered a call."""
+        return bool(self._of_thread)
+
+    @property
+    def several_threads(self) -> bool:
+        """Whether more than one thread has."""
+        return len(self._of_thread) > 1
+
+    def enter(self, module: torch.nn.Module, frame: FrameType) -> EnteredCall:
+        """Notes that this thread's call of `module` begins; then enter its contexts."""
+        call = EnteredCall(module, frame)
+        self._of_thread.setdefault(threading.current_thread(), []).append(call)
+        return call
+
+    def leave(self, module: torch.nn.Module) -> None:
+        """Closes this thread's last call if it is one of `module`.
+
+        (After an exception torch calls forward hooks from the inside out; the last call is another
+        one only if the hook that enters was not reached.)
+        """
+        own = self.own
+        if own and own[-1].module is module:
+            self._pop(own).close()
+
+    def unwind(self) -> None:
+        """Closes calls that were interrupted: torch calls no hook for what is not an Exception."""
+        own = self.own
+        running = {id(frame) for frame in _callers()} if own else set()
+        while own and id(own[-1].frame) not in running:
+            self._pop(own).close()
+        for thread in [t for t in list(self._of_thread) if not t.is_alive()]:
+            calls = self._of_thread.pop(thread, [])
+            while calls:
+                calls.pop().present.close()
+
+    def _pop(self, own: list[EnteredCall]) -> EnteredCall:
+        call = own.pop()
+        if not own:
+            del self._of_thread[threading.current_thread()]
+        return call

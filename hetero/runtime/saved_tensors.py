@@ -1,0 +1,132 @@
+"""What autograd saves for backward: views of gathered copies are made again, not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunks.layout import Chunk
+from hetero.runtime.all_params import AllParams, UpdateGuard
+from hetero.runtime.call_stack import is_recomputing
+from hetero.state.params import SavedView
+from offload.errors import StaleGraphError
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that autograd saved and that is no view of a gathered copy.
+
+    torch does not check the version of what passes through saved-tensor hooks, so this has it.
+    `chunk`: the tensor is a view of this chunk's home, which backward may change.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    chunk: Chunk | None = None
+
+
+class SavedTensors:
+    """Saved-tensor hooks for the time while modules run, so that forward pins no copies."""
+
+    def __init__(
+        self, chunk_groups: Sequence[ChunkGroup], params: AllParams, guard: UpdateGuard
+    ) -> None:
+        """`chunk_groups` may grow."""
+        self._chunk_groups = chunk_groups
+        self._params = params
+        self._guard = guard
+
+    @property
+    def needed(self) -> bool:
+        """Whether pack() and unpack() must see what autograd saves."""
+        return self._params.gathers or bool(self._guard.changing_homes)
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
+        """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again."""
+        if tensor.layout is torch.strided:
+            for chunk_group in self._chunk_groups:
+                view = chunk_group.params.pack(tensor)
+                if view is not None:
+                    return view
+            if self._guard.changing_homes:
+                chunk = self._guard.changing_homes.get(tensor.untyped_storage().data_ptr())
+                return SavedTensor(tensor, tensor._version, chunk)
+        return SavedTensor(tensor, tensor._version)
+
+    def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
+        """The tensor that was packed.
+
+        Raises:
+            StaleGraphError: it was changed since.
+        """
+        if isinstance(saved, SavedView):
+            self._guard.check_saved(saved.chunk)
+            return self._chunk_groups[saved.chunk.group_index].params.unpack(saved)
+        if saved.chunk is not None:
+            self._guard.check_saved(saved.chunk)
+        if saved.tensor._version != saved.version:
+            raise StaleGraphError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "
+                f"modified by an inplace operation (it is at version "
+                f"{saved.tensor._version}, expected {saved.version})"
+            )
+        return saved.tensor
+
+    def hooks(self, packing: bool) -> Hooks | None:
+        """The hooks that autograd is to ask from here on; None if it asks these already.
+
+        None, too, where it must not ask them.
+
+        Args:
+            packing: whether a call around this one has entered these hooks.
+        """
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        if top is None:
+            # torch before 2.8 cannot tell. Of other hooks those of a non-reentrant checkpoint
+            # matter, which must see all tensors if it sees any; what it sees stays pinned.
+            return None if packing or is_recomputing() else (self.pack, self.unpack)
+        others = top(False)
+        if others is None:
+            return self.pack, self.unpack
+        owner = getattr(others[0], "__self__", None)
+        if self is (owner.saved_tensors if isinstance(owner, _OverOthers) else owner):
+            return None
+        over = _OverOthers(self, others)
+        return over.pack, over.unpack
+
+
+@dataclass(frozen=True)
+class _PackedByOthers:
+    """What another hook packed."""
+
+    packed: Any
+
+
+class _OverOthers:
+    """Hooks that keep views of gathered copies as SavedView and leave the rest to those that were
+    in force: a non-reentrant checkpoint's, torch.autograd.graph.save_on_cpu().
+
+    autograd asks the innermost hooks only. A checkpoint counts the tensors it is given, in forward
+    and in recomputation; the views are missing in both, so its count is right.
+    """
+
+    def __init__(self, saved_tensors: SavedTensors, others: Hooks) -> None:
+        self.saved_tensors = saved_tensors
+        self._pack_other, self._unpack_other = others
+
+    def pack(self, tensor: torch.Tensor) -> SavedView | _PackedByOthers:
+        """What is kept for `tensor`."""
+        saved = self.saved_tensors.pack(tensor)
+        return saved if isinstance(saved, SavedView) else _PackedByOthers(self._pack_other(tensor))
+
+    def unpack(self, saved: SavedView | _PackedByOthers) -> torch.Tensor:
+        """The tensor that was packed."""
+        if isinstance(saved, SavedView):
+            return self.saved_tensors.unpack(saved)
+        return self._unpack_other(saved.packed)

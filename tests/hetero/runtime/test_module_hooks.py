@@ -1,0 +1,234 @@
+"""hetero/runtime: parameters are released whatever happens, and threads do not meet."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.state.managed_param import ParamState
+from offload.errors import HeteroError
+from offload.memory.tiers import Tier
+from tests.support.training.loops import build
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+SIZE = 64  # each parameter is a chunk of one slot
+LEAST = "144KiB"  # the smallest budget: what is homed in RAM is not gathered
+
+
+class Stop(Exception):
+    """Raised in the middle."""
+
+
+class Wide(nn.Module):
+    """Uses three chunks at once, for which there must be slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.eye(SIZE) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.parts
+        return x @ first @ second @ third
+
+
+class Net(nn.Module):
+    """A parameter of its own, and modules that leave slots free for another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((SIZE, SIZE), 2.0))
+        self.first = nn.Linear(SIZE, SIZE, bias=False)
+        self.wide = nn.ModuleList([Wide()])
+        self.last = nn.Linear(SIZE, SIZE, bias=False)
+
+    def forward(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.wide[0](x) if wide else x) @ self.scale
+
+
+def on_disk(path: Path) -> tuple[Net, hetero.HybridAdam]:
+    """The net with all its state on disk."""
+    model, optimizer = build(
+        Net,
+        placement_policy="nvme",
+        dtype="fp32",
+        chunk_numel=SIZE**2,
+        nvme_path=str(path),
+        host_memory=LEAST,
+    )
+    assert isinstance(model, Net)
+    assert {*optimizer.engine.placement.param} == {Tier.DISK}
+    return model, optimizer
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def assert_nothing_is_used(optimizer: hetero.HybridAdam) -> None:
+    members = optimizer.engine.managed_params()
+    assert {m.name: m.uses for m in members if m.uses} == {}
+    assert {m.state for m in members} == {ParamState.OFFLOADED}
+    gc.collect()  # an exception's frames may view copies
+    assert optimizer.engine.params.pinned_copies() == 0
+
+
+def train_a_step(model: Net, optimizer: hetero.HybridAdam) -> None:
+    optimizer.zero_grad()
+    optimizer.backward(model(inputs(), wide=True).square().mean())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["own module", "outside its module", "gathered()"])
+def test_a_write_that_is_refused_releases_the_other_parameters(where: str, tmp_path: Path) -> None:
+    model, optimizer = on_disk(tmp_path)
+    parts = list(model.wide[0].parts)
+
+    def write(*_: object) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(parts[:2], 1.0)
+
+    with pytest.raises(HeteroError, match=r"parts\.\d was changed in place"):
+        if where == "gathered()":
+            with hetero.gathered(parts):
+                write()
+        else:
+            writer = model.wide[0] if where == "own module" else model.last
+            handle = writer.register_forward_pre_hook(write)
+            try:
+                model(inputs(), wide=True)
+            finally:
+                handle.remove()
+    assert_nothing_is_used(optimizer)
+    train_a_step(model, optimizer)
+    optimizer.engine.close()
+
+
+def test_threads_run_forwards_of_one_model_at_once(tmp_path: Path) -> None:
+    """One thread stops inside a forward while another one runs a whole one, and then goes on."""
+    model, optimizer = on_disk(tmp_path)
+    x = inputs()
+    with torch.no_grad():
+        expected = model(x)
+    inside, go_on = threading.Event(), threading.Event()
+    main = threading.current_thread()
+    found: list[torch.Tensor | Exception] = []
+
+    def stop(*_: object) -> None:
+        if threading.current_thread() is not main:
+            inside.set()
+            assert go_on.wait(60)
+
+    def forward() -> None:
+        try:
+            with torch.no_grad():
+                found.append(model(x))
+        except Exception as error:
+            found.append(error)
+            inside.set()
+
+    handle = model.first.register_forward_pre_hook(stop)
+    thread = threading.Thread(target=forward)
+    thread.start()
+    assert inside.wait(60)
+    used = {m.name for m in optimizer.engine.managed_params() if m.uses}
+    with torch.no_grad():
+        here = model(x)
+    assert torch.equal(here, expected)
+    assert used == {m.name for m in optimizer.engine.managed_params() if m.uses}
+    assert used == {"scale", "first.weight"}, "what the other thread uses stays"
+    go_on.set()
+    thread.join()
+    assert torch.equal(found[0], expected)
+    handle.remove()
+    assert_nothing_is_used(optimizer)
+    train_a_step(model, optimizer)
+    optimizer.engine.close()
+
+
+def test_what_a_thread_left_behind_is_released(tmp_path: Path) -> None:
+    """SystemExit, as KeyboardInterrupt, ends a forward without torch's calling its hooks."""
+    model, optimizer = on_disk(tmp_path)
+
+    def leave(*_: object) -> None:
+        raise SystemExit
+
+    handle = model.first.register_forward_pre_hook(leave)
+
+    def forward() -> None:
+        with contextlib.suppress(SystemExit):
+            model(inputs())
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    thread.join()
+    handle.remove()
+    train_a_step(model, optimizer)
+    assert_nothing_is_used(optimizer)
+    optimizer.engine.close()
+
+
+def test_a_load_that_is_interrupted_in_a_child_releases_its_parents(tmp_path: Path) -> None:
+    model, optimizer = on_disk(tmp_path)
+    state = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    handle = model.last._register_load_state_dict_pre_hook(stop)
+    with pytest.raises(Stop):
+        model.load_state_dict(state)
+    handle.remove()
+    with hetero.gathered([model.scale, model.first.weight]):
+        assert bool((model.scale == 2.0).all()), "what was not finished is not loaded"
+        assert bool((model.first.weight == 3.0).all()), "what was finished before is"
+    train_a_step(model, optimizer)
+    assert_nothing_is_used(optimizer)
+    model.load_state_dict(state)
+    assert all(bool((master == 3.0).all()) for master in hetero.masters(model.parameters()))
+    optimizer.engine.close()
+
+
+def test_a_resident_parameter_that_was_half_loaded_is_not_stepped() -> None:
+    """Its value is the loaded one and its master the old one: the step says so."""
+    model, optimizer = build(Net, placement_policy="cpu", dtype="fp32", chunk_numel=SIZE**2)
+    state = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    handle = model.last._register_load_state_dict_pre_hook(stop)
+    with pytest.raises(Stop):
+        model.load_state_dict(state)
+    handle.remove()
+    with pytest.raises(HeteroError, match="scale was changed in place outside"):
+        train_a_step(model, optimizer)
+    model.load_state_dict(state)
+    train_a_step(model, optimizer)
+    optimizer.engine.close()
+
+
+def test_a_load_whose_read_fails_releases_everything(tmp_path: Path) -> None:
+    model, optimizer = on_disk(tmp_path)
+    state = model.state_dict()
+    train_a_step(model, optimizer)
+    optimizer.engine.synchronize()
+    disk = optimizer.engine.chunk_groups[0].disk
+    assert disk is not None
+    disk.io.inject("read", 1, errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        model.load_state_dict(state)
+    model.load_state_dict(state)
+    train_a_step(model, optimizer)
+    assert_nothing_is_used(optimizer)
+    optimizer.engine.close()
