@@ -112,7 +112,7 @@ def _make(
             plan,
             manage(plan, params, engine.device),
             first_number,
-            Shared(engine.config, engine.backend, engine.ledger, engine.notes),
+            Shared(engine.config, engine.backend, engine.ledger, engine.notes, engine.loss_scale),
             world,
             spare_bytes,
         )
