@@ -1,4 +1,4 @@
-"""What a user can set, checked when it is set."""
+"""The options of a training: what users set, what it means, and whether it can work."""
 
 from __future__ import annotations
 
@@ -32,65 +32,93 @@ _ALIASES = {"tensor_placement_policy": "placement_policy"}
 
 @dataclass(frozen=True)
 class Config:
-    """Placement, budgets and dtypes of one engine.
+    """The options of one training. They are checked here, so a Config that exists is usable.
 
-    placement_policy  "cpu": all state in RAM. "nvme": optimizer states stream from NVMe every step,
-    and gradients and parameters too as far as host_memory does not hold them. "auto": the fastest
-    tiers that the budgets allow, per chunk. "cuda": all on DEVICE. host_memory       bytes of RAM
-    for model state (int, or text such as "4GiB"). If it is given, what is left of it keeps
-    optimizer states between steps. Default: 80 % of what is available now, of which nothing is used
-    without need. reserve_memory    bytes of host_memory that are left for parameters that get an
-    optimizer state later: unfrozen ones, and those of new param groups, about 14 per element in
-    bf16. backend           where compute happens. "cpu" (default): in RAM. "cuda": on torch's
-    current CUDA device. "auto": there, if there is one, else in RAM. "emulated": on the CPU as if
-    it had memory of its own, which copies reach in the background: what a device brings can be
-    tried without one. link_gbps         bandwidth of these copies in GB/s, each way; of "emulated"
-    alone. Default: 16. device_memory     bytes of device memory: for parameters while they are
-    used, gradients on their way to RAM, and what "auto" and "cuda" keep there. Needed by
-    "emulated". Default of "cuda", or "auto": 70 % of what is free when the model is built, and,
-    once steps were seen, all but what they need beside it and a reserve. If less than the reserve
-    is left, it is lowered, also one that was given. With "cpu" the device's memory is RAM, so this
-    then limits the slots for gathered parameters, within host_memory. nvme_path         directory
-    on NVMe; needed by "nvme", and by "auto" when RAM is not enough. Several, best on different
-    disks: the bytes are striped over all of them. nvme_capacity     bytes of it, of all together.
-    Default: 95 % of what is free now. dtype             compute dtype: "bf16" (default), "fp16"
-    (with dynamic loss scaling) or "fp32"; None: bf16 where the machine has it in hardware, else
-    fp32. grad_dtype        dtype gradients are kept and accumulated in; default: the compute dtype.
-    keep_fp32         patterns (as of file names: "*.norm.weight") of names of parameters that stay
-    fp32 whatever `dtype` is. Those of batch normalisation always do. chunk_numel       elements per
-    slot; default: found by search. io_engine         "io_uring", "threads", or "auto": io_uring
-    where it works. prefetch          read what is homed on NVMe ahead of its use: parameters, and,
-    while backward runs, what step() needs first. early_updates     update parameters while backward
-    still runs, a chunk at a time, as soon as its gradients are final; step() then updates the rest.
-    Same bits. From the second step on; for one rank; without anything that needs all gradients
-    first: clipping, a GradScaler, the loss scale of fp16. Backward calls of a step before the last
-    belong into hetero.no_sync(), unless each step has as many. Between backward and step()
-    parameters read NaN, options of param groups must not change, and what has begun cannot be
-    undone. Default: False. late_updates      step() returns while updates go on, in the order in
-    which the next forward needs them: a module waits for its own parameters only. Same bits;
-    clipping and loss scaling work; for one rank. Until then parameters read NaN outside of modules
-    and of hetero's own calls (gathered(), state_dict(), masters() wait);
-    optimizer.engine.synchronize() waits for all. With early_updates, too, the disk is busy nearly
-    all the time. Default: False. zero_stage        over several ranks: 1 shards optimizer state, 2
-    gradients too, 3 (default) parameters too. Budgets, like everything here, are of one rank.
-    shard_strategy    "chunk" (default) shards chunks of many tensors; "tensor" every tensor by
-    itself; "bucket" the tensors of one module together. Or an object of TensorShardStrategy or
-    BucketTensorShardStrategy. reduce_dtype      dtype in which gradients travel between ranks;
-    default: grad_dtype, and in stage 1 always. They are summed in fp32. rank_timeout_s    seconds
-    after which a rank that does not take part is given up with an error. profile           what
-    this machine moves and computes per second: a Profile, or the path of one that `hetero profile`
-    saved. Default: the saved one, if there is one. By it the placement with the least predicted
-    step time is taken, and again when steps have been traced. False, or none saved: a placement is
-    chosen by sizes. expected_tokens   tokens that a rank computes per step, as far as the first
-    plan needs to know: until a step has been traced. Default: 1024, that is 8 sequences of 128.
-    process_memory    bytes that the whole process may hold (RSS), activations and libraries
-    included; "auto": what the cgroup or RLIMIT_AS allows. If what is measured would pass it,
-    host_memory is lowered, and what does not fit goes to NVMe. Default: no limit; host_memory alone
-    counts. initial_loss_scale, loss_scale_window   of fp16's dynamic loss scaling: the first scale,
-    and the number of good steps after which it is doubled. initial_loss_scale=None: the loss is not
-    scaled here but by the user, with torch.amp.GradScaler say.
+    Amounts of memory are bytes, or text such as "4GiB". With several ranks each has budgets of its
+    own, and defaults are its share of the machine.
 
-    Raises ValueError or StoreError for what cannot work.
+    Args:
+        placement_policy: where state lives between uses. "auto" (default): in RAM as far as
+            host_memory goes, the rest on NVMe, and on the device what its budget has room for.
+            "cpu": all in RAM; refused if it does not fit. "nvme": optimizer state streams from
+            NVMe in every step, gradients and parameters too as far as RAM does not hold them; use
+            it to keep RAM free for others. "cuda": all on the device, the fastest and the smallest.
+        backend: where compute happens. "cpu" (default): in RAM. "cuda": on torch's current CUDA
+            device. "auto": on a CUDA device if there is one, else in RAM. "emulated": on the CPU,
+            as if it had memory of its own that copies reach in the background, to try out what a
+            device brings. Needs device_memory.
+        link_gbps: GB/s of each direction of the emulated device's link; for "emulated" only.
+            Default: 16, as PCIe 4.0 x8 has.
+        host_memory: hard limit of RAM for model state. Default: 80 % of what is available now, of
+            which nothing is used without need. If it is given, what is left of it keeps optimizer
+            state between steps, which saves NVMe traffic. It does not count activations and
+            libraries; process_memory does.
+        reserve_memory: bytes of host_memory that stay free for parameters that get optimizer state
+            later: unfrozen ones, and those of new param groups. In bf16 with Adam they need about
+            14 bytes per element. Default: none. It is missing for everything else.
+        device_memory: hard limit of device memory: for parameters while they are used, gradients
+            on their way to RAM, and what has its home there. Needed by "emulated". Default with
+            CUDA: "auto", 70 % of what is free at first, and after two steps all that a step leaves
+            free but a reserve of a 32nd. A limit that was given is lowered too when less than that
+            reserve is free. With backend "cpu" it limits gathered parameters inside host_memory.
+        nvme_path: directory on NVMe for scratch files; needed by "nvme", and by "auto" if RAM is
+            too small. A list of directories, best on different disks, is striped by their measured
+            bandwidth. The files have no names and end with the process. Default: none.
+        nvme_capacity: hard limit of the bytes in all directories together. Default: 95 % of what
+            is free now.
+        dtype: of parameters in forward and backward. "bf16" (default); "fp16", with dynamic loss
+            scaling; "fp32", which doubles their memory and traffic. None: bf16 where the compute
+            device multiplies it in hardware, else fp32. Optimizer updates are in fp32 always.
+        grad_dtype: dtype in which gradients are kept and accumulated. Default: `dtype`. "fp32"
+            makes the sum over many micro-batches exact, and doubles the memory of gradients.
+        keep_fp32: patterns of names of parameters, as of file names ("*.norm.weight"), that stay
+            fp32 whatever `dtype` is. Default: none but those of batch normalisation. They cost
+            twice the memory, and are a chunk group of their own.
+        chunk_numel: elements per slot, the unit of placement and of transfers. Default: the size
+            that wastes least. Smaller ones fit tighter budgets, larger ones move faster.
+        io_engine: what reads and writes scratch files: "io_uring", "threads", or "auto" (default):
+            io_uring where the kernel allows it. Threads are slower and work everywhere.
+        prefetch: read what is on NVMe ahead of its use: parameters, and, while backward runs, the
+            optimizer state that step() needs first. Default: True. False is for measurements.
+        early_updates: update parameters while backward still runs, a chunk at a time, as soon as
+            its gradients are final; step() then updates the rest. Same bits. From the second step
+            on; for one rank; without anything that needs all gradients first: clipping, a
+            GradScaler, the loss scale of fp16. Backward calls of a step before the last belong
+            into hetero.no_sync(), unless each step has as many. Between backward and step()
+            parameters read NaN, options of param groups must not change, and what has begun cannot
+            be undone. Default: False.
+        late_updates: step() returns while updates go on, in the order in which the next forward
+            needs them: a module waits for its own parameters only. Same bits; clipping and loss
+            scaling work; for one rank. Until then parameters read NaN outside of modules and of
+            hetero's own calls (gathered(), state_dict(), masters() wait);
+            optimizer.engine.synchronize() waits for all. Default: False.
+        zero_stage: what the ranks share out. 1: optimizer state. 2: gradients too. 3 (default):
+            parameters too. A lower stage needs more memory; 1 and 2 gather parameters once, at
+            the end of step(), and not in forward and backward.
+        shard_strategy: what a chunk holds. "chunk" (default): tensors in the model's order, packed
+            tightly. "tensor": one tensor. "bucket": the tensors of one module. Also an object of
+            TensorShardStrategy or BucketTensorShardStrategy. The last two waste the rest of a slot.
+        reduce_dtype: dtype in which gradients travel between ranks. Default: grad_dtype; in stage
+            1 it must be that. Sums are made in fp32 anyway; "bf16" halves the traffic of fp32.
+        rank_timeout_s: seconds for which a rank waits for another before it gives it up with a
+            PeerError that names it. Default: 600. Raise it if one rank may be that much slower.
+        profile: what this machine moves and computes per second: a Profile, or the path of one
+            that `hetero profile` saved. Default: the saved one, if there is one. By it the
+            placement with the least predicted step time is taken, and again when steps have been
+            traced. False, or none saved: a placement is chosen by sizes.
+        expected_tokens: tokens that a rank computes per step, as far as the first plan needs to
+            know: until a step has been traced. Default: 1024, that is 8 sequences of 128.
+        process_memory: limit of the whole process (RSS), activations and libraries included, or
+            "auto": what the cgroup or RLIMIT_AS allows. When the measured size would pass it,
+            host_memory is lowered and state moves to NVMe, between steps. Default: no limit.
+        initial_loss_scale: first factor of fp16's dynamic loss scaling, from 1 on. Default: 65536.
+            None: hetero does not scale the loss, for loops that use torch.amp.GradScaler.
+        loss_scale_window: steps without overflow after which the loss scale is doubled. Default:
+            2000. Every overflow halves it and skips a step.
+
+    Raises:
+        ValueError: an option has a wrong type or value, or does not fit another one.
+        StoreError: nvme_path cannot be used.
     """
 
     placement_policy: Policy = "auto"
@@ -247,7 +275,7 @@ class Config:
         return default_device_bytes() if given is None else given
 
     def make_backend(self) -> Backend:
-        """What computes."""
+        """The backend that `backend` names."""
         if self.backend == "cpu":
             return CpuBackend()
         if self.backend == "cuda":
@@ -257,7 +285,7 @@ class Config:
 
     @property
     def dtypes(self) -> Dtypes:
-        """The checked dtypes."""
+        """The dtypes of parameters and gradients; the optimizer adds those of its state."""
         compute = check_dtype(str(self.dtype), "dtype")
         grad = check_dtype(self.grad_dtype or compute, "grad_dtype")
         reduce = self.reduce_dtype and check_dtype(self.reduce_dtype, "reduce_dtype")
@@ -269,7 +297,7 @@ class Config:
         return () if self.nvme_path is None else tuple(map(str, _paths(self.nvme_path)))
 
     def budget(self, tier: Tier) -> int | None:
-        """The user's limit of `tier` in bytes, or None."""
+        """The limit of `tier` that the user gave, in bytes; None if a default applies."""
         value = {
             Tier.DEVICE: self.device_memory,
             Tier.HOST: self.host_memory,
@@ -295,7 +323,7 @@ class Config:
         return None if self.process_memory is None else parse_bytes(self.process_memory)
 
     def disk_bytes(self, local_ranks: int = 1) -> int:
-        """nvme_capacity, or its default now likewise; 0 without nvme_path."""
+        """nvme_capacity, or its default now for each of `local_ranks`; 0 without nvme_path."""
         if self.nvme_path is None:
             return 0
         default = total_free_bytes(self.nvme_paths) * 0.95 / local_ranks
@@ -303,17 +331,27 @@ class Config:
 
     @property
     def reserve_bytes(self) -> int:
-        """reserve_memory in bytes; 0 without."""
+        """reserve_memory in bytes; 0 if it was not given."""
         return 0 if self.reserve_memory is None else parse_bytes(self.reserve_memory)
 
     @classmethod
     def make(
         cls, config: Config | Mapping[str, Any] | str | PathLike[str] | None = None, **options: Any
     ) -> Config:
-        """A Config from a Config, a mapping, the path of a JSON file, or keywords; keywords win.
+        """Makes a Config from what ZeroInitContext() and initialize() are given.
 
-        `tensor_placement_policy` is the same as `placement_policy`. Raises ValueError for an
-        unknown key, with the nearest names.
+        Args:
+            config: a Config, a mapping of options, or the path of a JSON file with an object of
+                options; None: all defaults.
+            **options: single options, which replace those in `config`. tensor_placement_policy is
+                another name of placement_policy.
+
+        Returns:
+            a new, checked Config.
+
+        Raises:
+            ValueError: an option is unknown (the message has the nearest names) or wrong.
+            StoreError: nvme_path cannot be used.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}

@@ -28,10 +28,12 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.all_gather import Gathering
 from hetero.state.file_layout import map_file
+from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.host_source import HostSource
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.param_shards import ParamShards
@@ -60,6 +62,7 @@ class Shared:
     backend: Backend
     ledger: Ledger
     notes: list[str]
+    loss_scale: LossScale
 
 
 def build_chunk_group(
@@ -110,6 +113,7 @@ class _ChunkGroupBuilder:
         self._first_number = first_number
         self._config, self._backend = shared.config, shared.backend
         self._ledger, self._notes = shared.ledger, shared.notes
+        self._loss_scale = shared.loss_scale
         self._world = world
         self._spare_bytes = spare_bytes
         self._resources = resources
@@ -372,12 +376,15 @@ class _ChunkGroupBuilder:
             layout,
             [m for m in self._members if m.chunk.trainable],
             world,
-            self._dtypes.torch_reduce,
-            homes,
-            slots,
-            self._bucket_pool(placement.receive_slots, placement.receive_slots),
-            between_replicas,
+            ReduceBuffers(
+                dtype=self._dtypes.torch_reduce,
+                homes=homes,
+                buckets=slots,
+                received=self._bucket_pool(placement.receive_slots, placement.receive_slots),
+                replicas=between_replicas,
+            ),
             grads,
+            self._loss_scale,
             grad_offload,
         )
         if self._plan.held:

@@ -1,4 +1,4 @@
-"""The mean of gradients of several ranks."""
+"""Means of gradients over the ranks of a shard group and over its replicas."""
 
 from __future__ import annotations
 
@@ -7,15 +7,119 @@ from collections.abc import Sequence
 import torch
 
 from hetero.chunks.dtypes import check_dtype
+from hetero.ranks.messages import AllToAll, Channel, Communicator
+from hetero.ranks.process_groups import ProcessGroups
 from offload import _native
+from offload.memory.arena import HostArena
 
 
-def mean_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Writes the mean of the flat `parts` to `target`, which may be one of them.
+class RankMean:
+    """Averages a flat gradient over all ranks; each rank of a shard group gets its part.
 
-    The sum is made in fp32, in the order of `parts`, and rounded once, at the end: so it depends on
-    no network, and fp16 gradients do not overflow on the way to their mean.
+    A reduce-scatter over the shard group, then, with hybrid sharding, an all-reduce of the part
+    over the replicas. Sums are made in fp32 in the order of the ranks and rounded once, so they do
+    not depend on the network, and fp16 gradients do not overflow on the way to their mean.
     """
-    dtype = check_dtype(str(target.dtype), "dtype")
-    addresses = [part.data_ptr() for part in parts]
-    _native.mean(dtype, addresses, target.data_ptr(), target.numel())
+
+    def __init__(self, world: ProcessGroups, replica_arena: HostArena | None) -> None:
+        """`replica_arena` holds what other replicas send; None without replicas."""
+        self.world = world
+        self.replica_arena = replica_arena
+
+    def start(self, flat: torch.Tensor | None, received: torch.Tensor, what: str) -> PendingMean:
+        """Starts sending each rank of the shard group its part of `flat`.
+
+        Args:
+            flat: this rank's gradient, whole; None: this rank has none, and zeros are sent.
+            received: memory of as many elements for the parts that other ranks send to this one.
+            what: names the gradient in errors.
+
+        Returns:
+            the mean on its way. Neither tensor may be used otherwise until it has arrived.
+        """
+        shard = self.world.shard
+        parts = _parts(shard, flat, received)
+        sending = None if shard is None else _send_parts(shard, parts, received, what)
+        return PendingMean(self, parts, received, what, sending)
+
+
+class PendingMean:
+    """A mean whose parts are on their way between the ranks of a shard group."""
+
+    def __init__(
+        self,
+        owner: RankMean,
+        parts: Sequence[torch.Tensor],
+        received: torch.Tensor,
+        what: str,
+        sending: AllToAll | None,
+    ) -> None:
+        self._owner = owner
+        self._parts = parts
+        self._received = received
+        self._what = what
+        self._sending = sending
+
+    def wait(self) -> None:
+        """Returns when all parts have been sent and received.
+
+        Raises:
+            PeerError: a rank failed or did not take part.
+        """
+        if self._sending is not None:
+            self._sending.wait()
+
+    def compute(self) -> torch.Tensor:
+        """Makes the mean, after wait(); all replicas of a shard must do so.
+
+        Returns:
+            this rank's part of the mean, flat, in the memory of its part of the gradient, or of
+            `received` if this rank had none.
+
+        Raises:
+            PeerError: a replica failed or did not take part.
+        """
+        mean = _average(self._owner.world.shard, self._parts, self._received)
+        replicas, arena = self._owner.world.replicas, self._owner.replica_arena
+        if replicas is None:
+            return mean
+        assert arena is not None
+        received = arena.view(0, arena.slots, mean.dtype)[: mean.numel()]
+        parts = _parts(replicas, mean, received)
+        _send_parts(replicas, parts, received, self._what).wait()
+        own = _average(replicas, parts, received)
+        replicas.all_to_all([own] * replicas.size, parts, self._what, Channel.GRADIENTS).wait()
+        return mean
+
+
+def _parts(
+    group: Communicator | None, flat: torch.Tensor | None, received: torch.Tensor
+) -> list[torch.Tensor]:
+    """What each rank of `group` gets of `flat`; without one, the same zeros.
+
+    This rank's own part is also where the mean is going to be.
+    """
+    if flat is not None:
+        return [flat] if group is None else list(flat.chunk(group.size))
+    own = received if group is None else received.chunk(group.size)[group.rank]
+    own.zero_()
+    return [own] * (1 if group is None else group.size)
+
+
+def _send_parts(
+    group: Communicator, parts: Sequence[torch.Tensor], received: torch.Tensor, what: str
+) -> AllToAll:
+    return group.all_to_all(parts, received.chunk(group.size), what, Channel.GRADIENTS)
+
+
+def _average(
+    group: Communicator | None, parts: Sequence[torch.Tensor], received: torch.Tensor
+) -> torch.Tensor:
+    """The mean of this rank's part over `group`, written to the place of that part."""
+    if group is None:
+        return parts[0]
+    own, others = parts[group.rank], received.chunk(group.size)
+    summands = [own if peer == group.rank else others[peer] for peer in range(group.size)]
+    addresses = [summand.data_ptr() for summand in summands]
+    _native.mean(check_dtype(str(own.dtype), "dtype"), addresses, own.data_ptr(), own.numel())
+    return own

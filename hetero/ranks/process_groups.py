@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.ranks.messages import Communicator, FailedRanks
-from offload.errors import HeteroError
+from offload.errors import HeteroError, PeerError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -99,6 +99,49 @@ class ProcessGroups:
     def agree(self, value: int, choose: Callable[[Iterable[int]], int], what: str) -> int:
         """`choose` of all ranks' values."""
         return choose(int(v) for v in self.all_gather(torch.tensor([value]), what))
+
+    def all_or_none(
+        self,
+        failure: BaseException | None,
+        what: str,
+        same_class: tuple[type[HeteroError], ...] = (),
+    ) -> None:
+        """Returns if no rank met a failure, else raises on every rank. All ranks must call it.
+
+        Args:
+            failure: what this rank met when it tried, or None.
+            what: what all ranks tried, with a verb first: "move homes".
+            same_class: failures of these classes are raised as the same class on other ranks.
+
+        Raises:
+            BaseException: `failure`, if there is one; unless it is a PeerError, which this rank met
+                because another one failed.
+            HeteroError: on the other ranks, with the first failure and its rank.
+        """
+        if self.everyone is None:
+            if failure is not None:
+                raise failure
+            return
+        classes = (*same_class, HeteroError)
+        mine = ""
+        if failure is not None:
+            number = next((i for i, c in enumerate(same_class) if isinstance(failure, c)), -1)
+            is_effect = isinstance(failure, PeerError)
+            mine = f"{is_effect:d}\0{number}\0{type(failure).__name__}: {failure}"
+        found = self.everyone.all_gather_bytes(mine.encode(), f"the agreement to {what}")
+        failures = []
+        for peer, theirs in enumerate(found):
+            if theirs:
+                effect, number_text, text = theirs.decode().split("\0", 2)
+                failures.append((effect == "1", peer, int(number_text), text))
+        if not failures:
+            return
+        # A PeerError is the effect of another rank's failure: causes first, in order of ranks.
+        only_effects, peer, number, text = min(failures)
+        if failure is not None and (only_effects or not isinstance(failure, PeerError)):
+            raise failure
+        name = self.everyone.name(peer)
+        raise classes[number](f"{name} could not {what}, so no rank did: {text}")
 
     def require_equal(self, facts: dict[str, str], what: str) -> None:
         """Raises HeteroError, naming the first difference, unless all ranks have the same facts."""

@@ -27,7 +27,6 @@ from hetero.runtime.all_params import AllParams
 from hetero.runtime.early_updates import EarlyUpdates
 from hetero.runtime.grad_factors import GradFactors, check_dense
 from hetero.runtime.grad_hook import GradHook
-from hetero.runtime.loss_scale import LossScale
 from hetero.runtime.module_hooks import ModuleHooks, refuse_use
 from hetero.runtime.read_ahead import ReadingAhead
 from hetero.runtime.relocation.relocate import Change
@@ -38,6 +37,7 @@ from hetero.runtime.traffic import Traffic, traffic_of
 from hetero.runtime.updates_in_flight import Unfinished
 from hetero.setup.added_groups import extension
 from hetero.setup.added_params import Later
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train
 from offload import _native
 from offload.device.backend import Backend
@@ -135,7 +135,6 @@ class Engine:
     def _take_over(self, chunk_group: ChunkGroup) -> None:
         """Parameters of the chunk group point to their new homes from here on."""
         self.chunk_groups.append(chunk_group)
-        self.grad_factors.connect(chunk_group)
         self.unfinished.connect(chunk_group)
         self.early.connect(chunk_group)
         for contexts in self._unsynced:

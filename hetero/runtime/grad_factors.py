@@ -9,9 +9,9 @@ import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.loss_scale import LossScale
 from hetero.state.grad_placeholder import GradPlaceholder
 from hetero.state.grads import Grads
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, NonFiniteError
 
@@ -56,12 +56,7 @@ class GradFactors:
         self._unsettled = False  # with several ranks: gradients came that are no means yet
         # With several ranks: of all gradients, until one changes; the same everywhere.
         self._whole_sums: dict[ManagedParam, float] = {}
-
-    def connect(self, chunk_group: ChunkGroup) -> None:
-        """From now on gradients of the chunk group come, too."""
-        if chunk_group.ranks is not None:
-            chunk_group.ranks.grad_reducer.renew = self._renew
-            chunk_group.ranks.grad_reducer.changed = self._whole_sums.clear
+        self._sums_at = 0  # GradReducer.changes of all chunk groups when they were taken
 
     def _grads(self, managed: ManagedParam) -> Grads:
         return self._chunk_groups[managed.chunk.group_index].grads
@@ -70,7 +65,7 @@ class GradFactors:
 
     def keep(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps what backward gave, which is times the loss scale."""
-        self._take(managed, grad, accumulate, 1.0 / self._loss_scale.value)
+        self._take(managed, grad, accumulate, self._loss_scale.grad_factor)
 
     def adopt(self, members: Members) -> None:
         """Takes gradients that the user assigned to `.grad`, as if backward had given them.
@@ -93,10 +88,6 @@ class GradFactors:
         self._unsettled = True
         self._chunk_groups[m.chunk.group_index].add_grad(m, grad, accumulate)
 
-    def _renew(self, m: ManagedParam, accumulate: bool) -> None:
-        """Other ranks' gradients come, to what is kept if `accumulate`."""
-        self._set_factor(m, 1.0 / self._loss_scale.value, accumulate)
-
     def _set_factor(self, m: ManagedParam, factor: float, accumulate: bool) -> None:
         if accumulate and m.grad_factor != factor:
             ratio = m.grad_factor / factor
@@ -114,8 +105,12 @@ class GradFactors:
         # First the one that averages during backward, of which other ranks may be in the middle.
         for chunk_group in sorted(self._chunk_groups, key=lambda each: each.reduce_at_end):
             if chunk_group.ranks is not None:
-                chunk_group.ranks.grad_reducer.settle(force)
+                chunk_group.ranks.grad_reducer.reduce_all(force)
         self._unsettled = False
+        changes = sum(g.ranks.grad_reducer.changes for g in self._chunk_groups if g.ranks)
+        if changes != self._sums_at:
+            self._whole_sums.clear()
+            self._sums_at = changes
 
     def _check_assigned(self, m: ManagedParam, grad: torch.Tensor) -> None:
         check_dense(m, grad)

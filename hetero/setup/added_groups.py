@@ -24,7 +24,7 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.first_values import fill
 from hetero.setup.same_start import take_from_first
 from hetero.state.managed_param import ManagedParam, refuse_managed
-from offload.errors import HeteroError, PeerError
+from offload.errors import HeteroError
 from offload.memory.tiers import Tier
 
 if TYPE_CHECKING:
@@ -112,14 +112,14 @@ def _make(
             plan,
             manage(plan, params, engine.device),
             first_number,
-            Shared(engine.config, engine.backend, engine.ledger, engine.notes),
+            Shared(engine.config, engine.backend, engine.ledger, engine.notes, engine.loss_scale),
             world,
             spare_bytes,
         )
         resources.callback(chunk_group.close)
         return chunk_group
 
-    chunk_group = _all_or_none(engine.world, "make room for", build)
+    chunk_group = _on_all_ranks(engine.world, "make room for", build)
 
     def bring() -> None:
         try:
@@ -129,32 +129,19 @@ def _make(
             chunk_group.fail_waiting_ranks(f"{type(error).__name__}: {error}")
             raise
 
-    _all_or_none(engine.world, "move", bring)
+    _on_all_ranks(engine.world, "move", bring)
     return chunk_group
 
 
-def _all_or_none(world: ProcessGroups, what: str, do: Callable[[], Made]) -> Made:
-    """do(), on all ranks; if it fails on one, all raise: it the same, the others HeteroError."""
-    if world.everyone is None:
-        return do()
+def _on_all_ranks(world: ProcessGroups, what: str, do: Callable[[], Made]) -> Made:
+    """Returns do() if it succeeds on all ranks; else raises as ProcessGroups.all_or_none()."""
     made: list[Made] = []
-    own: Exception | None = None
+    failure: Exception | None = None
     try:
         made.append(do())
     except Exception as error:
-        own = error
-    # What somebody met because another one failed comes last.
-    met = "" if own is None else f"{isinstance(own, PeerError):d}{type(own).__name__}: {own}"
-    found = world.everyone.all_gather_bytes(met.encode(), "parameters that come to the optimizer")
-    failed = [(theirs.decode(), peer) for peer, theirs in enumerate(found) if theirs]
-    if own is not None and not (isinstance(own, PeerError) and min(failed)[0][0] == "0"):
-        raise own
-    if failed:
-        text, peer = min(failed)
-        raise HeteroError(
-            f"{world.everyone.name(peer)} could not {what} the parameters that come to the "
-            f"optimizer, so none of the ranks did: {text[1:]}"
-        )
+        failure = error
+    world.all_or_none(failure, f"{what} the parameters that come to the optimizer")
     return made[0]
 
 

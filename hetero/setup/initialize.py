@@ -23,13 +23,13 @@ from hetero.planning.placement import place
 from hetero.planning.planner import Planner, planner_for, planning_matters
 from hetero.runtime.early_updates import check_early_updates
 from hetero.runtime.engine import Engine
-from hetero.runtime.loss_scale import LossScale
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.updates_in_flight import check_late_updates
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import fill
 from hetero.setup.join_ranks import join_ranks
 from hetero.setup.same_start import start_alike
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
 
@@ -181,6 +181,9 @@ def _build(
     )
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
+    loss_scale = LossScale()
+    if config.dtype == "fp16" and config.initial_loss_scale is not None:
+        loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
     backend = config.make_backend()
     resources.callback(backend.close)
     chunk_groups: dict[int, ChunkGroup] = {}
@@ -195,7 +198,7 @@ def _build(
             plan,
             manage(plan, params, backend.device),
             first_number,
-            Shared(config, backend, construction.ledger, notes),
+            Shared(config, backend, construction.ledger, notes, loss_scale),
             world,
             spare_bytes,
         )
@@ -218,9 +221,7 @@ def _build(
         config=config,
         first_number=first_number,
         ledger=construction.ledger,
-        loss_scale=LossScale(config.initial_loss_scale, config.loss_scale_window)
-        if config.dtype == "fp16" and config.initial_loss_scale is not None
-        else LossScale(),
+        loss_scale=loss_scale,
         notes=notes,
         planner=planner,
     )

@@ -143,7 +143,7 @@ class Migration:
         chunk_group.params.drop_all_copies()
         chunk_group.grads.flush()
         if self._grad_reducer is not None:
-            self._grad_reducer.let_go()
+            self._grad_reducer.release_views()
         if chunk_group.device is not None:
             chunk_group.device.backend.settle()
 
@@ -277,7 +277,7 @@ class Migration:
                 self._give_back(move, self._extents[move.state_kind].pop(move.chunk.id))
         self._arenas.empty()
         if self._grad_reducer is not None:
-            self._grad_reducer.refit(0, 0)
+            self._grad_reducer.resize(0, 0)
 
     def arrive(self, spare_bytes: int) -> BaseException | None:
         """Brings what comes to RAM, and notes the new placement. Returns what went wrong.
@@ -296,7 +296,7 @@ class Migration:
         try:
             self._arenas.fill(made, spare_bytes)
             if self._grad_reducer is not None:
-                self._grad_reducer.refit(made.bucket_slots, made.receive_slots)
+                self._grad_reducer.resize(made.bucket_slots, made.receive_slots)
         except BaseException as failure:
             error = error or failure
         if chunk_group.device is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hetero.planning.placement import Placement
 from hetero.runtime.relocation.migration import Migration
 from hetero.runtime.relocation.moves import InUseError
-from offload.errors import BudgetError, HeteroError
+from offload.errors import BudgetError
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
@@ -139,22 +139,11 @@ class Relocation:
             raise
 
     def _together(self, failure: BaseException | None) -> None:
-        """Until all ranks are here; raises what this one met, or that another one met something."""
-        engine = self._engine
-        everyone = engine.world.everyone
-        if everyone is None:
-            if failure is not None:
-                raise failure
-            return
-        engine.params.settle()
-        mine = "" if failure is None else f"{isinstance(failure, InUseError):d}{failure}"
-        found = everyone.all_gather_bytes(mine.encode(), "moving homes")
-        if failure is not None:
-            raise failure
-        for peer, theirs in enumerate(found):
-            if theirs:
-                kind = InUseError if theirs[:1] == b"1" else HeteroError
-                raise kind(f"{everyone.name(peer)} cannot move homes: {theirs[1:].decode()}")
+        """Returns when no rank has met a failure; raises as ProcessGroups.all_or_none()."""
+        world = self._engine.world
+        if world.everyone is not None:
+            self._engine.params.settle()
+        world.all_or_none(failure, "move homes", (InUseError,))
 
 
 def same(one: Placement, other: Placement) -> bool:

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
 from hetero.ranks.messages import Communicator, FailedRanks
+from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from offload.device.backend import CpuBackend, EmulatedBackend
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -177,8 +179,12 @@ def make_rank(
     pool = slots(longest + spare) if stage >= 2 else None
     between = HostArena(longest, slot_bytes // shards, ledger, Account.BUCKET)
     grad_reducer = GradReducer(
-        layout, members, world, torch.float32, homes, pool, slots(longest + spare),
-        between if replicas > 1 else None, grads,
+        layout, members, world,
+        ReduceBuffers(
+            torch.float32, homes, pool, slots(longest + spare), between if replicas > 1 else None
+        ),
+        grads,
+        LossScale(),
     )  # fmt: skip
     return Rank(layout, members, grad_reducer, homes, pool)
 
@@ -277,8 +283,8 @@ def run_program(program: dict[str, Any]) -> None:
                         one.arrive(index, world * 2.0**rank * (stamp + 1))
                 stamp += 1
             # Without force a rank that has older gradients and no new ones would not come.
-            one.grad_reducer.settle(force=number % 2 == 0 or steps[number - 1][2])
-            one.grad_reducer.settle(force=False)
+            one.grad_reducer.reduce_all(number % 2 == 0 or steps[number - 1][2])
+            one.grad_reducer.reduce_all(False)
             for index, value in enumerate(expected):
                 assert one.members[index].has_grad == (value is not None), (number, index)
                 if value is not None:
@@ -316,7 +322,7 @@ def test_what_is_cleared_on_its_way_from_the_device_counts_as_zero() -> None:
             made.arrive(1, 2.0)
         if rank == 0:
             made.members[1].param.grad = None
-        made.grad_reducer.settle(True)
+        made.grad_reducer.reduce_all(True)
         found = [made.gradient(index) for index in (0, 1)]
         grad_offload.close()
         backend.close()

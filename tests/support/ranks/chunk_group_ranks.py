@@ -61,12 +61,17 @@ def inside_no_sync(rank: int, world: int, stage: int) -> list[torch.Tensor]:
         model.requires_grad_(True)
         loss = loss_of(model, inputs(rank, 0))
         assert len(engine.chunk_groups) == 2
-        assert [chunk_group.ranks.grad_reducer.early for chunk_group in engine.chunk_groups] == [
+        assert [
+            chunk_group.ranks.grad_reducer.reduces_in_backward
+            for chunk_group in engine.chunk_groups
+        ] == [
             False,
             False,
         ]
         loss.backward()
-    assert [chunk_group.ranks.grad_reducer.early for chunk_group in engine.chunk_groups] == [
+    assert [
+        chunk_group.ranks.grad_reducer.reduces_in_backward for chunk_group in engine.chunk_groups
+    ] == [
         False,
         True,
     ]
