@@ -15,6 +15,7 @@ import psutil
 
 from hetero.chunks.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.chunks.layout import pack
+from hetero.overlap import OverlapUpdates
 from offload.device.backend import Backend, CpuBackend, EmulatedBackend
 from offload.device.cuda_backend import CudaBackend, cuda_available, default_device_bytes
 from offload.disk.directories import check_directories, total_free_bytes
@@ -60,18 +61,18 @@ class Config:
     fp32 whatever `dtype` is. Those of batch normalisation always do. chunk_numel       elements per
     slot; default: found by search. io_engine         "io_uring", "threads", or "auto": io_uring
     where it works. prefetch          read what is homed on NVMe ahead of its use: parameters, and,
-    while backward runs, what step() needs first. early_updates     update parameters while backward
-    still runs, a chunk at a time, as soon as its gradients are final; step() then updates the rest.
-    Same bits. From the second step on; for one rank; without anything that needs all gradients
-    first: clipping, a GradScaler, the loss scale of fp16. Backward calls of a step before the last
-    belong into hetero.no_sync(), unless each step has as many. Between backward and step()
-    parameters read NaN, options of param groups must not change, and what has begun cannot be
-    undone. Default: False. late_updates      step() returns while updates go on, in the order in
-    which the next forward needs them: a module waits for its own parameters only. Same bits;
-    clipping and loss scaling work; for one rank. Until then parameters read NaN outside of modules
-    and of hetero's own calls (gathered(), state_dict(), masters() wait);
-    optimizer.engine.synchronize() waits for all. With early_updates, too, the disk is busy nearly
-    all the time. Default: False. zero_stage        over several ranks: 1 shards optimizer state, 2
+    while backward runs, what step() needs first. overlap_updates   when
+    parameters are updated. "none" (default): in step(). "forward": step() returns while updates go
+    on, in the order in which the next forward needs them, and a module waits for its own parameters
+    only; clipping and loss scaling work. Until then parameters read NaN outside of modules and of
+    hetero's own calls (gathered(), state_dict(), masters() wait); optimizer.engine.synchronize()
+    waits for all. "backward": a chunk is updated while backward still runs, as soon as its
+    gradients are final, from the second step on; step() updates the rest. For one rank, and without
+    anything that needs all gradients first: clipping, a GradScaler, the loss scale of fp16.
+    Backward calls of a step before the last belong into hetero.no_sync(), unless each step has as
+    many. Between backward and step() parameters read NaN, options of param groups must not change,
+    and what has begun cannot be undone. "both": the disk is busy nearly all the time. Bits are the
+    same with all of them. zero_stage        over several ranks: 1 shards optimizer state, 2
     gradients too, 3 (default) parameters too. Budgets, like everything here, are of one rank.
     shard_strategy    "chunk" (default) shards chunks of many tensors; "tensor" every tensor by
     itself; "bucket" the tensors of one module together. Or an object of TensorShardStrategy or
@@ -107,8 +108,7 @@ class Config:
     chunk_numel: int | None = None
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     prefetch: bool = True
-    early_updates: bool = False
-    late_updates: bool = False
+    overlap_updates: OverlapUpdates | str = OverlapUpdates.NONE
     zero_stage: int = 3
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
@@ -178,14 +178,16 @@ class Config:
                 f"initial_loss_scale must be a number from 1 on, such as 65536, or None, "
                 f"not {scale!r}"
             )
-        for name in ("prefetch", "early_updates", "late_updates"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        if self.early_updates and compute == "fp16" and scale is not None:
+        if not isinstance(self.prefetch, bool):
+            raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")
+        overlaps = tuple(overlap.value for overlap in OverlapUpdates)
+        _check_choice("overlap_updates", self.overlap_updates, overlaps)
+        object.__setattr__(self, "overlap_updates", OverlapUpdates(self.overlap_updates))
+        if self.overlap.in_backward and compute == "fp16" and scale is not None:
             raise ValueError(
-                "early_updates with the loss scale of fp16: whether a step overflows is known only "
-                "when all gradients are there; use dtype='bf16', or initial_loss_scale=None, which "
-                "scales nothing"
+                f"overlap_updates={self.overlap.value!r} with the loss scale of fp16: whether a "
+                f"step overflows is known only when all gradients are there; use dtype='bf16', or "
+                f"initial_loss_scale=None, which scales nothing"
             )
         self._check_backend()
         if self.nvme_path is not None:
@@ -237,6 +239,11 @@ class Config:
             )
         elif self.placement_policy == "cuda" and self.backend == "cpu":
             raise ValueError(_no_cuda())
+
+    @property
+    def overlap(self) -> OverlapUpdates:
+        """overlap_updates, checked."""
+        return OverlapUpdates(self.overlap_updates)
 
     @property
     def device_bytes(self) -> int | None:

@@ -22,11 +22,13 @@ from hetero.planning.placement import SlotBytes, link_bytes
 from hetero.ranks.process_groups import World
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.all_gather import Gathering
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.file_layout import FileMap, map_file
 from hetero.state.grad_reduce import Buckets
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.host_source import HostSource
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimStates
 from hetero.state.param_shards import ParamShards
@@ -57,6 +59,7 @@ def build_chunk_group(
     world: World,
     spare_bytes: int,
     notes: list[str],
+    loss_scale: LossScale,
 ) -> ChunkGroup:
     """Takes what `plan` says from the budgets; values are not there yet.
 
@@ -75,6 +78,7 @@ def build_chunk_group(
             world,
             spare_bytes,
             notes,
+            loss_scale,
             resources,
         )
         return builder.build()
@@ -113,6 +117,7 @@ class _ChunkGroupBuilder:
         world: World,
         spare_bytes: int,
         notes: list[str],
+        loss_scale: LossScale,
         resources: ExitStack,
     ) -> None:
         self._plan = plan
@@ -126,6 +131,7 @@ class _ChunkGroupBuilder:
         self._world = world
         self._spare_bytes = spare_bytes
         self._notes = notes
+        self._loss_scale = loss_scale
         self._resources = resources
         self._file = ScratchSpace(config, ledger, notes, resources)
 
@@ -147,6 +153,7 @@ class _ChunkGroupBuilder:
             self._resources,
         )
         updater = self._make_updater()
+        updates = ChunkUpdates(self._layout, homes.param, pools.pipeline, self._config.overlap)
         optim_states = OptimStates(
             self._layout.tile_numel,
             self._dtypes,
@@ -154,7 +161,7 @@ class _ChunkGroupBuilder:
             file_map.optim_state,
             pools.buffers,
             self._file,
-            pools.pipeline,
+            updates,
             updater,
         )
         buffers = self._make_link_buffers()
@@ -166,6 +173,7 @@ class _ChunkGroupBuilder:
             homes.grad,
             grad_cache,
             file_map.grad,
+            updates,
             grad_offload if self._world.everyone is None else None,
             updater,
         )
@@ -176,16 +184,16 @@ class _ChunkGroupBuilder:
             file_map.param,
             grads,
             optim_states,
-            pools.pipeline,
+            updates,
             self._first_number,
             updater,
         )
         order, versions = UseOrder(), Versions(len(self._layout.chunks))
-        shard_cache = self._make_shard_cache(pools, file_map, order, stepper)
+        shard_cache = self._make_shard_cache(pools, file_map, order, updates)
         # Shards on their way to ranks may take all the room for a while.
         patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
         shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
-        shards = ParamShards(homes.param, shared_shards)
+        shards = ParamShards(homes.param, shared_shards, updates)
         server = self._make_server(versions, shards, optim_states)
         gathering = self._make_gathering(pools, shards, server)
         copies = self._gathered_copies(
@@ -203,6 +211,7 @@ class _ChunkGroupBuilder:
             versions,
             gathering,
             copies.drops,
+            updates,
         )
         ranks: RankParts | None = None
         if self._world.everyone is not None:
@@ -230,7 +239,7 @@ class _ChunkGroupBuilder:
             caches=[*copies.caches, shared_shards],
             grad_cache=grad_cache,
             gathered_cache=copies.limited,
-            pipeline_users=[optim_states, stepper],
+            pipeline_users=[updates],
             buckets=None if ranks is None else ranks.buckets,
             link=self._make_link(buffers, grad_offload, updater),
         )
@@ -242,6 +251,7 @@ class _ChunkGroupBuilder:
             params=params,
             grads=grads,
             optim_states=optim_states,
+            updates=updates,
             stepper=stepper,
             movable=movable,
             min_gathered_slots=self._plan.min_gathered_slots,
@@ -325,13 +335,13 @@ class _ChunkGroupBuilder:
         pools: Pools,
         file_map: FileMap,
         order: UseOrder,
-        stepper: Stepper,
+        updates: ChunkUpdates,
     ) -> SlotCache:
         """Copies of this rank's shards that are on DISK."""
         arena = pools.gathered if pools.read_in_place else pools.shards
         cache = self._file_cache(arena, file_map.param, order)
         chunks = self._layout.chunks
-        cache.before_read = lambda chunk: stepper.wait_written(chunks[chunk])
+        cache.before_read = lambda chunk: updates.wait_written(chunks[chunk])
         return cache
 
     def _make_server(
@@ -444,6 +454,7 @@ class _ChunkGroupBuilder:
             self._bucket_pool(placement.receive_slots, placement.receive_slots),
             between_replicas,
             grads,
+            self._loss_scale,
             grad_offload,
         )
         if self._plan.held:

@@ -18,6 +18,7 @@ from hetero.planning.search import Plan
 from hetero.ranks.process_groups import World
 from hetero.ranks.shard_server import Kind, ShardServer, Versions
 from hetero.state.all_gather import Gathering
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_reduce import Buckets
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
@@ -54,6 +55,7 @@ class ChunkGroup:
     params: Params
     grads: Grads
     optim_states: OptimStates
+    updates: ChunkUpdates
     stepper: Stepper
     movable: Movable
     min_gathered_slots: int
@@ -77,7 +79,7 @@ class ChunkGroup:
     @property
     def wait_s(self) -> float:
         """Seconds for which compute has waited for transfers so far."""
-        waited = self.params.wait_s + self.grads.wait_s + self.stepper.wait_s
+        waited = self.params.wait_s + self.grads.wait_s + self.updates.wait_s
         return waited if self.ranks is None else waited + self.ranks.buckets.wait_s
 
     @property

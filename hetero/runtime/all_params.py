@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,6 @@ from hetero.chunks.layout import Chunk
 from hetero.state.managed_param import ManagedParam
 from hetero.state.params import SavedView
 from offload.errors import StaleGraphError
-
-
-def _nothing(_: object) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,21 @@ class AllParams:
 
     def __init__(self, chunk_groups: Sequence[ChunkGroup]) -> None:
         self._chunk_groups = chunk_groups  # may grow
-        # Called before a parameter is used, and before a chunk's saved views are made again: may
-        # refuse by raising.
-        self.check_use: Callable[[ManagedParam], object] = _nothing
-        self.check_saved: Callable[[Chunk], object] = _nothing
-        # By address: homes that are used in place and may change while backward runs.
-        self.changing: dict[int, Chunk] = {}
+        # By address: homes that are used in place and may be updated while backward runs.
+        self._updated_in_backward: dict[int, Chunk] = {}
+
+    def follow_homes(self, chunk_group: ChunkGroup) -> None:
+        """The chunk group's homes are where they are now: it is new, or some have moved."""
+        if not chunk_group.updates.overlap.in_backward:
+            return
+        homes = self._updated_in_backward
+        mine = chunk_group.layout.chunks[0].chunk_group
+        for address in [at for at, chunk in homes.items() if chunk.chunk_group == mine]:
+            del homes[address]
+        for chunk in chunk_group.layout.chunks:
+            if chunk.trainable and chunk_group.params.is_resident(chunk):
+                address = chunk_group.params.flat(chunk).untyped_storage().data_ptr()
+                homes[address] = chunk
 
     @property
     def gathers(self) -> bool:
@@ -50,7 +55,7 @@ class AllParams:
     @property
     def packs(self) -> bool:
         """Whether pack() and unpack() are needed."""
-        return self.gathers or bool(self.changing)
+        return self.gathers or bool(self._updated_in_backward)
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is in RAM, where compute uses it in place."""
@@ -62,7 +67,6 @@ class AllParams:
 
     def acquire(self, managed: ManagedParam) -> None:
         """Makes the parameter present until as many release() calls."""
-        self.check_use(managed)
         self._chunk_groups[managed.chunk.chunk_group].params.acquire(managed)
 
     def release(self, managed: ManagedParam) -> None:
@@ -85,18 +89,18 @@ class AllParams:
                 view = chunk_group.params.pack(tensor)
                 if view is not None:
                     return view
-            if self.changing:
-                chunk = self.changing.get(tensor.untyped_storage().data_ptr())
+            if self._updated_in_backward:
+                address = tensor.untyped_storage().data_ptr()
+                chunk = self._updated_in_backward.get(address)
                 return SavedTensor(tensor, tensor._version, chunk)
         return SavedTensor(tensor, tensor._version)
 
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
         if isinstance(saved, SavedView):
-            self.check_saved(saved.chunk)
             return self._chunk_groups[saved.chunk.chunk_group].params.unpack(saved)
         if saved.chunk is not None:
-            self.check_saved(saved.chunk)
+            self._chunk_groups[saved.chunk.chunk_group].updates.require_unchanged(saved.chunk)
         if saved.tensor._version != saved.version:
             raise StaleGraphError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "

@@ -85,7 +85,7 @@ def extension(
             chunk_groups[-1].plan = engine.replanner.plan_of(chunk_groups[-1])
         if early is not None:
             # What is under way in a chunk group must not meet another chunk group's backward.
-            engine.grad_factors.settle(force=True)
+            engine.gradients.average(force=True)
             for chunk_group in engine.chunk_groups:
                 chunk_group.hold()
         resources.pop_all()
@@ -116,6 +116,7 @@ def _make(
             world,
             spare_bytes,
             engine.notes,
+            engine.loss_scale,
         )
         resources.callback(chunk_group.close)
         return chunk_group

@@ -22,14 +22,13 @@ from hetero.planning.machine_profile import rank_profile
 from hetero.planning.placement import place
 from hetero.planning.planner import Planner, planner_for, planning_matters
 from hetero.ranks.process_groups import World
-from hetero.runtime.early_updates import check_early_updates
 from hetero.runtime.engine import Engine
-from hetero.runtime.loss_scale import LossScale
 from hetero.runtime.to_device import move_rest
-from hetero.runtime.updates_in_flight import check_late_updates
+from hetero.runtime.update_schedule import check_overlap
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import fill
 from hetero.setup.same_start import start_alike
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
 
@@ -82,8 +81,7 @@ def initialize(
         for param in model.parameters():
             construction.adopt(param)
         with ExitStack() as resources:
-            check_early_updates(construction.config, construction.world.size)
-            check_late_updates(construction.config, construction.world.size)
+            check_overlap(construction.config.overlap, construction.world.size)
             dtypes = optimizer.dtypes(construction.config)
             shard = Shard(
                 construction.world.rank,
@@ -179,6 +177,9 @@ def _build(
     )
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
+    loss_scale = LossScale()
+    if config.dtype == "fp16" and config.initial_loss_scale is not None:
+        loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
     backend = config.make_backend()
     resources.callback(backend.close)
     chunk_groups: dict[int, ChunkGroup] = {}
@@ -199,6 +200,7 @@ def _build(
             world,
             spare_bytes,
             notes,
+            loss_scale,
         )
         if planner is not None:
             chunk_group.plan = planner.plan_of(plan.layout, plan.placement)
@@ -219,9 +221,7 @@ def _build(
         config=config,
         first_number=first_number,
         ledger=construction.ledger,
-        loss_scale=LossScale(config.initial_loss_scale, config.loss_scale_window)
-        if config.dtype == "fp16" and config.initial_loss_scale is not None
-        else LossScale(),
+        loss_scale=loss_scale,
         notes=notes,
         planner=planner,
     )

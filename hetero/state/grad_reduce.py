@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,15 +26,12 @@ from hetero.ranks.messages import Exchange, Lane, Peers
 from hetero.ranks.process_groups import World
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.slot_pool import SlotPool
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 class BucketState(enum.Enum):
@@ -92,6 +89,7 @@ class Buckets:
         receiving: SlotPool,
         between_replicas: HostArena | None,
         grads: Grads,
+        loss_scale: LossScale,
         grad_offload: GradOffload | None = None,
     ) -> None:
         """`members` are the trainable parameters, in the model's order; `homes` has whole GRAD
@@ -111,10 +109,8 @@ class Buckets:
         self._grads = grads
         self._grad_offload = grad_offload
         self.members = list(members)
-        # Called before a gradient is added to what is kept (True) or takes its place (False), of
-        # which this rank has no part itself; and when means have changed.
-        self.renew: Callable[[ManagedParam, bool], object] = _nothing
-        self.changed: Callable[[], object] = _nothing
+        self._loss_scale = loss_scale
+        self.changes = 0  # how often means have changed: the same number on all ranks
         self._of_chunk: dict[int, list[ManagedParam]] = {}
         for m in members:
             self._of_chunk.setdefault(m.chunk.id, []).append(m)
@@ -226,6 +222,7 @@ class Buckets:
         elif self._pool is None:
             assert self._homes is not None
             bucket.flat = self._homes.flat(chunk)  # which may have moved
+            self._grads.wait_unused(chunk)
         if bucket.state is BucketState.MEAN:
             self._fill_again(chunk, bucket)
         return bucket
@@ -263,7 +260,7 @@ class Buckets:
         """Stage 1: more gradients come on top of a mean, which is this rank's part of a sum."""
         for m in self._of_chunk[chunk.id]:
             if m.has_grad:
-                self.renew(m, True)
+                self._add_others(m)
         shard = self._layout.shard.range(bucket.flat.numel())
         bucket.flat[: shard.start].zero_()
         bucket.flat[shard.stop :].zero_()
@@ -335,7 +332,7 @@ class Buckets:
             self._finish_oldest()
         self._note_arrived(told.arrived)
         if any_early or told.waiting:
-            self.changed()
+            self.changes += 1
         self._give_back_cleared()
         self._begun = None
         self._arrived.clear()
@@ -361,8 +358,12 @@ class Buckets:
         for index in sorted(arrived):
             managed = self.members[index]
             if not managed.has_grad:
-                self.renew(managed, False)
+                managed.grad_factor = self._loss_scale.grad_factor
                 managed.param.grad = managed.absent_grad
+
+    def _add_others(self, managed: ManagedParam) -> None:
+        """A mean, perhaps of other ranks' gradients alone, is added to what is kept."""
+        self._grads.set_factor(managed, self._loss_scale.grad_factor, True)
 
     def _learn_order(self) -> None:
         """From now on chunks go in the order in which the first rank's became complete."""
@@ -502,7 +503,7 @@ class Buckets:
         else:
             kept = {m for m in members if m in self._kept and m.has_grad}
             for m in kept:
-                self.renew(m, True)
+                self._add_others(m)
             self._grads.merge(done.chunk, mean, kept)
         self._receiving.give_back(done.receive_slot, done.chunk.slots)
         if done.bucket is not None and done.bucket.slot is not None:

@@ -5,7 +5,7 @@ states.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,16 +13,13 @@ import torch
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from offload._native import Location, StepPipeline, join_master, split_master
+from offload._native import Location, join_master, split_master
 from offload.device.backend import Updater
 from offload.disk.backing import Extent, FileTransfers
 from offload.memory.arena import HostArena
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class OptimStates:
         extents: dict[int, Extent],
         buffers: HostArena,
         transfers: FileTransfers,
-        pipeline: StepPipeline,
+        updates: ChunkUpdates,
         updater: Updater | None = None,
     ) -> None:
         """`updater` does what the CPU cannot with optimizer states on DEVICE."""
@@ -107,12 +104,10 @@ class OptimStates:
         self._extents = extents
         self._buffers = buffers
         self._transfers = transfers
-        self._pipeline = pipeline
-        # A rank's server reads optimizer states too. Held while an update runs, and while one is
-        # open.
+        self._updates = updates
+        # A rank's server reads optimizer states, too: this is held while updates are submitted, and
+        # while an optimizer state is open.
         self.lock = threading.RLock()
-        # Called when the pipeline was made to forget what it has read ahead.
-        self.after_forget: Callable[[], object] = _nothing
 
     def in_file(self, chunk: Chunk) -> bool:
         """Whether the chunk's optimizer states are homed on DISK."""
@@ -154,10 +149,6 @@ class OptimStates:
         """Memory for the bytes of one tile's optimizer state."""
         return torch.empty(self._tile_bytes, dtype=torch.uint8)
 
-    def use(self, pipeline: StepPipeline) -> None:
-        """The chunk group has got another pipeline; all is written that the old one had."""
-        self._pipeline = pipeline
-
     @contextmanager
     def open_raw(
         self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
@@ -165,8 +156,7 @@ class OptimStates:
         """The bytes of a trainable tile's optimizer state, likewise."""
         with self.lock:
             if write or chunk not in self._homes:
-                self._pipeline.forget()
-                self.after_forget()
+                self._updates.forget()
             if chunk in self._homes:
                 begin = tile * self._tile_bytes
                 raw = self._homes.flat(chunk)[begin : begin + self._tile_bytes]

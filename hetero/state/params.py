@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
+from hetero.overlap import OverlapUpdates
 from hetero.ranks.shard_server import Versions
 from hetero.state.all_gather import Gather, Gathering
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
 from hetero.state.param_shards import ParamShards
@@ -21,14 +23,6 @@ from offload.errors import HeteroError, StaleGraphError
 from offload.memory.arena import HostArena
 
 _PREFETCH_CHUNKS = 4  # looked ahead; how many are really read is a matter of free slots
-
-
-def _never(_: object) -> bool:
-    return False
-
-
-def _nothing(_: object) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -64,6 +58,7 @@ class Params:
         versions: Versions,
         gathering: Gathering | None,
         drops: Sequence[Callable[[int], object]],
+        updates: ChunkUpdates,
     ) -> None:
         """`shards` are this rank's parts; `cache` has the gathered copies, in `arena`.
 
@@ -85,10 +80,9 @@ class Params:
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._held: dict[int, torch.Tensor] = {}  # gathered copies that parameters point to
         self._holders: dict[int, int] = {}
-        # Called before a chunk's values are used or changed: waits until they are there.
-        self.before_use: Callable[[Chunk], object] = _nothing
-        # By id, whether that would take time: then nothing is read ahead.
-        self.is_changing: Callable[[int], bool] = _never
+        self._updates = updates
+        # Resident parameters that read NaN until their update is waited for, by chunk id.
+        self._detached: dict[int, list[ManagedParam]] = {}
 
     @property
     def gathers(self) -> bool:
@@ -109,13 +103,12 @@ class Params:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
         return self._homes.whole and self._homes.has_in_place(chunk)
 
-    def home(self, chunk: Chunk) -> torch.Tensor:
-        """A resident chunk's home, flat, whether its values are there or not."""
-        return self._homes.flat(chunk)
-
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's parameters now, flat; unless resident a pin on a gathered copy."""
-        self.before_use(chunk)
+        """The chunk's parameters now, flat; unless resident a pin on a gathered copy.
+
+        Waits for the chunk's update, and raises what it met.
+        """
+        self._wait_usable(chunk, chunk.name)
         if self.is_resident(chunk):
             return self._homes.flat(chunk)
         held = self._held.get(chunk.id)
@@ -127,7 +120,9 @@ class Params:
             self._cache.get(chunk.id)
         flat = self._pin(chunk)
         if self._prefetch:
-            self._cache.prefetch(_PREFETCH_CHUNKS, self.is_changing)
+            # Reading what is not written yet would make compute wait for chunks that it does not
+            # need now.
+            self._cache.prefetch(_PREFETCH_CHUNKS, self._is_being_updated)
         return flat
 
     def _pin(self, chunk: Chunk) -> torch.Tensor:
@@ -138,10 +133,14 @@ class Params:
         return self._cache.tensor(chunk.id, self._dtype)
 
     def acquire(self, managed: ManagedParam) -> None:
-        """Makes the parameter present until as many release() calls."""
+        """Makes the parameter present until as many release() calls.
+
+        Waits for its update. Raises what that met, and HeteroError for a parameter that was updated
+        during backward and must not be used before step().
+        """
         chunk = managed.chunk
+        self._wait_usable(chunk, managed.name)
         if self.is_resident(chunk):
-            self.before_use(chunk)
             self._resident_uses += 1
             managed.uses += 1
             return
@@ -175,7 +174,9 @@ class Params:
 
     def is_in_place(self, managed: ManagedParam) -> bool:
         """Whether the parameter is where it belongs between steps: at home, or absent."""
-        if self.is_resident(managed.chunk):
+        if managed in self._detached.get(managed.chunk.id, ()):
+            expected = managed.absent.data_ptr()
+        elif self.is_resident(managed.chunk):
             offset = managed.slice.offset * self._dtype.itemsize
             expected = self._homes.flat(managed.chunk).data_ptr() + offset
         else:
@@ -187,12 +188,12 @@ class Params:
 
         All ranks must do so.
         """
-        self.before_use(chunk)
+        self._wait_usable(chunk, chunk.name)
         return self._shards.fill(chunk)
 
     def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """This rank's shard inside the block. If it was changed, call filled() in the block."""
-        self.before_use(chunk)
+        self._wait_usable(chunk, chunk.name)
         self.drop_copies(chunk)  # a device may be copying from it
         return self._shards.open(chunk)
 
@@ -204,24 +205,95 @@ class Params:
         self._version.change(chunk)
         self.drop_copies(chunk)
         self._shards.filled(chunk)
-        self.changed([chunk])
-
-    def invalidate(self, chunk: Chunk) -> None:
-        """The optimizer is about to write new values to the shard's home."""
-        self._version.change(chunk)
-        self.drop_copies(chunk)
-        self._shards.invalidate(chunk)
+        self._version.publish(chunk)
+        self._gather_whole([chunk])
 
     def drop_copies(self, chunk: Chunk) -> None:
         """Forgets copies of the chunk, once none is being made any more."""
         for drop in self._drops:
             drop(chunk.id)
 
-    def changed(self, chunks: Iterable[Chunk]) -> None:
-        """The shards have their new values: other ranks may have them, and theirs come in."""
-        chunks = list(chunks)
+    # Updates
+
+    def begin_update(self, chunk: Chunk, members: list[ManagedParam], lock: bool) -> None:
+        """An update of `members`, parameters of the chunk, is about to be submitted.
+
+        No copy of old values is left. Where updates overlap with anything but step(), the
+        parameters read NaN until finish_updates(). `lock`: they must not be used before step().
+        """
+        self._version.change(chunk)
+        self.drop_copies(chunk)
+        self._shards.invalidate(chunk)
+        self._updates.submit(chunk, members, lock)
+        resident = self.is_resident(chunk)
+        if resident and self._updates.overlap is not OverlapUpdates.NONE:
+            self._detached[chunk.id] = members
+        for m in members:
+            if resident:
+                # As an in-place update does: a backward over older values then fails.
+                torch.autograd.graph.increment_version(m.param)
+            if chunk.id in self._detached:
+                m.param.data = m.absent
+            m.note_change()
+
+    def publish(self, chunk: Chunk) -> None:
+        """The update is submitted: other ranks may ask for new values, and wait for it here."""
+        self._version.publish(chunk)
+
+    def finish_updates(self, chunks: Sequence[Chunk]) -> None:
+        """Waits for the updates of `chunks` that are under way, and attaches parameters to the new
+        values.
+
+        Raises what an update met; then this can be called again. Raises HeteroError for a parameter
+        that was changed while it had no value.
+        """
+        chunks = [chunk for chunk in chunks if self._updates.is_under_way(chunk)]
         for chunk in chunks:
-            self._version.publish(chunk)
+            self._updates.wait_updated(chunk)
+        self._gather_whole(chunks)
+        changed: list[str] = []
+        for chunk in chunks:
+            changed += self._attach(chunk)
+            self._updates.finish(chunk)  # last, so that all of it is done again after Ctrl-C
+        if changed:
+            raise HeteroError(
+                f"{changed[0]} was changed, moved or converted while its update was under way; "
+                f"that change is lost, and the parameter has its updated value; change it inside "
+                f"hetero.gathered(..., modifier_rank=0)"
+            )
+
+    def _attach(self, chunk: Chunk) -> list[str]:
+        """Points parameters to their home again; returns those that were changed meanwhile."""
+        changed: list[str] = []
+        if chunk.id not in self._detached:
+            return changed
+        flat = self._homes.flat(chunk)
+        with torch._C.DisableTorchFunction():  # BareUses would take this for a use
+            for m in self._detached[chunk.id]:
+                part = m.part_of(flat)
+                if m.param.data_ptr() == part.data_ptr():
+                    continue  # Ctrl-C came when it was there
+                if m.was_written_while_absent():
+                    changed.append(m.name)
+                m.param.data = part
+                m.note_change()
+        del self._detached[chunk.id]
+        return changed
+
+    def _wait_usable(self, chunk: Chunk, name: str) -> None:
+        """Until parameter `name` of the chunk has its new value. Raises as acquire()."""
+        self._updates.require_usable(chunk, name)
+        self._updates.note_use(chunk)
+        if self._updates.is_under_way(chunk):
+            with timeline.span("gather"):
+                self.finish_updates([chunk])
+
+    def _is_being_updated(self, chunk_id: int) -> bool:
+        """Whether the chunk cannot be read from its home without waiting."""
+        return not self._updates.is_readable(self._layout.chunks[chunk_id])
+
+    def _gather_whole(self, chunks: Iterable[Chunk]) -> None:
+        """Where homes are whole (stages 1 and 2), the other ranks' new shards come in."""
         if self._gathering is None or not self._homes.whole:
             return
         under_way: list[Gather] = []
@@ -255,6 +327,7 @@ class Params:
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
+        self._updates.require_unchanged(saved.chunk)
         if saved.version != self._version[saved.chunk]:
             raise StaleGraphError(
                 f"backward needs {saved.chunk.name} as it was before an optimizer step that came "

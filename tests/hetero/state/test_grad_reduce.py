@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,11 +15,15 @@ from hypothesis import strategies as st
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
+from hetero.overlap import OverlapUpdates
 from hetero.ranks.messages import Failures, Peers
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_reduce import Buckets
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
+from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
+from offload._native import StepPipeline
 from offload.device.backend import CpuBackend, EmulatedBackend
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.memory.arena import HostArena
@@ -158,7 +162,8 @@ def make_rank(
         layout, [Tier.HOST] * len(layout.chunks), grad_bytes, torch.float32, ledger,
         Account.GRAD, CpuBackend(), stage < 2,
     )  # fmt: skip
-    grads = Grads(layout, FP32, homes, None, {})
+    updates = ChunkUpdates(layout, homes, cast(StepPipeline, None), OverlapUpdates.NONE)
+    grads = Grads(layout, FP32, homes, None, {}, updates)
     members = [
         ManagedParam(torch.nn.Parameter(torch.zeros(s.param.numel)), c, s, torch.float32)
         for c in layout.chunks
@@ -176,7 +181,7 @@ def make_rank(
     between = HostArena(longest, slot_bytes // shards, ledger, Account.BUCKET)
     buckets = Buckets(
         layout, members, world, torch.float32, homes, pool, slots(longest + spare),
-        between if replicas > 1 else None, grads,
+        between if replicas > 1 else None, grads, LossScale(),
     )  # fmt: skip
     return Rank(layout, members, buckets, homes, pool)
 

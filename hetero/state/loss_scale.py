@@ -23,6 +23,11 @@ class LossScale:
         """Whether losses must be scaled."""
         return self.window > 0
 
+    @property
+    def grad_factor(self) -> float:
+        """What the gradients that backward gives are to be multiplied by."""
+        return 1.0 / self.value
+
     def update(self, overflow: bool) -> None:
         """Follows one step."""
         if not self.dynamic:
