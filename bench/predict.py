@@ -290,8 +290,7 @@ def train(
                 work,
                 whole,
                 grad_factors=options.clip > 0,
-                early_updates=options.early_updates,
-                late_updates=options.late_updates,
+                overlap=options.overlap,
             )
             predictions.append(made)
         begin_s = time.perf_counter()

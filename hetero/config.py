@@ -15,6 +15,7 @@ import psutil
 
 from hetero.chunks.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.chunks.layout import pack
+from hetero.overlap import OverlapUpdates
 from offload.device.backend import Backend, CpuBackend, EmulatedBackend
 from offload.device.cuda_backend import CudaBackend, cuda_available, default_device_bytes
 from offload.disk.directories import check_directories, total_free_bytes
@@ -80,18 +81,18 @@ class Config:
             io_uring where the kernel allows it. Threads are slower and work everywhere.
         prefetch: read what is on NVMe ahead of its use: parameters, and, while backward runs, the
             optimizer state that step() needs first. Default: True. False is for measurements.
-        early_updates: update parameters while backward still runs, a chunk at a time, as soon as
-            its gradients are final; step() then updates the rest. Same bits. From the second step
-            on; for one rank; without anything that needs all gradients first: clipping, a
-            GradScaler, the loss scale of fp16. Backward calls of a step before the last belong
-            into hetero.no_sync(), unless each step has as many. Between backward and step()
-            parameters read NaN, options of param groups must not change, and what has begun cannot
-            be undone. Default: False.
-        late_updates: step() returns while updates go on, in the order in which the next forward
-            needs them: a module waits for its own parameters only. Same bits; clipping and loss
-            scaling work; for one rank. Until then parameters read NaN outside of modules and of
-            hetero's own calls (gathered(), state_dict(), masters() wait);
-            optimizer.engine.synchronize() waits for all. Default: False.
+        overlap_updates: when parameters are updated, and what waits for it; the same bits in all
+            cases. "none" (default): in step(), which waits. "forward": step() returns while updates
+            go on, in the order in which the next forward needs them, and a module waits for its own
+            parameters only; clipping and loss scaling work. Until then parameters read NaN outside
+            of modules and of hetero's own calls (gathered(), state_dict(), masters() wait);
+            optimizer.engine.synchronize() waits for all. "backward": a chunk is updated while
+            backward still runs, as soon as its gradients are final, from the second step on, and
+            step() updates the rest. For one rank, and without anything that needs all gradients
+            first: clipping, a GradScaler, the loss scale of fp16. Backward calls of a step before
+            the last belong into hetero.no_sync(), unless each step has as many. Between backward
+            and step() parameters read NaN, options of param groups must not change, and what has
+            begun cannot be undone. "both": the disk is busy nearly all the time.
         zero_stage: what the ranks share out. 1: optimizer state. 2: gradients too. 3 (default):
             parameters too. A lower stage needs more memory; 1 and 2 gather parameters once, at
             the end of step(), and not in forward and backward.
@@ -135,8 +136,7 @@ class Config:
     chunk_numel: int | None = None
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     prefetch: bool = True
-    early_updates: bool = False
-    late_updates: bool = False
+    overlap_updates: OverlapUpdates | str = OverlapUpdates.NONE
     zero_stage: int = 3
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
@@ -206,14 +206,16 @@ class Config:
                 f"initial_loss_scale must be a number from 1 on, such as 65536, or None, "
                 f"not {scale!r}"
             )
-        for name in ("prefetch", "early_updates", "late_updates"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        if self.early_updates and compute == "fp16" and scale is not None:
+        if not isinstance(self.prefetch, bool):
+            raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")
+        overlaps = tuple(overlap.value for overlap in OverlapUpdates)
+        _check_choice("overlap_updates", self.overlap_updates, overlaps)
+        object.__setattr__(self, "overlap_updates", OverlapUpdates(self.overlap_updates))
+        if self.overlap.in_backward and compute == "fp16" and scale is not None:
             raise ValueError(
-                "early_updates with the loss scale of fp16: whether a step overflows is known only "
-                "when all gradients are there; use dtype='bf16', or initial_loss_scale=None, which "
-                "scales nothing"
+                f"overlap_updates={self.overlap.value!r} with the loss scale of fp16: whether a "
+                f"step overflows is known only when all gradients are there; use dtype='bf16', or "
+                f"initial_loss_scale=None, which scales nothing"
             )
         self._check_backend()
         if self.nvme_path is not None:
@@ -265,6 +267,11 @@ class Config:
             )
         elif self.placement_policy == "cuda" and self.backend == "cpu":
             raise ValueError(_no_cuda())
+
+    @property
+    def overlap(self) -> OverlapUpdates:
+        """overlap_updates, checked."""
+        return OverlapUpdates(self.overlap_updates)
 
     @property
     def device_bytes(self) -> int | None:

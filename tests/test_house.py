@@ -22,7 +22,6 @@ LONG_FILES = {
     "hetero/state/grad_reduce.py": "two ways to reduce, which are to become one",
     "native/pipeline/step_pipeline.cpp": "one loop with its states, which are read together",
     "tests/native/test_io_faults.py": "one fault after the other, in one table",
-    "tests/hetero/runtime/test_early_updates.py": "two schedules, which are to become one",
     "tests/hetero/runtime/relocation/test_replanning.py": "the replanner is to become smaller",
     "tests/hetero/runtime/relocation/test_migration_device.py": "one line too many",
 }

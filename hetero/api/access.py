@@ -144,7 +144,7 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
 
     They are averaged with those of the first backward outside. Until then they are kept whole, in
     stages 2 and 3 in addition to the shards, within host_memory (BudgetError if there is no room).
-    With early_updates it says that more gradients of the step will come; otherwise it changes
-    nothing with one rank.
+    With updates during backward (overlap_updates) it says that more gradients of the step will
+    come; otherwise it changes nothing with one rank.
     """
     return engine_of(model.parameters()).no_sync()

@@ -130,12 +130,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         Under fp16 a step whose gradients overflow is skipped and changes only the loss scale (of
         hetero; torch.amp.GradScaler does the same by not calling this).
 
-        With early_updates=True backward has updated most parameters already; this updates the rest
-        and waits for all.
+        With overlap_updates="backward" or "both" backward has updated most parameters already, and
+        this updates the rest; with "forward" or "both" it returns while updates go on.
 
-        Raises NonFiniteError for gradients that were clipped by a norm that is NaN. With early
-        updates HeteroError if options of a param group changed, or gradients were cleared, since
-        parameters were updated.
+        Raises NonFiniteError for gradients that were clipped by a norm that is NaN; HeteroError if
+        options of a param group changed, or gradients were cleared, after backward has updated
+        parameters.
         """
         loss = None
         if closure is not None:
@@ -150,10 +150,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         So does torch.nn.Module.zero_grad(): a parameter that gets no gradient afterwards is not
         updated, while torch with set_to_none=False updates it with a gradient of zeros.
 
-        Raises HeteroError between an early update and step(): it cannot be undone.
+        Raises HeteroError between an update during backward and step(): it cannot be undone.
         """
         if self._engine is not None:
-            self._engine.early.require_whole("optimizer.zero_grad()")
+            self._engine.schedule.require_whole("optimizer.zero_grad()")
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -175,7 +175,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         States in bf16 are rounded to nearest (HybridLion's, with bf16 parameters, then lose their
         lowest bit), which is exact for what they gave.
 
-        Gives up a step that early updates have half made, if the state is of all that they updated.
+        Gives up a step that updates during backward have half made, if the state is of all
+        parameters that they updated.
         """
         self.engine.take_in_unfrozen()
         params = [p for group in self.param_groups for p in group["params"]]
@@ -188,7 +189,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         for param, state in states.items():
             self._check_state(param, state)
         self._check_groups(state_dict["param_groups"])
-        self.engine.early.give_up({self.engine.find(param) for param in states})
+        self.engine.schedule.abandon({self.engine.find(param) for param in states})
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         import_states(self.engine, states, self.state_names)
 

@@ -21,7 +21,7 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
     Of all ranks' shards; the other ranks need do nothing. Each tile's optimizer state is brought in
     once.
     """
-    engine.early.require_whole("reading masters or optimizer states")
+    engine.schedule.require_whole("reading masters or optimizer states")
     for members in _by_chunk(managed):
         _read_chunk(engine, members, visit)
 
@@ -44,7 +44,7 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
 
     All ranks must do so.
     """
-    engine.early.require_whole("changing parameters or optimizer states")
+    engine.schedule.require_whole("changing parameters or optimizer states")
     for members in _by_chunk(managed):
         _write_chunk(engine, members, visit)
 

@@ -27,6 +27,7 @@ from hetero.planning.placement import SlotBytes, link_bytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.all_gather import Gathering
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.file_layout import map_file
 from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
@@ -140,6 +141,7 @@ class _ChunkGroupBuilder:
         homes, extents, arenas = memory.homes, memory.extents, memory.arenas
         grad_offload = None if device is None else device.grad_offload
         updater = None if device is None else device.updater
+        updates = ChunkUpdates(self._layout, homes[StateKind.PARAM], arenas, self._config.overlap)
         optim_states = OptimizerState(
             self._layout.tile_numel,
             self._dtypes,
@@ -147,6 +149,7 @@ class _ChunkGroupBuilder:
             extents[StateKind.OPTIM_STATE],
             arenas,
             memory.file,
+            updates,
             updater,
         )
         grads = Grads(
@@ -155,6 +158,7 @@ class _ChunkGroupBuilder:
             homes[StateKind.GRAD],
             self._file_cache(memory, arenas.grads, StateKind.GRAD, UseOrder()),
             extents[StateKind.GRAD],
+            updates,
             grad_offload if self._world.everyone is None else None,
             updater,
         )
@@ -165,16 +169,16 @@ class _ChunkGroupBuilder:
             extents[StateKind.PARAM],
             grads,
             optim_states,
-            arenas,
+            updates,
             self._first_number,
             updater,
         )
-        params, gathering, server = self._make_params(memory, stepper, optim_states)
+        params, gathering, server = self._make_params(memory, updates, optim_states)
         ranks: RankParts | None = None
         if self._world.everyone is not None:
             grad_reducer = self._make_grad_reducer(homes[StateKind.GRAD], grads, grad_offload)
             ranks = RankParts(grad_reducer, server, gathering, params.versions)
-        return StateAccess(params, grads, optim_states, stepper), ranks
+        return StateAccess(params, grads, optim_states, updates, stepper), ranks
 
     # Memory
 
@@ -243,23 +247,23 @@ class _ChunkGroupBuilder:
     # Copies of parameters
 
     def _make_params(
-        self, memory: StateMemory, stepper: Stepper, optim_states: OptimizerState
+        self, memory: StateMemory, updates: ChunkUpdates, optim_states: OptimizerState
     ) -> tuple[Params, Gathering | None, ShardServer | None]:
         homes, arenas = memory.homes[StateKind.PARAM], memory.arenas
         order, versions = UseOrder(), Versions(len(self._layout.chunks))
         arena = arenas.gathered if arenas.read_in_place else arenas.shards
         shard_cache = self._file_cache(memory, arena, StateKind.PARAM, order)
         chunks = self._layout.chunks
-        shard_cache.before_read = lambda chunk: stepper.wait_written(chunks[chunk])
+        shard_cache.before_read = lambda chunk: updates.wait_written(chunks[chunk])
         # Shards on their way to ranks may take all the room for a while.
         patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
         shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
-        shards = ParamShards(homes, shared_shards)
+        shards = ParamShards(homes, shared_shards, updates)
         server = self._make_server(versions, shards, optim_states)
         gathering = self._make_gathering(arenas, shards, server)
         copies = self._make_copies(arenas, homes, shard_cache, shared_shards, gathering, order)
         params = Params(
-            self._layout, homes, shards, copies, self._config.prefetch, versions, gathering
+            self._layout, homes, shards, copies, self._config.prefetch, versions, gathering, updates
         )
         return params, gathering, server
 

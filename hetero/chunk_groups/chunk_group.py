@@ -17,6 +17,7 @@ from hetero.planning.search import Plan
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
 from hetero.state.all_gather import Gathering
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
@@ -50,11 +51,15 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class StateAccess:
-    """What reads and changes each kind of state, and the stepper, which updates all three."""
+    """What reads and changes each kind of state, and the stepper, which updates all three.
+
+    `updates` has the states of chunks in the optimizer step, and makes those wait who need a chunk.
+    """
 
     params: Params
     grads: Grads
     optim_states: OptimizerState
+    updates: ChunkUpdates
     stepper: Stepper
 
 
@@ -119,6 +124,7 @@ class ChunkGroup:
         self.params = access.params
         self.grads = access.grads
         self.optim_states = access.optim_states
+        self.updates = access.updates
         self.stepper = access.stepper
         self.world = world
         self.ranks = ranks
@@ -144,7 +150,7 @@ class ChunkGroup:
     @property
     def wait_s(self) -> float:
         """Seconds for which compute has waited for transfers so far."""
-        waited = self.params.wait_s + self.grads.wait_s + self.stepper.wait_s
+        waited = self.params.wait_s + self.grads.wait_s + self.updates.wait_s
         return waited if self.ranks is None else waited + self.ranks.grad_reducer.wait_s
 
     @property

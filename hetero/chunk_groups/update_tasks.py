@@ -1,35 +1,48 @@
-"""One optimizer step: which tiles are updated, in what order, with what hyper-parameters."""
+"""The updates of a chunk group's parameters as tasks of its step pipeline."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from hetero.chunks.layout import Chunk, Layout
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimizerState, parts_of
-from hetero.state.slot_arenas import SlotArenas
-from offload._native import Hyper, Location, StepPipeline, StepTask
+from offload._native import Hyper, Location, StepTask
 from offload.device.backend import DeviceTask, Updater
 from offload.disk.backing import Extent
 
-# First element in the tile, numel, index of the hyper-parameters, number of the first element.
-Segment = tuple[int, int, int, int]
 # From a param group's options, the update's number and the factor of gradients.
 HyperOf = Callable[[dict[str, Any], int, float], Hyper]
-
-
-# By index of the group, number of the update, and factor.
+# By index of the param group, number of the update, and factor of gradients.
 HyperTable = Mapping[tuple[int, int, float], Hyper]
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
+Tile = tuple[int, int]  # id of the chunk, number of the tile in its shard
 
-# Where the order is the same in every step: as many buffers pass tiles on (two are read, one is
-# updated, two are written), the others keep what the next step needs last: what forward waits for.
-STREAMING = 5
+
+class Segment(NamedTuple):
+    """Neighbouring elements of a tile that are updated with the same hyper-parameters."""
+
+    begin: int  # first element in the tile
+    numel: int
+    hyper: int  # index of the hyper-parameters
+    number: int  # of the first element, among all elements of the model
+
+
+@dataclass(frozen=True)
+class Update:
+    """Parameters that are updated together, and the tasks that do so; nothing has begun."""
+
+    members: Sequence[list[ManagedParam]]  # by chunk
+    hypers: Sequence[Hyper]
+    tiles: Sequence[Tile]  # that the pipeline updates, in this order,
+    tasks: Sequence[StepTask]  # with these tasks
+    device_tasks: Sequence[DeviceTask]
 
 
 def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
@@ -45,13 +58,12 @@ def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
 
 
 class Stepper:
-    """Turns the parameters that have gradients into the pipeline's tasks.
+    """Makes the tasks of updates, in the order in which tiles are to be updated, and submits them.
 
-    The order of tiles alternates from step to step (zig-zag): what the last step left in the
-    buffers is what this one needs first. With early updates backward gives the order, the same in
-    every step; what it leaves to step() goes in the order in which backward would have come to it.
-    With late updates, after step() and among those that wait before it, the order is that in which
-    chunks are `due`: forward's.
+    Without overlap the order alternates from step to step (zig-zag): what the last step left in the
+    buffers is what this one needs first. With updates during backward it is backward's order in
+    each step, also of what backward leaves to step(). With updates during forward it is the order
+    in which forward will wait for chunks (ChunkUpdates.next_use).
     """
 
     def __init__(
@@ -62,7 +74,7 @@ class Stepper:
         param_extents: dict[int, Extent],
         grads: Grads,
         optim_states: OptimizerState,
-        arenas: SlotArenas,
+        updates: ChunkUpdates,
         first_number: Mapping[int, int],
         updater: Updater | None = None,
     ) -> None:
@@ -77,166 +89,135 @@ class Stepper:
         self._param_extents = param_extents
         self._grads = grads
         self._optim_states = optim_states
-        self._arenas = arenas
+        self._updates = updates
         self._updater = updater
-        self._first_key: dict[int, int] = {}
-        key = 0
-        for chunk in layout.chunks:
-            self._first_key[chunk.id] = key
-            key += chunk.slots
-        self._repeats = False  # the same order in every step
-        self._forward = True
-        # When a chunk's new values, or its gradient's slot, are needed, if that gives the order.
-        self.next_use: Callable[[Chunk], int] | None = None
-        self.wait_s = 0.0  # for the update of a chunk that was needed
         self._first_number = first_number
-        # The epoch of the arenas in which the pipeline was told what to read ahead, since the last
-        # step; None: not told.
-        self._told_in_epoch: int | None = None
-        # Tiles, by chunk's id and number: updated in this step, and in the last that updated any.
-        self._updated: list[tuple[int, int]] = []
+        self._forward = not updates.overlap.in_backward  # whether tiles go in the layout's order
+        # Tiles that were updated in this step, and in the last step that updated any.
+        self._updated: list[Tile] = []
         self._last = [
             (chunk.id, tile)
             for chunk in layout.chunks
             if chunk.trainable
             for tile in range(chunk.slots)
         ]
-
-    def follow(self, backward: bool) -> None:
-        """From now on the order is that of backward, or of the next forward, in every step."""
-        self._repeats, self._forward = True, not backward
-        self._last.sort(reverse=backward)
+        self._last.sort(reverse=not self._forward)
 
     def read_ahead(self) -> None:
-        """What step() needs first comes into the pipeline's buffers, as far as they are free.
+        """Has the pipeline read what the step's first updates need, as far as buffers are free.
 
-        For while backward runs. As many tiles as there are buffers, those of the last step;
-        nothing that buffers keep from it, and nothing twice, however often this is called. If the
-        step does not come, or is another, what was read stays until its buffer is needed.
+        As many tiles as there are buffers, in the order of the last step; none that buffers keep
+        from it, and none twice, however often this is called. If the step does not come, or is
+        another one, what was read stays until its buffer is needed. Gradients are not read: more
+        may be added to them.
         """
-        if self._expects:
+        if self._updates.is_expecting:
             return
-        self._told_in_epoch = self._arenas.read_ahead_epoch
-        order = self._last if self._repeats else sorted(self._last, reverse=not self._forward)
+        order = self._last
+        if not self._updates.overlap.repeats:
+            order = sorted(order, reverse=not self._forward)
         chunks = self._layout.chunks
-        self._pipeline.expect(
+        self._updates.expect(
             [
                 (
-                    self._first_key[c] + tile,
+                    self._updates.key(chunks[c], tile),
                     self._param_location(chunks[c], tile),
                     self._optim_states.location(chunks[c], tile),
-                    self._due(chunks[c]),
+                    self.next_use(chunks[c]),
                 )
                 for c, tile in order
                 if chunks[c] not in self._param_homes or self._optim_states.in_file(chunks[c])
-            ],
-            STREAMING if self._repeats else 0,
+            ]
         )
 
-    def run(self, groups: Groups, table: HyperTable) -> None:
-        """Updates all given parameters with their groups' hyper-parameters.
+    def prepare(self, groups: Groups, table: HyperTable) -> Update:
+        """What updates the parameters in `groups`, with what is in `table`. Changes nothing.
 
-        Returns when parameters in RAM are final, those of earlier submit() calls too; optimizer
-        states and DISK-homed parameters may still be on their way to the file.
+        Slots that hold their gradients stay until the update is made (Grads.release_used()). Raises
+        HeteroError for a gradient that was lost on its way from the device.
         """
-        self.complete(groups, table)
-        self._pipeline.wait_updated()
+        index_of: dict[tuple[int, int, float], int] = {}
+        hypers: list[Hyper] = []
+        segments: dict[Tile, list[Segment]] = {}
+        by_chunk: dict[int, list[ManagedParam]] = {}
+        for index, (_, members) in enumerate(groups):
+            for managed in members:
+                by_chunk.setdefault(managed.chunk.id, []).append(managed)
+                key = (index, managed.step + 1, managed.grad_factor)
+                if key not in index_of:
+                    index_of[key] = len(hypers)
+                    hypers.append(table[key])
+                first_number = self._first_number[managed.slice.param.index]
+                for part in parts_of(managed, self._layout):
+                    number = first_number + part.in_param.start
+                    segment = Segment(part.in_tile.start, part.numel, index_of[key], number)
+                    segments.setdefault((managed.chunk.id, part.tile), []).append(segment)
+        chunks = self._layout.chunks
+        order = sorted(segments, reverse=not self._forward)
+        order.sort(key=lambda tile: self.next_use(chunks[tile[0]]))
+        tiles: list[Tile] = []
+        tasks: list[StepTask] = []
+        device_tasks: list[DeviceTask] = []
+        for c, tile in order:
+            chunk, merged = chunks[c], _merged(sorted(segments[c, tile]))
+            if self._updater is not None and self._param_homes.on_device(chunk):
+                device_tasks.append(self._device_task(chunk, tile, merged))
+            else:
+                tiles.append((c, tile))
+                tasks.append(self._task(chunk, tile, merged))
+        return Update(list(by_chunk.values()), hypers, tiles, tasks, device_tasks)
 
-    def complete(self, groups: Groups, table: HyperTable) -> None:
-        """submit() of the last updates of a step."""
-        self._expect_nothing()  # all that comes is here
-        self.submit(groups, table)
+    def submit(self, update: Update, last: bool) -> None:
+        """Begins an update, the `last` of the step or one before. Memory that it uses must stay.
+
+        Raises the failure of an update before.
+        """
+        if last:
+            self._updates.expect_nothing()  # all that comes is here
+        if self._updater is not None:
+            self._updater.update(update.device_tasks, update.hypers)
+        self._updates.pipeline.submit(update.tasks, update.hypers)
+        self._updated += update.tiles
+        for members in update.members:
+            for managed in members:
+                managed.step += 1
+        if last:
+            self._end_step()
+
+    def _end_step(self) -> None:
         if self._updated:
             self._last, self._updated = self._updated, []
-        if not self._repeats:
+        if not self._updates.overlap.repeats:
             self._forward = not self._forward
-        if self.next_use is not None:
+        if self._updates.overlap.in_forward:
             # The next step's is read as soon as nothing waits, in forward's last part.
             with suppress(RuntimeError, OSError):  # a failed pipeline says so to who waits for it
                 self.read_ahead()
 
     def stop(self) -> None:
-        """Until the updates that were submitted are made, which are not going to be a step."""
-        self._expect_nothing()
-        self._pipeline.wait_updated()
+        """Waits for the updates that were submitted; there will be no last one of their step."""
+        self._updates.expect_nothing()
+        self._updates.pipeline.wait_updated()
         self._updated.clear()
 
-    @property
-    def _expects(self) -> bool:
-        """Whether the pipeline reads ahead what it was told to, since the last step."""
-        return self._told_in_epoch == self._arenas.read_ahead_epoch
+    def next_use(self, chunk: Chunk) -> int:
+        """When something will wait for the chunk's update (ChunkUpdates.next_use)."""
+        return self._updates.next_use(chunk, self._grads.in_file(chunk))
 
-    def _expect_nothing(self) -> None:
-        if self._expects:
-            self._pipeline.expect([], STREAMING if self._repeats else 0)
-            self._told_in_epoch = None
-
-    @property
-    def _pipeline(self) -> StepPipeline:
-        return self._arenas.pipeline
-
-    def submit(self, groups: Groups, table: HyperTable) -> None:
-        """Begins to update the given parameters. Until they are, RAM that they use must stay."""
-        hypers: dict[tuple[int, int, float], int] = {}
-        made: list[Hyper] = []
-        segments: dict[tuple[int, int], list[Segment]] = {}
-        for index, (_, members) in enumerate(groups):
-            for managed in members:
-                key = (index, managed.step + 1, managed.grad_factor)
-                if key not in hypers:
-                    hypers[key] = len(made)
-                    made.append(table[key])
-                first_number = self._first_number[managed.slice.param.index]
-                for part in parts_of(managed, self._layout):
-                    number = first_number + part.in_param.start
-                    segment = (part.in_tile.start, part.numel, hypers[key], number)
-                    segments.setdefault((managed.chunk.id, part.tile), []).append(segment)
-        chunks, next_use = self._layout.chunks, self.next_use
-        order = sorted(segments, reverse=not self._forward)
-        if next_use is not None:
-            order.sort(key=lambda each: next_use(chunks[each[0]]))
-        order = self._update_on_device(order, segments, made)
-        tasks = [self._task(chunks[c], tile, segments[c, tile]) for c, tile in order]
-        self._pipeline.submit(tasks, made)
-        self._updated += order
-        for _, members in groups:
-            for managed in members:
-                managed.step += 1
-
-    def _update_on_device(
-        self,
-        order: list[tuple[int, int]],
-        segments: Mapping[tuple[int, int], list[Segment]],
-        hypers: Sequence[Hyper],
-    ) -> list[tuple[int, int]]:
-        """Starts the updates that a device makes; returns the others, for the pipeline."""
-        if self._updater is None:
-            return order
-        others: list[tuple[int, int]] = []
-        tasks: list[DeviceTask] = []
-        for c, tile in order:
-            chunk = self._layout.chunks[c]
-            if not self._param_homes.on_device(chunk):
-                others.append((c, tile))
-                continue
-            homes = (self._param_homes, self._grads, self._optim_states)
-            param, grad, optim_state = (home.address(chunk, tile) for home in homes)
-            tasks.append(DeviceTask(param, grad, optim_state, _merged(sorted(segments[c, tile]))))
-        self._updater.update(tasks, hypers)
-        return others
+    def _device_task(self, chunk: Chunk, tile: int, segments: list[Segment]) -> DeviceTask:
+        homes = (self._param_homes, self._grads, self._optim_states)
+        param, grad, optim_state = (home.address(chunk, tile) for home in homes)
+        return DeviceTask(param, grad, optim_state, segments)
 
     def _task(self, chunk: Chunk, tile: int, segments: list[Segment]) -> StepTask:
         return StepTask(
-            self._first_key[chunk.id] + tile,
+            self._updates.key(chunk, tile),
             self._param_location(chunk, tile),
             self._grads.location(chunk, tile),
             self._optim_states.location(chunk, tile),
-            _merged(sorted(segments)),
-            self._due(chunk),
+            segments,
+            self.next_use(chunk),
         )
-
-    def _due(self, chunk: Chunk) -> int:
-        return 0 if self.next_use is None else self.next_use(chunk)
 
     def _param_location(self, chunk: Chunk, tile: int) -> Location:
         if chunk in self._param_homes:
@@ -244,34 +225,16 @@ class Stepper:
         offset = self._param_extents[chunk.id].offset
         return Location(file_offset=offset + tile * self._tile_bytes)
 
-    def wait_updated(self, chunk: Chunk) -> None:
-        """Until its updates that were submitted are made: its gradient is not needed any more."""
-        began_s = time.perf_counter()
-        for tile in range(chunk.slots):
-            self._pipeline.wait_updated(self._first_key[chunk.id] + tile)
-        self.wait_s += time.perf_counter() - began_s
-
-    def is_readable(self, chunk: Chunk) -> bool:
-        """Whether its parameters can be read now from their home without waiting."""
-        pipeline, first = self._pipeline, self._first_key[chunk.id]
-        done = pipeline.is_updated if chunk in self._param_homes else pipeline.is_written
-        return all(done(first + tile) for tile in range(chunk.slots))
-
-    def wait_written(self, chunk: Chunk) -> None:
-        """Until the file has what the last step computed for `chunk`."""
-        for tile in range(chunk.slots):
-            self._pipeline.wait_written(self._first_key[chunk.id] + tile)
-
 
 def _merged(segments: Iterable[Segment]) -> list[Segment]:
     """Neighbours with the same hyper-parameters as one: fewer, longer runs for the kernel."""
     merged: list[Segment] = []
     for segment in segments:
-        begin, numel, hyper, number = segment
         if merged:
-            first, count, same_hyper, first_number = merged[-1]
-            if (first + count, same_hyper, first_number + count) == (begin, hyper, number):
-                merged[-1] = (first, count + numel, hyper, first_number)
+            last = merged[-1]
+            follows = (last.begin + last.numel, last.hyper, last.number + last.numel)
+            if follows == (segment.begin, segment.hyper, segment.number):
+                merged[-1] = last._replace(numel=last.numel + segment.numel)
                 continue
         merged.append(segment)
     return merged

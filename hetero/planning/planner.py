@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.config import Config
+from hetero.overlap import OverlapUpdates
 from hetero.planning.machine_profile import RankProfile
 from hetero.planning.placement import Budgets, Placement
 from hetero.planning.search import Plan, plan
@@ -35,8 +36,7 @@ class Planner:
         policy: str | None = None,
         network_bytes_per_s: float | None = None,
         prefetch: bool = True,
-        early_updates: bool = False,
-        late_updates: bool = False,
+        overlap: OverlapUpdates = OverlapUpdates.NONE,
     ) -> None:
         self.traces: Mapping[int, Trace] = {}  # by chunk group: its own uses and seconds
         self._profile = profile
@@ -44,8 +44,7 @@ class Planner:
         self._policy = policy
         self._network_bytes_per_s = network_bytes_per_s
         self._prefetch = prefetch
-        self._early_updates = early_updates
-        self._late_updates = late_updates
+        self._overlap = overlap
         self._plans: dict[tuple[Layout, Placement], Plan] = {}
 
     def __call__(
@@ -86,8 +85,7 @@ class Planner:
             min_gathered_slots=min_gathered_slots,
             held=held,
             prefetch=self._prefetch,
-            early_updates=self._early_updates,
-            late_updates=self._late_updates,
+            overlap=self._overlap,
             network_bytes_per_s=self._network_bytes_per_s,
         )
 
@@ -113,8 +111,7 @@ def planner_for(config: Config, found: RankProfile) -> Planner | None:
         Work(config.expected_tokens or EXPECTED_TOKENS),
         network_bytes_per_s=found.network_bytes_per_s,
         prefetch=config.prefetch,
-        early_updates=config.early_updates,
-        late_updates=config.late_updates,
+        overlap=config.overlap,
     )
 
 

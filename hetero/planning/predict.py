@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
+from hetero.overlap import OverlapUpdates
 from hetero.planning.placement import Budgets, Placement
 from hetero.planning.step_cost import COMPUTE, NVME, CostModel, Problem, StepCost
 from hetero.planning.trace import Phase, Trace, Work, expected_trace
@@ -85,8 +86,7 @@ def predict(
     computing: Computing | None = None,
     grad_factors: bool = False,
     prefetch: bool = True,
-    early_updates: bool = False,
-    late_updates: bool = False,
+    overlap: OverlapUpdates = OverlapUpdates.NONE,
 ) -> Prediction:
     """What a step of `chunk groups` takes on one rank whose share of its machine is `profile`.
 
@@ -117,8 +117,7 @@ def predict(
             policy="auto",
             grad_factors=grad_factors,
             prefetch=prefetch,
-            early_updates=early_updates,
-            late_updates=late_updates,
+            overlap=overlap,
         )
         costs.append(CostModel(problem).cost(chunk_group.placement))
     return Prediction(tuple(costs), computing is not None)

@@ -192,7 +192,7 @@ class _Search:
         n = len(self._maker.ranked(split.device))
         inside = 0 <= split.param <= n and 0 <= split.grad <= n
         if least <= split.device <= most and inside and self._maker.allows(split):
-            repeats = self._problem.early_updates or self._problem.late_updates
+            repeats = self._problem.overlap.repeats
             for homes in (True, False) if repeats else (True,):
                 made = self._maker.with_optim_states(
                     split.device, split.param, split.grad, headroom, homes

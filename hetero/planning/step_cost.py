@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
-from hetero.chunk_groups.update_tasks import STREAMING
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
+from hetero.overlap import STREAMING, OverlapUpdates
 from hetero.planning.belady import Fetch, fetches
 from hetero.planning.placement import Budgets, Placement, SlotBytes
 from hetero.planning.trace import Phase, Trace, Use
@@ -48,8 +48,7 @@ class Problem:
     `trace` has the chunk group's own uses, and the seconds that they compute. `profile` is one
     rank's share of its machine, and `network_bytes_per_s` what it sends to other ranks (None: not
     known, and not counted). `min_gathered_slots` and `held` are as place() takes them.
-    `early_updates`: a chunk is updated as soon as its gradient is complete, which clipping and loss
-    scaling forbid. `late_updates`: forward begins before all are updated. `clipping`: the norm of
+    `overlap`: what updates overlap with, as Config.overlap_updates says. `clipping`: the norm of
     all gradients is taken before the update.
     """
 
@@ -62,8 +61,7 @@ class Problem:
     min_gathered_slots: int = 1
     held: bool = False
     prefetch: bool = True
-    early_updates: bool = False
-    late_updates: bool = False
+    overlap: OverlapUpdates = OverlapUpdates.NONE
     grad_factors: bool = False
     network_bytes_per_s: float | None = None
 
@@ -196,8 +194,8 @@ class CostModel:
         for name, moved in moved_bytes.items():
             nbytes[name] += moved
         # Forward comes first, and backward last.
-        begin = 0 if self.problem.late_updates else len(phases) - 1
-        end = len(phases) if self.problem.early_updates else 1
+        begin = 0 if self.problem.overlap.in_forward else len(phases) - 1
+        end = len(phases) if self.problem.overlap.in_backward else 1
         if phases and begin < end:
             others = [*phases[:begin], *phases[end:]]
             phases[begin:end] = [self._together(phases[begin:end], others, update, made)]
@@ -231,7 +229,7 @@ class CostModel:
         if profile.h2d_bytes_per_s and profile.d2h_bytes_per_s:
             moving += [h2d / profile.h2d_bytes_per_s, drained / profile.d2h_bytes_per_s]
         update_s = self._update(made)[0].seconds
-        if problem.early_updates or problem.late_updates:
+        if problem.overlap.repeats:
             return max(*moving, update_s)
         return max(moving) + update_s
 
@@ -271,7 +269,7 @@ class CostModel:
         optim_states, params, grads = slots(made.optim_state), slots(made.param), slots(made.grad)
         cached, kept = self._kept(made)
         missed = (cached - kept) / cached if cached else 0.0
-        if problem.early_updates and not problem.late_updates:
+        if problem.overlap is OverlapUpdates.BACKWARD:
             grads = 0  # gradients are used where they arrive
         read = (
             round((optim_states * slot.optim_state + params * slot.param) * missed)
@@ -281,7 +279,7 @@ class CostModel:
         nvme_s = _nvme_seconds(profile, read, written)
         seconds = max(host_s, nvme_s)
         # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.
-        alone_s = 2 * host_s if problem.early_updates or problem.late_updates else host_s
+        alone_s = 2 * host_s if problem.overlap.repeats else host_s
         if made.buffers == 1:
             seconds = alone_s + nvme_s
         elif made.buffers == 2:
@@ -315,7 +313,7 @@ class CostModel:
             if made.optim_state[c] is Tier.DISK or made.param[c] is Tier.DISK
         )
         lacking = max(0, cached - made.buffers)
-        if self.problem.early_updates or self.problem.late_updates:
+        if self.problem.overlap.repeats:
             lacking = min(cached, lacking + min(STREAMING, lacking))
         return cached, cached - lacking
 

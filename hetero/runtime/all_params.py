@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
 import torch
 
@@ -13,27 +12,31 @@ from hetero.chunks.layout import Chunk
 from hetero.state.managed_param import ManagedParam
 
 
-class UpdateGuard(Protocol):
-    """Knows the chunks that are updated while backward runs, which must not be used then."""
-
-    @property
-    def changing_homes(self) -> Mapping[int, Chunk]:
-        """The chunks whose homes compute uses, and updates change during backward, by address."""
-
-    def check_use(self, managed: ManagedParam) -> None:
-        """Raises HeteroError for an updated parameter, whose value is needed before step()."""
-
-    def check_saved(self, chunk: Chunk) -> None:
-        """Raises StaleGraphError if backward needs what it saved of an updated chunk."""
-
-
 class AllParams:
     """Gives parameters their values, whichever chunk group they are in."""
 
-    def __init__(self, chunk_groups: Sequence[ChunkGroup], guard: UpdateGuard) -> None:
+    def __init__(self, chunk_groups: Sequence[ChunkGroup]) -> None:
         """`chunk_groups` may grow."""
         self._chunk_groups = chunk_groups
-        self._guard = guard
+        self._homes_changed_in_backward: dict[int, Chunk] = {}
+
+    @property
+    def homes_changed_in_backward(self) -> Mapping[int, Chunk]:
+        """By address, the homes that compute uses in place and backward's updates change."""
+        return self._homes_changed_in_backward
+
+    def follow_homes(self, chunk_group: ChunkGroup) -> None:
+        """Notes where the chunk group's homes are: the group is new, or some homes have moved."""
+        if not chunk_group.updates.overlap.in_backward:
+            return
+        homes = self._homes_changed_in_backward
+        mine = chunk_group.layout.chunks[0].group_index
+        for address in [at for at, chunk in homes.items() if chunk.group_index == mine]:
+            del homes[address]
+        for chunk in chunk_group.layout.chunks:
+            if chunk.trainable and chunk_group.params.is_resident(chunk):
+                home = chunk_group.params.home(chunk).untyped_storage()
+                homes[home.data_ptr()] = chunk
 
     @property
     def gathers(self) -> bool:
@@ -62,7 +65,6 @@ class AllParams:
         with ExitStack() as acquired:
             for managed in members:
                 params = self._chunk_groups[managed.chunk.group_index].params
-                self._guard.check_use(managed)
                 params.acquire(managed)
                 acquired.callback(params.release, managed)
             yield

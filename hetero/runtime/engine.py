@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, hyper_table
+from hetero.chunk_groups.update_tasks import HyperOf
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.config import Config
+from hetero.overlap import OverlapUpdates
 from hetero.planning.placement import Placement
 from hetero.planning.planner import EXPECTED_TOKENS, Planner
 from hetero.planning.report import explain_chunk_groups
@@ -24,17 +24,17 @@ from hetero.planning.search import Plan
 from hetero.planning.trace import Trace
 from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from hetero.runtime.all_params import AllParams
-from hetero.runtime.early_updates import EarlyUpdates
-from hetero.runtime.grad_factors import GradFactors, check_dense
+from hetero.runtime.grad_factors import GradFactors
 from hetero.runtime.grad_hook import GradHook
+from hetero.runtime.gradients import Gradients
 from hetero.runtime.module_hooks import ModuleHooks, refuse_use
-from hetero.runtime.read_ahead import ReadingAhead
 from hetero.runtime.relocation.relocate import Change
 from hetero.runtime.relocation.replanner import Replanner
 from hetero.runtime.saved_tensors import SavedTensors
+from hetero.runtime.step import OptimizerStep
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.traffic import Traffic, traffic_of
-from hetero.runtime.updates_in_flight import Unfinished
+from hetero.runtime.update_schedule import UpdateSchedule
 from hetero.setup.added_groups import extension
 from hetero.setup.added_params import Later
 from hetero.state.loss_scale import LossScale
@@ -42,7 +42,7 @@ from hetero.state.managed_param import ManagedParam, can_train
 from offload import _native
 from offload.device.backend import Backend
 from offload.device.waiter import PREFIX, in_background
-from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
+from offload.errors import ClosedError, UnmanagedParameterError
 from offload.memory.ledger import Ledger
 
 
@@ -93,25 +93,35 @@ class Engine:
         self.loss_scale = loss_scale
         self.notes = notes
         self.world: ProcessGroups = chunk_groups[0].world
-        self.grad_factors = GradFactors(
-            self.chunk_groups, loss_scale, self.world, config.early_updates
-        )
-        self.unfinished = Unfinished(self.chunk_groups, config)
-        self.early = EarlyUpdates(
+        self.params = AllParams(self.chunk_groups)
+        self.schedule = UpdateSchedule(self.chunk_groups, config.overlap, config.prefetch)
+        self.gradients = Gradients(
             self.chunk_groups,
-            self.unfinished,
-            config.early_updates,
-            accumulating=lambda: bool(self._unsynced),
+            loss_scale,
+            self.schedule,
+            note_backward=lambda: self._replanner.tracer.gradient(),
         )
-        self.params = AllParams(self.chunk_groups, self.early)
-        self.grad_factors.check_assigned = self.early.check_gradient
-        self._reading_ahead = ReadingAhead(self.chunk_groups, config.prefetch)
+        self.grad_factors = GradFactors(
+            self.chunk_groups,
+            self.gradients,
+            loss_scale,
+            self.world,
+            config.overlap,
+            step_left_out=lambda: self._replanner.tracer.forget(),
+        )
         self._model = weakref.ref(model)
         self._managed: dict[int, ManagedParam] = {}
+        self._step = OptimizerStep(
+            self._managed,
+            self.params,
+            self.gradients,
+            self.grad_factors,
+            self.schedule,
+            loss_scale,
+            self.world,
+        )
         self._later = Later(self)
         self._hooks: list[Removable] = []
-        self._unsynced: list[ExitStack] = []  # what the no_sync() blocks that are open have entered
-        self._scaled_backward = False
         self._closed = False
         self._process = os.getpid()
         for chunk_group in chunk_groups:
@@ -120,25 +130,22 @@ class Engine:
             model,
             self.known,
             self.params,
-            SavedTensors(self.chunk_groups, self.params, self.early),
+            SavedTensors(self.chunk_groups, self.params),
             self._before_forward,
             self.dtypes.torch_compute,
             backend.device,
-            all_modules=config.early_updates or config.late_updates,
+            all_modules=config.overlap is not OverlapUpdates.NONE,
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
         self._replanner = Replanner(self, planner)
-        self.grad_factors.step_left_out = self._replanner.tracer.forget
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
     def _take_over(self, chunk_group: ChunkGroup) -> None:
         """Parameters of the chunk group point to their new homes from here on."""
         self.chunk_groups.append(chunk_group)
-        self.unfinished.connect(chunk_group)
-        self.early.connect(chunk_group)
-        for contexts in self._unsynced:
-            contexts.enter_context(chunk_group.no_sync())
+        self.params.follow_homes(chunk_group)
+        self.gradients.take_over(chunk_group)
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
             old = self._managed.get(id(m.param))
@@ -151,8 +158,7 @@ class Engine:
             if m.chunk.trainable:
                 chunk_group.grads.add_member(m)
                 m.grad_ops = self.grad_factors
-                with torch.enable_grad():
-                    self._hooks.append(GradHook(m, self._check_grad, self._keep_grad))
+                self._hooks.append(GradHook(m, self.gradients))
 
     def attach(self, hooks: ModelHooks) -> None:
         """Hooks on the model that close() removes."""
@@ -165,7 +171,7 @@ class Engine:
         their options mean.
         """
         self._later.follow(param_groups)
-        self.early.follow(param_groups, hyper_of)
+        self.schedule.connect_optimizer(param_groups, hyper_of)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -238,38 +244,11 @@ class Engine:
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """loss.backward(**options), with the loss times the loss scale under fp16."""
         self._check_open()
-        self._scaled_backward = True
-        try:
-            (loss.float() * self.loss_scale.value if self.loss_scale.dynamic else loss).backward(
-                **options
-            )
-        finally:
-            self._scaled_backward = False
-
-    def _check_grad(self, managed: ManagedParam, grad: torch.Tensor) -> None:
-        check_dense(managed, grad)
-        self.early.check_gradient(managed)
-        self._replanner.tracer.gradient()
-        if self.loss_scale.dynamic and not self._scaled_backward:
-            raise RuntimeError(
-                "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
-                "loss.backward(); or scale the loss yourself, with torch.amp.GradScaler say, and "
-                "initialize with initial_loss_scale=None"
-            )
-        self.grad_factors.adopt([managed])
-
-    def _keep_grad(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
-        self._reading_ahead.begin()
-        self.grad_factors.keep(managed, grad, accumulate)
-        self.early.arrived(managed, accumulate)
-        self.chunk_group_of(managed).grads.write_complete()
+        self.gradients.backward(loss, **options)
 
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""
-        members = [m for m in self.find_all(params) if m.chunk.trainable]
-        self.grad_factors.adopt(members)
-        self.grad_factors.settle()
-        return [m for m in members if m.has_grad]
+        return self.gradients.of(self.find_all(params))
 
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
         """The 2-norm of the parameters' gradients, unscaled, as far as they are clipped by now.
@@ -279,21 +258,13 @@ class Engine:
         """
         return self.grad_factors.total_norm(self.with_grads(params))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block gradients are added up on each rank and nothing is sent.
 
-        They are kept whole until the first backward outside, within host_memory. With early_updates
-        more gradients of the step are known to come, so none is final.
+        They are kept whole until the first backward outside, within host_memory. More gradients of
+        the step are known to come, so none is final: no update is submitted.
         """
-        with ExitStack() as contexts:
-            for chunk_group in self.chunk_groups:
-                contexts.enter_context(chunk_group.no_sync())
-            self._unsynced.append(contexts)
-            try:
-                yield
-            finally:
-                self._unsynced.remove(contexts)
+        return self.gradients.no_sync()
 
     # Steps
 
@@ -309,127 +280,20 @@ class Engine:
         """
         self._check_open()
         self.unwind()
-        self.unfinished.finish_all()
+        self.schedule.wait_all()
         self.take_in_unfrozen()
-        self.grad_factors.settle(force=True)
-        listed = [(group, self.find_all(group["params"])) for group in param_groups]
-        for _, all_members in listed:
-            for m in all_members:
-                self._check_trainable(m)
-        self._later.check_left_out(m.param for _, members in listed for m in members)
-        groups = [(group, self.with_grads(group["params"])) for group, _ in listed]
-        members = [m for _, some in groups for m in some]
-        overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
-        self._meet(members)
-        if overflow and self.loss_scale.value <= 1:
-            raise NonFiniteError(
-                "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
-                "'fp32', whose range is wider"
-            )
-        if (members or self.early.half_made) and not overflow:
-            self._check_factors(members)
-            self._update(groups, hyper_of)
-        if members:
-            self.loss_scale.update(overflow)
-        self._reading_ahead.end_step()
+        self.gradients.average(force=True)
+        groups = [(group, self.find_all(group["params"])) for group in param_groups]
+        self._later.check_left_out(m.param for _, members in groups for m in members)
+        self._step.make(groups, hyper_of)
+        self.schedule.end_step()
         self._replanner.end_step()
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Until all ranks are here, and nobody reads old values any more; what each said."""
+        self.schedule.wait_all()
         self.params.settle()
         return self.world.all_gather(said, what)
-
-    def _meet(self, members: Sequence[ManagedParam]) -> None:
-        """Until all ranks are about to update, and the same `members`."""
-        if self.world.everyone is None:
-            return
-        flags = torch.zeros(len(self.first_number), dtype=torch.uint8)
-        flags[[m.slice.param.index for m in members]] = 1
-        for peer, theirs in enumerate(self.meet(flags, "optimizer.step()")):
-            if not torch.equal(theirs, flags):
-                index = int((theirs != flags).nonzero()[0])
-                raise HeteroError(
-                    f"{self._name_of(index)} has a gradient on one of "
-                    f"{self.world.name} and {self.world.everyone.name(peer)} only at "
-                    f"optimizer.step(); clear gradients, and give the optimizer parameters, on all "
-                    f"ranks alike"
-                )
-
-    def _update(self, groups: Groups, hyper_of: HyperOf) -> None:
-        groups = self.early.rest(groups)
-        table = hyper_table(groups, hyper_of)
-        try:
-            self._update_chunk_groups(groups, table)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C
-                self.early.interrupted()
-            raise
-        self.early.finish()
-        self.unfinished.end_step()
-        if not self.config.late_updates:
-            self.unfinished.finish_all()
-
-    def _update_chunk_groups(self, groups: Groups, table: HyperTable) -> None:
-        used = {
-            m.chunk.group_index for _, members in groups for m in members
-        } | self.early.chunk_groups
-        for chunk_group in (
-            chunk_group for number, chunk_group in enumerate(self.chunk_groups) if number in used
-        ):
-            mine = [
-                (g, [m for m in some if self.chunk_group_of(m) is chunk_group])
-                for g, some in groups
-            ]
-            if self.config.late_updates:
-                self.unfinished.begin(chunk_group, mine, table, last=True)
-            else:
-                self._update_chunk_group(chunk_group, mine, table)
-
-    def _update_chunk_group(
-        self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable
-    ) -> None:
-        members = [m for _, some in groups for m in some]
-        chunks = {m.chunk.id: m.chunk for m in members}
-        # Before the update, so that even an interruption leaves no copy of old values in use.
-        for chunk in chunks.values():
-            chunk_group.params.invalidate(chunk)
-        try:
-            with chunk_group.optim_states.lock:
-                chunk_group.stepper.run(groups, table)
-            chunk_group.params.changed(chunks.values())
-        except ValueError:  # nothing was changed, and other ranks wait for what they have
-            chunk_group.params.changed(chunks.values())
-            raise
-        finally:
-            for m in members:
-                if chunk_group.params.is_resident(m.chunk):
-                    # As an in-place update does: a backward over older values then fails.
-                    torch.autograd.graph.increment_version(m.param)
-                m.note_change()
-            for chunk in chunks.values():
-                chunk_group.grads.used(chunk)
-
-    def _check_trainable(self, managed: ManagedParam) -> None:
-        # (With late updates who uses it now would see its values vanish.)
-        kept = managed.uses == 0 or not self.config.late_updates
-        at_home = kept and managed.is_at_home
-        if not (at_home or self.early.is_unmoved(managed)):
-            raise HeteroError(
-                f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
-                f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
-                f"update would be lost"
-            )
-        if managed.changed_unnoticed:
-            raise HeteroError(
-                f"{managed.name} was changed in place outside hetero.gathered(..., "
-                f"modifier_rank=0); its master would not follow"
-            )
-        if not managed.chunk.trainable and managed.param.grad is not None:
-            raise HeteroError(
-                f"{managed.name} was frozen at hetero.initialize() and has a gradient now, but no "
-                f"optimizer state; set requires_grad before initialize(), or before a forward "
-                f"outside hetero.gathered()"
-            )
 
     # Parameters that come later
 
@@ -441,7 +305,11 @@ class Engine:
     def _before_forward(self) -> None:
         self.unwind()
         # Ranks may evaluate alone, but train together.
-        if torch.is_grad_enabled() and not self._closed:
+        if self._closed:
+            return
+        if not self.schedule.overlap.in_forward:
+            self.schedule.wait_all()  # of a step() that Ctrl-C ended
+        if torch.is_grad_enabled():
             self.take_in_unfrozen()
 
     def take_in_unfrozen(self) -> None:
@@ -457,7 +325,7 @@ class Engine:
 
         Raises as extend(); HeteroError for a parameter that is in use.
         """
-        self.early.require_whole("add_param_group()")
+        self.schedule.require_whole("add_param_group()")
         self._later.admit(params)
 
     def extend(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -473,30 +341,21 @@ class Engine:
         StoreError and NativeIoError, with nothing changed.
         """
         self._check_open()
-        self.unfinished.finish_all()
+        self.schedule.wait_all()
         for chunk_group in extension(self, self.model, params):
             self._take_over(chunk_group)
         move_rest(self.model, self._managed, self.device)
         for hooks in self._model_hooks:
             hooks.cover(self.model)
 
-    def _check_factors(self, members: Sequence[ManagedParam]) -> None:
-        for m in members:
-            if not math.isfinite(m.grad_factor):
-                raise NonFiniteError(
-                    f"the gradient of {m.name} is multiplied by {m.grad_factor}, because it was "
-                    f"clipped or unscaled by a number that is not finite; look at the norm that "
-                    f"clipping returned, and call optimizer.zero_grad() to go on without this step"
-                )
-
     def synchronize(self) -> None:
         """Until no transfer or update of the last step is under way. Raises what one met.
 
-        With late_updates parameters in RAM have values again. Optimizer states that buffers keep
-        for the next step are not written by this.
+        All parameters in RAM have values then, whatever overlap_updates is. Optimizer states that
+        buffers keep for the next step are not written by this.
         """
         self._check_open()
-        self.unfinished.finish_all()
+        self.schedule.wait_all()
         for chunk_group in self.chunk_groups:
             chunk_group.pipeline.wait_written()
 
@@ -583,9 +442,6 @@ class Engine:
     def managed_params(self) -> list[ManagedParam]:
         """All managed parameters, in the model's order."""
         return sorted(self._managed.values(), key=lambda m: m.slice.param.index)
-
-    def _name_of(self, index: int) -> str:
-        return next(m.name for m in self._managed.values() if m.slice.param.index == index)
 
     # End
 

@@ -1,4 +1,4 @@
-"""Norms of kept gradients, and the factors that clipping and unscaling give them."""
+"""Norms of gradients, and the factors that clipping and unscaling give them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.overlap import OverlapUpdates
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.state.grad_placeholder import GradPlaceholder
+from hetero.runtime.gradients import Gradients
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
@@ -20,119 +21,59 @@ _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 Members = Sequence[ManagedParam]
 
 
-def _nothing(_: object) -> None:
-    pass
-
-
 class GradFactors:
-    """What may be done to gradients between backward and step.
+    """What may be done to gradients between backward and step().
 
-    A parameter's gradient is what its chunk keeps times `grad_factor`. Scaling a gradient changes
-    the factor only: the step multiplies by it in fp32. The factor belongs to that gradient, so
-    it ends when `.grad` is cleared and no step need know of it. Before another micro-batch is
-    added, what is kept is multiplied by it in the grad dtype, as torch does at once.
+    A parameter's gradient is what its chunk group keeps times `ManagedParam.grad_factor`. Scaling a
+    gradient changes the factor only: the update multiplies by it in fp32. The factor belongs to
+    that gradient, so it ends when `.grad` is cleared. Before another micro-batch is added, the
+    gradient that is kept is multiplied by it in the grad dtype, as torch does at once.
 
-    With several ranks all must do the same: facts are of means over the ranks, whole.
+    With several ranks all must make the same calls: norms are of means over the ranks, whole.
     """
 
     def __init__(
         self,
         chunk_groups: Sequence[ChunkGroup],
+        gradients: Gradients,
         loss_scale: LossScale,
         world: ProcessGroups,
-        early_updates: bool = False,
+        overlap: OverlapUpdates,
+        step_left_out: Callable[[], object],
     ) -> None:
-        """`chunk groups` may grow; each is connect()ed. `early_updates`: gradients cannot be
-        changed.
+        """`chunk_groups` may grow. `step_left_out` is called when a GradScaler is about to leave
+        out a step, before the recordings of the order of uses end.
         """
         self._chunk_groups = chunk_groups
+        self._gradients = gradients
         self._loss_scale = loss_scale
         self._world = world
-        self._early_updates = early_updates
-        # Called before a gradient is taken that the user assigned: may refuse by raising.
-        self.check_assigned: Callable[[ManagedParam], object] = _nothing
-        # Called when a step is going to be left out, before the orders end it.
-        self.step_left_out: Callable[[], object] = lambda: None
-        self._unsettled = False  # with several ranks: gradients came that are no means yet
-        # With several ranks: of all gradients, until one changes; the same everywhere.
+        self._overlap = overlap
+        self._step_left_out = step_left_out
+        # With several ranks: sums of squares of whole gradients, the same on all ranks, and after
+        # how many changes of means they were taken.
         self._whole_sums: dict[ManagedParam, float] = {}
-        self._sums_at = 0  # GradReducer.changes of all chunk groups when they were taken
+        self._sums_at = -1  # GradReducer.changes of all chunk groups when they were taken
 
     def _grads(self, managed: ManagedParam) -> Grads:
         return self._chunk_groups[managed.chunk.group_index].grads
-
-    # Gradients arrive
-
-    def keep(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
-        """Keeps what backward gave, which is times the loss scale."""
-        self._take(managed, grad, accumulate, self._loss_scale.grad_factor)
-
-    def adopt(self, members: Members) -> None:
-        """Takes gradients that the user assigned to `.grad`, as if backward had given them.
-
-        They are not times the loss scale. Raises HeteroError for what was computed from a
-        placeholder, ValueError for a sparse one.
-        """
-        for m in members:
-            if m.param.grad is not None and not m.has_grad:
-                self.check_assigned(m)
-                self._check_assigned(m, m.param.grad)
-                grad = m.param.grad
-                if self._chunk_groups[m.chunk.group_index].placement.grad_offload_bytes:
-                    grad = grad.clone()  # it leaves the device later; the user may change it sooner
-                self._take(m, grad, False, 1.0)
-
-    def _take(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
-        # Before the gradient, so that an exception in between leaves both as they belong.
-        self._set_factor(m, factor, accumulate)
-        self._unsettled = True
-        self._chunk_groups[m.chunk.group_index].add_grad(m, grad, accumulate)
-
-    def _set_factor(self, m: ManagedParam, factor: float, accumulate: bool) -> None:
-        if accumulate and m.grad_factor != factor:
-            ratio = m.grad_factor / factor
-            self._change(m, lambda kept: kept.mul_(ratio))
-        m.grad_factor = factor
-
-    def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
-        self._whole_sums.clear()
-        self._grads(m).change(m, change)
-
-    def settle(self, force: bool = False) -> None:
-        """Until gradients are means over the ranks; `force`: also if none has come here."""
-        # If one chunk group has something all do: which chunk group has may differ between ranks.
-        force = force or self._unsettled
-        # First the one that averages during backward, of which other ranks may be in the middle.
-        for chunk_group in sorted(self._chunk_groups, key=lambda each: each.reduce_at_end):
-            if chunk_group.ranks is not None:
-                chunk_group.ranks.grad_reducer.reduce_all(force)
-        self._unsettled = False
-        changes = sum(g.ranks.grad_reducer.changes for g in self._chunk_groups if g.ranks)
-        if changes != self._sums_at:
-            self._whole_sums.clear()
-            self._sums_at = changes
-
-    def _check_assigned(self, m: ManagedParam, grad: torch.Tensor) -> None:
-        check_dense(m, grad)
-        if isinstance(grad, GradPlaceholder) or bool(grad.isnan().all()):
-            raise HeteroError(
-                f"the .grad that was assigned to {m.name} is all NaN, as what is computed from the "
-                f".grad of a managed parameter; use hetero.grads() instead"
-            )
 
     # Facts, per parameter
 
     def sums_of_squares(self, members: Members) -> list[float]:
         """Of each gradient, in double, in a fixed order: the same bits for every placement."""
-        self.settle()
+        self._gradients.average()
         if self._world.shard is None:
             return [self._grads(m).sum_of_squares(m) * m.grad_factor**2 for m in members]
+        changes = sum(
+            g.ranks.grad_reducer.changes for g in self._chunk_groups if g.ranks is not None
+        )
+        if changes != self._sums_at:
+            self._whole_sums.clear()
+            self._sums_at = changes
         if any(m not in self._whole_sums for m in members):
             trained = (
-                m
-                for chunk_group in self._chunk_groups
-                for m in chunk_group.members
-                if m.chunk.trainable
+                m for group in self._chunk_groups for m in group.members if m.chunk.trainable
             )
             all_members = [m for m in trained if m.has_grad]
             mine = [self._grads(m).sum_of_squares(m) for m in all_members]
@@ -153,7 +94,7 @@ class GradFactors:
 
     def largest(self, members: Members) -> list[float]:
         """The largest magnitude in each gradient; NaN if it has a NaN."""
-        self.settle()
+        self._gradients.average()
         largest = (
             self._over_ranks([self._grads(m).largest(m) for m in members]).amax(dim=0).tolist()
         )
@@ -161,7 +102,7 @@ class GradFactors:
 
     def read(self, managed: ManagedParam) -> torch.Tensor:
         """A copy of the gradient, as the step will use it: in fp32."""
-        self.settle()
+        self._gradients.average()
         mine = self._grads(managed).read(managed)
         shard = self._world.shard
         if shard is not None:
@@ -214,7 +155,7 @@ class GradFactors:
     def multiply(self, members: Members, factor: float) -> None:
         """Multiplies each gradient by `factor`."""
         self._require_changeable()
-        self.settle()
+        self._gradients.average()
         for m in members:
             m.grad_factor *= factor
 
@@ -225,7 +166,7 @@ class GradFactors:
         its step is going to be skipped.
         """
         self._require_changeable()
-        self.settle()
+        self._gradients.average()
         if self._loss_scale.dynamic:
             sums = self.sums_of_squares(members)
             members = [m for m, total in zip(members, sums, strict=True) if math.isfinite(total)]
@@ -252,33 +193,29 @@ class GradFactors:
         self.multiply(members, factor)
         overflow = self.any_non_finite(members)
         if overflow:  # GradScaler is going to leave out the step, which would say that it is over
-            self.step_left_out()
+            self._step_left_out()
             for chunk_group in self._chunk_groups:
                 chunk_group.order.end_step()
         return overflow
 
+    def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
+        self._whole_sums.clear()
+        self._grads(m).change(m, change)
+
     def _require_changeable(self) -> None:
-        if self._early_updates:
+        if self._overlap.in_backward:
+            name = f"overlap_updates={self._overlap.value!r}"
             raise HeteroError(
-                "gradients cannot be clipped, unscaled or multiplied with early_updates=True: "
-                "updates are made while backward runs, before the last gradient is there; leave "
-                "out early_updates, or the change (register_hook() of a parameter can make one; "
-                "optimizer.engine.grad_norm() tells the norm and changes nothing)"
+                f"gradients cannot be clipped, unscaled or multiplied with {name}: updates are "
+                f"made while backward runs, before the last gradient is there; use 'forward' or "
+                f"'none', or leave out the change (register_hook() of a parameter can make one; "
+                f"optimizer.engine.grad_norm() tells the norm and changes nothing)"
             )
 
     def forget(self, members: Members) -> None:
         """Clears the gradients."""
         for m in members:
             m.param.grad = None
-
-
-def check_dense(managed: ManagedParam, grad: torch.Tensor) -> None:
-    """Raises ValueError for a sparse gradient."""
-    if grad.layout is not torch.strided:
-        raise ValueError(
-            f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
-            f"use sparse=False"
-        )
 
 
 def in_model_order(members: Members) -> list[ManagedParam]:

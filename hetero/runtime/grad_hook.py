@@ -1,44 +1,33 @@
-"""The moment when a parameter's gradient is there."""
+"""The moment at which autograd has a parameter's gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from hetero.runtime.gradients import Gradients
 from hetero.state.managed_param import ManagedParam
 
 
 class GradHook:
-    """Hands a parameter's gradient over whenever autograd has made one.
+    """Hands each gradient of a parameter to Gradients.keep().
 
-    `.grad` holds the placeholder if there is a gradient already. It is taken away only when
-    autograd is about to accumulate (torch.autograd.grad() does not), and put back if keeping the
-    new gradient fails.
+    `.grad` holds the placeholder if there is a gradient already; it is taken away only when
+    autograd is about to accumulate (torch.autograd.grad() does not), and put back if keeping
+    fails. Gradients.check() may refuse by raising.
     """
 
-    def __init__(
-        self,
-        managed: ManagedParam,
-        check: Callable[[ManagedParam, torch.Tensor], None],
-        keep: Callable[[ManagedParam, torch.Tensor, bool], None],
-    ) -> None:
-        """Installs the hooks.
-
-        Args:
-            check: called with (parameter, gradient) before it is accumulated; may raise.
-            keep: called with (parameter, gradient, whether to add it to the one that is kept).
-        """
+    def __init__(self, managed: ManagedParam, gradients: Gradients) -> None:
         self._managed = managed
-        self._check = check
-        self._keep = keep
+        self._gradients = gradients
         self._nothing = False
         self._accumulating = False
         param = managed.param
-        # The node that accumulates; its hooks last as long as something refers to it.
-        self._node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        # The node that accumulates; its hooks last as long as it is referred to.
+        with torch.enable_grad():
+            node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._node: torch.autograd.graph.Node | None = node
         self._handles = [
-            self._node.register_prehook(self._before),  # type: ignore[union-attr]
+            node.register_prehook(self._before),  # type: ignore[union-attr]
             param.register_post_accumulate_grad_hook(self._after),
         ]
 
@@ -46,7 +35,7 @@ class GradHook:
         self._nothing = grads[0] is None
         if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
             return
-        self._check(self._managed, grads[0])
+        self._gradients.check(self._managed, grads[0])
         self._accumulating = self._managed.has_grad
         if self._accumulating:
             self._managed.param.grad = None
@@ -57,7 +46,7 @@ class GradHook:
         grad, param.grad = param.grad, None
         assert grad is not None
         try:
-            self._keep(self._managed, grad, self._accumulating)
+            self._gradients.keep(self._managed, grad, self._accumulating)
         except BaseException:
             if self._accumulating:
                 param.grad = self._managed.absent_grad

@@ -10,7 +10,7 @@ import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
-from hetero.runtime.all_params import AllParams, UpdateGuard
+from hetero.runtime.all_params import AllParams
 from hetero.runtime.call_stack import is_recomputing
 from hetero.state.params import SavedView
 from offload.errors import StaleGraphError
@@ -34,18 +34,15 @@ class SavedTensor:
 class SavedTensors:
     """Saved-tensor hooks for the time while modules run, so that forward pins no copies."""
 
-    def __init__(
-        self, chunk_groups: Sequence[ChunkGroup], params: AllParams, guard: UpdateGuard
-    ) -> None:
+    def __init__(self, chunk_groups: Sequence[ChunkGroup], params: AllParams) -> None:
         """`chunk_groups` may grow."""
         self._chunk_groups = chunk_groups
         self._params = params
-        self._guard = guard
 
     @property
     def needed(self) -> bool:
         """Whether pack() and unpack() must see what autograd saves."""
-        return self._params.gathers or bool(self._guard.changing_homes)
+        return self._params.gathers or bool(self._params.homes_changed_in_backward)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
         """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again."""
@@ -54,8 +51,10 @@ class SavedTensors:
                 view = chunk_group.params.pack(tensor)
                 if view is not None:
                     return view
-            if self._guard.changing_homes:
-                chunk = self._guard.changing_homes.get(tensor.untyped_storage().data_ptr())
+            if self._params.homes_changed_in_backward:
+                chunk = self._params.homes_changed_in_backward.get(
+                    tensor.untyped_storage().data_ptr()
+                )
                 return SavedTensor(tensor, tensor._version, chunk)
         return SavedTensor(tensor, tensor._version)
 
@@ -66,10 +65,9 @@ class SavedTensors:
             StaleGraphError: it was changed since.
         """
         if isinstance(saved, SavedView):
-            self._guard.check_saved(saved.chunk)
             return self._chunk_groups[saved.chunk.group_index].params.unpack(saved)
         if saved.chunk is not None:
-            self._guard.check_saved(saved.chunk)
+            self._chunk_groups[saved.chunk.group_index].updates.require_unchanged(saved.chunk)
         if saved.tensor._version != saved.version:
             raise StaleGraphError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "

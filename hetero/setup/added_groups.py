@@ -87,7 +87,7 @@ def extension(
             chunk_groups[-1].note_plan(engine.replanner.plan_of(chunk_groups[-1]))
         if early is not None:
             # What is under way in a chunk group must not meet another chunk group's backward.
-            engine.grad_factors.settle(force=True)
+            engine.gradients.average(force=True)
             for chunk_group in engine.chunk_groups:
                 chunk_group.begin_reducing_at_end()
         resources.pop_all()

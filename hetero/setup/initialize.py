@@ -21,10 +21,9 @@ from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.machine_profile import rank_profile
 from hetero.planning.placement import place
 from hetero.planning.planner import Planner, planner_for, planning_matters
-from hetero.runtime.early_updates import check_early_updates
 from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
-from hetero.runtime.updates_in_flight import check_late_updates
+from hetero.runtime.update_schedule import check_overlap
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import fill
 from hetero.setup.join_ranks import join_ranks
@@ -84,8 +83,7 @@ def initialize(
         for param in model.parameters():
             construction.adopt(param)
         with ExitStack() as resources:
-            check_early_updates(construction.config, construction.world.size)
-            check_late_updates(construction.config, construction.world.size)
+            check_overlap(construction.config.overlap, construction.world.size)
             dtypes = optimizer.dtypes(construction.config)
             shard = Shard(
                 construction.world.rank,

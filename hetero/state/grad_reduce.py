@@ -233,6 +233,7 @@ class GradReducer:
             bucket = self._buckets[chunk.id] = self._make_bucket(chunk)
         elif bucket.slot is None:
             bucket.flat = self._memory.homes.flat(chunk)  # which may have moved
+            self._grads.wait_unused(chunk)
         if bucket.state is BucketState.MEAN:
             self._reopen_mean(chunk, bucket)
         return bucket

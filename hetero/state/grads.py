@@ -8,6 +8,7 @@ import torch
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
+from hetero.state.chunk_updates import ChunkUpdates, UpdateState
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
 from offload._native import Location, sum_of_squares
@@ -15,10 +16,6 @@ from offload.cache.slot_cache import SlotCache
 from offload.device.backend import Updater
 from offload.device.grad_offload import GradOffload
 from offload.disk.backing import Extent
-
-
-def _nothing(_: object) -> None:
-    pass
 
 
 class Grads:
@@ -40,6 +37,7 @@ class Grads:
         homes: Homes,
         cache: SlotCache | None,
         extents: dict[int, Extent],
+        updates: ChunkUpdates,
         grad_offload: GradOffload | None = None,
         updater: Updater | None = None,
     ) -> None:
@@ -54,17 +52,15 @@ class Grads:
         self._homes = homes
         self._cache = cache
         self._extents = extents
+        self._updates = updates
         self._members: dict[int, list[ManagedParam]] = {}
         self._grad_offload = grad_offload
         self._arrived: dict[int, set[int]] = {}  # of DISK-homed chunks, in this round
         # Ids of those that have all of them, or will when the drain is done: to be written.
         self._complete: dict[int, None] = {}
         self._sums: dict[ManagedParam, float] = {}
-        # Makes one more gradient not needed any more; False if that cannot be. With updates that
-        # go on during backward or forward.
-        self.free_one: Callable[[], bool] | None = None
-        # Called before a chunk's gradient is changed: waits for the update that still uses it.
-        self.before_change: Callable[[Chunk], object] = _nothing
+        # Chunks whose slots are pinned for an update that reads the gradient there, by id.
+        self._in_update: dict[int, Chunk] = {}
         if cache is not None:
             cache.before_write = self._before_write
 
@@ -90,6 +86,23 @@ class Grads:
         """Whether its gradient is homed on DISK, and passes through slots."""
         return chunk not in self._homes
 
+    def wait_unused(self, chunk: Chunk) -> None:
+        """Until no update reads the chunk's gradient, which may be changed then."""
+        self._updates.wait_updated(chunk)
+        self._unpin(chunk)
+
+    def release_used(self) -> None:
+        """Slots whose gradients updates have used may get other chunks."""
+        for chunk in list(self._in_update.values()):
+            if self._updates.state(chunk) is not UpdateState.SUBMITTED:
+                self._unpin(chunk)
+
+    def _unpin(self, chunk: Chunk) -> None:
+        if chunk.id in self._in_update:
+            assert self._cache is not None
+            self._cache.unpin(chunk.id)
+            del self._in_update[chunk.id]
+
     def has_arrived(self, chunk: Chunk) -> bool:
         """Whether no gradient of it is on its way from DEVICE."""
         return self._grad_offload is None or not any(
@@ -106,7 +119,7 @@ class Grads:
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
         chunk = managed.chunk
-        self.before_change(chunk)
+        self.wait_unused(chunk)
         self._sums.pop(managed, None)
         if chunk in self._homes:
             kept = managed.part_of(self._homes.flat(chunk))
@@ -122,6 +135,16 @@ class Grads:
         if chunk not in self._homes:
             self._note_arrived(managed)
 
+    def set_factor(self, managed: ManagedParam, factor: float, accumulate: bool) -> None:
+        """A gradient comes that is to be multiplied by `factor` (ManagedParam.grad_factor).
+
+        If it is going to be added to what is kept, that is made a multiple of the same factor.
+        """
+        if accumulate and managed.grad_factor != factor:
+            ratio = managed.grad_factor / factor
+            self.change(managed, lambda kept: kept.mul_(ratio))
+        managed.grad_factor = factor
+
     def changed(self, members: Iterable[ManagedParam]) -> None:
         """Their gradients were changed, at home."""
         for m in members:
@@ -129,6 +152,7 @@ class Grads:
 
     def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
         """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""
+        self.wait_unused(chunk)
         members = self._members[chunk.id]
         if chunk in self._homes:
             flat = self._homes.shard(chunk)
@@ -157,14 +181,19 @@ class Grads:
         return self._cache.tensor(chunk.id, self._dtypes.torch_grad)
 
     def _make_room(self, chunk: Chunk) -> None:
-        """Waits for slots of other chunks, for gradients that are on their way there or in use."""
+        """Waits until the chunk has slots, or can have some that others have.
+
+        First for gradients on their way from the device, then for the updates that use gradients,
+        in the order in which they were submitted.
+        """
         assert self._cache is not None
-        if self._grad_offload is None and self.free_one is None:
-            return
-        while not self._cache.has_room(chunk.id):
+        self.release_used()
+        while (self._grad_offload or self._in_update) and not self._cache.has_room(chunk.id):
             if self._grad_offload is not None and self._grad_offload.wait_one():
                 self.write_complete()
-            elif self.free_one is None or not self.free_one():
+            elif self._in_update:
+                self.wait_unused(next(iter(self._in_update.values())))
+            else:
                 break
 
     def _note_arrived(self, managed: ManagedParam) -> None:
@@ -251,7 +280,7 @@ class Grads:
     @torch.no_grad()
     def change(self, managed: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         """Calls `change` with the parameter's kept gradient, to be changed in place."""
-        self.before_change(managed.chunk)
+        self.wait_unused(managed.chunk)
         self._sums.pop(managed, None)
         kept = self._kept(managed)
         if managed.chunk not in self._homes:
@@ -280,6 +309,7 @@ class Grads:
 
         Raises NativeIoError, and HeteroError for a gradient that was lost on its way.
         """
+        self.release_used()
         for members in self._members.values():
             chunk = members[0].chunk
             if self._grad_offload is not None:
@@ -313,22 +343,21 @@ class Grads:
         return self._homes.address(chunk, tile)
 
     def location(self, chunk: Chunk, tile: int) -> Location:
-        """Where the optimizer finds the tile; it stays there until used()."""
+        """Where the tile's gradient is for an update; there it stays until that is made.
+
+        Raises HeteroError for a gradient that was lost on its way from the device.
+        """
         for managed in self._members[chunk.id]:
             if managed.has_grad:
                 self._wait(managed)
         if chunk in self._homes:
             return Location(self._homes.address(chunk, tile))
         assert self._cache is not None
+        self._arrived.pop(chunk.id, None)
+        self._complete.pop(chunk.id, None)
         if self._cache.holds(chunk.id):
             self._cache.page_lock(chunk.id)
+            self._in_update[chunk.id] = chunk
             return Location(self._cache.address(chunk.id) + tile * self._tile_bytes)
         extent = self._extents[chunk.id]
         return Location(file_offset=extent.offset + tile * self._tile_bytes)
-
-    def used(self, chunk: Chunk) -> None:
-        """The optimizer has used the chunk's gradient. It stays until `.grad` is cleared."""
-        if self._cache is not None and chunk not in self._homes:
-            self._arrived.pop(chunk.id, None)
-            self._complete.pop(chunk.id, None)
-            self._cache.unpin(chunk.id)

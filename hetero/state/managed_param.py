@@ -184,6 +184,16 @@ class ManagedParam:
                 self._become(state, before, ParamState.COPIED)
                 self.note_change()
 
+    def note_update(self) -> None:
+        """RESIDENT or OFFLOADED: an update changes the home, and step() waits for it.
+
+        A backward over the old values of a RESIDENT one fails from here on, as after an update in
+        place.
+        """
+        if self._state is ParamState.RESIDENT:
+            torch.autograd.graph.increment_version(self.param)
+        self.note_change()
+
     def begin_update(self) -> None:
         """RESIDENT or OFFLOADED -> UPDATING: its values must not be read until end_update().
 
@@ -253,6 +263,11 @@ class ManagedParam:
         """Whether it is RESIDENT or OFFLOADED, and user code has not pointed it elsewhere."""
         at_home = self._state in (ParamState.RESIDENT, ParamState.OFFLOADED)
         return at_home and not self.is_moved
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is at home or UPDATING, and user code has not pointed it elsewhere."""
+        return self.is_at_home or (self._state is ParamState.UPDATING and not self.is_moved)
 
     @property
     def is_moved(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
 from hetero.state.slot_arenas import SlotArenas
@@ -90,6 +91,7 @@ class OptimizerState:
         extents: dict[int, Extent],
         arenas: SlotArenas,
         transfers: FileTransfers,
+        updates: ChunkUpdates,
         updater: Updater | None = None,
     ) -> None:
         """`updater` does what the CPU cannot with optimizer states on DEVICE."""
@@ -102,8 +104,9 @@ class OptimizerState:
         self._extents = extents
         self._arenas = arenas
         self._transfers = transfers
-        # A rank's server reads optimizer states too. Held while an update runs, and while one is
-        # open.
+        self._updates = updates
+        # A rank's server reads optimizer states, too: this is held while updates are submitted, and
+        # while an optimizer state is open.
         self.lock = threading.RLock()
 
     def in_file(self, chunk: Chunk) -> bool:
@@ -153,7 +156,7 @@ class OptimizerState:
         """The bytes of a trainable tile's optimizer state, likewise."""
         with self.lock:
             if write or chunk not in self._homes:
-                self._arenas.forget_read_ahead()
+                self._updates.forget()
             if chunk in self._homes:
                 begin = tile * self._tile_bytes
                 raw = self._homes.flat(chunk)[begin : begin + self._tile_bytes]

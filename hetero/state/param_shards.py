@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from hetero.chunks.layout import Chunk
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.homes import Homes
 from offload.device.staging import SharedCache
 
@@ -18,16 +19,19 @@ class ParamShards:
     With one rank a shard is the whole chunk, and `slots` may be those of gathered copies.
     """
 
-    def __init__(self, homes: Homes, slots: SharedCache | None) -> None:
+    def __init__(self, homes: Homes, slots: SharedCache | None, updates: ChunkUpdates) -> None:
         self._homes = homes
         self._slots = slots
+        self._updates = updates
 
     @contextmanager
     def open(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """The shard's values, flat, inside the block.
+        """The shard's values, flat, inside the block; waits for the update that makes them.
 
-        Raises BudgetError if there is no room, NativeIoError if it cannot be read.
+        Raises what the update met, BudgetError if there is no room, NativeIoError if the shard
+        cannot be read.
         """
+        self._updates.wait_computed(chunk)
         if chunk in self._homes:
             yield self._homes.shard(chunk)
             return

@@ -13,24 +13,17 @@ import torch
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.shard_server import Versions
 from hetero.state.all_gather import Gather, Gathering
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam, ParamState
 from hetero.state.param_shards import ParamShards
 from offload import timeline
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
-from offload.errors import StaleGraphError
+from offload.errors import HeteroError, StaleGraphError
 from offload.memory.arena import HostArena
 
 _PREFETCH_CHUNKS = 4  # looked ahead; how many are really read is a matter of free slots
-
-
-def _never(_: object) -> bool:
-    return False
-
-
-def _nothing(_: object) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -99,6 +92,7 @@ class Params:
         prefetch: bool,
         versions: Versions,
         gathering: Gathering | None,
+        updates: ChunkUpdates,
     ) -> None:
         """Access to one chunk group's parameters.
 
@@ -109,6 +103,7 @@ class Params:
             prefetch: whether to gather the chunks that are expected next ahead of their use.
             versions: count the changes of each chunk, and tell other ranks of them.
             gathering: makes whole chunks from all ranks' shards; None for one rank.
+            updates: which chunks are being updated, and waiting for them.
         """
         self._layout = layout
         self._homes = homes
@@ -124,10 +119,8 @@ class Params:
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._used: dict[int, _UsedCopy] = {}  # by chunk id
         self._lock = threading.RLock()  # several threads may run forwards and backwards at once
-        # Called before a chunk's values are used or changed: waits until they are there.
-        self.before_use: Callable[[Chunk], object] = _nothing
-        # By id, whether that would take time: then nothing is read ahead.
-        self.is_changing: Callable[[int], bool] = _never
+        self._updates = updates
+        self._updating: dict[int, list[ManagedParam]] = {}  # in state UPDATING, by chunk id
 
     @property
     def gathers(self) -> bool:
@@ -150,12 +143,16 @@ class Params:
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's values now, whole and flat; unless resident, a pin on a gathered copy.
 
+        Waits for the chunk's update.
+
         Raises:
+            HeteroError: the chunk was updated during backward and must not be used before step().
+            NativeIoError, RuntimeError: what the update met.
             BudgetError: pins leave no room for the copy.
             PeerError, NativeIoError: it cannot be made.
         """
         with self._lock:
-            self.before_use(chunk)
+            self._wait_usable(chunk, chunk.name)
             if self.is_resident(chunk):
                 return self._homes.flat(chunk)
             used = self._used.get(chunk.id)
@@ -171,7 +168,9 @@ class Params:
         self._chunk_of_slot[slot] = chunk
         copy = self._cache.tensor(chunk.id, self._dtype)
         if self._prefetch:
-            self._cache.prefetch(_PREFETCH_CHUNKS, self.is_changing)
+            # Reading what is not written yet would make compute wait for chunks that it does not
+            # need now.
+            self._cache.prefetch(_PREFETCH_CHUNKS, self._is_being_updated)
         return copy
 
     def acquire(self, managed: ManagedParam) -> None:
@@ -180,6 +179,7 @@ class Params:
             if managed.uses:
                 managed.begin_use(None)
                 return
+            self._wait_usable(managed.chunk, managed.name)
             copy = self.flat(managed.chunk)
             if self.is_resident(managed.chunk):
                 managed.begin_use(None)
@@ -210,12 +210,12 @@ class Params:
 
         All ranks must do so.
         """
-        self.before_use(chunk)
+        self._wait_usable(chunk, chunk.name)
         return self._shards.fill(chunk)
 
     def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """This rank's shard inside the block. If it was changed, call filled() in the block."""
-        self.before_use(chunk)
+        self._wait_usable(chunk, chunk.name)
         self.drop_copies(chunk)  # a device may be copying from it
         return self._shards.open(chunk)
 
@@ -227,13 +227,8 @@ class Params:
         self.versions.change(chunk)
         self.drop_copies(chunk)
         self._shards.filled(chunk)
-        self.changed([chunk])
-
-    def invalidate(self, chunk: Chunk) -> None:
-        """The optimizer is about to write new values to the shard's home."""
-        self.versions.change(chunk)
-        self.drop_copies(chunk)
-        self._shards.invalidate(chunk)
+        self.versions.publish(chunk)
+        self._gather_whole([chunk])
 
     def discard_copies(self, chunk: Chunk) -> None:
         """Forgets all copies of the chunk, whole and of this rank's shard; home has its values."""
@@ -245,11 +240,76 @@ class Params:
         for drop in self._copies.drops:
             drop(chunk.id)
 
-    def changed(self, chunks: Iterable[Chunk]) -> None:
-        """The shards have their new values: other ranks may have them, and theirs come in."""
-        chunks = list(chunks)
+    # Updates
+
+    def begin_update(self, chunk: Chunk, members: list[ManagedParam], lock: bool) -> None:
+        """An update of `members`, parameters of the chunk, is about to be submitted.
+
+        No copy of old values is left. The parameters are UPDATING until finish_updates(), unless
+        step() waits for the update before anything can use them.
+
+        Args:
+            lock: the parameters must not be used before step().
+        """
+        self.versions.change(chunk)
+        self.drop_copies(chunk)
+        self._shards.invalidate(chunk)
+        self._updates.submit(chunk, members, lock)
+        if lock or self._updates.overlap.in_forward:
+            self._updating[chunk.id] = members
+            for m in members:
+                m.begin_update()
+        else:
+            for m in members:
+                m.note_update()
+
+    def publish(self, chunk: Chunk) -> None:
+        """The update is submitted: other ranks may ask for new values, and wait for it here."""
+        self.versions.publish(chunk)
+
+    def finish_updates(self, chunks: Sequence[Chunk]) -> None:
+        """Waits for the updates of `chunks` that are under way; parameters get the new values.
+
+        Raises:
+            NativeIoError, RuntimeError: what an update met; then this can be called again.
+            HeteroError: a parameter was changed while it was UPDATING.
+        """
+        chunks = [chunk for chunk in chunks if self._updates.is_under_way(chunk)]
         for chunk in chunks:
-            self.versions.publish(chunk)
+            self._updates.wait_updated(chunk)
+        self._gather_whole(chunks)
+        changed: list[str] = []
+        for chunk in chunks:
+            changed += self._end_update(chunk)
+            self._updates.finish(chunk)  # last, so that all of it is done again after Ctrl-C
+        if changed:
+            raise HeteroError(
+                f"{changed[0]} was changed, moved or converted while its update was under way; "
+                f"that change is lost, and the parameter has its updated value; change it inside "
+                f"hetero.gathered(..., modifier_rank=0)"
+            )
+
+    def _end_update(self, chunk: Chunk) -> list[str]:
+        """Gives UPDATING parameters their new values; returns those that were changed meanwhile."""
+        home = self._homes.flat(chunk) if self.is_resident(chunk) else None
+        changed = [m.name for m in self._updating.get(chunk.id, []) if m.end_update(home)]
+        self._updating.pop(chunk.id, None)
+        return changed
+
+    def _wait_usable(self, chunk: Chunk, name: str) -> None:
+        """Until parameter `name` of the chunk has its new value. Raises as flat()."""
+        self._updates.require_usable(chunk, name)
+        self._updates.note_use(chunk)
+        if self._updates.is_under_way(chunk):
+            with timeline.span("gather"):
+                self.finish_updates([chunk])
+
+    def _is_being_updated(self, chunk_id: int) -> bool:
+        """Whether the chunk cannot be read from its home without waiting."""
+        return not self._updates.is_readable(self._layout.chunks[chunk_id])
+
+    def _gather_whole(self, chunks: Iterable[Chunk]) -> None:
+        """Where homes are whole (stages 1 and 2), the other ranks' new shards come in."""
         if self._gathering is None or not self._homes.whole:
             return
         under_way: list[Gather] = []
@@ -283,6 +343,7 @@ class Params:
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
+        self._updates.require_unchanged(saved.chunk)
         if saved.version != self.versions[saved.chunk]:
             raise StaleGraphError(
                 f"backward needs {saved.chunk.name} as it was before an optimizer step that came "

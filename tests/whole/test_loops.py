@@ -199,7 +199,7 @@ def test_interruption_after_an_update_leaves_no_old_values_in_use(net: Callable)
     for each in (model, expected):
         loss_of(each).backward()
     expected_optimizer.step()
-    with interrupt_in(optimizer.engine.chunk_groups[0].stepper, "run"):
+    with interrupt_in(optimizer.engine.schedule, "step"):
         optimizer.step()
     with torch.no_grad():
         assert loss_of(model, 5) == loss_of(expected, 5)

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.chunks.layout import Shard
 from hetero.cli.commands.outcome import EXIT_OK, missing_extra
-from hetero.cli.job.options import DEFAULT_MODEL, OPTIMIZERS, STATE_DTYPES, TrainOptions
+from hetero.cli.job.options import (
+    DEFAULT_MODEL,
+    OPTIMIZERS,
+    OVERLAPS,
+    STATE_DTYPES,
+    TrainOptions,
+)
 from hetero.config import Config
 from hetero.planning.placement import PlacementError
 from hetero.planning.planner import Planner
@@ -96,11 +102,12 @@ def add_command(commands: Commands) -> None:
     work.add_argument(
         "--checkpointing", action="store_true", help="backward computes forward once more"
     )
-    for name, what in (
-        ("--early-updates", "updates begin while backward still runs"),
-        ("--late-updates", "updates go on during the next forward"),
-    ):
-        work.add_argument(name, action="store_true", help=f"{what}, as `hetero train` says")
+    work.add_argument(
+        "--overlap-updates",
+        choices=OVERLAPS,
+        default=OVERLAPS[0],
+        help="what updates overlap with, as `hetero train` says",
+    )
     work.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     work.add_argument("--state-dtype", choices=STATE_DTYPES, default=STATE_DTYPES[0])
     command.add_argument(
@@ -133,8 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
         accumulate=arguments.accumulate,
         optimizer=arguments.optimizer,
-        early_updates=arguments.early_updates,
-        late_updates=arguments.late_updates,
+        overlap_updates=arguments.overlap_updates,
         clip=0.0,  # (plans leave clipping out)
     )
     # Under --json nothing else may reach stdout, whatever a library prints.
@@ -289,8 +295,7 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
     from hetero.cli.job.job import make_optimizer
     from hetero.cli.job.models import build_model, model_config
     from hetero.planning.group_plans import arrange
-    from hetero.runtime.early_updates import check_early_updates
-    from hetero.runtime.updates_in_flight import check_late_updates
+    from hetero.runtime.update_schedule import check_overlap
 
     if policy == "nvme" and not machine.disk_bytes:
         raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
@@ -299,11 +304,9 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
         dtype=options.dtype,
         chunk_numel=options.chunk_numel,
         zero_stage=options.zero_stage,
-        early_updates=options.early_updates,
-        late_updates=options.late_updates,
+        overlap_updates=options.overlap_updates,
     )
-    check_early_updates(config, machine.ranks)
-    check_late_updates(config, machine.ranks)
+    check_overlap(config.overlap, machine.ranks)
     architecture = model_config(options)
     with torch.device("meta"):
         shape = build_model(architecture)
@@ -316,8 +319,7 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
         work,
         policy,
         machine.network_bytes_per_s,
-        early_updates=options.early_updates,
-        late_updates=options.late_updates,
+        overlap=options.overlap,
     )
 
     def arrange_with(**budgets: int) -> Arrangement:

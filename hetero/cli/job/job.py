@@ -179,8 +179,7 @@ def predicted_step(
             work,
             grad_factors=options.clip > 0,
             prefetch=options.prefetch,
-            early_updates=options.early_updates,
-            late_updates=options.late_updates,
+            overlap=options.overlap,
         )
     except ValueError as error:  # of another version, or without what this run uses
         notes.append(f"no step time is predicted: {error}")
@@ -211,8 +210,7 @@ def memory_config(
         chunk_numel=options.chunk_numel,
         io_engine=options.io_engine,
         prefetch=options.prefetch,
-        early_updates=options.early_updates,
-        late_updates=options.late_updates,
+        overlap_updates=options.overlap_updates,
         zero_stage=options.zero_stage,
         process_memory=options.process_memory,
         expected_tokens=options.tokens_per_step,

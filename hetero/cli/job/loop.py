@@ -92,8 +92,8 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
             loss = job.model(input_ids=tokens, labels=tokens).loss
             loss_sum += loss.item()
         memory.append(_memory_sample(job, start_s))
-        # With early updates only the last backward may begin them; else nothing need be said.
-        more = options.early_updates and micro_batch < options.accumulate
+        # Updates may be submitted in the last backward only; without them nothing need be said.
+        more = options.overlap.in_backward and micro_batch < options.accumulate
         told = hetero.no_sync(job.model) if more else nullcontext()
         with clock.span("backward"), told:
             job.optimizer.backward(loss / options.accumulate)

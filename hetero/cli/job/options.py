@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from hetero.overlap import OverlapUpdates
+
 DEFAULT_MODEL = "gpt2-100m"
 
 SCHEDULES = ("cosine", "constant")
 OPTIMIZERS = ("adamw", "lion", "adagrad")
 STATE_DTYPES = ("fp32", "bf16")
+OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
 
 
 def _option(
@@ -135,14 +138,11 @@ class TrainOptions:
     )
     io_engine: str = _option("auto", "auto, io_uring or threads", metavar="NAME", group="memory")
     prefetch: bool = _option(True, "fetch what is needed next ahead of time", group="memory")
-    early_updates: bool = _option(
-        False,
-        "update parameters while backward still runs; needs --clip 0 and one rank",
-        group="memory",
-    )
-    late_updates: bool = _option(
-        False,
-        "let updates go on during the next forward; needs one rank",
+    overlap_updates: str = _option(
+        OverlapUpdates.NONE.value,
+        "what updates overlap with: the next forward, backward, or both; backward and both need"
+        " --clip 0 and one rank",
+        choices=OVERLAPS,
         group="memory",
     )
     zero_stage: int = _option(
@@ -204,15 +204,17 @@ class TrainOptions:
             self._require(name, math.isfinite(value) and value >= 0, "a finite number, 0 or more")
         self._require("warmup", self.warmup >= 0, "0 or more")
         self._require(
-            "early_updates",
-            not self.early_updates or self.clip == 0,
-            "given with --clip 0, because clipping needs all gradients before the first update",
+            "overlap_updates",
+            self.overlap_updates not in ("backward", "both") or self.clip == 0,
+            "none or forward without --clip 0, because clipping needs all gradients before the"
+            " first update",
         )
         self._require("seed", 0 <= self.seed < 2**63, "in [0, 2**63)")
         for name, choices in (
             ("schedule", SCHEDULES),
             ("optimizer", OPTIMIZERS),
             ("state_dtype", STATE_DTYPES),
+            ("overlap_updates", OVERLAPS),
         ):
             self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         if self.config is not None and self.vocab_size is not None:
@@ -223,6 +225,11 @@ class TrainOptions:
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ValueError(f"{flag(name)} must be {expected}, got {getattr(self, name)}")
+
+    @property
+    def overlap(self) -> OverlapUpdates:
+        """overlap_updates, for who plans."""
+        return OverlapUpdates(self.overlap_updates)
 
     @property
     def tokens_per_step(self) -> int:

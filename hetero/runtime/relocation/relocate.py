@@ -69,7 +69,7 @@ class Relocation:
         before = {tier: ledger.budget_bytes[tier.value] for tier in wanted}
         if engine._module_hooks.running:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
-        engine.unfinished.finish_all()
+        engine.schedule.wait_all()
         self._together(None)  # nobody asks for anything any more
         for chunk_group in engine.chunk_groups:
             chunk_group.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
@@ -109,7 +109,7 @@ class Relocation:
             hooks.cover(engine.model)
         for chunk_group in engine.chunk_groups:
             chunk_group.note_plan(engine.replanner.plan_of(chunk_group))
-            engine.early.follow_homes(chunk_group)
+            engine.params.follow_homes(chunk_group)
         for tier, nbytes in wanted.items():
             try:
                 engine.ledger.set_budget(tier, nbytes)

@@ -405,7 +405,7 @@ class Replanner:
     ) -> None:
         """As Engine.set_budget()."""
         engine = self._engine
-        engine.early.require_whole("set_budget()")
+        engine.schedule.require_whole("set_budget()")
         wanted: dict[Tier, int] = {}
         for tier, value in ((Tier.HOST, host_memory), (Tier.DEVICE, device_memory)):
             if value is not None:

@@ -126,7 +126,7 @@ class TestTrain:
         self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         self.save(tmp_path)
-        assert train("--early-updates", "--late-updates", "--clip", "0") == 0
+        assert train("--overlap-updates", "both", "--clip", "0") == 0
         assert "s: forward, backward and update " in capsys.readouterr().out
 
     def test_without_a_profile_nothing_is_said(

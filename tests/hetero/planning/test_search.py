@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hetero.chunk_groups.update_tasks import STREAMING
 from hetero.chunks.layout import Shard
+from hetero.overlap import STREAMING, OverlapUpdates
 from hetero.planning.placement import (
     HEADROOMS,
     Budgets,
@@ -199,7 +199,7 @@ def test_what_backward_leaves_to_the_next_forward_keeps_the_network_busy():
         policy="cpu",
         micro_batches=3,
         prefetch=False,
-        late_updates=True,
+        overlap=OverlapUpdates.FORWARD,
         network_bytes_per_s=1.0,
     )
     trace = replace(problem.trace, forward_s=24.0, backward_s=48.0)
@@ -254,16 +254,18 @@ def test_where_forward_waits_for_a_large_chunk_buffers_keep_its_records():
     layout = layout_of(12 * SLOT, *[SLOT] * 36)
     each = SlotBytes.of(layout, BF16)
     host = layout.slot_count * (each.param + each.grad) + 17 * each.optim_state
-    for repeats in (False, True):
+    for overlap in (OverlapUpdates.NONE, OverlapUpdates.BOTH):
         problem = make_problem(
-            layout, Budgets(host, AMPLE), early_updates=repeats, late_updates=repeats
+            layout,
+            Budgets(host, AMPLE),
+            overlap=overlap,
         )
         # Computing hides the disk, but not from the first chunk.
         trace = replace(problem.trace, forward_s=3e6, backward_s=6e6)
         made = plan(replace(problem, trace=trace)).placement
         kept = made.buffers - STREAMING
-        assert (kept >= 12) is repeats
-        assert (Tier.HOST in made.optim_state) is not repeats
+        assert (kept >= 12) is overlap.repeats
+        assert (Tier.HOST in made.optim_state) is not overlap.repeats
 
 
 def test_everything_on_the_device_is_fastest_where_it_fits():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hetero.chunks.layout import Shard
+from hetero.overlap import OverlapUpdates
 from hetero.planning.placement import Budgets, Placement, SlotBytes, place
 from hetero.planning.step_cost import (
     COMPUTE,
@@ -187,36 +188,36 @@ def test_from_disk_to_device_a_chunk_takes_both_ways():
     assert forward == pytest.approx(2 + 1 + 4 * 2 + 3 * 1)
 
 
-def test_early_updates_overlap_backward():
+def test_updates_overlap_backward():
     """With the disk; not with computing, if that is done by the same CPU."""
     on_disk = made(optim_state=DISK, buffers=3)
     update_s, nvme_s = UPDATE_S, 2 * CHUNKS * BYTES.optim_state / (PARAM * 10)
-    normal, early = problem(disk(0.1)), problem(disk(0.1), early_updates=True)
+    normal, early = problem(disk(0.1)), problem(disk(0.1), overlap=OverlapUpdates.BACKWARD)
     cost = CostModel(early).cost(on_disk)
     assert 8 + 16 + update_s <= cost.seconds < 8 + 16 + update_s + nvme_s
-    in_ram = CostModel(problem(early_updates=True)).cost(made())
+    in_ram = CostModel(problem(overlap=OverlapUpdates.BACKWARD)).cost(made())
     assert in_ram.seconds == pytest.approx(CostModel(problem()).cost(made()).seconds)
     # Buffers that pass tiles on keep nothing.
     assert cost.traffic.nvme_read == min(CHUNKS, 2 * (CHUNKS - 3)) * BYTES.optim_state
     assert CostModel(normal).cost(on_disk).traffic.nvme_read == (CHUNKS - 3) * BYTES.optim_state
 
 
-def test_late_updates_overlap_forward():
-    """Alone the next forward, with early updates the whole step."""
+def test_updates_overlap_forward():
+    """Alone the next forward; with updates in backward, too, the whole step."""
     on_disk = made(optim_state=DISK, buffers=3)
     profile = disk(6.0)
     nvme_s = CostModel(problem(profile)).cost(on_disk).busy_s[NVME]
     assert nvme_s > 24, "the disk decides"
-    late = CostModel(problem(profile, late_updates=True)).cost(on_disk)
+    late = CostModel(problem(profile, overlap=OverlapUpdates.FORWARD)).cost(on_disk)
     assert [p.name for p in late.phases] == ["forward and update", "backward"]
-    both = CostModel(problem(profile, early_updates=True, late_updates=True)).cost(on_disk)
+    both = CostModel(problem(profile, overlap=OverlapUpdates.BOTH)).cost(on_disk)
     assert [p.name for p in both.phases] == ["forward, backward and update"]
     assert late.seconds == pytest.approx(late.phases[0].seconds + 16)
     assert both.seconds == pytest.approx(late.phases[0].seconds)
     # Gradients without homes in RAM cannot wait for forward.
     grads = made(grad=DISK, optim_state=DISK, buffers=3)
-    early = CostModel(problem(profile, early_updates=True)).cost(grads)
-    crowded = CostModel(problem(profile, early_updates=True, late_updates=True)).cost(grads)
+    early = CostModel(problem(profile, overlap=OverlapUpdates.BACKWARD)).cost(grads)
+    crowded = CostModel(problem(profile, overlap=OverlapUpdates.BOTH)).cost(grads)
     assert crowded.seconds >= early.seconds > both.seconds
 
 
@@ -224,9 +225,7 @@ def test_forward_waits_for_what_buffers_do_not_keep_of_its_first_chunk():
     layout = layout_of(12 * SLOT, *[SLOT] * 20)
     each, chunks = SlotBytes.of(layout, BF16), len(layout.chunks)
     profile = replace(disk(1.0), update_bytes_per_s={"bf16": 1e12})
-    base = make_problem(
-        layout, Budgets(AMPLE, AMPLE), profile, early_updates=True, late_updates=True
-    )
+    base = make_problem(layout, Budgets(AMPLE, AMPLE), profile, overlap=OverlapUpdates.BOTH)
     model = CostModel(replace(base, trace=replace(base.trace, forward_s=1e6, backward_s=1e6)))
 
     def waited_s(buffers: int, param=HOST, optim_state=DISK) -> float:
@@ -242,8 +241,8 @@ def test_forward_waits_for_what_buffers_do_not_keep_of_its_first_chunk():
 
 def test_few_buffers_hide_less_of_the_update_beside_computing():
     on_disk = [made(optim_state=DISK, buffers=count) for count in (1, 2, 3)]
-    for late, share in ((False, 1), (True, 2)):
-        model = CostModel(problem(disk(0.1), late_updates=late))
+    for overlap, share in ((OverlapUpdates.NONE, 1), (OverlapUpdates.FORWARD, 2)):
+        model = CostModel(problem(disk(0.1), overlap=overlap))
         updates = [model._update(each)[0] for each in on_disk]
         assert updates[0].seconds > updates[1].seconds > updates[2].seconds
         assert updates[0].seconds == pytest.approx(share * UPDATE_S + updates[0].busy_s[NVME])

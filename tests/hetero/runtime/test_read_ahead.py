@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hetero
-from hetero.chunk_groups.update_tasks import STREAMING
-from tests.hetero.runtime.test_early_updates import (
+from hetero.overlap import STREAMING
+from tests.support.training.overlap_net import (
     PLACES,
     Net,
     build,
@@ -26,7 +26,7 @@ Trained = tuple[torch.nn.Module, hetero.HybridAdam]
 @pytest.fixture
 def trained(tmp_path: Path) -> Trained:
     """Optimizer states on NVMe, and fewer buffers than there are of them."""
-    model, optimizer = build(Net, tmp_path, "optim_states", False)
+    model, optimizer = build(Net, tmp_path, "optim_states", "none")
     placement = optimizer.engine.placement
     assert 2 < placement.buffers < len(optimizer.engine.layout.chunks)
     return model, optimizer
@@ -91,7 +91,7 @@ def test_after_a_checkpoint(trained: Trained) -> None:
 
 
 def test_without_prefetch_nothing_is_read(tmp_path: Path) -> None:
-    model, optimizer = build(Net, tmp_path, "optim_states", False, prefetch=False)
+    model, optimizer = build(Net, tmp_path, "optim_states", "none", prefetch=False)
     loss_of(model, 0).backward()
     optimizer.step()  # which would use what had been read before it
     assert optimizer.engine.chunk_groups[0].pipeline.stats["ahead"] == 0
@@ -105,7 +105,7 @@ def test_what_is_read_need_not_be_used(tmp_path: Path, what: str) -> None:
     """Nobody has to wait, and values that come from elsewhere are not hidden by what was read."""
     results = []
     for prefetch in (False, True):
-        model, optimizer = build(Net, tmp_path, "optim_states", False, prefetch=prefetch)
+        model, optimizer = build(Net, tmp_path, "optim_states", "none", prefetch=prefetch)
         one_step(model, optimizer, 0)
         saved = optimizer.state_dict()
         one_step(model, optimizer, 1)
@@ -131,20 +131,20 @@ def test_what_is_read_need_not_be_used(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("early", [False, True])
-def test_same_bits_with_and_without(tmp_path: Path, place: str, early: bool) -> None:
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_same_bits_with_and_without(tmp_path: Path, place: str, overlap: str) -> None:
     results = []
     for prefetch in (False, True):
-        model, optimizer = build(Net, tmp_path, place, early, prefetch=prefetch)
+        model, optimizer = build(Net, tmp_path, place, overlap, prefetch=prefetch)
         results.append([torch.tensor([one_step(model, optimizer, s) for s in range(3)])])
         results[-1] += result(model, optimizer)
     assert same(*results)
 
 
-def test_early_updates_keep_most_buffers(tmp_path: Path) -> None:
+def test_updates_in_backward_keep_most_buffers(tmp_path: Path) -> None:
     """All but some buffers keep the order's end; what is written does not depend on timing."""
     model, optimizer = build(
-        lambda: Net(blocks=8), tmp_path, "optim_states", True, host_memory="2MiB"
+        lambda: Net(blocks=8), tmp_path, "optim_states", "backward", host_memory="2MiB"
     )
     pipeline, buffers = (
         optimizer.engine.chunk_groups[0].pipeline,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
+from hetero.overlap import OverlapUpdates
 from hetero.ranks.messages import Communicator, FailedRanks
+from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
+from hetero.state.slot_arenas import SlotArenas
 from offload.device.backend import CpuBackend, EmulatedBackend
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.memory.arena import HostArena
@@ -162,7 +165,8 @@ def make_rank(
         layout, [Tier.HOST] * len(layout.chunks), grad_bytes, torch.float32, ledger,
         Account.GRAD, CpuBackend(), stage < 2,
     )  # fmt: skip
-    grads = Grads(layout, FP32, homes, None, {})
+    updates = ChunkUpdates(layout, homes, cast(SlotArenas, None), OverlapUpdates.NONE)
+    grads = Grads(layout, FP32, homes, None, {}, updates)
     members = [
         ManagedParam(torch.nn.Parameter(torch.zeros(s.param.numel)), c, s, torch.float32)
         for c in layout.chunks

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import WHOLE, Layout, ParamSpec, Shard, pack
+from hetero.overlap import OverlapUpdates
 from hetero.planning.placement import Budgets, SlotBytes
 from hetero.planning.step_cost import Problem
 from hetero.planning.trace import Work, expected_trace
@@ -145,8 +146,7 @@ def problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
         tokens=draw(st.floats(1e-3, 10)),
         micro_batches=draw(st.sampled_from([1, 1, 2, 3, 7])),
         prefetch=draw(st.booleans()),
-        early_updates=draw(st.booleans()),
-        late_updates=draw(st.booleans()),
+        overlap=draw(st.sampled_from(OverlapUpdates)),
         held=shard.ranks > 1 and draw(st.booleans()),
         network_bytes_per_s=draw(st.none() | rates),
     )

@@ -478,7 +478,7 @@ def on_ranks(
         if number % 2:
             found.append(hetero.clip_grad_norm_(training.model.parameters(), 1.0))
         if moving and (number % 2 or stage > 1):
-            training.engine.grad_factors.settle(force=True)
+            training.engine.gradients.average(force=True)
             engine.set_budget(*budgets[number])
         training.optimizer.step()
         training.optimizer.zero_grad()

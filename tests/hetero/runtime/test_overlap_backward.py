@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,130 +15,25 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetero
-from hetero.runtime.early_updates import check_early_updates
+from hetero.overlap import OverlapUpdates
+from hetero.runtime.update_schedule import check_overlap
 from offload.device.backend import EmulatedBackend
 from offload.errors import HeteroError
 from tests.support.ranks.interrupts import interrupt_in
-
-WIDTH = 64
-STEPS = 4
-
-PLACES: dict[str, dict[str, Any]] = {
-    "ram": {"placement_policy": "cpu"},
-    # PARAM and GRAD in RAM, optimizer states on NVMe.
-    "optim_states": {"placement_policy": "nvme", "host_memory": "2MiB"},
-    # All on NVMe, with as few slots and buffers as work.
-    "disk": {"placement_policy": "nvme", "host_memory": "400KiB"},
-    "emulated": {
-        "placement_policy": "nvme",
-        "backend": "emulated",
-        "link_gbps": 4.0,
-        "device_memory": "300KiB",
-        "host_memory": "600KiB",
-    },
-}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y
-
-
-class Net(nn.Module):
-    """Blocks, some in checkpoints, with a tied pair of weights at both ends."""
-
-    def __init__(
-        self, blocks: int = 5, kind: str = "plain", tied: bool = True, unused: bool = False
-    ) -> None:
-        super().__init__()
-        self.kind = kind
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.outer = nn.Linear(WIDTH, WIDTH, bias=False)
-        if tied:
-            self.outer.weight = self.inner.weight
-        if unused:
-            self.blocks.insert(2, nn.Linear(WIDTH, WIDTH))
-        self.skip = unused
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            if isinstance(block, nn.Linear):
-                continue
-            if self.kind == "plain":
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
-        return self.outer(x)
-
-
-def build(
-    make: Callable[[], nn.Module], path: Path, place: str, early: bool, **options: Any
-) -> tuple[nn.Module, hetero.HybridAdam]:
-    options = {"dtype": "bf16", "chunk_numel": 8192, **PLACES[place], **options}
-    if options["placement_policy"] == "nvme":
-        options["nvme_path"] = str(path)
-    torch.manual_seed(0)
-    with hetero.ZeroInitContext(early_updates=early, **options):
-        model = make()
-    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
-    return hetero.initialize(model, optimizer)
-
-
-def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
-    loss: torch.Tensor = (model(x).float() - 1).square().mean()
-    return loss
-
-
-def one_step(model: nn.Module, optimizer: hetero.HybridAdam, step: int) -> float:
-    loss = loss_of(model, step)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def result(model: nn.Module, optimizer: hetero.HybridAdam) -> list[torch.Tensor]:
-    """All that training makes."""
-    found = [t for s in optimizer.state_dict()["state"].values() for t in s.values()]
-    found += list(model.state_dict().values())
-    optimizer.engine.close()
-    return found
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits for what a thread is about to do."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
-
-
-class Begun:
-    """Counts the chunks that are updated before step()."""
-
-    def __init__(self, optimizer: hetero.HybridAdam) -> None:
-        self._early = optimizer.engine.early
-        self.chunks = sum(
-            c.trainable for b in optimizer.engine.chunk_groups for c in b.layout.chunks
-        )
-
-    @property
-    def now(self) -> int:
-        return len(self._early._updated)
+from tests.support.training.overlap_net import (
+    PLACES,
+    STEPS,
+    WIDTH,
+    Begun,
+    Block,
+    Net,
+    build,
+    loss_of,
+    one_step,
+    result,
+    same,
+    until,
+)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -147,8 +41,8 @@ class Begun:
 def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
     """From the second step on all chunks are updated during backward, and nothing differs."""
     results = []
-    for early in (False, True):
-        model, optimizer = build(lambda: Net(kind=kind), tmp_path, place, early)
+    for overlap in ("none", "backward"):
+        model, optimizer = build(lambda: Net(kind=kind), tmp_path, place, overlap)
         begun = Begun(optimizer)
         losses, counts = [], []
         for step in range(STEPS):
@@ -160,7 +54,7 @@ def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
             assert begun.now == 0
             optimizer.zero_grad()
         drained = place == "emulated"  # the last gradients may be on their way still
-        if not early:
+        if overlap == "none":
             assert counts == [0] * STEPS
         elif drained:
             assert counts[0] == 0
@@ -179,11 +73,11 @@ def test_what_gets_no_gradient_is_left_to_step(tmp_path: Path, place: str) -> No
         return model
 
     results = []
-    for early in (False, True):
-        model, optimizer = build(make, tmp_path, place, early)
+    for overlap in ("none", "backward"):
+        model, optimizer = build(make, tmp_path, place, overlap)
         for step in range(STEPS):
             loss_of(model, step).backward()
-            if early and step and place != "emulated":
+            if overlap == "backward" and step and place != "emulated":
                 begun = Begun(optimizer)
                 assert 0 < begun.now < begun.chunks
             optimizer.step()
@@ -198,8 +92,8 @@ def test_two_banks(tmp_path: Path, place: str) -> None:
     if place in ("disk", "emulated"):
         pytest.skip("more than the least memory")
     results = []
-    for early in (False, True):
-        model, optimizer = build(Net, tmp_path, place, early, keep_fp32=["*norm*"])
+    for overlap in ("none", "backward"):
+        model, optimizer = build(Net, tmp_path, place, overlap, keep_fp32=["*norm*"])
         assert len(optimizer.engine.chunk_groups) == 2
         results.append([torch.tensor([one_step(model, optimizer, s) for s in range(STEPS)])])
         results[-1] += result(model, optimizer)
@@ -211,8 +105,8 @@ def test_two_banks(tmp_path: Path, place: str) -> None:
 def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
     """In no_sync(), or unmarked with as many micro-batches in each step."""
     results = []
-    for early in (False, True):
-        model, optimizer = build(Net, tmp_path, place, early)
+    for overlap in ("none", "backward"):
+        model, optimizer = build(Net, tmp_path, place, overlap)
         begun = Begun(optimizer)
         for step in range(STEPS):
             for micro_batch in range(3):
@@ -221,7 +115,7 @@ def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
                     loss_of(model, 10 * step + micro_batch).backward()
                 if micro_batch < 2:
                     assert begun.now == 0
-            assert begun.now == (begun.chunks if early and step else 0)
+            assert begun.now == (begun.chunks if overlap == "backward" and step else 0)
             optimizer.step()
             optimizer.zero_grad()
         results.append(result(model, optimizer))
@@ -231,8 +125,8 @@ def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
 def test_steps_of_different_lengths(tmp_path: Path) -> None:
     """Marked ones may be of any; of unmarked ones shorter steps are left to step()."""
     results = []
-    for early in (False, True):
-        model, optimizer = build(Net, tmp_path, "optim_states", early)
+    for overlap in ("none", "backward"):
+        model, optimizer = build(Net, tmp_path, "optim_states", overlap)
         for step, (count, marked) in enumerate([(2, False), (4, True), (1, False), (2, False)]):
             for micro_batch in range(count):
                 with hetero.no_sync(model) if marked and micro_batch < count - 1 else nullcontext():
@@ -246,14 +140,14 @@ def test_steps_of_different_lengths(tmp_path: Path) -> None:
 def test_a_step_that_is_left_out(tmp_path: Path) -> None:
     """Gradients that are cleared before any update is begun do not count for the next step."""
     results = []
-    for early in (False, True):
-        model, optimizer = build(Net, tmp_path, "optim_states", early)
+    for overlap in ("none", "backward"):
+        model, optimizer = build(Net, tmp_path, "optim_states", overlap)
         for step in range(STEPS):
             with hetero.no_sync(model):
                 loss_of(model, 100 + step).backward()
             optimizer.zero_grad()
             loss_of(model, step).backward()
-            assert not early or not step or Begun(optimizer).now == Begun(optimizer).chunks
+            assert overlap == "none" or not step or Begun(optimizer).now == Begun(optimizer).chunks
             optimizer.step()
             optimizer.zero_grad()
         results.append(result(model, optimizer))
@@ -281,11 +175,13 @@ class Reused(nn.Module):
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
     results = []
-    for early in (False, True):
-        model, optimizer = build(Reused, tmp_path, place, early)
+    for overlap in ("none", "backward"):
+        model, optimizer = build(Reused, tmp_path, place, overlap)
         for step in range(STEPS):
             loss_of(model, step).backward()
-            assert Begun(optimizer).now == (Begun(optimizer).chunks if early and step else 0)
+            assert Begun(optimizer).now == (
+                Begun(optimizer).chunks if overlap == "backward" and step else 0
+            )
             optimizer.step()
             optimizer.zero_grad()
         results.append(result(model, optimizer))
@@ -294,7 +190,7 @@ def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_more_gradients_than_ever(tmp_path: Path, place: str) -> None:
-    model, optimizer = build(Reused, tmp_path, place, True)
+    model, optimizer = build(Reused, tmp_path, place, "backward")
     one_step(model, optimizer, 0)
     model.times = 3
     with pytest.raises(HeteroError, match=r"shared\..*another gradient|needs the value of shared"):
@@ -307,10 +203,10 @@ def test_more_gradients_than_ever(tmp_path: Path, place: str) -> None:
 @pytest.fixture
 def half(tmp_path: Path) -> Iterator[tuple[nn.Module, hetero.HybridAdam]]:
     """A model whose backward has updated it, before step()."""
-    model, optimizer = build(Net, tmp_path, "optim_states", True)
+    model, optimizer = build(Net, tmp_path, "optim_states", "backward")
     one_step(model, optimizer, 0)
     loss_of(model, 1).backward()
-    assert optimizer.engine.early.half_made
+    assert optimizer.engine.schedule.is_half_made
     yield model, optimizer
     optimizer.engine.close()
 
@@ -344,7 +240,7 @@ def test_what_is_refused_while_a_step_is_half_made(half: tuple[nn.Module, Any]) 
 
 def test_a_second_backward_is_refused(tmp_path: Path) -> None:
     """Of a graph from before the update: its gradients would come too late."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "ram", True)
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "ram", "backward")
     one_step(model, optimizer, 0)
     first, second = loss_of(model, 1), loss_of(model, 2)
     first.backward()
@@ -398,7 +294,7 @@ def test_gradients_can_be_read_not_changed(half: tuple[nn.Module, Any]) -> None:
 
 def test_clipping_is_refused_before_harm_is_done(tmp_path: Path) -> None:
     """In the first step already, which updates nothing early."""
-    model, optimizer = build(Net, tmp_path, "ram", True)
+    model, optimizer = build(Net, tmp_path, "ram", "backward")
     loss_of(model, 0).backward()
     with pytest.raises(HeteroError, match="cannot be clipped"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -413,12 +309,12 @@ def test_clipping_is_refused_before_harm_is_done(tmp_path: Path) -> None:
 def test_a_checkpoint_gives_a_step_up(tmp_path: Path, place: str) -> None:
     wanted = None
     for interrupted in (False, True):
-        model, optimizer = build(Net, tmp_path, place, True)
+        model, optimizer = build(Net, tmp_path, place, "backward")
         one_step(model, optimizer, 0)
         saved = optimizer.state_dict()
         if interrupted:
             loss_of(model, 7).backward()
-            assert optimizer.engine.early.half_made
+            assert optimizer.engine.schedule.is_half_made
             if place != "ram":
                 lacking = {**saved, "state": dict(list(saved["state"].items())[1:])}
                 with pytest.raises(HeteroError, match="lacks"):
@@ -427,7 +323,7 @@ def test_a_checkpoint_gives_a_step_up(tmp_path: Path, place: str) -> None:
             for refused in ([group, group], [{**group, "params": group["params"][1:]}]):
                 with pytest.raises(ValueError, match="param groups|parameters"):
                     optimizer.load_state_dict({**saved, "param_groups": refused})
-                assert optimizer.engine.early.half_made  # nothing was given up for it
+                assert optimizer.engine.schedule.is_half_made  # nothing was given up for it
             optimizer.load_state_dict(saved)
             optimizer.zero_grad()
         one_step(model, optimizer, 1)
@@ -452,7 +348,7 @@ class Fails(torch.autograd.Function):
 
 def test_an_exception_in_backward(tmp_path: Path) -> None:
     """What was begun is told at the next use; step() goes on with what there is, as torch's."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", True)
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "backward")
     one_step(model, optimizer, 0)
     handle = model.blocks[1].register_forward_pre_hook(lambda m, args: (Fails.apply(args[0]),))
     with pytest.raises(ArithmeticError):
@@ -472,10 +368,10 @@ def test_an_exception_in_backward(tmp_path: Path) -> None:
 @pytest.mark.parametrize("submitted", [False, True])
 def test_an_interrupt_when_an_update_begins(tmp_path: Path, submitted: bool) -> None:
     """Nobody knows whether that update is lost; that is told until a checkpoint is loaded."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", True)
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "backward")
     one_step(model, optimizer, 0)
     state = optimizer.state_dict()
-    with interrupt_in(optimizer.engine.unfinished, "begin", done=submitted):
+    with interrupt_in(optimizer.engine.chunk_groups[0].stepper, "submit", done=submitted):
         loss_of(model, 1).backward()
     for _ in range(2):
         with pytest.raises(HeteroError, match="the update of .* was interrupted"):
@@ -488,11 +384,11 @@ def test_an_interrupt_when_an_update_begins(tmp_path: Path, submitted: bool) -> 
 
 def test_an_interrupt_in_step(tmp_path: Path) -> None:
     """What step() updates after backward may be made: it is not made again."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", True)
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "backward")
     one_step(model, optimizer, 0)
     state = optimizer.state_dict()
     loss_of(model, 1).backward()
-    with interrupt_in(optimizer.engine.chunk_groups[0].stepper, "run"):
+    with interrupt_in(optimizer.engine.chunk_groups[0].stepper, "submit"):
         optimizer.step()
     with pytest.raises(HeteroError, match=r"optimizer.step\(\) was interrupted"):
         optimizer.step()
@@ -531,9 +427,9 @@ class Detached(nn.Module):
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 @pytest.mark.parametrize("how", ["detach", "data", "recomputed"])
 def test_values_that_backward_still_needs(tmp_path: Path, place: str, how: str) -> None:
-    model, optimizer = build(lambda: Detached(how), tmp_path, place, True)
+    model, optimizer = build(lambda: Detached(how), tmp_path, place, "backward")
     one_step(model, optimizer, 0)
-    with pytest.raises(HeteroError, match=r"(needs the value of|is used).*early_updates"):
+    with pytest.raises(HeteroError, match=r"(needs the value of|is used).*overlap_updates"):
         one_step(model, optimizer, 1)
     optimizer.engine.close()
 
@@ -574,8 +470,8 @@ class Nested(nn.Module):
 def test_a_backward_inside_a_node_that_holds_values(tmp_path: Path, place: str) -> None:
     """The update waits until that node is done, although all gradients are there before."""
     results = []
-    for early in (False, True):
-        model, optimizer = build(Nested, tmp_path, place, early, dtype="fp32")
+    for overlap in ("none", "backward"):
+        model, optimizer = build(Nested, tmp_path, place, overlap, dtype="fp32")
         results.append([torch.tensor([one_step(model, optimizer, s) for s in range(STEPS)])])
         results[-1] += result(model, optimizer)
     assert same(*results)
@@ -583,8 +479,8 @@ def test_a_backward_inside_a_node_that_holds_values(tmp_path: Path, place: str) 
 
 def test_an_lr_scheduler(tmp_path: Path) -> None:
     results = []
-    for early in (False, True):
-        model, optimizer = build(Net, tmp_path, "optim_states", early)
+    for overlap in ("none", "backward"):
+        model, optimizer = build(Net, tmp_path, "optim_states", overlap)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for step in range(STEPS):
             one_step(model, optimizer, step)
@@ -594,7 +490,7 @@ def test_an_lr_scheduler(tmp_path: Path) -> None:
 
 
 def test_a_failed_update_is_told(tmp_path: Path) -> None:
-    model, optimizer = build(Net, tmp_path, "optim_states", True)
+    model, optimizer = build(Net, tmp_path, "optim_states", "backward")
     one_step(model, optimizer, 0)
     optimizer.engine.chunk_groups[0].pipeline.inject(2)
     with pytest.raises(RuntimeError, match="made to fail"):
@@ -603,7 +499,7 @@ def test_a_failed_update_is_told(tmp_path: Path) -> None:
 
 
 def test_close_in_the_middle(tmp_path: Path) -> None:
-    model, optimizer = build(Net, tmp_path, "disk", True)
+    model, optimizer = build(Net, tmp_path, "disk", "backward")
     one_step(model, optimizer, 0)
     loss_of(model, 1).backward()
     optimizer.engine.close()
@@ -611,28 +507,24 @@ def test_close_in_the_middle(tmp_path: Path) -> None:
         loss_of(model, 2)
 
 
-@pytest.mark.parametrize("wrong", [1, "yes", None])
-def test_the_option_is_checked(wrong: object) -> None:
-    with pytest.raises(ValueError, match="early_updates must be True or False"):
-        hetero.Config(placement_policy="cpu", early_updates=wrong)
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_the_loss_scale_of_fp16_is_refused(overlap: str) -> None:
+    with pytest.raises(ValueError, match=f"overlap_updates='{overlap}' with the loss scale"):
+        hetero.Config(placement_policy="cpu", dtype="fp16", overlap_updates=overlap)
+    options = {"dtype": "fp16", "overlap_updates": overlap, "initial_loss_scale": None}
+    hetero.Config(placement_policy="cpu", **options)
 
 
-def test_the_loss_scale_of_fp16_is_refused() -> None:
-    with pytest.raises(ValueError, match="early_updates with the loss scale of fp16"):
-        hetero.Config(placement_policy="cpu", dtype="fp16", early_updates=True)
-    hetero.Config(placement_policy="cpu", dtype="fp16", early_updates=True, initial_loss_scale=None)
-
-
-def test_several_ranks_are_refused() -> None:
-    config = hetero.Config(placement_policy="cpu", early_updates=True)
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_several_ranks_are_refused(overlap: str) -> None:
     with pytest.raises(ValueError, match="one rank, and there are 2"):
-        check_early_updates(config, 2)
+        check_overlap(OverlapUpdates(overlap), 2)
 
 
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> None:
     """The last node of backward waits for updates of what came before it."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, place, True)
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, place, "backward")
     one_step(model, optimizer, 0)
     pipeline, made = optimizer.engine.chunk_groups[0].pipeline, []
     before = pipeline.stats["tasks"]
@@ -656,7 +548,7 @@ def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> Non
 
 
 def test_a_chunk_whose_gradient_was_lost_is_not_taken_for_updated(tmp_path: Path) -> None:
-    model, optimizer = build(Net, tmp_path, "emulated", True)
+    model, optimizer = build(Net, tmp_path, "emulated", "backward")
     backend = optimizer.engine.backend
     assert isinstance(backend, EmulatedBackend)
     data = torch.randn(STEPS, 8, WIDTH)

@@ -12,78 +12,41 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.runtime.updates_in_flight import check_late_updates
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.tiers import Tier
-from tests.hetero.runtime.test_early_updates import (
+from tests.support.ranks.interrupts import interrupt_in
+from tests.support.training.overlap_net import (
+    EVERYWHERE,
     PLACES,
     STEPS,
     WIDTH,
     Net,
+    build,
     loss_of,
     one_step,
     result,
     same,
+    under_way,
 )
-from tests.hetero.runtime.test_early_updates import build as build_in
-from tests.support.ranks.interrupts import interrupt_in
-
-# A part of all state is at home on DEVICE.
-EVERYWHERE = PLACES | {
-    "device": {
-        "placement_policy": "auto",
-        "backend": "emulated",
-        "link_gbps": 4.0,
-        "device_memory": "1MiB",
-        "host_memory": "3MiB",
-    }
-}
-
-
-def build(
-    make: Callable[[], nn.Module], path: Path, place: str, early: bool, **options: Any
-) -> tuple[nn.Module, hetero.HybridAdam]:
-    if place in PLACES:
-        return build_in(make, path, place, early, **options)
-    model, optimizer = build_in(make, path, "ram", early, **{**EVERYWHERE[place], **options})
-    assert Tier.DEVICE in optimizer.engine.placement.optim_state
-    return model, optimizer
-
-
-def late(
-    tmp_path: Path,
-    place: str,
-    make: Callable[[], nn.Module] = Net,
-    early: bool = False,
-    **more: Any,
-) -> tuple[nn.Module, hetero.HybridAdam]:
-    return build(make, tmp_path, place, early, late_updates=True, **more)
-
-
-def unfinished(optimizer: hetero.HybridAdam) -> int:
-    return len(optimizer.engine.unfinished._chunks)
 
 
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("early", [False, True])
-def test_same_bits(tmp_path: Path, place: str, kind: str, early: bool) -> None:
-    """step() returns with all chunks unfinished, and nothing differs."""
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_same_bits(tmp_path: Path, place: str, kind: str, overlap: str) -> None:
+    """step() returns with all chunks under way, and nothing differs."""
     results = []
-    for overlap in (False, True):
-        options = {"late_updates": overlap}
-        model, optimizer = build(
-            lambda: Net(kind=kind), tmp_path, place, early and overlap, **options
-        )
+    for option in ("none", overlap):
+        model, optimizer = build(lambda: Net(kind=kind), tmp_path, place, option)
         chunks = sum(c.trainable for c in optimizer.engine.layout.chunks)
         losses = []
         for step in range(STEPS):
             loss = loss_of(model, step)
-            assert unfinished(optimizer) == 0, "all modules were used"
+            assert under_way(optimizer) == 0, "all modules were used"
             loss.backward()
             losses.append(loss.item())
             optimizer.step()
-            assert unfinished(optimizer) == (chunks if overlap else 0)
+            assert under_way(optimizer) == (0 if option == "none" else chunks)
             optimizer.zero_grad()
         results.append([torch.tensor(losses), *result(model, optimizer)])
     assert same(*results)
@@ -93,8 +56,8 @@ def test_same_bits(tmp_path: Path, place: str, kind: str, early: bool) -> None:
 @pytest.mark.parametrize("clip", ["norm", "value", "scaler"])
 def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
     results = []
-    for overlap in (False, True):
-        model, optimizer = build(Net, tmp_path, place, False, late_updates=overlap)
+    for overlap in ("none", "forward"):
+        model, optimizer = build(Net, tmp_path, place, overlap)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=clip == "scaler")
         for step in range(STEPS):
             scaler.scale(loss_of(model, step)).backward()
@@ -114,10 +77,8 @@ def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
 def test_modules_that_a_step_leaves_out(tmp_path: Path, place: str) -> None:
     """Their updates are waited for by the next step()."""
     results = []
-    for overlap in (False, True):
-        model, optimizer = build(
-            lambda: Net(tied=False), tmp_path, place, False, late_updates=overlap
-        )
+    for overlap in ("none", "forward"):
+        model, optimizer = build(lambda: Net(tied=False), tmp_path, place, overlap)
         blocks = list(model.blocks)
         for step in range(STEPS):
             model.blocks = nn.ModuleList(blocks[:2] if step % 2 else blocks)
@@ -129,17 +90,15 @@ def test_modules_that_a_step_leaves_out(tmp_path: Path, place: str) -> None:
 
 @pytest.fixture(params=list(EVERYWHERE))
 def pair(request: Any, tmp_path: Path) -> Iterator[Callable[[], Any]]:
-    """Two trainings of some steps, with late updates under way, and without."""
+    """Two trainings of some steps, with updates under way, and without."""
     made = []
-    for overlap in (True, False):
-        model, optimizer = build(
-            lambda: Net(tied=False), tmp_path, request.param, False, late_updates=overlap
-        )
+    for overlap in ("forward", "none"):
+        model, optimizer = build(lambda: Net(tied=False), tmp_path, request.param, overlap)
         for step in range(2):
             loss_of(model, step).backward()
             optimizer.step()
         made.append((model, optimizer))
-    assert unfinished(made[0][1]) > 0
+    assert under_way(made[0][1]) > 0
     yield made
     for _, optimizer in made:
         optimizer.engine.close()
@@ -195,7 +154,7 @@ def test_a_graph_of_before_step_is_refused(pair: Any) -> None:
 
 def test_parameters_read_nan_until_they_are_waited_for(tmp_path: Path) -> None:
     """Nobody takes an old value for the new one."""
-    model, optimizer = late(tmp_path, "optim_states", lambda: Net(tied=False))
+    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "forward")
     one_step(model, optimizer, 0)
     weight = model.blocks[4].down.weight
     assert weight.isnan().all()
@@ -204,7 +163,7 @@ def test_parameters_read_nan_until_they_are_waited_for(tmp_path: Path) -> None:
     assert not model.inner.weight.isnan().any()
     assert weight.isnan().all(), "only what a module needs is waited for"
     optimizer.engine.synchronize()
-    assert unfinished(optimizer) == 0
+    assert under_way(optimizer) == 0
     assert not any(p.isnan().any() for p in model.parameters())
     optimizer.engine.close()
 
@@ -228,7 +187,7 @@ def test_a_change_while_the_update_goes_on_is_told(
     """It is lost, and the parameter has its updated value."""
     made = []
     for wrong in (True, False):
-        model, optimizer = late(tmp_path, "optim_states", lambda: Net(tied=False))
+        model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "forward")
         one_step(model, optimizer, 0)
         weight = model.blocks[1].up.weight
         if wrong:
@@ -244,7 +203,7 @@ def test_a_change_while_the_update_goes_on_is_told(
 
 
 def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
-    model, optimizer = late(tmp_path, "ram")
+    model, optimizer = build(Net, tmp_path, "ram", "forward")
     one_step(model, optimizer, 0)
     with hetero.gathered(model.inner.weight):
         loss_of(model, 1).backward()
@@ -255,12 +214,12 @@ def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize("at", ["home", "changed"])
+@pytest.mark.parametrize("at", ["_end_update", "_gather_whole"])
 def test_an_interrupt_while_waiting(tmp_path: Path, at: str) -> None:
     """The wait can be repeated."""
     results = []
     for interrupts in (True, False):
-        model, optimizer = late(tmp_path, "optim_states")
+        model, optimizer = build(Net, tmp_path, "optim_states", "forward")
         one_step(model, optimizer, 0)
         params = optimizer.engine.chunk_groups[0].params
         if interrupts:
@@ -286,8 +245,8 @@ class Bare(nn.Module):
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
     results = []
-    for overlap in (False, True):
-        model, optimizer = build(Bare, tmp_path, place, False, late_updates=overlap)
+    for overlap in ("none", "forward"):
+        model, optimizer = build(Bare, tmp_path, place, overlap)
         losses = torch.tensor([one_step(model, optimizer, step) for step in range(STEPS)])
         assert not losses.isnan().any()
         results.append([losses, *result(model, optimizer)])
@@ -296,7 +255,7 @@ def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
 
 def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
     """Updates are made in the order of forward; a module runs while later ones' are to come."""
-    model, optimizer = late(tmp_path, "optim_states", lambda: Net(blocks=7, tied=False))
+    model, optimizer = build(lambda: Net(blocks=7, tied=False), tmp_path, "optim_states", "forward")
     for step in range(2):
         one_step(model, optimizer, step)
     engine = optimizer.engine
@@ -329,11 +288,15 @@ def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_what_is_due_first(tmp_path: Path, early: bool) -> None:
+@pytest.mark.parametrize("overlap", ["both", "forward"])
+def test_what_is_due_first(tmp_path: Path, overlap: str) -> None:
     """What forward used first, after what holds slots in backward."""
-    model, optimizer = late(
-        tmp_path, "optim_states", lambda: Net(blocks=7, tied=False), early, host_memory="800KiB"
+    model, optimizer = build(
+        lambda: Net(blocks=7, tied=False),
+        tmp_path,
+        "optim_states",
+        overlap,
+        host_memory="800KiB",
     )
     one_step(model, optimizer, 0)
     loss = loss_of(model, 1)
@@ -343,11 +306,10 @@ def test_what_is_due_first(tmp_path: Path, early: bool) -> None:
         engine.placement.grad,
         engine.chunk_groups[0].stepper.next_use,
     )
-    assert due_of is not None
     assert grad.count(Tier.DISK) > 5
     assert grad.count(Tier.HOST) > 5
     due = {chunk.id: due_of(chunk) for chunk in chunks}
-    in_slots = {c.id for c in chunks if early and grad[c.id] is Tier.DISK}
+    in_slots = {c.id for c in chunks if overlap == "both" and grad[c.id] is Tier.DISK}
     assert {chunk for chunk in due if due[chunk] == 0} == in_slots
     others = [due[c.id] for c in chunks if c.id not in in_slots]
     assert others == sorted(set(others)), "chunks are in the order of forward"
@@ -358,8 +320,8 @@ def test_what_is_due_first(tmp_path: Path, early: bool) -> None:
 
 def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
     results = []
-    for overlap in (False, True):
-        model, optimizer = build(Net, tmp_path, "optim_states", False, late_updates=overlap)
+    for overlap in ("none", "forward"):
+        model, optimizer = build(Net, tmp_path, "optim_states", overlap)
         for step, budget in enumerate(["1200KiB", "3MiB", "800KiB"]):
             one_step(model, optimizer, step)
             optimizer.engine.set_budget(budget)
@@ -371,7 +333,7 @@ def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
     results = []
-    for overlap in (False, True):
+    for overlap in ("none", "forward"):
 
         def make() -> Net:
             model = Net(tied=False)
@@ -383,7 +345,7 @@ def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
             more["device_memory"] = "600KiB"
         elif place == "device":
             more["device_memory"] = "2MiB"
-        model, optimizer = build(make, tmp_path, place, False, late_updates=overlap, **more)
+        model, optimizer = build(make, tmp_path, place, overlap, **more)
         one_step(model, optimizer, 0)
         model.blocks[1].requires_grad_(True)
         for step in range(1, STEPS):
@@ -393,7 +355,7 @@ def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
 
 
 def test_a_failed_update_is_told_by_the_next_forward(tmp_path: Path) -> None:
-    model, optimizer = late(tmp_path, "optim_states")
+    model, optimizer = build(Net, tmp_path, "optim_states", "forward")
     one_step(model, optimizer, 0)
     optimizer.engine.synchronize()
     optimizer.engine.chunk_groups[0].pipeline.inject(1)
@@ -409,30 +371,29 @@ def test_a_failed_update_is_told_by_the_next_forward(tmp_path: Path) -> None:
 
 def test_close_with_updates_under_way(tmp_path: Path) -> None:
     for place in PLACES:
-        model, optimizer = late(tmp_path, place)
+        model, optimizer = build(Net, tmp_path, place, "forward")
         one_step(model, optimizer, 0)
         optimizer.engine.close()
         with pytest.raises(hetero.ClosedError):
             loss_of(model, 1)
 
 
-def test_several_ranks_are_refused() -> None:
-    config = hetero.Config(placement_policy="cpu", late_updates=True)
-    with pytest.raises(ValueError, match="late_updates is for one rank, and there are 2"):
-        check_late_updates(config, 2)
+@pytest.mark.parametrize("wrong", [True, "early", None])
+def test_the_option_is_checked(wrong: object) -> None:
+    with pytest.raises(ValueError, match="overlap_updates must be one of none, forward, backward"):
+        hetero.Config(placement_policy="cpu", overlap_updates=wrong)
 
 
 def test_fp16_overflow_leaves_a_step_out(tmp_path: Path) -> None:
     results = []
-    for overlap in (False, True):
+    for overlap in ("none", "forward"):
         model, optimizer = build(
             Net,
             tmp_path,
             "optim_states",
-            False,
+            overlap,
             dtype="fp16",
             initial_loss_scale=2.0**24,
-            late_updates=overlap,
         )
         for step in range(8):
             optimizer.backward(loss_of(model, step))

@@ -1,4 +1,4 @@
-"""Early and late updates and reading ahead in any model and any loop: not a bit differs."""
+"""Overlapped updates and reading ahead in any model and any loop: not a bit differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetero
-from tests.hetero.runtime.test_early_updates import (
+from tests.support.training.overlap_net import (
+    OVERLAPS,
     PLACES,
     WIDTH,
     Block,
@@ -90,11 +91,11 @@ LOOPS = st.lists(
 
 
 def train(
-    model_of: Model, loop: list[Step], place: str, early: bool, clip: bool = False, **options: Any
+    model_of: Model, loop: list[Step], place: str, overlap: str, clip: bool = False, **options: Any
 ) -> Any:
-    """What training makes, or the error that early updates are allowed to end with."""
+    """What training makes, or the error that updates during backward are allowed to end with."""
     with TemporaryDirectory() as folder:
-        model, optimizer = build(lambda: AnyNet(model_of), Path(folder), place, early, **options)
+        model, optimizer = build(lambda: AnyNet(model_of), Path(folder), place, overlap, **options)
         losses = []
         told = ""
         try:
@@ -120,7 +121,7 @@ def train(
         if told:
             # A step may bring more gradients than all before: that is told, and nothing is wrong.
             optimizer.engine.close()
-            assert early
+            assert overlap in ("backward", "both")
             assert "another gradient" in told or "needs the value" in told
             assert len({use for use, _ in model_of.uses}) < len(model_of.uses)
             return None
@@ -135,8 +136,7 @@ def train(
     dtype=st.sampled_from(["bf16", "fp32"]),
     mixed=st.booleans(),
     prefetch=st.booleans(),
-    late=st.booleans(),
-    early=st.booleans(),
+    overlap=st.sampled_from(OVERLAPS),
     host=st.sampled_from([None, "1MiB", "1500KiB"]),
 )
 def test_any_model_in_any_loop(
@@ -146,8 +146,7 @@ def test_any_model_in_any_loop(
     dtype: str,
     mixed: bool,
     prefetch: bool,
-    late: bool,
-    early: bool,
+    overlap: str,
     host: str | None,
 ) -> None:
     options: dict[str, Any] = {"dtype": dtype}
@@ -157,8 +156,7 @@ def test_any_model_in_any_loop(
         options["host_memory"] = "6MiB"
     elif place == "optim_states" and host is not None:
         options["host_memory"] = host
-    clip = not early
-    wanted = train(model_of, loop, place, False, clip, prefetch=prefetch, **options)
-    options["late_updates"] = late
-    found = train(model_of, loop, place, early, clip, prefetch=not prefetch, **options)
+    clip = overlap in ("none", "forward")
+    wanted = train(model_of, loop, place, "none", clip, prefetch=prefetch, **options)
+    found = train(model_of, loop, place, overlap, clip, prefetch=not prefetch, **options)
     assert found is None or same(wanted, found)

@@ -1,0 +1,34 @@
+"""What the updates of the optimizer may overlap with."""
+
+from __future__ import annotations
+
+import enum
+
+# Where each step has the same order of updates, so many buffers pass tiles on (two are read, one is
+# updated, two are written). The others keep the optimizer states that the next step needs last, so
+# that the chunks which the next forward uses first need not be read.
+STREAMING = 5
+
+
+class OverlapUpdates(str, enum.Enum):
+    """Two policies in one option: when an update is submitted, and who waits for it."""
+
+    NONE = "none"  # all are submitted by step(), which waits for them
+    FORWARD = "forward"  # all are submitted by step(); the next use of a chunk waits for its own
+    BACKWARD = "backward"  # a chunk's is submitted when its gradients are final; step() waits
+    BOTH = "both"  # submitted when gradients are final; the next use of a chunk waits
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether step() returns while updates go on."""
+        return self in (OverlapUpdates.FORWARD, OverlapUpdates.BOTH)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether updates are submitted before step()."""
+        return self in (OverlapUpdates.BACKWARD, OverlapUpdates.BOTH)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether updates have the same order in each step; else each step reverses it."""
+        return self is not OverlapUpdates.NONE

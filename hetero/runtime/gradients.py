@@ -1,0 +1,166 @@
+"""The way of a gradient from autograd, or from the user, to the chunk group that keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.runtime.update_schedule import UpdateSchedule
+from hetero.state.grad_placeholder import GradPlaceholder
+from hetero.state.loss_scale import LossScale
+from hetero.state.managed_param import ManagedParam
+from offload.errors import HeteroError
+
+
+class Gradients:
+    """Takes gradients in: GradHook -> Gradients -> Grads, or with several ranks GradReducer.
+
+    Grads keeps this rank's shard of the gradients of a chunk group; GradReducer first averages
+    whole gradients over the ranks. Then the update schedule learns that a gradient came.
+    """
+
+    def __init__(
+        self,
+        chunk_groups: Sequence[ChunkGroup],
+        loss_scale: LossScale,
+        schedule: UpdateSchedule,
+        note_backward: Callable[[], object],
+    ) -> None:
+        """`chunk_groups` may grow. `note_backward` is called when autograd gives a gradient."""
+        self._chunk_groups = chunk_groups
+        self._loss_scale = loss_scale
+        self._schedule = schedule
+        self._note_backward = note_backward
+        self._unsynced: list[ExitStack] = []  # what the open no_sync() blocks have entered
+        self._unaveraged = False  # with several ranks: gradients came that are no means yet
+        self._is_scaled = False  # in backward(): the loss was scaled
+
+    # From autograd
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """loss.backward(**options), with the loss times the loss scale under fp16."""
+        self._is_scaled = True
+        try:
+            if self._loss_scale.dynamic:
+                loss = loss.float() * self._loss_scale.value
+            loss.backward(**options)
+        finally:
+            self._is_scaled = False
+
+    def check(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+        """Autograd is about to add `grad` to the parameter's gradient.
+
+        Takes in a gradient that was assigned before. Raises ValueError for a sparse gradient,
+        HeteroError for one that comes too late, RuntimeError under fp16 for an unscaled one.
+        """
+        _check_dense(managed, grad)
+        self._schedule.check_gradient(managed)
+        self._note_backward()
+        if self._loss_scale.dynamic and not self._is_scaled:
+            raise RuntimeError(
+                "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
+                "loss.backward(); or scale the loss yourself, with torch.amp.GradScaler say, and "
+                "initialize with initial_loss_scale=None"
+            )
+        self.adopt([managed])
+
+    def keep(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
+        """Keeps what autograd gave, which is times the loss scale; `accumulate`: adds it to what
+        is kept. Raises what room for it met.
+        """
+        self._schedule.begin_backward()
+        self._store(managed, grad, accumulate, self._loss_scale.grad_factor)
+        self._schedule.grad_arrived(managed, accumulate, counts=not self._unsynced)
+        self._group(managed).grads.write_complete()
+
+    # From the user
+
+    def adopt(self, members: Sequence[ManagedParam]) -> None:
+        """Takes gradients that the user assigned to `.grad`, as if backward had given them.
+
+        They are not times the loss scale. Raises HeteroError for what was computed from a
+        placeholder, ValueError for a sparse one.
+        """
+        for m in members:
+            grad = m.param.grad
+            if grad is None or m.has_grad:
+                continue
+            self._schedule.check_gradient(m)
+            _check_dense(m, grad)
+            if isinstance(grad, GradPlaceholder) or bool(grad.isnan().all()):
+                raise HeteroError(
+                    f"the .grad that was assigned to {m.name} is all NaN, as what is computed from "
+                    f"the .grad of a managed parameter; use hetero.grads() instead"
+                )
+            if self._group(m).placement.grad_offload_bytes:
+                grad = grad.clone()  # it leaves the device later; the user may change it sooner
+            self._store(m, grad, False, 1.0)
+
+    def of(self, members: Sequence[ManagedParam]) -> list[ManagedParam]:
+        """Those of `members` that have gradients, after taking in assigned ones.
+
+        Gradients are means over the ranks then, all of which must call this. Raises as adopt().
+        """
+        trained = [m for m in members if m.chunk.trainable]
+        self.adopt(trained)
+        self.average()
+        return [m for m in trained if m.has_grad]
+
+    def _store(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
+        chunk_group = self._group(m)
+        # Before the gradient, so that an exception in between leaves both as they belong.
+        chunk_group.grads.set_factor(m, factor, accumulate)
+        self._unaveraged = True
+        if chunk_group.ranks is None:
+            chunk_group.grads.add(m, grad, accumulate)
+        else:
+            chunk_group.ranks.grad_reducer.add(m, grad, accumulate)
+
+    # Over the ranks
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are only added up on each rank, and none is final."""
+        with ExitStack() as contexts:
+            for chunk_group in self._chunk_groups:
+                contexts.enter_context(chunk_group.no_sync())
+            self._unsynced.append(contexts)
+            try:
+                yield
+            finally:
+                self._unsynced.remove(contexts)
+
+    def take_over(self, chunk_group: ChunkGroup) -> None:
+        """The chunk group has come, perhaps inside no_sync()."""
+        for contexts in self._unsynced:
+            contexts.enter_context(chunk_group.no_sync())
+
+    def average(self, force: bool = False) -> None:
+        """Until gradients are means over the ranks; `force`: also if none has come here.
+
+        All ranks must call it. Raises PeerError.
+        """
+        # If one chunk group has something all do: which chunk group has may differ between ranks.
+        force = force or self._unaveraged
+        # First the one that averages during backward, of which other ranks may be in the middle.
+        for chunk_group in sorted(
+            self._chunk_groups, key=lambda chunk_group: chunk_group.reduce_at_end
+        ):
+            if chunk_group.ranks is not None:
+                chunk_group.ranks.grad_reducer.reduce_all(force)
+        self._unaveraged = False
+
+    def _group(self, m: ManagedParam) -> ChunkGroup:
+        return self._chunk_groups[m.chunk.group_index]
+
+
+def _check_dense(managed: ManagedParam, grad: torch.Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise ValueError(
+            f"{managed.name} got a {grad.layout} gradient; only dense gradients are supported: "
+            f"use sparse=False"
+        )

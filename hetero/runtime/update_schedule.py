@@ -1,0 +1,325 @@
+"""When each chunk is updated, and who waits for it: one mechanism, two policies.
+
+A chunk's update is submitted by step(), or during backward as soon as its gradients are final; and
+step() waits for it, or the next use of the chunk does. The option overlap_updates chooses. Each
+chunk group's ChunkUpdates has the states, and makes those wait who need a chunk's memory.
+
+From the first update that is submitted during backward to step() the step is *half made*: the
+chunks that were updated are locked, and the updates cannot be undone. step() updates the rest.
+
+Backward does not need the values of a chunk whose gradients are final: autograd calls
+AccumulateGrad when all nodes that give the parameter a gradient have run, and these are the ones
+that read its value. Nodes that read it without giving it a gradient (detach(), torch.no_grad() in a
+checkpoint's recomputation) are found out: by the version of what autograd saved, which the update
+has changed, or because a locked parameter reads NaN and refuses to be used by a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, hyper_table
+from hetero.chunks.layout import Chunk
+from hetero.overlap import OverlapUpdates
+from hetero.runtime.call_stack import inside_another_backward
+from hetero.runtime.grad_counts import GradCounts
+from hetero.state.chunk_updates import TO_GO_ON
+from hetero.state.managed_param import ManagedParam
+from offload.errors import HeteroError
+
+ParamGroups = Callable[[], Sequence[dict[str, Any]]]
+
+
+def check_overlap(overlap: OverlapUpdates, ranks: int) -> None:
+    """Raises ValueError where so many ranks cannot overlap updates so."""
+    if overlap.in_backward and ranks > 1:
+        raise ValueError(
+            f"overlap_updates={overlap.value!r} is for one rank, and there are {ranks}: a gradient "
+            f"is final when it is averaged over the ranks, which ends after backward; use 'forward'"
+        )
+
+
+class UpdateSchedule:
+    """Submits the updates of all chunk groups and waits for them."""
+
+    def __init__(
+        self, chunk_groups: Sequence[ChunkGroup], overlap: OverlapUpdates, prefetch: bool
+    ) -> None:
+        """`chunk_groups` may grow. `prefetch`: what step() needs first is read during backward."""
+        self._chunk_groups = chunk_groups
+        self.overlap = overlap
+        self._name = f"overlap_updates={overlap.value!r}"
+        self._counts = GradCounts()
+        self._param_groups: ParamGroups = tuple
+        self._hyper_of: HyperOf | None = None
+        self._reads_ahead = prefetch
+        self._has_read_ahead = False  # in this step
+        # The update that is about to be submitted. If Ctrl-C comes meanwhile it stays here, because
+        # whether that update is made is not known.
+        self._submitting = ""
+        # By index of the param group, the options with which it was updated during backward.
+        self._options: dict[int, dict[str, Any]] = {}
+        self._group_of: dict[int, int] = {}  # by id(param): index of its param group
+
+    def connect_optimizer(self, param_groups: ParamGroups, hyper_of: HyperOf) -> None:
+        """`param_groups` gives the optimizer's groups as they are at the time, `hyper_of` what
+        their options mean.
+        """
+        self._param_groups, self._hyper_of = param_groups, hyper_of
+
+    @property
+    def _locked(self) -> list[ManagedParam]:
+        chunks = [c for group in self._chunk_groups for c in group.updates.locked.values()]
+        return [m for members in chunks for m in members]
+
+    @property
+    def is_half_made(self) -> bool:
+        """Whether some chunks are updated and the others wait for step()."""
+        return any(chunk_group.updates.locked for chunk_group in self._chunk_groups)
+
+    # What is refused while a step is half made
+
+    def require_whole(self, what: str) -> None:
+        """Raises HeteroError because `what` cannot be done while a step is half made."""
+        if self.is_half_made:
+            count = sum(len(group.updates.locked) for group in self._chunk_groups)
+            raise HeteroError(
+                f"{what} came while a step is half made: {count} chunks were updated during "
+                f"backward ({self._name}), the others were not; {TO_GO_ON}"
+            )
+
+    def check_gradient(self, managed: ManagedParam) -> None:
+        """Raises HeteroError if a gradient of a locked parameter comes, or is assigned."""
+        if managed.chunk.id in self._group(managed.chunk).updates.locked:
+            count = self._counts.expected(managed)
+            raise HeteroError(
+                f"{managed.name} gets another gradient after it was updated during backward "
+                f"({self._name}), because no step before brought it more than {count}; put all "
+                f"backward calls of a step but the last into `with hetero.no_sync(model):`, call "
+                f"optimizer.step() before the next step's, or leave out overlap_updates"
+            )
+
+    # During backward
+
+    def begin_backward(self) -> None:
+        """A gradient comes: what step() needs first is read while backward runs.
+
+        Once a step. Not before backward: reading would compete with forward, for a step that may
+        not come. Not in a later backward of the step: what was read once stays.
+        """
+        if self._has_read_ahead or not self._reads_ahead:
+            return
+        self._has_read_ahead = True
+        for chunk_group in self._chunk_groups:
+            lock = chunk_group.optim_states.lock
+            if lock.acquire(blocking=False):  # else the buffers are used to read optimizer states
+                try:
+                    with suppress(RuntimeError, OSError):  # a failed pipeline says so to step()
+                        chunk_group.stepper.read_ahead()
+                finally:
+                    lock.release()
+
+    def grad_arrived(self, managed: ManagedParam, added: bool, counts: bool) -> None:
+        """A gradient is kept (GradCounts.note()). Submits the updates that can be made now."""
+        if not self.overlap.in_backward:
+            return
+        self._counts.note(managed, added, counts)
+        if not counts:
+            return
+        self._group(managed.chunk).params.finish_updates([managed.chunk])  # of the last step
+        self._note_final(managed.chunk)
+        final = [chunk for group in self._chunk_groups for chunk in group.updates.final]
+        if final and not inside_another_backward():
+            for chunk in final:
+                # (Gradients may have been cleared since, or another one have come.)
+                if self._note_final(chunk):
+                    if not self._group(chunk).grads.has_arrived(chunk):
+                        return  # it is on its way from the device
+                    self._submit_early(chunk)
+
+    def _note_final(self, chunk: Chunk) -> bool:
+        chunk_group = self._group(chunk)
+        final = self._counts.are_final(chunk_group.grads.members(chunk))
+        chunk_group.updates.set_final(chunk, final)
+        return final
+
+    def _submit_early(self, chunk: Chunk) -> None:
+        """Submits the chunk's update; leaves it to step() if that would refuse it."""
+        chunk_group = self._group(chunk)
+        chunk_group.updates.set_final(chunk, False)
+        members = chunk_group.grads.members(chunk)
+        groups = self._grouped(members)
+        if groups is None or chunk_group.grads.has_lost(chunk):
+            return
+        if not all(self._is_updatable(m, chunk_group) for m in members):
+            return
+        assert self._hyper_of is not None
+        try:
+            table = hyper_table(groups, self._hyper_of)
+        except ValueError:
+            return
+        now = {index: _copied(options) for index, (options, some) in enumerate(groups) if some}
+        if any(self._options.get(index, options) != options for index, options in now.items()):
+            return
+        self._options |= now
+        self._submitting = f"the update of {chunk.name}"
+        self._submit(chunk_group, groups, table, last=False)
+        self._submitting = ""
+
+    def _is_updatable(self, m: ManagedParam, chunk_group: ChunkGroup) -> bool:
+        free = m.uses == 0 and m.is_at_home and not m.changed_unnoticed
+        return free and m.grad_factor == 1.0
+
+    def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
+        """The param groups, with `members` alone; None if one is in no group."""
+        groups: list[tuple[dict[str, Any], list[ManagedParam]]]
+        groups = [(group, []) for group in self._param_groups()]
+        if not self._group_of or not self.is_half_made:
+            self._group_of = {
+                id(p): index for index, (group, _) in enumerate(groups) for p in group["params"]
+            }
+        for m in members:
+            index = self._group_of.get(id(m.param))
+            if index is None:
+                return None
+            groups[index][1].append(m)
+        return groups
+
+    # Submitting
+
+    def _submit(
+        self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable, last: bool
+    ) -> None:
+        """Submits updates of parameters in `groups`, all in `chunk_group`.
+
+        They are the `last` of the step; else step() is still to come, and their chunks are locked.
+        Raises HeteroError for a gradient that was lost, with nothing changed.
+        """
+        try:
+            update = chunk_group.stepper.prepare(groups, table)
+        except BaseException:
+            chunk_group.grads.release_used()
+            raise
+        # Before the update, so that even an interruption leaves no copy of old values in use.
+        for members in update.members:
+            chunk_group.params.begin_update(members[0].chunk, members, lock=not last)
+        try:
+            with chunk_group.optim_states.lock:
+                chunk_group.stepper.submit(update, last)
+        finally:
+            # After a failure, too: other ranks that ask for the values are told of it.
+            for members in update.members:
+                chunk_group.params.publish(members[0].chunk)
+
+    def step(self, groups: Groups, hyper_of: HyperOf) -> None:
+        """Updates the parameters in `groups`, but for those that backward has updated already.
+
+        Raises HeteroError for what would make the two parts of the step differ, and ValueError for
+        hyper-parameters that make no sense, with nothing changed.
+        """
+        self._check_half(groups)
+        locked = set(self._locked)
+        rest = [(options, [m for m in some if m not in locked]) for options, some in groups]
+        table = hyper_table(rest, hyper_of)
+        used = {m.chunk.group_index for m in locked}
+        used |= {m.chunk.group_index for _, members in rest for m in members}
+        try:
+            for number in sorted(used):
+                mine = [(g, [m for m in some if m.chunk.group_index == number]) for g, some in rest]
+                self._submit(self._chunk_groups[number], mine, table, last=True)
+        except BaseException as error:
+            if locked and not isinstance(error, Exception):  # Ctrl-C
+                self._submitting = "optimizer.step()"
+            raise
+        self._counts.end_step()
+        self._unlock()
+        if not self.overlap.in_forward:
+            self.wait_all()
+
+    def _check_half(self, groups: Groups) -> None:
+        """Raises HeteroError if step() cannot complete what backward has begun."""
+        if self._submitting:
+            raise HeteroError(
+                f"{self._submitting} was interrupted in a step that is half made ({self._name}), "
+                f"and nobody knows whether it was made; load a checkpoint with "
+                f"optimizer.load_state_dict()"
+            )
+        for m in self._locked:
+            if not m.has_grad:
+                raise HeteroError(
+                    f"the gradient of {m.name} was cleared after it was updated with it, during "
+                    f"backward ({self._name}): the step is half made, and updates cannot be "
+                    f"undone; load a checkpoint with optimizer.load_state_dict()"
+                )
+        for index, before in self._options.items():
+            now = _copied(groups[index][0])
+            changed = [key for key in before if now.get(key) != before[key]]
+            if changed:
+                count = sum(len(group.updates.locked) for group in self._chunk_groups)
+                raise HeteroError(
+                    f"{changed[0]} of param group {index} is {now.get(changed[0])!r} at step() and "
+                    f"was {before[changed[0]]!r} during backward, when {count} chunks were updated "
+                    f"with it ({self._name}); change it, or step the scheduler, after step() and "
+                    f"before the next backward"
+                )
+
+    def end_step(self) -> None:
+        """step() is over, with or without an update: the next backward is of another step."""
+        self._has_read_ahead = False
+
+    def abandon(self, replaced: Container[ManagedParam]) -> None:
+        """The parameters `replaced` are about to get other values and states, so the step is no
+        more half made.
+
+        Raises HeteroError if others were updated.
+        """
+        for m in self._locked:
+            if m not in replaced:
+                raise HeteroError(
+                    f"the state that is loaded lacks {m.name}, which was updated already in a step "
+                    f"that is half made ({self._name}); load one of all parameters"
+                )
+        for chunk_group in self._chunk_groups:
+            if chunk_group.updates.locked:
+                chunk_group.stepper.stop()
+        self._unlock()
+        self.wait_all()
+
+    def _unlock(self) -> None:
+        """The step is made, or will not be."""
+        self._submitting = ""
+        self._options.clear()
+        self._group_of.clear()
+        for chunk_group in self._chunk_groups:
+            chunk_group.updates.end_step()
+
+    # Waiting
+
+    def wait_all(self) -> None:
+        """Until all parameters have their new values, but for locked ones. Raises what an update
+        met."""
+        for chunk_group in self._chunk_groups:
+            under_way = chunk_group.updates.under_way
+            if under_way:
+                # (One call of native code, which Ctrl-C does not end: parameters that step() leaves
+                # attached are complete then.)
+                chunk_group.updates.pipeline.wait_updated()
+                chunk_group.params.finish_updates(under_way)
+                chunk_group.grads.release_used()
+
+    def _group(self, chunk: Chunk) -> ChunkGroup:
+        return self._chunk_groups[chunk.group_index]
+
+
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
+    """A param group's options as they are now."""
+    return {
+        key: float(value) if isinstance(value, torch.Tensor) else value
+        for key, value in options.items()
+        if key != "params"
+    }
