@@ -22,7 +22,7 @@ PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
 
 
 class Observer(Protocol):
-    """Who watches a run."""
+    """Is told of a run as it goes on, to show it."""
 
     def begin(self, setting: Setting) -> None: ...
     def step(self, metrics: StepMetrics) -> None: ...
@@ -32,10 +32,19 @@ class Observer(Protocol):
 def train(
     options: TrainOptions, folder: RunFolder, observer: Observer, ranks: Ranks = ALONE
 ) -> TrainResult:
-    """Runs the main job; all ranks must call it with the same options.
+    """Trains as the options say; all ranks must call it with the same options.
 
-    Options that cannot work raise ValueError or hetero.HeteroError before the first step. What
-    ends the run later, Ctrl-C included, is told by the result's status and failure.
+    Args:
+        options: validated options of `hetero train`.
+        folder: where metrics are written, step by step.
+        observer: shows the run while it goes on.
+        ranks: this process among those that train together.
+
+    Returns:
+        What was measured. Its status and failure say what ended the run early, Ctrl-C included.
+
+    Raises:
+        ValueError, hetero.HeteroError: before the first step, for options that cannot work.
     """
     with open_job(options, folder, ranks) as job:
         result = TrainResult(job.setting)
@@ -77,7 +86,7 @@ def _run_steps(job: Job, folder: RunFolder, observer: Observer, result: TrainRes
 
 
 def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> Timeline:
-    """What the process does while `make_steps` runs, until it returns."""
+    """The timeline of the process while `make_steps` runs."""
     with record() as recording:
         make_steps()
         end_s = time.perf_counter()

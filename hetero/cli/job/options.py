@@ -163,8 +163,8 @@ class TrainOptions:
     )
     prefetch: bool = _option(
         True,
-        "fetch parameters and optimizer states before they are needed; without, transfers are"
-        " never beside compute",
+        "fetch parameters and optimizer states before they are needed; without it compute waits"
+        " for each of them (default: on)",
         group="speed",
     )
     early_updates: bool = _option(
