@@ -22,8 +22,8 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # Placements follow from sizes alone unless a test says so, whatever profile this machine has.
 os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 
-# By default hypothesis fails where an example takes 200 ms, or making up examples takes a second: on
-# a machine under load that is no finding.
+# By default hypothesis fails where an example takes 200 ms, or making up examples takes a second:
+# on a machine under load that is no finding.
 LOADED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("hetero", deadline=None, suppress_health_check=LOADED)
 settings.load_profile("hetero")
