@@ -54,6 +54,7 @@ from bench.work.lower_bound import RESOURCES, summarize
 from bench.work.transfers import HeteroTransfers, Shape, measured_file
 from hetero.chunks.dtypes import Dtypes
 from hetero.cli.job.job import Job, open_job
+from hetero.cli.job.loop import PICTURED_STEPS, record_steps
 from hetero.cli.job.models import (
     count_parameters,
     model_config,
@@ -62,12 +63,7 @@ from hetero.cli.job.models import (
 )
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.cli.job.run_folder import RunFolder
-from hetero.cli.job.step_timeline import (
-    PICTURED_STEPS,
-    check_picture,
-    draw_steps,
-    record_steps,
-)
+from hetero.cli.show.step_timeline import check_picture, draw_steps
 from offload.errors import HeteroError
 from offload.memory.sizes import format_bytes
 

@@ -30,7 +30,6 @@ from rich.table import Table
 from bench.harness.machine import describe_machine
 from bench.harness.program import add_json_argument, command_line, print_header, run_program
 from hetero.cli.job.job import open_job
-from hetero.cli.job.loop import one_step
 from hetero.cli.job.models import (
     MODEL_NAMES,
     count_parameters,
@@ -39,6 +38,7 @@ from hetero.cli.job.models import (
 )
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.run_folder import RunFolder
+from hetero.cli.job.step import one_step
 from hetero.planning.predict import Computing, Prediction, predict
 from hetero.planning.profiles import find_profile
 from hetero.planning.trace import Work

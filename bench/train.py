@@ -38,10 +38,9 @@ from bench.harness.contenders import (
 from bench.harness.program import add_peer_arguments, chosen_peers, names, wide_console
 from bench.peers.training.workload import Workload
 from hetero.cli.job.data import load_corpus
-from hetero.cli.job.job import ADAM_BETAS
 from hetero.cli.job.models import model_config
+from hetero.cli.job.optimization import ADAM_BETAS, lr_factor
 from hetero.cli.job.options import TrainOptions, add_train_arguments
-from hetero.cli.job.schedule import lr_factor
 from offload.errors import HeteroError
 from offload.memory.sizes import format_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from offload import _native
 from tests.support.ranks.processes import RankPool
@@ -22,11 +22,13 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 # Placements follow from sizes alone unless a test says so, whatever profile this machine has.
 os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 
-# Hypothesis' own deadline is 200 ms an example: on a machine under load that is no finding.
-settings.register_profile("hetero", deadline=None)
+# By default hypothesis fails where an example takes 200 ms, or making up examples takes a second:
+# on a machine under load that is no finding.
+LOADED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("hetero", deadline=None, suppress_health_check=LOADED)
 settings.load_profile("hetero")
 # For builds that run many times slower.
-settings.register_profile("sanitized", deadline=None, max_examples=20)
+settings.register_profile("sanitized", settings.get_profile("hetero"), max_examples=20)
 
 
 def open_files() -> set[str]:

@@ -28,7 +28,6 @@ LONG_FILES = {
 WIDE_FOLDERS = {
     "hetero/runtime": "two update schedules, which are to become one",
     "hetero/state": "slots and files of chunk groups, which are to become fewer",
-    "hetero/cli/job": "to be split",
     "tests/native": "native/'s folders are to be mirrored",
 }
 

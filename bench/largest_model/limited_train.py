@@ -91,9 +91,9 @@ def run(spec: Spec) -> dict[str, Any]:
     """Trains, and says what it took; "status" is "trained", "refused" or "failed"."""
     import torch
 
-    from hetero.cli.job.process_memory import peak_rss_bytes, rss_bytes
     from offload.errors import HeteroError
     from offload.memory.c_heap import trim_heap
+    from offload.memory.process_memory import peak_resident_bytes, resident_bytes
 
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)
@@ -102,7 +102,7 @@ def run(spec: Spec) -> dict[str, Any]:
         warm = {**spec.model_config, "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 256}
         _train(dataclasses.replace(spec, model_config=warm, steps=1), 64 << 20)
         trim_heap()
-        framework = rss_bytes()
+        framework = resident_bytes()
         left = spec.rss_bytes - framework - outside_bytes(spec) - MARGIN_BYTES
         host = spec.host_memory or left
         result |= {"framework_bytes": framework, "host_memory": host}
@@ -114,7 +114,7 @@ def run(spec: Spec) -> dict[str, Any]:
         result |= {"status": "refused", "error": f"{type(error).__name__}: {error}"}
     except (MemoryError, RuntimeError, OSError) as error:  # torch: DefaultCPUAllocator
         result |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-    return {**result, "peak_rss_bytes": peak_rss_bytes(), "memory": memory_bytes()}
+    return {**result, "peak_rss_bytes": peak_resident_bytes(), "memory": memory_bytes()}
 
 
 def _train(spec: Spec, host_memory: int) -> dict[str, Any]:

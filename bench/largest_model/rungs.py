@@ -21,8 +21,8 @@ from bench.harness.program import parse_size
 from bench.largest_model.climb import climb
 from bench.largest_model.limited_train import MARGIN_BYTES, Spec, outside_bytes
 from bench.largest_model.shapes import Shape, family, params_of, shape_name
-from hetero.cli.job.job import make_optimizer
 from hetero.cli.job.models import build_model, model_config
+from hetero.cli.job.optimization import make_optimizer
 from hetero.cli.job.options import TrainOptions
 from hetero.config import Config
 from hetero.planning.group_plans import arrange

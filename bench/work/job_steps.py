@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from hetero.cli.job.job import Job
-from hetero.cli.job.loop import one_step
 from hetero.cli.job.metrics import StepMetrics
+from hetero.cli.job.step import one_step
 from offload.timeline import Timeline
 
 QUIET_S = 0.2

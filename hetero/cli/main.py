@@ -26,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hetero",
-        description="Trains models whose state is larger than memory, inside hard budgets.",
+        description="Trains PyTorch models whose state does not fit in memory, inside strict"
+        " budgets: chunks of it move between device memory, RAM and NVMe.",
+        epilog="Options of a command: hetero COMMAND --help. In a program of your own:"
+        " hetero.initialize(model, optimizer).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (train, profile, plan):

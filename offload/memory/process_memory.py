@@ -34,6 +34,16 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
+def peak_resident_bytes() -> int:
+    """The most resident bytes that this program ever had.
+
+    ru_maxrss survives exec: in a small program started by a large one it is the large one's.
+    """
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        (peak,) = (line for line in file if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) << 10
+
+
 def allowed_bytes() -> int | None:
     """What the system lets this process hold: the least of its cgroups' limits and RLIMIT_AS.
 

@@ -6,7 +6,6 @@ What only a true device shows is in tests/cuda.
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import Tier
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.training.loops import Run, batches, build, train
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -300,7 +300,7 @@ def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
 
     def slowly(event: Any) -> None:
         if threading.current_thread().name == "hetero-copying":
-            assert go_on.wait(30)
+            assert go_on.wait(PATIENCE_S)
         synchronize(event)
 
     monkeypatch.setattr(runtime, "synchronize", slowly)
@@ -308,10 +308,7 @@ def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
     cache = engine.chunk_groups[0].params._cache
     assert cache is not None
     cache.start(0)
-    deadline_s = time.monotonic() + 30
-    while not runtime.copying and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert runtime.copying
+    until(lambda: runtime.copying)
     later = threading.Timer(0.3, go_on.set)
     later.start()
     engine.set_budget("700KiB")

@@ -292,8 +292,8 @@ class _Planned:
 def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: bool) -> _Planned:
     import torch
 
-    from hetero.cli.job.job import make_optimizer
     from hetero.cli.job.models import build_model, model_config
+    from hetero.cli.job.optimization import make_optimizer
     from hetero.planning.group_plans import arrange
     from hetero.runtime.update_schedule import check_overlap
 

@@ -1,8 +1,8 @@
-"""The main job: a language model trained on text, and what is recorded and shown of it.
+"""The training job of `hetero train`: a language model on the bytes of a text.
 
 Vocabulary of this package:
 
-    options   what the user asked for, validated
+    options   what was asked for on the command line, validated
     corpus    the bytes that are trained on; a token is a byte
     rank      one of the processes that train together; each has micro-batches of its own
     step      one optimizer update: `accumulate` micro-batches of `batch_size` sequences, on each

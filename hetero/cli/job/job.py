@@ -14,11 +14,11 @@ import hetero
 from hetero.chunks.layout import Shard
 from hetero.cli.job.data import Corpus, load_corpus
 from hetero.cli.job.models import build_model, count_parameters, model_config, model_label
+from hetero.cli.job.optimization import make_optimizer, make_scheduler
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE, Ranks
-from hetero.cli.job.result import USUAL_STATE_BYTES_PER_PARAM, Placed, Setting
+from hetero.cli.job.result import USUAL_STATE_BYTES_PER_PARAM, FinalPlacement, Setting
 from hetero.cli.job.run_folder import RunFolder
-from hetero.cli.job.schedule import make_scheduler
 from hetero.planning.group_plans import arrange
 from hetero.planning.predict import Placed as PlacedChunkGroup
 from hetero.planning.predict import predict
@@ -26,10 +26,6 @@ from hetero.planning.trace import Work
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile, default_path
-
-# Adam's betas for language models: the second moment forgets faster than torch's 0.999, which
-# suits runs of few steps.
-ADAM_BETAS = (0.9, 0.95)
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
 LEAST_DEFAULT_HOST_BYTES = 256 << 20
@@ -48,7 +44,7 @@ class Job:
     device: torch.device
     setting: Setting
     ranks: Ranks
-    placed: Callable[[], Placed]  # as it is now
+    placed: Callable[[], FinalPlacement]  # as it is now
 
 
 @contextmanager
@@ -87,8 +83,8 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     notes = list(engine.notes)
     predicted = predicted_step(options, config, engine.chunk_groups, ranks.count, notes)
 
-    def placed() -> Placed:
-        return Placed(
+    def placed() -> FinalPlacement:
+        return FinalPlacement(
             policy_of(engine),
             predicted_step(options, config, engine.chunk_groups, ranks.count, []),
             [(change.step, change.words()) for change in engine.replanner.changes],
@@ -215,23 +211,3 @@ def memory_config(
         process_memory=options.process_memory,
         expected_tokens=options.tokens_per_step,
     )
-
-
-def make_optimizer(options: TrainOptions, model: torch.nn.Module) -> hetero.HybridOptimizer:
-    """The optimizer that was asked for."""
-    groups = _param_groups(model, options.weight_decay)
-    lr, state_dtype = options.lr, options.state_dtype
-    if options.optimizer == "lion":
-        return hetero.HybridLion(groups, lr=lr, state_dtype=state_dtype)
-    if options.optimizer == "adagrad":
-        return hetero.HybridAdagrad(groups, lr=lr, state_dtype=state_dtype)
-    return hetero.HybridAdam(groups, lr=lr, betas=ADAM_BETAS, state_dtype=state_dtype)
-
-
-def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms, which have one dimension, do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]

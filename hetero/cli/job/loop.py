@@ -1,31 +1,28 @@
-"""The training loop: takes a job through its steps and measures every one."""
+"""The training loop: takes a job through its steps, and says how it ended."""
 
 from __future__ import annotations
 
-import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 import hetero
 from hetero.cli.job.job import Job, open_job
-from hetero.cli.job.metrics import LINKS, MemorySample, StepMetrics
+from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.options import TrainOptions
-from hetero.cli.job.process_memory import peak_rss_bytes, rss_bytes
 from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import Setting, TrainResult
 from hetero.cli.job.run_folder import RunFolder
-from hetero.cli.job.step_timeline import PICTURED_STEPS, record_steps
-from hetero.cli.job.stopwatch import Stopwatch
+from hetero.cli.job.step import DivergedError, one_step
+from offload.memory.process_memory import peak_resident_bytes
+from offload.timeline import Timeline, record
 
-
-class DivergedError(RuntimeError):
-    """The loss is no number any more."""
+PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
 
 
 class Observer(Protocol):
-    """Who watches a run."""
+    """Is told of a run as it goes on, to show it."""
 
     def begin(self, setting: Setting) -> None: ...
     def step(self, metrics: StepMetrics) -> None: ...
@@ -35,10 +32,19 @@ class Observer(Protocol):
 def train(
     options: TrainOptions, folder: RunFolder, observer: Observer, ranks: Ranks = ALONE
 ) -> TrainResult:
-    """Runs the main job; all ranks must call it with the same options.
+    """Trains as the options say; all ranks must call it with the same options.
 
-    Options that cannot work raise ValueError or hetero.HeteroError before the first step. What
-    ends the run later, Ctrl-C included, is told by the result's status and failure.
+    Args:
+        options: validated options of `hetero train`.
+        folder: where metrics are written, step by step.
+        observer: shows the run while it goes on.
+        ranks: this process among those that train together.
+
+    Returns:
+        What was measured. Its status and failure say what ended the run early, Ctrl-C included.
+
+    Raises:
+        ValueError, hetero.HeteroError: before the first step, for options that cannot work.
     """
     with open_job(options, folder, ranks) as job:
         result = TrainResult(job.setting)
@@ -46,7 +52,7 @@ def train(
         try:
             _run_steps(job, folder, observer, result)
             result.placed = job.placed()
-            result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_rss_bytes())]
+            result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
         except KeyboardInterrupt:
             result.status = "interrupted"
         except (DivergedError, hetero.HeteroError, OSError, MemoryError) as error:
@@ -55,7 +61,7 @@ def train(
         finally:
             observer.end()
         result.peak_managed_bytes = dict(job.engine.ledger.peak_bytes)
-        result.peak_rss_bytes = peak_rss_bytes()
+        result.peak_rss_bytes = peak_resident_bytes()
         result.peak_rss_by_rank_bytes = result.peak_rss_by_rank_bytes or [result.peak_rss_bytes]
     return result
 
@@ -79,79 +85,12 @@ def _run_steps(job: Job, folder: RunFolder, observer: Observer, result: TrainRes
         result.timeline = record_steps(job.engine, partial(make, range(pictured, end)))
 
 
-def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
-    """Makes step number `step` (from 1) of a run that began at `start_s`, and measures it."""
-    options = job.options
-    clock = Stopwatch(job.device)
-    before, gather_wait_s = _traffic_bytes(job), _gather_wait_s(job)
-    memory: list[MemorySample] = []
-    loss_sum = 0.0
-    for micro_batch in range(1, options.accumulate + 1):
-        tokens = job.corpus.batch(options.batch_size).to(job.device)
-        with clock.span("forward"):
-            loss = job.model(input_ids=tokens, labels=tokens).loss
-            loss_sum += loss.item()
-        memory.append(_memory_sample(job, start_s))
-        # Updates may be submitted in the last backward only; without them nothing need be said.
-        more = options.overlap.in_backward and micro_batch < options.accumulate
-        told = hetero.no_sync(job.model) if more else nullcontext()
-        with clock.span("backward"), told:
-            job.optimizer.backward(loss / options.accumulate)
-        memory.append(_memory_sample(job, start_s))
-    # All ranks learn here, before any of them updates, if one of them went astray.
-    loss_mean = job.ranks.mean(loss_sum / options.accumulate)
-    _require_number(loss_mean, step, options)
-    lr = float(job.optimizer.param_groups[0]["lr"])
-    grad_norm: float | None = None
-    with clock.span("optimizer"):
-        if options.clip > 0:
-            norm = float(hetero.clip_grad_norm_(job.model.parameters(), options.clip))
-            # Under fp16 an overflow is part of life: the step is skipped and the scale lowered.
-            grad_norm = norm if math.isfinite(norm) else None
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-    job.scheduler.step()
-    memory.append(_memory_sample(job, start_s))
-    after = _traffic_bytes(job)
-    return StepMetrics(
-        step=step,
-        loss=loss_mean,
-        grad_norm=grad_norm,
-        lr=lr,
-        step_s=clock.total_s(),
-        forward_s=clock.seconds["forward"],
-        backward_s=clock.seconds["backward"],
-        optimizer_s=clock.seconds["optimizer"],
-        tokens=job.setting.tokens_per_step,
-        traffic_bytes={link: after[link] - before[link] for link in LINKS},
-        gather_wait_s=_gather_wait_s(job) - gather_wait_s,
-        memory=tuple(memory),
-    )
-
-
-def _require_number(loss: float, step: int, options: TrainOptions) -> None:
-    if math.isfinite(loss):
-        return
-    advice = f"a smaller --lr (now {options.lr:g}) or more --warmup (now {options.warmup})"
-    if options.clip == 0:
-        advice += ", or --clip 1"
-    if options.dtype == "fp16":
-        advice += ", or --dtype bf16 or fp32, whose range is wider"
-    raise DivergedError(f"the loss became {loss} in step {step}; try {advice}")
-
-
-def _traffic_bytes(job: Job) -> dict[str, int]:
-    traffic = job.engine.traffic
-    return {link: int(getattr(traffic, link)) for link in LINKS}
-
-
-def _gather_wait_s(job: Job) -> float:
-    return float(job.engine.gather_wait_s)
-
-
-def _memory_sample(job: Job, start_s: float) -> MemorySample:
-    return MemorySample(
-        time_s=time.perf_counter() - start_s,
-        managed_bytes=dict(job.engine.ledger.in_use_bytes),
-        rss_bytes=rss_bytes(),
-    )
+def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> Timeline:
+    """The timeline of the process while `make_steps` runs."""
+    with record() as recording:
+        make_steps()
+        end_s = time.perf_counter()
+        # An interval is known when it ends.
+        engine.synchronize()
+    # What the last step's writes still do afterwards would be seen again in the step after it.
+    return recording.timeline.between(recording.timeline.begin_s, end_s)

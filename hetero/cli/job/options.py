@@ -1,4 +1,4 @@
-"""What the user asked for."""
+"""The options of `hetero train`: their defaults, their help, and what they may be."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ SCHEDULES = ("cosine", "constant")
 OPTIMIZERS = ("adamw", "lion", "adagrad")
 STATE_DTYPES = ("fp32", "bf16")
 OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
+
+EMULATED = "emulated device (--backend emulated)"
+DESCRIPTIONS = {
+    EMULATED: "For tests and experiments without a GPU: the CPU computes as if it had"
+    " --device-memory of its own, behind a link to RAM.",
+}
 
 
 def _option(
@@ -48,139 +54,184 @@ class TrainOptions:
     Byte amounts stay as the user wrote them ("4GiB" or a number); hetero.Config parses them.
     """
 
-    model: str = _option(DEFAULT_MODEL, "model by name", metavar="NAME", group="model and data")
+    model: str = _option(
+        DEFAULT_MODEL,
+        "built-in shape: gpt2-100m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-1.3b, opt-1.3b to"
+        " opt-66b, llama-7b, llama-13b or llama-70b; weights start at random",
+        metavar="NAME",
+        group="model and data",
+    )
     config: str | None = _option(
         None,
-        "JSON file with the configuration of any Hugging Face causal language model",
+        "JSON file with the configuration of a Hugging Face causal language model, instead of"
+        " --model",
         metavar="FILE",
         group="model and data",
     )
     vocab_size: int | None = _option(
         None,
-        "vocabulary of a model by name, at least 256 (default: 256, one token per byte value)",
+        "vocabulary of --model, at least 256; larger to measure a model as it was published"
+        " (default: 256, one token per byte value)",
         type=int,
         metavar="N",
         group="model and data",
     )
     data: str | None = _option(
         None,
-        "file or folder to train on (default: the source text of Python's standard library)",
+        "text file, or folder of text files, to train on (default: the source text of Python's"
+        " standard library)",
         metavar="PATH",
         group="model and data",
     )
 
     policy: str = _option(
-        "nvme", "where the model state lives: cuda, cpu, nvme or auto", group="memory"
-    )
-    backend: str = _option(
-        "cpu",
-        "where compute happens: cpu, cuda, auto: the GPU if there is one; or emulated: the CPU as"
-        " if it had memory of its own",
-        metavar="NAME",
-        group="memory",
-    )
-    link_gbps: float | None = _option(
-        None,
-        "GB/s each way between RAM and the emulated device (default: 16)",
-        type=float,
-        metavar="X",
+        "nvme",
+        "tiers that may hold the model state (parameters, gradients, optimizer states): cuda, all"
+        " on the GPU; cpu, all in RAM; nvme, RAM and then NVMe; auto, the fastest of all tiers that"
+        " the budgets allow",
         group="memory",
     )
     host_memory: str | None = _option(
         None,
-        "RAM for model state, of each rank, like 600MiB (default: under nvme a third of 16 bytes"
-        " per parameter of its share, but at least 256MiB; else no limit)",
+        "RAM budget for model state, of each rank, like 600MiB; a smaller one trains larger models,"
+        " and moves more bytes in each step (default: with --policy nvme a third of 16 bytes per"
+        " parameter of the rank, but at least 256MiB; else no limit)",
         metavar="BYTES",
         group="memory",
     )
     device_memory: str | None = _option(
         None,
-        "memory of the device for model state (default: no limit; of cuda 70 %% of what is free;"
-        " needed by --backend emulated)",
+        "device memory budget for model state; leave room for activations (default: 70 %% of what"
+        " is free on a GPU)",
         metavar="BYTES",
         group="memory",
     )
     process_memory: str | None = _option(
         None,
-        "RAM that the process may hold in all, like 3GiB: model state gives way to what else it"
-        " needs; auto: what the system allows (default: no limit)",
+        "RAM budget of the whole process, like 3GiB: model state gives way to activations and"
+        " whatever else it holds; auto: what cgroups and limits allow (default: no limit)",
         metavar="BYTES",
         group="memory",
     )
     nvme_path: tuple[str, ...] = _option(
         (),
-        "existing folder for the state file; give it once per disk to use several (default: the run"
-        " folder)",
+        "existing folder on the NVMe disk for the state file; give it once per disk to spread the"
+        " state over several (default: the run folder)",
         metavar="DIR",
         group="memory",
         repeated=True,
     )
     nvme_capacity: str | None = _option(
-        None, "size limit of the state file (default: none)", metavar="BYTES", group="memory"
+        None,
+        "budget of the state file; what does not fit is refused before training begins"
+        " (default: no limit)",
+        metavar="BYTES",
+        group="memory",
     )
     dtype: str | None = _option(
         None,
-        "bf16, fp16 or fp32 (default: bf16 where the hardware has it, else fp32)",
+        "dtype of parameters and gradients: bf16, fp16 or fp32; the optimizer's master weights"
+        " are fp32 in any case (default: bf16 where the hardware has it, else fp32)",
         group="memory",
     )
     state_dtype: str = _option(
         "fp32",
-        "optimizer states; bf16 is rounded stochastically",
+        "dtype of the optimizer's moments; bf16 halves them, rounded stochastically",
         choices=STATE_DTYPES,
-        group="memory",
-    )
-    chunk_numel: int | None = _option(
-        None,
-        "elements per chunk (default: searched for little waste)",
-        type=int,
-        metavar="N",
-        group="memory",
-    )
-    io_engine: str = _option("auto", "auto, io_uring or threads", metavar="NAME", group="memory")
-    prefetch: bool = _option(True, "fetch what is needed next ahead of time", group="memory")
-    overlap_updates: str = _option(
-        OverlapUpdates.NONE.value,
-        "what updates overlap with: the next forward, backward, or both; backward and both need"
-        " --clip 0 and one rank",
-        choices=OVERLAPS,
         group="memory",
     )
     zero_stage: int = _option(
         3,
-        "what several ranks share: 1 optimizer state, 2 also gradients, 3 also parameters",
+        "what several ranks (started by torchrun) shard: 1 optimizer states; 2 gradients, too;"
+        " 3 parameters, too, which takes least memory and most traffic",
         type=int,
         metavar="N",
         group="memory",
     )
 
-    steps: int = _option(90, "optimizer steps", type=int, metavar="N")
-    seq_len: int = _option(128, "tokens per sequence", type=int, metavar="N")
-    batch_size: int = _option(8, "sequences per micro-batch of a rank", type=int, metavar="N")
-    accumulate: int = _option(1, "micro-batches of a rank per step", type=int, metavar="N")
-    optimizer: str = _option("adamw", "the optimizer", choices=OPTIMIZERS)
-    lr: float = _option(3e-4, "peak learning rate", type=float)
-    warmup: int = _option(20, "steps of linear warm-up", type=int, metavar="N")
-    schedule: str = _option("cosine", "learning rate after the warm-up", choices=SCHEDULES)
-    weight_decay: float = _option(
-        0.1, "weight decay of matrices; decoupled but for adagrad", type=float, metavar="X"
+    backend: str = _option(
+        "cpu",
+        "where forward and backward run: cpu; cuda; auto, the GPU if there is one; or emulated, see"
+        " below",
+        metavar="NAME",
+        group="speed",
     )
-    clip: float = _option(1.0, "gradient norm to clip to; 0 for no clipping", type=float)
-    seed: int = _option(0, "seed of the weights and of the data order", type=int, metavar="N")
     threads: int | None = _option(
         None,
-        "CPU threads for compute and optimizer (default: torch's, and all usable CPUs)",
+        "CPU threads of torch and of the optimizer (default: torch's own number, and all usable"
+        " CPUs)",
+        type=int,
+        metavar="N",
+        group="speed",
+    )
+    prefetch: bool = _option(
+        True,
+        "fetch parameters and optimizer states before they are needed; without it compute waits"
+        " for each of them (default: on)",
+        group="speed",
+    )
+    overlap_updates: str = _option(
+        OverlapUpdates.NONE.value,
+        "what optimizer updates overlap with: none (step() waits); forward (step() returns at once,"
+        " and the next forward waits for each module's parameters); backward (a chunk is updated as"
+        " soon as its gradients are complete); both. More overlap hides more of the disk; backward"
+        " and both need --clip 0 and one rank",
+        choices=OVERLAPS,
+        group="speed",
+    )
+    chunk_numel: int | None = _option(
+        None,
+        "elements per chunk, the unit that moves between tiers; larger chunks transfer faster and"
+        " need larger budgets (default: the size that wastes least)",
+        type=int,
+        metavar="N",
+        group="speed",
+    )
+    io_engine: str = _option(
+        "auto",
+        "how files are read and written: io_uring; threads, where the kernel has no io_uring; or"
+        " auto",
+        metavar="NAME",
+        group="speed",
+    )
+
+    steps: int = _option(90, "optimizer steps", type=int, metavar="N")
+    seq_len: int = _option(128, "tokens per sequence", type=int, metavar="N")
+    batch_size: int = _option(8, "sequences per micro-batch, on each rank", type=int, metavar="N")
+    accumulate: int = _option(
+        1,
+        "micro-batches per step, on each rank: a larger batch without more memory",
         type=int,
         metavar="N",
     )
+    optimizer: str = _option(
+        "adamw", "lion keeps one moment instead of two, adagrad a sum", choices=OPTIMIZERS
+    )
+    lr: float = _option(3e-4, "peak learning rate", type=float)
+    warmup: int = _option(
+        20, "steps in which the learning rate rises to its peak", type=int, metavar="N"
+    )
+    schedule: str = _option("cosine", "learning rate after the warm-up", choices=SCHEDULES)
+    weight_decay: float = _option(
+        0.1,
+        "of matrices, not of biases and norms; decoupled, but for adagrad",
+        type=float,
+        metavar="X",
+    )
+    clip: float = _option(1.0, "gradient norm to clip to; 0: no clipping", type=float)
+    seed: int = _option(0, "of the initial weights and of the data order", type=int, metavar="N")
 
     run_dir: str | None = _option(
-        None, "folder for metrics and figure (default: runs/TIME)", metavar="DIR", group="output"
+        None,
+        "folder for config.json, metrics.jsonl, summary.json and figure.png (default: runs/TIME)",
+        metavar="DIR",
+        group="output",
     )
     timeline: str | None = _option(
         None,
-        "picture (.png, .svg or .pdf) of what computes, waits and moves when in the last two steps"
-        " of a run that finishes, with a trace (.trace.json) for ui.perfetto.dev beside it; of"
-        " several ranks the first one's",
+        "also draw what computed, waited and moved when in the last two steps of a run that"
+        " finishes, as .png, .svg or .pdf, with a trace (.trace.json) for ui.perfetto.dev beside"
+        " it; of several ranks the first one's",
         metavar="FILE",
         group="output",
     )
@@ -188,7 +239,19 @@ class TrainOptions:
         False, "print one JSON object on stdout instead of a table", group="output"
     )
     log_every: int = _option(
-        10, "steps between lines when not on a terminal", type=int, metavar="N", group="output"
+        10,
+        "steps between lines of progress where there is no terminal",
+        type=int,
+        metavar="N",
+        group="output",
+    )
+
+    link_gbps: float | None = _option(
+        None,
+        "bandwidth of the link to the emulated device, GB/s in each direction (default: 16)",
+        type=float,
+        metavar="X",
+        group=EMULATED,
     )
 
     def __post_init__(self) -> None:
@@ -275,7 +338,8 @@ def add_train_arguments(
     for option in dataclasses.fields(TrainOptions):
         about = option.metadata
         if about["group"] not in groups:
-            groups[about["group"]] = parser.add_argument_group(about["group"])
+            description = DESCRIPTIONS.get(about["group"])
+            groups[about["group"]] = parser.add_argument_group(about["group"], description)
         default = (defaults or {}).get(option.name, option.default)
         # "%(default)s" is argparse's; options whose default is computed explain it in words.
         shown = "" if default in (None, ()) else " (default: %(default)s)"

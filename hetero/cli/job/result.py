@@ -41,7 +41,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Placed:
+class FinalPlacement:
     """Where the state was at the end of the run; homes may have moved after some steps."""
 
     placement: str
@@ -63,7 +63,7 @@ class TrainResult:
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     status: str = "finished"  # "finished" | "interrupted" | "failed"
     failure: Exception | None = None
-    placed: Placed | None = None  # None: the run failed
+    placed: FinalPlacement | None = None  # None: the run failed
     timeline: Timeline | None = None  # of the last steps, if it was wanted and the run came there
     timeline_paths: list[str] = field(default_factory=list)  # picture and trace
 

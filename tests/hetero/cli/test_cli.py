@@ -277,7 +277,7 @@ def test_ctrl_c_keeps_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from hetero.cli.job.progress import LineObserver
+    from hetero.cli.show.progress import LineObserver
 
     seen: list[Any] = []
 
@@ -297,7 +297,7 @@ def test_ctrl_c_keeps_what_there_is(
 def test_missing_extra_is_named(
     train: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "hetero.cli.job.figure", raising=False)
+    monkeypatch.delitem(sys.modules, "hetero.cli.show.figure", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

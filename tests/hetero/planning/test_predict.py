@@ -176,4 +176,4 @@ class TestTrain:
         assert "by the profile made up" in summary["placement"]
         assert summary["predicted"]["nvme_read_bytes"] == summary["bytes_per_step"]["disk_read"]
         assert train("--chunk-numel", "8192", *given) == 0
-        assert "placed again" in capsys.readouterr().out
+        assert "placement changed" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
@@ -350,9 +350,7 @@ def test_a_closed_backend_is_an_error(rig):
     assert r.staged() == 0
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_sequence_of_uses(data):
     """Uses, pins, prefetches, drops and faults in any order: the bytes are right or it raises."""

@@ -15,11 +15,11 @@ from bench.harness.peer_process import python_path
 from bench.harness.ranks import RankError, rank_log, run_ranks
 from hetero.cli.job.loop import train
 from hetero.cli.job.options import TrainOptions, add_train_arguments
-from hetero.cli.job.progress import SilentObserver, make_observer
 from hetero.cli.job.ranks import ALONE, Ranks, joined_ranks
 from hetero.cli.job.result import TrainResult
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.main import main
+from hetero.cli.show.progress import SilentObserver, make_observer
 from offload.errors import BudgetError
 from tests.support.training.loops import SMALLEST_MODEL
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero.cli.job.figure import draw_figure
 from hetero.cli.job.metrics import MemorySample, StepMetrics
-from hetero.cli.job.report import rows
 from hetero.cli.job.result import Setting, TrainResult
+from hetero.cli.show.figure import draw_figure
+from hetero.cli.show.report import rows
 
 MIB = 1 << 20
 

@@ -84,17 +84,17 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
 
 
 def _placed(result: TrainResult) -> list[tuple[str, str]]:
-    """How the placement was chosen, and what was changed on the way."""
+    """How the last placement was chosen, and why it was changed before."""
     if result.placed is None:
         return []
     return [
         ("placement", result.placed.placement),
-        *(("placed again", why) for _, why in result.placed.changes),
+        *(("placement changed", why) for _, why in result.placed.changes),
     ]
 
 
 def _predicted(result: TrainResult) -> list[tuple[str, str]]:
-    """What the profile of the machine says that a step takes, and how far that is off."""
+    """The step time that the machine's profile predicts, beside the measured one."""
     predicted, ratio = result.predicted, result.measured_over_predicted
     if predicted is None or ratio is None:
         return []

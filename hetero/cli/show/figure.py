@@ -13,7 +13,6 @@ from matplotlib.ticker import MaxNLocator
 
 from hetero.cli.job.metrics import TIERS
 from hetero.cli.job.result import TrainResult
-from offload.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,8 +81,12 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
     usual = setting.state_bytes / GIB
     axes.axhline(usual, color="#D55E00", linestyle=":", linewidth=1.8)
     labels = [
-        (rss[-1], f"whole process (RSS): {_bytes(rss[-1] * GIB)}", QUIET_COLOUR),
-        (usual, f"usual model state,\n16 B/param: {_bytes(setting.state_bytes)}", "#D55E00"),
+        (rss[-1], f"whole process (RSS): {format_bytes(rss[-1] * GIB)}", QUIET_COLOUR),
+        (
+            usual,
+            f"usual model state,\n16 B/param: {format_bytes(setting.state_bytes)}",
+            "#D55E00",
+        ),
     ]
     for tier in TIERS:
         colour, word, budget = TIER_COLOURS[tier], TIER_WORDS[tier], setting.budget_bytes[tier]
@@ -91,13 +94,13 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
         if not any(held):
             continue
         axes.plot(times, held, color=colour, linewidth=2.4)
-        label = f"state in {word}: {_bytes(held[-1] * GIB)}"
+        label = f"state in {word}: {format_bytes(held[-1] * GIB)}"
         # A budget far above all else would flatten what there is to see; its number is enough.
         if budget is not None and budget / GIB > 2 * max(usual, *rss, *held):
-            label += f"\nof a budget of {_bytes(budget)}"
+            label += f"\nof a budget of {format_bytes(budget)}"
         elif budget is not None:
             axes.axhline(budget / GIB, color=colour, linestyle="--", linewidth=1.8)
-            labels.append((budget / GIB, f"{word} budget: {_bytes(budget)}", colour))
+            labels.append((budget / GIB, f"{word} budget: {format_bytes(budget)}", colour))
         labels.append((held[-1], label, colour))
     axes.set_title("Memory: model state per tier, and the whole process", loc="left")
     axes.set_ylabel("GiB")
@@ -159,7 +162,3 @@ def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
             color=colour,
             annotation_clip=False,
         )
-
-
-def _bytes(nbytes: float) -> str:
-    return format_bytes(nbytes)

@@ -1,31 +1,16 @@
-"""The timeline of some training steps: recorded, drawn, and written as a trace beside it."""
+"""The picture of some training steps: when what computed, waited and moved."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import hetero
+from hetero.cli.job.loop import PICTURED_STEPS
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
 from hetero.cli.job.result import TrainResult
 from offload.profile.timeline_figure import SUFFIXES, draw_timeline
-from offload.timeline import Timeline, record
-
-PICTURED_STEPS = 2  # one step's writes go on during the next one's forward
-
-
-def record_steps(engine: hetero.Engine, make_steps: Callable[[], None]) -> Timeline:
-    """What the process does while `make_steps` runs, until it returns."""
-    with record() as recording:
-        make_steps()
-        end_s = time.perf_counter()
-        # An interval is known when it ends.
-        engine.synchronize()
-    # What the last step's writes still do afterwards would be seen again in the step after it.
-    return recording.timeline.between(recording.timeline.begin_s, end_s)
+from offload.timeline import Timeline
 
 
 def draw_steps(timeline: Timeline, picture: Path, title: str) -> Path:

@@ -1,0 +1,128 @@
+"""One optimizer step of a job, made and measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+import hetero
+from hetero.cli.job.job import Job
+from hetero.cli.job.metrics import LINKS, MemorySample, StepMetrics
+from hetero.cli.job.options import TrainOptions
+from offload import timeline
+from offload.memory.process_memory import resident_bytes
+
+
+class DivergedError(RuntimeError):
+    """The loss is no number any more."""
+
+
+class Stopwatch:
+    """Starts when made; `span(name)` adds the time of its block to `seconds[name]`.
+
+    On a GPU the work of a block is over only when the device is idle, so it is waited for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._start_s = self._now_s()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start_s = self._now_s()
+        yield
+        end_s = self._now_s()
+        self.seconds[name] += end_s - start_s
+        timeline.note("compute", start_s, end_s, name=name)
+
+    def total_s(self) -> float:
+        return self._now_s() - self._start_s
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
+    """Makes step number `step` (from 1) of a run that began at `start_s`, and measures it."""
+    options = job.options
+    clock = Stopwatch(job.device)
+    before, gather_wait_s = _traffic_bytes(job), _gather_wait_s(job)
+    memory: list[MemorySample] = []
+    loss_sum = 0.0
+    for micro_batch in range(1, options.accumulate + 1):
+        tokens = job.corpus.batch(options.batch_size).to(job.device)
+        with clock.span("forward"):
+            loss = job.model(input_ids=tokens, labels=tokens).loss
+            loss_sum += loss.item()
+        memory.append(_memory_sample(job, start_s))
+        # Updates may be submitted in the last backward only; without them nothing need be said.
+        more = options.overlap.in_backward and micro_batch < options.accumulate
+        told = hetero.no_sync(job.model) if more else nullcontext()
+        with clock.span("backward"), told:
+            job.optimizer.backward(loss / options.accumulate)
+        memory.append(_memory_sample(job, start_s))
+    # All ranks learn here, before any of them updates, if one of them went astray.
+    loss_mean = job.ranks.mean(loss_sum / options.accumulate)
+    _require_number(loss_mean, step, options)
+    lr = float(job.optimizer.param_groups[0]["lr"])
+    grad_norm: float | None = None
+    with clock.span("optimizer"):
+        if options.clip > 0:
+            norm = float(hetero.clip_grad_norm_(job.model.parameters(), options.clip))
+            # Under fp16 an overflow is part of life: the step is skipped and the scale lowered.
+            grad_norm = norm if math.isfinite(norm) else None
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    job.scheduler.step()
+    memory.append(_memory_sample(job, start_s))
+    after = _traffic_bytes(job)
+    return StepMetrics(
+        step=step,
+        loss=loss_mean,
+        grad_norm=grad_norm,
+        lr=lr,
+        step_s=clock.total_s(),
+        forward_s=clock.seconds["forward"],
+        backward_s=clock.seconds["backward"],
+        optimizer_s=clock.seconds["optimizer"],
+        tokens=job.setting.tokens_per_step,
+        traffic_bytes={link: after[link] - before[link] for link in LINKS},
+        gather_wait_s=_gather_wait_s(job) - gather_wait_s,
+        memory=tuple(memory),
+    )
+
+
+def _require_number(loss: float, step: int, options: TrainOptions) -> None:
+    if math.isfinite(loss):
+        return
+    advice = f"a smaller --lr (now {options.lr:g}) or more --warmup (now {options.warmup})"
+    if options.clip == 0:
+        advice += ", or --clip 1"
+    if options.dtype == "fp16":
+        advice += ", or --dtype bf16 or fp32, whose range is wider"
+    raise DivergedError(f"the loss became {loss} in step {step}; try {advice}")
+
+
+def _traffic_bytes(job: Job) -> dict[str, int]:
+    traffic = job.engine.traffic
+    return {link: int(getattr(traffic, link)) for link in LINKS}
+
+
+def _gather_wait_s(job: Job) -> float:
+    return float(job.engine.gather_wait_s)
+
+
+def _memory_sample(job: Job, start_s: float) -> MemorySample:
+    return MemorySample(
+        time_s=time.perf_counter() - start_s,
+        managed_bytes=dict(job.engine.ledger.in_use_bytes),
+        rss_bytes=resident_bytes(),
+    )

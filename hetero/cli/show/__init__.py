@@ -1,0 +1,1 @@
+"""What is shown of a training run: its progress, the table at its end, its figures."""
