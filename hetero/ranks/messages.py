@@ -208,7 +208,7 @@ class Communicator:
             raise self.failure(peer, what, str(error), waited_s) from error
 
     def failure(self, peer: int, what: str, why: str, waited_s: float = 0.0) -> PeerError:
-        """The error for a failed transfer with `peer`; it also names the first failure, if known."""
+        """The error for a failed transfer with `peer`; it names the first failure too, if known."""
         if "imed out" in why or "timeout" in why:
             fact = (
                 f"{self.name(peer)} did not take part in {what} within {waited_s:.0f} s; it hangs, "
