@@ -91,7 +91,7 @@ class Shard:
 
     @property
     def slot_multiple(self) -> int:
-        """What slot_numel is a multiple of, so that ranks get whole pages and replicas equal parts."""
+        """What slot_numel is a multiple of: whole pages per rank, equal parts per replica."""
         return lcm(SLOT_NUMEL_MULTIPLE, self.replicas) * self.ranks
 
     def numel(self, whole: int) -> int:
