@@ -13,7 +13,7 @@ from offload.errors import HeteroError
 
 
 class GradOps(Protocol):
-    """What an engine does to the gradients of `members` when an operator gets their placeholders."""
+    """What an engine does to gradients of `members` when an operator gets their placeholders."""
 
     def norms(self, members: Sequence[Any], norm_type: float) -> list[float]:
         """The norm of each gradient; `norm_type` is 2 or inf. Raises ValueError for others."""
@@ -197,8 +197,8 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 )
 
 
-# Handlers of the operators that act on kept gradients. Each gets the operator itself first. One that
-# returns NotImplemented leaves the call to be a read of NaN or a refused write, as of any operator.
+# Handlers of the operators that act on kept gradients. Each gets the operator itself first. If it
+# returns NotImplemented, the call is a read of NaN or a refused write, as of any other operator.
 
 _Handler = Callable[..., Any]
 _Split = tuple[list[GradPlaceholder], list[torch.Tensor]]
