@@ -193,7 +193,8 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
 
     They are averaged together with those of the first backward outside. Until then they are kept
     whole, in stages 2 and 3 beside the shards, within host_memory. With one rank it tells updates
-    during backward (overlap_updates) that more gradients of this step will come, and changes nothing else.
+    during backward (overlap_updates) that more gradients of this step will come, and changes
+    nothing else.
 
     Args:
         model: a model that went through hetero.initialize().
