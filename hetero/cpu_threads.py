@@ -7,15 +7,24 @@ from collections.abc import Sequence
 
 from offload import _native
 
-_chosen = False  # by the user
+_chosen = False  # whether the user has set the number of threads
 
 
 def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
-    """Size of the worker pool of this process, the calling thread included.
+    """Sets the size of this process's worker pool, which makes optimizer updates and norms.
 
-    Worker i is pinned to cpus[i % len(cpus)]; the caller is not. None: not pinned. The default is
-    the CPUs that this process may use, divided by the ranks on this machine. Raises ValueError for
-    CPUs that this process cannot run on, with nothing changed.
+    By default it has as many threads as this process may use CPUs, divided by the ranks on this
+    machine. Fewer leave CPUs to data loading; pinned ones keep caches warm where other threads
+    compete.
+
+    Args:
+        count: threads, the calling one included.
+        cpus: worker i runs on cpus[i % len(cpus)] only; the calling thread is not pinned. None:
+            no worker is pinned.
+
+    Raises:
+        ValueError: count is not positive, or this process may not run on one of the CPUs; nothing
+            is changed.
     """
     global _chosen
     _native.set_threads(count, cpus)
@@ -23,6 +32,6 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
 
 
 def share_threads(local_ranks: int) -> None:
-    """Sets the default for a rank that shares the machine."""
+    """Sets the default for one of `local_ranks` that share the machine; the user's choice stays."""
     if local_ranks > 1 and not _chosen:
         _native.set_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))

@@ -1,4 +1,4 @@
-"""Looking at managed parameters, changing them, and clipping their gradients, from user code."""
+"""What user code calls to read and change managed parameters, and to clip their gradients."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
 from offload.errors import UnmanagedParameterError
 
-Params = torch.Tensor | Iterable[torch.Tensor]
+Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
-def _listed(params: Params) -> list[torch.Tensor]:
+def _listed(params: Parameters) -> list[torch.Tensor]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def engine_of(params: Params) -> Engine:
-    """The engine that manages `params`. Raises UnmanagedParameterError if none or several do."""
+def engine_of(params: Parameters) -> Engine:
+    """Finds the engine that manages `params`.
+
+    Raises:
+        UnmanagedParameterError: they belong to no engine, or to several.
+    """
     engines = {id(e): e for p in _listed(params) if (e := getattr(p, "_hetero_engine", None))}
     if len(engines) != 1:
         raise UnmanagedParameterError(
@@ -33,16 +37,21 @@ def engine_of(params: Params) -> Engine:
 
 
 @contextmanager
-def gathered(params: Params, modifier_rank: int | None = None) -> Iterator[None]:
-    """Inside the block the parameters are present, in the compute dtype.
+def gathered(params: Parameters, modifier_rank: int | None = None) -> Iterator[None]:
+    """Gathers parameters: inside the block they have their values, whole, in the compute dtype.
 
-    With `modifier_rank` (0 for one process) they may be changed in place; at the end of the block
-    that rank's values go home on all ranks, which must all enter, and the fp32 master of each
-    changed element becomes its new value. For the length of the block the copies to be changed are
-    in RAM outside the budgets. If the block raises, nothing is changed. Without it any rank may
-    enter alone.
+    Args:
+        params: one managed parameter or several, of one model.
+        modifier_rank: None (default): the values are for reading, and any rank may enter alone. A
+            rank (0 if there is one process): values may be changed in place, and all ranks must
+            enter. At the end of the block that rank's values become those of all ranks, and the
+            fp32 master of each changed element becomes its new value. Inside the block the
+            parameters are copies in memory that no budget counts. If the block raises, nothing is
+            changed.
 
-    Raises UnmanagedParameterError for parameters of no engine, BudgetError if they do not fit.
+    Raises:
+        UnmanagedParameterError: a parameter belongs to no engine.
+        BudgetError: the parameters do not fit in the slots for gathered parameters together.
     """
     listed = _listed(params)
     if not listed:
@@ -73,19 +82,41 @@ def _replaced_by_copies(
         changed.update({m: m.param.data for m in members})
 
 
-def masters(params: Params) -> list[torch.Tensor]:
-    """The fp32 master weights of `params`, whole, in RAM outside the budgets."""
+def masters(params: Parameters) -> list[torch.Tensor]:
+    """Copies the fp32 master weights of parameters.
+
+    Any rank may call it alone.
+
+    Args:
+        params: one managed parameter or several, of one model.
+
+    Returns:
+        one fp32 tensor per parameter, whole, in its shape, in RAM that no budget counts; of a
+        frozen parameter its value.
+
+    Raises:
+        UnmanagedParameterError: a parameter belongs to no engine.
+    """
     listed = _listed(params)
     found = export_masters(engine_of(listed), listed)
     return [found[p] if p in found else p.detach().float() for p in listed]
 
 
-def grads(params: Params) -> list[torch.Tensor | None]:
-    """The gradients of `params` as the next step will use them: unscaled, as far as clipped.
+def grads(params: Parameters) -> list[torch.Tensor | None]:
+    """Copies gradients as the next step will use them: averaged, unscaled, and clipped so far.
 
-    Copies in fp32 (in which the step multiplies by the loss scale's and clipping's factor; fp16
-    could not hold them), whole, in RAM outside the budgets. None where there is no gradient. To
-    change a gradient, assign `.grad`: the tensor is taken in when clipping or the step needs it.
+    With several ranks all must call it. To change a gradient, assign `.grad`: the tensor is taken
+    in when clipping or the step needs it.
+
+    Args:
+        params: one managed parameter or several, of one model.
+
+    Returns:
+        one fp32 tensor per parameter, whole, in its shape, on its device, in memory that no budget
+        counts; None for a parameter without a gradient.
+
+    Raises:
+        UnmanagedParameterError: a parameter belongs to no engine.
     """
     listed = _listed(params)
     if not listed:
@@ -96,20 +127,32 @@ def grads(params: Params) -> list[torch.Tensor | None]:
 
 
 def clip_grad_norm_(
-    parameters: Params,
+    parameters: Parameters,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.utils.clip_grad_norm_ for managed parameters; returns the norm before clipping.
+    """Clips the norm of all gradients together, as torch.nn.utils.clip_grad_norm_ does.
 
     torch's own works too; this one sums in double, per parameter in a fixed order, so the norm does
-    not depend on the placement. `norm_type` is 2 or inf. What the chunks keep is not touched: the
-    step multiplies by the factor, in fp32. Several calls multiply, also for some parameters only.
-    Call it after the last backward of a step: what is added later is not clipped.
+    not depend on the placement. The kept gradients are not touched: the step multiplies by a
+    factor, in fp32. Factors of several calls are multiplied. Call it after the last backward of a
+    step, because gradients that are added later are not clipped. All ranks must call it.
 
-    Raises ValueError for another norm, NonFiniteError (with `error_if_nonfinite`) for an infinite
-    or NaN norm.
+    Args:
+        parameters: one managed parameter or several, of one model.
+        max_norm: upper limit of the norm.
+        norm_type: 2 or inf.
+        error_if_nonfinite: raise for a norm that is infinite or NaN. Default: False; step() then
+            refuses a NaN norm.
+
+    Returns:
+        the norm before clipping, a scalar in fp32.
+
+    Raises:
+        ValueError: max_norm is not positive, or it is another norm.
+        NonFiniteError: the norm is not finite, with error_if_nonfinite; nothing is changed.
+        UnmanagedParameterError: a parameter belongs to no engine.
     """
     if norm_type not in (2, math.inf):
         raise ValueError(f"norm_type must be 2 or inf, not {norm_type}")
@@ -123,14 +166,20 @@ def clip_grad_norm_(
     return torch.tensor(norm, dtype=torch.float32)
 
 
-def clip_grad_value_(parameters: Params, clip_value: float) -> None:
-    """torch.nn.utils.clip_grad_value_ for managed parameters: each element to +-`clip_value`.
+def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
+    """Limits each element of gradients, as torch.nn.utils.clip_grad_value_ does.
 
-    The limit is of unscaled gradients; what the chunks keep is clamped in the grad dtype, so
-    gradients homed on NVMe are read and written. Under fp16 with hetero's loss scale, a gradient
-    that overflowed is left alone: its step will be skipped.
+    The kept gradients are clamped in the grad dtype, so those with homes on NVMe are read and
+    written. Under fp16 with hetero's loss scale a gradient that overflowed stays as it is, because
+    its step is going to be skipped. All ranks must call it.
 
-    Raises ValueError for a negative limit.
+    Args:
+        parameters: one managed parameter or several, of one model.
+        clip_value: elements are limited to [-clip_value, clip_value], unscaled.
+
+    Raises:
+        ValueError: clip_value is negative or NaN.
+        UnmanagedParameterError: a parameter belongs to no engine.
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_value must be 0 or more, not {clip_value}")
@@ -142,9 +191,16 @@ def clip_grad_value_(parameters: Params, clip_value: float) -> None:
 def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Inside the block gradients are only added up on each rank, as with DDP's no_sync().
 
-    They are averaged with those of the first backward outside. Until then they are kept whole, in
-    stages 2 and 3 in addition to the shards, within host_memory (BudgetError if there is no room).
-    With updates during backward (overlap_updates) it says that more gradients of the step will
-    come; otherwise it changes nothing with one rank.
+    They are averaged together with those of the first backward outside. Until then they are kept
+    whole, in stages 2 and 3 beside the shards, within host_memory. With one rank it tells updates
+    during backward (overlap_updates) that more gradients of this step will come, and changes
+    nothing else.
+
+    Args:
+        model: a model that went through hetero.initialize().
+
+    Raises:
+        UnmanagedParameterError: the model has no managed parameters.
+        BudgetError: in backward, if there is no room for whole gradients.
     """
     return engine_of(model.parameters()).no_sync()

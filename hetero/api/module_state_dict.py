@@ -18,10 +18,11 @@ from offload.errors import HeteroError
 
 
 class StateDictHooks:
-    """Makes a module's state_dict whole, in the compute dtype, and lets it load any float dtype.
+    """Makes a model's state_dict() whole, and lets load_state_dict() take any float dtype.
 
-    state_dict() holds copies of absent parameters, in RAM outside the budgets. What is loaded
-    becomes the master, unrounded, and the parameter is its rounding; the moments stay.
+    state_dict() has copies of offloaded parameters, in the compute dtype, in RAM that no budget
+    counts. Values that are loaded become the masters, unrounded, and parameters their rounding; the
+    optimizer's states stay.
     """
 
     def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
@@ -33,7 +34,7 @@ class StateDictHooks:
         self.cover(model)
 
     def cover(self, model: torch.nn.Module) -> None:
-        """Also those modules of the model that have got managed parameters since."""
+        """Hooks modules of `model` that have managed parameters and are not hooked yet."""
         for module in model.modules():
             if module not in self._hooked and self._own(module):
                 self._hooked.add(module)
@@ -126,7 +127,7 @@ class StateDictHooks:
         return part.clone() if part.device.type == "cpu" else part.cpu()
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

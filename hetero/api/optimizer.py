@@ -1,4 +1,4 @@
-"""The optimizers' common part: a torch optimizer whose updates an engine runs."""
+"""What all optimizers of hetero share: a torch optimizer whose updates an engine makes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class HybridOptimizer(torch.optim.Optimizer):
     """Updates parameters that an engine manages, where their optimizer states live, in fp32.
 
     A true torch.optim.Optimizer: param groups, LR schedulers, zero_grad and state_dict work. A
-    subclass names a rule of the native kernel (docs/design.md has the formulas) and says what its
-    options mean. hetero.initialize() connects it to the model.
+    subclass names a rule of the native kernel and says what its options mean;
+    native/update/kernels/update_rules.inl.h has the formulas. hetero.initialize() connects it to
+    the model.
     """
 
     rule: ClassVar[RuleName]
@@ -39,18 +40,24 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises ValueError for a param group's options that are out of range."""
+        """Raises ValueError if an option of a param group is out of range."""
         raise NotImplementedError
 
     def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
-        """What update number `step` of a group needs; gradients are times `grad_scale`."""
+        """The native kernel's arguments for a param group.
+
+        Args:
+            options: the param group's.
+            step: number of the update, from 1.
+            grad_scale: what kept gradients are multiplied by.
+        """
         raise NotImplementedError
 
     def dtypes(self, config: Config) -> Dtypes:
-        """The configuration's dtypes with this optimizer's optimizer states.
+        """The dtypes of `config` and of this optimizer's state.
 
-        Raises ValueError for a policy that wants optimizer states where this optimizer does not
-        update them.
+        Raises:
+            ValueError: the policy keeps all state on DEVICE, where this optimizer cannot update it.
         """
         if config.placement_policy == "cuda" and not self.device_updates:
             raise ValueError(
@@ -65,14 +72,20 @@ class HybridOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group. After initialize(): of frozen parameters, or of modules added since.
+        """Adds a group; after initialize() of frozen parameters, or of modules added since.
 
-        Those that need gradients get their place at once, from what the budgets have left: frozen
-        ones keep their values and start with zero moments; new ones become the compute dtype. With
-        several ranks all must add the same, and new parameters become those of the first rank.
+        Parameters that need gradients get optimizer state at once, from what the budgets have left
+        (Config.reserve_memory keeps some). Frozen ones keep their values and start with zero
+        moments; new ones are converted to the compute dtype. With several ranks all must add the
+        same parameters, and new ones get the first rank's values.
 
-        Raises ValueError for parameters that are not the model's, BudgetError with the smallest
-        budget that works; then nothing is added.
+        Args:
+            param_group: "params", and options that differ from the defaults.
+
+        Raises:
+            ValueError: a parameter is not the model's, or an option is out of range.
+            BudgetError: there is no room; the message has the smallest budget that works.
+            HeteroError: another rank could not add the group. Nothing is added in any case.
         """
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -85,7 +98,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise
 
     def connect(self, engine: Engine) -> None:
-        """initialize() made `engine`, which from now on keeps the optimizer's state."""
+        """Called by initialize(): from now on `engine` keeps the optimizer's state."""
         self._engine = engine
         this = weakref.ref(self)
 
@@ -113,9 +126,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         return self._engine
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """loss.backward(), with the loss scaled under fp16, where it must be used.
+        """Calls loss.backward(), with the loss times the loss scale under fp16.
 
-        Unless the user scales: with initial_loss_scale=None it is loss.backward() for every dtype.
+        Under fp16 it must be used instead of loss.backward(), unless the user scales the loss
+        (initial_loss_scale=None). For other dtypes the two are the same.
+
+        Args:
+            loss: a scalar.
+            **options: as of torch.Tensor.backward().
         """
         self.engine.backward(loss, **options)
 
@@ -145,10 +163,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients. `.grad` becomes None in either mode.
+        """Clears the gradients: `.grad` becomes None.
 
-        So does torch.nn.Module.zero_grad(): a parameter that gets no gradient afterwards is not
-        updated, while torch with set_to_none=False updates it with a gradient of zeros.
+        A parameter that gets no gradient afterwards is not updated. torch.nn.Module.zero_grad()
+        does the same.
+
+        Args:
+            set_to_none: has no effect. (torch with False updates such a parameter with zeros.)
 
         Raises HeteroError between an update during backward and step(): it cannot be undone.
         """
@@ -159,9 +180,12 @@ class HybridOptimizer(torch.optim.Optimizer):
                 param.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: for each parameter step, the rule's states and master (all fp32, whole).
+        """Copies the optimizer's state. Any rank may call it alone.
 
-        It is in RAM outside the budgets: 4 bytes a parameter for each of them.
+        Returns:
+            as torch's: for each trained parameter "step", the rule's states and "master", all in
+            fp32, whole, in the parameter's shape. They are in RAM that no budget counts, 4 bytes
+            per element each.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         states = export_states(self.engine, params, self.state_names)
@@ -170,10 +194,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() gave. Raises ValueError, with nothing loaded, if it is not.
+        """Replaces masters, parameters and the rule's states. All ranks must call it.
 
-        States in bf16 are rounded to nearest (HybridLion's, with bf16 parameters, then lose their
-        lowest bit), which is exact for what they gave.
+        States that this optimizer keeps in bf16 are rounded to nearest, which is exact for what
+        such an optimizer gave. (HybridLion's lose their lowest bit with bf16 parameters.)
 
         Gives up a step that updates during backward have half made, if the state is of all
         parameters that they updated.
@@ -219,7 +243,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._check_options(group)
 
     def _check_state(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if `state` is not one of this rule for `param`."""
+        """Raises ValueError if `state` is not this rule's state of a parameter like `param`."""
         managed = self.engine.find(param)
         if not managed.chunk.trainable:
             raise ValueError(

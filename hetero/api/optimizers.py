@@ -1,4 +1,4 @@
-"""The optimizers that users make: their options, and what the native kernel gets of them."""
+"""The optimizers that users make: their options, and the native kernel's arguments from them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,24 @@ def _require_betas(options: Mapping[str, Any]) -> None:
 
 
 class HybridAdam(HybridOptimizer):
-    """AdamW, or Adam with adamw_mode=False. Two states: exp_avg, exp_avg_sq.
+    """AdamW or Adam, with the states exp_avg and exp_avg_sq.
 
-    What is at home on a DEVICE of its own is updated there, with the same bits as by the CPU.
-    `state_dtype` "bf16" keeps them in half the bytes, rounded stochastically and reproducibly.
+    Parameters with their home on a device are updated there, with the same bits as by the CPU.
 
-    Raises ValueError for options out of range.
+    Args:
+        params: parameters, or param groups with options of their own.
+        lr: learning rate, 0 or more.
+        bias_correction: divide both averages by one minus their beta to the power of the step.
+        betas: decay of the averages of the gradient and of its square, in [0, 1).
+        eps: added to the square root of exp_avg_sq, 0 or more.
+        weight_decay: 0 or more.
+        adamw_mode: True: weight decay is decoupled from the gradient (AdamW); False: it is added to
+            the gradient (Adam).
+        state_dtype: "fp32" (default), or "bf16": both states take half the memory and traffic and
+            are rounded stochastically, the same way in every run.
+
+    Raises:
+        ValueError: an option is out of range.
     """
 
     rule = "adam"
@@ -84,21 +96,29 @@ class HybridAdam(HybridOptimizer):
 
 
 class CPUAdam(HybridAdam):
-    """HybridAdam whose updates always run on the CPU, whatever the compute device.
+    """HybridAdam whose updates run on the CPU whatever the compute device.
 
-    So nothing that is trained is at home on DEVICE: optimizer states stay in RAM and on NVMe.
+    No trained parameter has its home on a device: optimizer state stays in RAM and on NVMe.
     """
 
     device_updates = False
 
 
 class HybridLion(HybridOptimizer):
-    """Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023). One state: exp_avg.
+    """Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023), state: exp_avg.
 
-    Weight decay is decoupled. With bf16 parameters exp_avg has one bit of precision less, because
-    the master needs it (docs/formats.md). `state_dtype` as in HybridAdam.
+    With bf16 parameters exp_avg has one bit of precision less, because the master takes it
+    (docs/formats.md).
 
-    Raises ValueError for options out of range.
+    Args:
+        params: parameters, or param groups with options of their own.
+        lr: learning rate, 0 or more; usually 3 to 10 times smaller than Adam's.
+        betas: weight of exp_avg in the update, and its decay, in [0, 1).
+        weight_decay: decoupled from the gradient, 0 or more.
+        state_dtype: as of HybridAdam.
+
+    Raises:
+        ValueError: an option is out of range.
     """
 
     rule = "lion"
@@ -133,9 +153,18 @@ class HybridLion(HybridOptimizer):
 
 
 class HybridAdagrad(HybridOptimizer):
-    """Adagrad, as torch.optim.Adagrad with initial_accumulator_value=0. One state: sum.
+    """Adagrad, as torch.optim.Adagrad with initial_accumulator_value=0, with the state sum.
 
-    `state_dtype` as in HybridAdam. Raises ValueError for options out of range.
+    Args:
+        params: parameters, or param groups with options of their own.
+        lr: learning rate, 0 or more.
+        lr_decay: the learning rate is divided by 1 + (step - 1) * lr_decay.
+        weight_decay: added to the gradient, 0 or more.
+        eps: added to the square root of sum, 0 or more.
+        state_dtype: as of HybridAdam.
+
+    Raises:
+        ValueError: an option is out of range.
     """
 
     rule = "adagrad"

@@ -16,10 +16,15 @@ Visit = Callable[[ManagedParam, Part, torch.Tensor, TileState | None], None]
 
 
 def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
-    """Calls `visit(managed, part, parameter values of the part, optimizer state)` for every part.
+    """Calls `visit` for each part of parameters, of all ranks' shards.
 
-    Of all ranks' shards; the other ranks need do nothing. Each tile's optimizer state is brought in
-    once.
+    The other ranks need not call it. The optimizer state of each tile is brought in once.
+
+    Args:
+        engine: manages the parameters.
+        managed: the parameters.
+        visit: gets the parameter, the part, the parameter's values in the part (flat, compute
+            dtype) and the tile's optimizer state (None if the parameter is frozen).
     """
     engine.schedule.require_whole("reading masters or optimizer states")
     for members in _by_chunk(managed):
@@ -40,9 +45,10 @@ def _read_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> No
 
 
 def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
-    """Likewise for this rank's shard; what `visit` changes, parameter values too, goes home.
+    """Calls `visit` for each part of this rank's shards, and keeps what it changes.
 
-    All ranks must do so.
+    All ranks must call it. The arguments are those of read_parts(); `visit` may change the
+    parameter's values and the optimizer state in place.
     """
     engine.schedule.require_whole("changing parameters or optimizer states")
     for members in _by_chunk(managed):
@@ -73,7 +79,7 @@ def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
 def _parts(
     layout: Layout, members: list[ManagedParam], rank: int | None = None
 ) -> list[tuple[int, list[tuple[ManagedParam, Part]]]]:
-    """What a rank's shard has of `members`, by tile."""
+    """The parts of `members` in a rank's shard (default: this rank's), by tile."""
     by_tile: dict[int, list[tuple[ManagedParam, Part]]] = {}
     for m in members:
         for part in parts_of(m, layout, rank):
@@ -89,7 +95,7 @@ def _in_shard(layout: Layout, part: Part) -> slice:
 def export_masters(
     engine: Engine, params: Iterable[torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Each parameter's fp32 master; of a frozen parameter its value in fp32."""
+    """Copies each parameter's fp32 master, whole; of a frozen parameter its value in fp32."""
     masters = {m: torch.empty(m.numel) for m in engine.find_all(params)}
 
     def visit(
@@ -108,7 +114,10 @@ def export_masters(
 def export_states(
     engine: Engine, params: Iterable[torch.Tensor], names: Sequence[str]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """step, the states (called `names`) and master of each trained parameter, in fp32."""
+    """Copies "step", the rule's states (`names`) and "master" of each trained parameter.
+
+    All are in fp32, whole, in the parameter's shape.
+    """
     trained = [m for m in engine.find_all(params) if m.chunk.trainable]
     states = {m: {key: torch.empty(m.numel) for key in (*names, "master")} for m in trained}
 
@@ -134,7 +143,7 @@ def export_states(
 def import_states(
     engine: Engine, states: Mapping[torch.Tensor, Mapping[str, Any]], names: Sequence[str]
 ) -> None:
-    """Takes what export_states() gave, parameter values (the rounded masters) included."""
+    """Replaces states by what export_states() gave; parameters become their masters, rounded."""
     members = {engine.find(param): state for param, state in states.items()}
 
     def visit(
@@ -172,7 +181,7 @@ def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -
 
 
 def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:
-    """Replaces parameter values (compute dtype). Where one changed, the master becomes just it."""
+    """Replaces parameters by `values` (compute dtype), and masters where a value is another."""
 
     def visit(
         m: ManagedParam, part: Part, old: torch.Tensor, optim_state: TileState | None

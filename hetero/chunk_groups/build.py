@@ -32,7 +32,7 @@ from hetero.state.file_layout import map_file
 from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
-from hetero.state.homes import Homes
+from hetero.state.homes import HomeFormat, Homes
 from hetero.state.host_source import HostSource
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
@@ -186,25 +186,13 @@ class _ChunkGroupBuilder:
         file = ScratchSpace(self._config, self._ledger, self._notes, self._resources)
         file_map = map_file(self._layout, self._placement, self._dtypes)
         if file_map.nbytes:
-            file.take(file_map.nbytes)
+            file.allocate(file_map.nbytes)
         homes = self._make_homes()
         arenas = SlotArenas(
-            self._layout,
-            self._dtypes,
-            self._placement,
-            self._backend,
-            self._ledger,
-            file,
-            self._notes,
-            self._spare_bytes,
-            self._resources,
+            self._layout, self._dtypes, self._backend, self._ledger, file, self._resources
         )
-        extents = {
-            StateKind.PARAM: file_map.param,
-            StateKind.GRAD: file_map.grad,
-            StateKind.OPTIM_STATE: file_map.optim_state,
-        }
-        return StateMemory(homes, extents, file, arenas)
+        arenas.allocate(self._placement, self._spare_bytes)
+        return StateMemory(homes, file_map.extents, file, arenas)
 
     def _make_homes(self) -> dict[StateKind, Homes]:
         shard, dtypes = self._layout.shard, self._dtypes
@@ -217,12 +205,9 @@ class _ChunkGroupBuilder:
             found[state_kind] = Homes(
                 self._layout,
                 getattr(self._placement, state_kind.value),
-                getattr(self._slot, state_kind.value),
-                dtype,
+                HomeFormat(getattr(self._slot, state_kind.value), dtype, account, whole),
                 self._ledger,
-                account,
                 self._backend,
-                whole,
             )
             self._resources.callback(found[state_kind].close)
         return found

@@ -19,11 +19,15 @@ _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Dtypes:
-    """One engine's dtypes: parameters are in `compute`, kept gradients in `grad`.
+    """The dtypes of one chunk group, and what they say about updates.
 
-    Between ranks gradients travel in `reduce` (None: as kept). The optimizer's rule says how many
-    states an optimizer state has, and `state` is their dtype. `device_updates`: optimizer states
-    may be on a DEVICE of its own, which then updates them.
+    Attributes:
+        compute: of parameters.
+        grad: of kept gradients.
+        rule: of the optimizer; says how many states there are per parameter.
+        state: of the rule's states.
+        reduce: of gradients on their way between ranks; None: `grad`.
+        device_updates: a DEVICE with memory of its own may keep optimizer state, and updates it.
     """
 
     compute: DtypeName
@@ -65,7 +69,7 @@ class Dtypes:
 
     @property
     def kind(self) -> UpdateKind:
-        """The update that these dtypes take."""
+        """The native kernel's name for this combination of dtypes and rule."""
         return UpdateKind(self.compute, self.grad, self.rule, self.state)
 
     @property
@@ -85,7 +89,11 @@ class Dtypes:
 
 
 def check_dtype(name: str, option: str) -> DtypeName:
-    """`name` as a DtypeName; also understands torch dtypes and long names. Raises ValueError."""
+    """The short name of a dtype that is given by its short or long name, or as torch's dtype.
+
+    Raises:
+        ValueError: it is none of bf16, fp16 and fp32; the message names `option`.
+    """
     text = _short_name(name)
     if text not in get_args(DtypeName):
         raise ValueError(f"{option} must be one of bf16, fp16, fp32, not {name!r}")
@@ -93,7 +101,11 @@ def check_dtype(name: str, option: str) -> DtypeName:
 
 
 def check_state_dtype(name: str) -> StateDtypeName:
-    """Likewise for optimizer states, which fp16's range does not suit."""
+    """The short name of a dtype for the rule's states, which need more range than fp16's.
+
+    Raises:
+        ValueError: it is neither fp32 nor bf16.
+    """
     text = _short_name(name)
     if text not in get_args(StateDtypeName):
         raise ValueError(f"state_dtype must be fp32 or bf16, not {name!r}")
@@ -107,7 +119,7 @@ def _short_name(name: object) -> str:
 
 
 def default_dtype(cuda: bool = False) -> DtypeName:
-    """bf16 where the compute device, the CPU or CUDA's, multiplies it in hardware, else fp32."""
+    """bf16 if the compute device (CUDA's current one, or the CPU) multiplies it, else fp32."""
     if cuda:
         return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp32"
     return "bf16" if _cpu_has_bf16() else "fp32"

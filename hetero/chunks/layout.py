@@ -19,7 +19,8 @@ _SEARCH_STEPS = 64
 class ParamSpec:
     """A parameter as the layout sees it: `index` is its place in model.parameters().
 
-    Parameters of one `group` are packed together, whatever their size, and apart from all others.
+    Parameters with the same `group` share a chunk with each other, however large, and with no
+    other parameter. Config.shard_strategy makes groups.
     """
 
     index: int
@@ -70,11 +71,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of every chunk is this rank's: number `rank` of `ranks` equal ones.
+    """Which part of every chunk this rank keeps.
 
-    Of OPTIM_STATE it has that part alone; of GRAD and PARAM as `grads` and `params` say, else all.
-    So ZeRO's stages 1, 2 and 3 are neither, `grads`, and both. For a single rank it is all the
-    same. There are `replicas` of the whole, all alike.
+    Attributes:
+        rank: this rank's number among those that share a chunk.
+        ranks: the number of these ranks; shards are equal parts.
+        grads: GRAD is sharded (ZeRO stages 2 and 3); else each rank keeps it whole.
+        params: PARAM is sharded (ZeRO stage 3); else each rank keeps it whole.
+        replicas: the number of groups of ranks that have all shards each.
+
+    OPTIM_STATE is always sharded.
     """
 
     rank: int = 0
@@ -85,16 +91,16 @@ class Shard:
 
     @property
     def slot_multiple(self) -> int:
-        """What divides slot_numel: whole pages for every rank, an even part per replica."""
+        """What slot_numel is a multiple of: whole pages per rank, equal parts per replica."""
         return lcm(SLOT_NUMEL_MULTIPLE, self.replicas) * self.ranks
 
     def numel(self, whole: int) -> int:
-        """Elements of a part of `whole` elements."""
+        """Elements of one shard of `whole` elements."""
         assert whole % self.ranks == 0, (whole, self.ranks)
         return whole // self.ranks
 
     def range(self, whole: int, rank: int | None = None) -> slice:
-        """The part of `rank` (default: this one) of `whole` elements."""
+        """The shard of `rank` (default: this rank) in `whole` elements."""
         part = self.numel(whole)
         first = (self.rank if rank is None else rank) * part
         return slice(first, first + part)
@@ -135,20 +141,27 @@ class Layout:
 
     @property
     def waste(self) -> float:
-        """Share of the capacity that no parameter uses."""
+        """The share of all slots that no parameter uses, from 0 to 1."""
         return 1 - self.numel / (self.slot_count * self.slot_numel)
 
 
 def pack(
     params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE, group_index: int = 0
 ) -> Layout:
-    """Packs `params` in order, first fit into the open chunk of their kind, into chunks
-    of the chunk group number `group_index`.
+    """Packs parameters into chunks, in order, first fit into the open chunk of their kind.
 
-    A parameter that does not fit the open chunk opens the next one; one larger than a slot gets a
-    chunk of its own. A group has a chunk of its own, of as many slots as it needs. Empty
-    parameters take no room. Raises ValueError for a slot size that is not a positive multiple of
-    shard.slot_multiple.
+    Trainable and frozen parameters are two kinds. A parameter that does not fit the open chunk
+    opens the next one; one larger than a slot gets a chunk of its own. A group has a chunk of its
+    own, of as many slots as it needs. Empty parameters take no room.
+
+    Args:
+        params: in the order of packing.
+        slot_numel: elements per slot.
+        shard: how chunks are divided over ranks.
+        chunk_group: number of the chunk group, for Chunk.chunk_group.
+
+    Raises:
+        ValueError: slot_numel is not a positive multiple of shard.slot_multiple.
     """
     multiple = shard.slot_multiple
     if slot_numel <= 0 or slot_numel % multiple:
@@ -188,12 +201,20 @@ def pack(
 def search_slot_numel(
     params: Sequence[ParamSpec], max_numel: int = MAX_SLOT_NUMEL, shard: Shard = WHOLE
 ) -> int:
-    """The slot size that wastes least, from an eighth of the upper end to the upper end.
+    """Searches the slot size that wastes least.
 
-    The upper end is `max_numel` or about a sixteenth of the model, whichever is smaller, so that
-    transfers stay large and the few slots in flight stay a small part of the whole. Sizes within
-    1 % of the best count as equal, and of those the largest is taken. With `group`s, each of which
-    wastes part of a slot, smaller sizes are looked at too.
+    Sizes go from an eighth of the upper end to the upper end, which is `max_numel` or about a
+    sixteenth of the model, whichever is smaller: transfers stay large, and the slots in flight a
+    small part of the whole. Sizes within 1 % of the best count as equal, and the largest of those
+    is taken. With groups, each of which wastes part of a slot, smaller sizes are tried too.
+
+    Args:
+        params: as pack() takes them.
+        max_numel: upper limit of the slot size, in elements.
+        shard: how chunks are divided over ranks.
+
+    Returns:
+        elements per slot, a multiple of shard.slot_multiple.
     """
     multiple = shard.slot_multiple
     least = max(MIN_SLOT_NUMEL, multiple)

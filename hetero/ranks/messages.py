@@ -1,8 +1,8 @@
-"""Messages between the ranks of a process group, each wait of which can fail.
+"""Messages between the ranks of a process group; every wait for one may fail, naming a rank.
 
-Everything that ranks do together is made of point-to-point messages, so that a failure names the
-rank that did not come, and so that bytes are counted where they are sent. torch.distributed carries
-them; on its own groups, which no other code uses.
+All that ranks do together is made of point-to-point messages, so that an error names the rank that
+did not take part, and bytes are counted where they are sent. gloo carries them, over connections
+that no other code uses.
 """
 
 from __future__ import annotations
@@ -22,39 +22,46 @@ from offload.errors import HeteroError, PeerError
 _FOREVER = timedelta(days=365)
 _TAGS = 1 << 28  # tags of requested and of common messages are kept apart by this
 _REFUSAL_BYTES = 512
-_TITLE_BYTES = 160  # of what a common operation is
-_groups_made: dict[tuple[int, ...], int] = {}  # by their ranks, which all count alike
+_TITLE_BYTES = 160  # of the text that says what a common operation is
+_groups_made: dict[tuple[int, ...], int] = {}  # by their ranks; the numbers agree on all ranks
 
 
 class Channel(enum.IntEnum):
-    """Common operations whose order is the same on all ranks; those of different lanes may mix."""
+    """An independent sequence of common operations.
 
-    CALLS = 0  # of the program: each says what it is, so that different calls are told
-    GRADIENTS = 1  # of chunks, in the order of the round
+    Within a channel all ranks make the same operations in the same order. The order between
+    operations of different channels may differ between ranks.
+    """
+
+    CALLS = 0  # calls of the program; each is headed by what it is, so that a mismatch is an error
+    GRADIENTS = 1  # gradients of chunks, in a round's order of sending
     ROUNDS = 2  # the beginning of a round
 
 
 class FailedRanks:
-    """Which ranks are known to have failed, in the order of learning it; shared by an engine."""
+    """The ranks that are known to have failed, the first to be known first.
+
+    All communicators of an engine share one, so that errors can name the first cause.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: list[tuple[int, str]] = []
 
     def note(self, rank: int, why: str) -> None:
-        """Rank `rank` (of the world) failed."""
+        """Notes that rank `rank` (in the world) failed; `why` is a sentence for an error."""
         with self._lock:
             if all(known != rank for known, _ in self._found):
                 self._found.append((rank, why))
 
     @property
     def first(self) -> tuple[int, str] | None:
-        """The first that was learned of."""
+        """The rank that was the first to be known, and why it failed; None if none failed."""
         return self._found[0] if self._found else None
 
 
 class Message:
-    """One message on its way, sent or expected; keeps its tensor until then."""
+    """A message that is being sent or received; it keeps its tensor alive until wait()."""
 
     def __init__(
         self, peers: Communicator, work: Any, tensor: torch.Tensor, peer: int, what: str
@@ -66,14 +73,14 @@ class Message:
         self._what = what
 
     def wait(self) -> None:
-        """Until the bytes have been taken over. Raises PeerError, naming the rank; idempotent."""
+        """Returns when the bytes have been sent or received. Raises PeerError; idempotent."""
         if self._tensor is not None:
             self._peers.wait(self._work, self._peer, self._what)
             self._tensor = None
 
 
 class Reply:
-    """What was asked for: first whether it comes, then it."""
+    """The answer to a request: a status, which may be a refusal, and then the content."""
 
     def __init__(
         self,
@@ -81,57 +88,72 @@ class Reply:
         status: Message,
         refusal: torch.Tensor,
         content: Message,
-        whom: str,
+        name: str,
     ) -> None:
-        self._request: Message | None = request  # must be there until it is taken over
+        self._request: Message | None = request  # keeps its tensor until the answer has come
         self._status = status
         self._refusal = refusal
         self._content = content
-        self._whom = whom
+        self._name = name  # of the rank that answers
 
     def wait(self) -> None:
-        """Until it is here. Raises PeerError if it does not come; idempotent."""
+        """Returns when the content has been received. Idempotent.
+
+        Raises:
+            PeerError: the other rank failed, or refused.
+        """
         self._status.wait()
-        self._request = None  # what is answered was taken over
+        self._request = None
         refusal = self._refusal.numpy().tobytes().rstrip(b"\0")
         if refusal:
-            raise PeerError(f"{self._whom} refused: {refusal.decode(errors='replace')}")
+            raise PeerError(f"{self._name} refused: {refusal.decode(errors='replace')}")
         self._content.wait()
 
 
 class AllToAll:
-    """Messages of one common operation. wait() returns when all have arrived."""
+    """The messages of one Communicator.all_to_all()."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
 
     def wait(self) -> None:
-        """Raises PeerError for the first rank that failed."""
+        """Returns when all have been sent and received. Raises PeerError; idempotent."""
         for message in self._messages:
             message.wait()
 
 
 class Communicator:
-    """The ranks of one group, from this one's point of view.
+    """Connects this rank with the other members of one group of ranks.
 
-    `rank` and `size` count within the group; `name()` says a member's rank in the world, as users
-    know it. Common operations must be called by all members in the same order.
+    `rank`, `size` and every `peer` count within the group; `ranks` are the members' ranks in the
+    world, as users know them. Common operations must be called by all members, those of a channel
+    in the same order. A request may be made at any time and is answered by the other rank's
+    ShardServer.
     """
 
     def __init__(self, ranks: Sequence[int], timeout_s: float, failures: FailedRanks) -> None:
-        """`ranks` are the members' ranks in the world. All members must call this."""
+        """Connects the members. All of them must call this.
+
+        Args:
+            ranks: the members' ranks in the world; this process is one of them.
+            timeout_s: limit of each wait for another member.
+            failures: where failed ranks are noted.
+
+        Raises:
+            PeerError: a member did not come in time.
+        """
         self.ranks = tuple(ranks)
         self.size = len(ranks)
         self.rank = self.ranks.index(self._world_rank())
         self.others = [peer for peer in range(self.size) if peer != self.rank]
         self.failures = failures
         self.timeout_s = timeout_s
-        self.sent_bytes = 0  # of chunks; what is needed to agree on them is not counted
+        self.sent_bytes = 0  # of gradients, and of answers to requests
         self.received_bytes = 0
         self._operations = dict.fromkeys(Channel, 0)
         self._replies = 0
         self._lock = threading.Lock()
-        self._farewells: list[Message] = []  # to be there until they are taken over
+        self._unanswered: list[Message] = []  # keep their tensors until close()
 
         self._group, self._requests = self._connect()
 
@@ -139,7 +161,7 @@ class Communicator:
         return dist.get_rank()
 
     def _connect(self) -> tuple[Any, Any]:
-        """The groups that carry data and requests."""
+        """Makes the connections for data and for requests."""
         number = _groups_made.get(self.ranks, 0)
         _groups_made[self.ranks] = number + 1
         # Made directly: groups by dist.new_group() have names that are used again after they
@@ -161,7 +183,7 @@ class Communicator:
         return group("data"), group("requests")
 
     def _meet(self, store: Any) -> None:
-        """Until all members are here; the groups would not say who is not."""
+        """Returns when all members have come; gloo's own error would not name the missing rank."""
         store.set(f"here/{self.rank}", "")
         started = time.monotonic()
         for peer in self.others:
@@ -173,11 +195,11 @@ class Communicator:
                 raise self.failure(peer, "hetero's start", str(error), waited_s) from error
 
     def name(self, peer: int) -> str:
-        """A member as users know it."""
+        """A member's name as users know it: "rank 3" of the world."""
         return f"rank {self.ranks[peer]}"
 
     def wait(self, work: Any, peer: int, what: str) -> None:
-        """Waits for one transfer with `peer`. Raises PeerError."""
+        """Waits for one transfer with `peer`, which `what` names in the error. Raises PeerError."""
         started = time.perf_counter()
         try:
             work.wait(timedelta(seconds=self.timeout_s))
@@ -186,7 +208,7 @@ class Communicator:
             raise self.failure(peer, what, str(error), waited_s) from error
 
     def failure(self, peer: int, what: str, why: str, waited_s: float = 0.0) -> PeerError:
-        """The error for a transfer with `peer` that failed, with the cause if it is known."""
+        """The error for a failed transfer with `peer`; it names the first failure too, if known."""
         if "imed out" in why or "timeout" in why:
             fact = (
                 f"{self.name(peer)} did not take part in {what} within {waited_s:.0f} s; it hangs, "
@@ -202,7 +224,7 @@ class Communicator:
         cause = "" if first[0] == self.ranks[peer] else f"; before that: {first[1]}"
         return PeerError(f"{fact}{cause}")
 
-    # What all do together
+    # Common operations
 
     def all_to_all(
         self,
@@ -211,9 +233,20 @@ class Communicator:
         what: str,
         channel: Channel = Channel.CALLS,
     ) -> AllToAll:
-        """Starts sending sends[p] to, and receiving receives[p] from, every other member p.
+        """Starts sending one tensor to, and receiving one from, every other member.
 
-        The bytes of gradients are counted. Raises HeteroError if another rank does something else.
+        Args:
+            sends: by member, what it gets; None: nothing. This rank's own element is not used.
+            receives: by member, where its tensor goes; None: it sends nothing.
+            what: names the operation in errors; the same on all members.
+            channel: the sequence that it is part of.
+
+        Returns:
+            the messages on their way. No tensor may be used otherwise until they have arrived.
+
+        Raises:
+            HeteroError: another member makes a different call (CALLS only).
+            PeerError: another member failed.
         """
         tag = self._next_tag(channel)
         messages = []
@@ -232,7 +265,7 @@ class Communicator:
                 messages.append(self._send(part, peer, tag, what))
                 sent_bytes += part.nbytes
         if channel is Channel.GRADIENTS:
-            with self._lock:  # threads that answer count, too
+            with self._lock:  # threads that answer requests count too
                 self.sent_bytes += sent_bytes
                 self.received_bytes += received_bytes
         return AllToAll(messages)
@@ -248,7 +281,10 @@ class Communicator:
         receives: Sequence[torch.Tensor | None],
         what: str,
     ) -> list[Message]:
-        """Compares what this rank and those it hears from are about to do; what is still sent."""
+        """Compares this rank's call with those of the ranks it receives from.
+
+        Returns the messages that are still being sent. Raises HeteroError for a difference.
+        """
         tag = self._next_tag(Channel.CALLS)
 
         def title(content: torch.Tensor) -> torch.Tensor:
@@ -282,13 +318,13 @@ class Communicator:
         return sent
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """Every member's `tensor` (of the same shape and dtype everywhere), in their order."""
+        """Every member's `tensor`, in their order, of one shape and dtype. Raises PeerError."""
         found = [tensor if p == self.rank else torch.empty_like(tensor) for p in range(self.size)]
         self.all_to_all([tensor] * self.size, found, what).wait()
         return found
 
     def all_gather_bytes(self, content: bytes, what: str) -> list[bytes]:
-        """Every member's `content`, of any length."""
+        """Every member's `content`, in their order, of any length. Raises PeerError."""
         lengths = self.all_gather(torch.tensor([len(content)]), what)
         longest = max(1, *(int(length) for length in lengths))
         padded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
@@ -299,7 +335,7 @@ class Communicator:
         ]
 
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> None:
-        """Everybody's `tensor` becomes that of member `root`."""
+        """Overwrites every member's `tensor` by that of member `root`. Raises PeerError."""
         if self.rank == root:
             sends: list[torch.Tensor | None] = [tensor] * self.size
             self.all_to_all(sends, [None] * self.size, what).wait()
@@ -307,10 +343,20 @@ class Communicator:
             receives = [tensor if p == root else None for p in range(self.size)]
             self.all_to_all([None] * self.size, receives, what).wait()
 
-    # What one asks of another
+    # Requests, which one member makes to another
 
     def request(self, peer: int, header: torch.Tensor, into: torch.Tensor, what: str) -> Reply:
-        """Asks `peer` to reply() to `header` (int64, whose last element this sets) with `into`."""
+        """Starts a request to `peer`.
+
+        Args:
+            peer: the member that is to answer.
+            header: int64; its last element is set here.
+            into: where the content of the answer goes.
+            what: names the request in errors.
+
+        Returns:
+            the answer on its way. Neither tensor may be used otherwise until it has arrived.
+        """
         with self._lock:
             tag = 2 * self._replies % _TAGS
             self._replies += 1
@@ -322,12 +368,12 @@ class Communicator:
         return Reply(self._ask(peer, header), status, refusal, content, self.name(peer))
 
     def next_request(self, peer: int, header: torch.Tensor) -> None:
-        """Waits, as long as it takes, for a request of `peer`. Raises RuntimeError at its end."""
+        """Waits without a limit for a request of `peer`. Raises RuntimeError if `peer` is gone."""
         self._requests.recv([header], peer, 0).wait(_FOREVER)
 
     def say(self, peer: int, header: torch.Tensor) -> None:
-        """Sends `header`, which is not answered, to where `peer` waits for requests."""
-        self._farewells.append(self._ask(peer, header))
+        """Sends `peer` a request that needs no answer. Raises PeerError."""
+        self._unanswered.append(self._ask(peer, header))
 
     def _ask(self, peer: int, header: torch.Tensor) -> Message:
         try:
@@ -337,7 +383,7 @@ class Communicator:
         return Message(self, work, header, peer, "a request")
 
     def reply(self, peer: int, header: torch.Tensor, content: torch.Tensor, what: str) -> None:
-        """Answers a request; returns when `content` has been taken over."""
+        """Answers the request `header`; returns when `content` has been sent. Raises PeerError."""
         with self._lock:
             self.sent_bytes += content.nbytes
         tag = int(header[-1])
@@ -346,7 +392,7 @@ class Communicator:
         status.wait()
 
     def refuse(self, peer: int, header: torch.Tensor, why: str) -> None:
-        """Answers a request with an error."""
+        """Answers the request `header` with an error. Raises PeerError."""
         text = why.encode()[: _REFUSAL_BYTES - 1].ljust(_REFUSAL_BYTES, b"\0")
         refusal = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._send(refusal, peer, int(header[-1]), "an answer").wait()
@@ -366,11 +412,11 @@ class Communicator:
         return Message(self, work, tensor, peer, what)
 
     def close(self) -> None:
-        """Leaves the group."""
-        self._farewells.clear()
+        """Drops the connections."""
+        self._unanswered.clear()
         self._group = self._requests = None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes: not every backend knows every dtype."""
+    """The tensor's bytes, because gloo does not know every dtype."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Which ranks share one model's state, and how."""
+"""The groups of ranks that train one model: which rank shares state with which."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 
 
 class ProcessGroups:
-    """The ranks that train one model together.
+    """The ranks that train one model together, seen from this one.
 
-    State is sharded over `shard` and the same in all `replicas` of it: with hybrid sharding, ranks
-    of one node shard and nodes replicate; else there is one replica. `everyone` is all of them.
-    None stands for a group of this rank alone.
+    Attributes:
+        shard: the ranks that each chunk is divided over, this one among them.
+        replicas: the ranks that have the same shard as this one. With hybrid sharding the ranks of
+            a node shard and nodes are replicas; else there is one replica.
+        everyone: all ranks.
+        local_ranks: how many of them run on this machine.
+        failures: the ranks that are known to have failed.
+
+    A group of this rank alone is None.
     """
 
     def __init__(
@@ -32,10 +38,17 @@ class ProcessGroups:
         process_group: Any = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Joins the ranks of `process_group`, or of `mesh` (one dimension: sharded; two: replicated
-        and sharded), by default all ranks. All of them must do so.
+        """Connects the ranks. All of them must call this. Without torch.distributed it is one rank.
 
-        Without torch.distributed this rank is alone. Raises ValueError for a mesh that is neither.
+        Args:
+            timeout_s: limit of each wait for another rank.
+            process_group: the ranks; None: all ranks, or those of `mesh`.
+            mesh: one dimension shards; two replicate and shard.
+
+        Raises:
+            ValueError: both are given, this rank is not one of them, or the mesh has more
+                dimensions.
+            PeerError: a rank did not come in time.
         """
         if process_group is not None and mesh is not None:
             raise ValueError("give process_group or mesh, not both")
@@ -43,44 +56,44 @@ class ProcessGroups:
         self.failures = FailedRanks()
         everyone = sorted(rank for one in replicas for rank in one)
 
-        def peers(ranks: list[int]) -> Communicator | None:
+        def connect(ranks: list[int]) -> Communicator | None:
             return Communicator(ranks, timeout_s, self.failures) if len(ranks) > 1 else None
 
-        self.shard = peers(shard)
+        self.shard = connect(shard)
         place = shard.index(_my_rank())
-        self.replicas = peers([one[place] for one in replicas])
-        self.everyone = self.shard if len(replicas) == 1 else peers(everyone)
+        self.replicas = connect([one[place] for one in replicas])
+        self.everyone = self.shard if len(replicas) == 1 else connect(everyone)
         self.local_ranks = self._count_local()
 
     @property
     def ranks(self) -> int:
-        """Ranks that a chunk is divided over."""
+        """The number of ranks that a chunk is divided over."""
         return self.shard.size if self.shard is not None else 1
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's number among those that a chunk is divided over."""
         return self.shard.rank if self.shard is not None else 0
 
     @property
     def size(self) -> int:
-        """All ranks, replicas included: gradients are averaged over them."""
+        """The number of all ranks, replicas included; gradients are averaged over them."""
         return self.everyone.size if self.everyone is not None else 1
 
     @property
     def name(self) -> str:
-        """This rank as users know it."""
+        """This rank's name as users know it: "rank 3" of the world."""
         return f"rank {_my_rank()}"
 
     def duplicate(self) -> ProcessGroups:
-        """The same ranks, connected once more, so that two protocols do not mix their messages.
+        """The same ranks over connections of their own, so that messages do not mix.
 
-        All ranks must call it.
+        All ranks must call it. Raises PeerError.
         """
         made = copy.copy(self)
 
-        def again(peers: Communicator | None) -> Communicator | None:
-            return peers and Communicator(peers.ranks, peers.timeout_s, self.failures)
+        def again(group: Communicator | None) -> Communicator | None:
+            return group and Communicator(group.ranks, group.timeout_s, self.failures)
 
         made.shard = again(self.shard)
         made.replicas = again(self.replicas)
@@ -88,16 +101,16 @@ class ProcessGroups:
         return made
 
     def groups(self) -> list[Communicator]:
-        """All groups of more than one rank, each once."""
-        found = {id(p): p for p in (self.shard, self.replicas, self.everyone) if p is not None}
+        """The communicators, each once."""
+        found = {id(g): g for g in (self.shard, self.replicas, self.everyone) if g is not None}
         return list(found.values())
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """Every rank's `tensor` (one shape, one dtype)."""
+        """Every rank's `tensor`; shape and dtype must be the same. Raises PeerError."""
         return [tensor] if self.everyone is None else self.everyone.all_gather(tensor, what)
 
     def agree(self, value: int, choose: Callable[[Iterable[int]], int], what: str) -> int:
-        """`choose` of all ranks' values."""
+        """Applies `choose` to all ranks' values; `what` names it in errors. Raises PeerError."""
         return choose(int(v) for v in self.all_gather(torch.tensor([value]), what))
 
     def all_or_none(
@@ -144,7 +157,15 @@ class ProcessGroups:
         raise classes[number](f"{name} could not {what}, so no rank did: {text}")
 
     def require_equal(self, facts: dict[str, str], what: str) -> None:
-        """Raises HeteroError, naming the first difference, unless all ranks have the same facts."""
+        """Compares `facts` over the ranks. All ranks must call it.
+
+        Args:
+            facts: values by name, in an order that is compared too.
+            what: what they are, for the error.
+
+        Raises:
+            HeteroError: they differ; the message has the first difference.
+        """
         if self.everyone is None:
             return
         content = "\0".join(f"{key}\1{value}" for key, value in facts.items()).encode()
@@ -175,9 +196,9 @@ class ProcessGroups:
         return self.everyone.all_gather_bytes(host, "hetero's start").count(host)
 
     def close(self) -> None:
-        """Leaves the groups."""
-        for peers in self.groups():
-            peers.close()
+        """Drops all connections."""
+        for group in self.groups():
+            group.close()
 
 
 def error_that_ends_this_rank() -> BaseException | None:
@@ -204,7 +225,7 @@ def is_distributed() -> bool:
 
 
 def _groups(process_group: Any, mesh: DeviceMesh | None) -> tuple[list[int], list[list[int]]]:
-    """The ranks that share a chunk with this one, and those of every replica."""
+    """The ranks that share each chunk with this one, and those lists of all replicas."""
     if not is_distributed():
         if process_group is not None or mesh is not None:
             raise ValueError("a process group or mesh needs torch.distributed to be initialized")

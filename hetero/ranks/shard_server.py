@@ -1,13 +1,13 @@
-"""What this rank answers to others, at any time: its shards.
+"""One-sided gathers: each rank answers requests for its shards from a thread, at any time.
 
-A rank that needs a chunk asks the others for their shards, and each answers from a thread of its
-own, whatever its program is doing. So ranks need not run the same modules, generate the same number
-of tokens or evaluate at the same time. Only what changes values (backward, step, load_state_dict,
-gathered(modifier_rank=...)) is done by all together.
+A rank that needs a chunk requests the other ranks' shards, and their threads answer whatever their
+programs are doing. So ranks need not run the same modules, generate the same number of tokens or
+evaluate at the same time. Only what changes values (backward, step, load_state_dict,
+gathered(modifier_rank=...)) must be called by all ranks.
 
-A request names the version of the values that it expects, counted in changes that all ranks make.
-It waits until this rank has made as many; if it has made more, the ranks do not do the same, and
-that is an error on both.
+A request names the version of the values that it expects: the number of changes, which all ranks
+make alike. The answer waits until the answering rank has made as many. If that rank has made more,
+the ranks do not make the same calls, which is an error on both.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ _HEADER = 5  # kind, chunk, tile, version, tag
 
 
 class RequestKind(enum.IntEnum):
-    """What a request is for."""
+    """The content that a request asks for."""
 
     PARAM = 1  # the shard of a chunk's parameters
     OPTIM_STATE = 2  # one tile's optimizer state
-    BYE = 3  # nothing: this rank will ask no more
+    BYE = 3  # none: the rank that sends it makes no more requests
 
 
 class Versions:
-    """How often each chunk's values have changed, and up to where others may see them."""
+    """Counts the changes of each chunk's values, and those that other ranks may see.
+
+    A change begins with change() and ends with publish(); in between requests wait.
+    """
 
     def __init__(self, chunks: int) -> None:
         self._current = [0] * chunks
@@ -48,17 +51,21 @@ class Versions:
         return self._current[chunk.id]
 
     def change(self, chunk: Chunk) -> None:
-        """The values are about to change; nobody is told them until publish()."""
+        """The chunk's values are about to change: answers wait until publish()."""
         self._current[chunk.id] += 1
 
     def publish(self, chunk: Chunk) -> None:
-        """The values are final."""
+        """The chunk's values are final: answers may have them."""
         with self._changed:
             self._published[chunk.id] = self._current[chunk.id]
             self._changed.notify_all()
 
     def wait_for(self, chunk: Chunk, version: int) -> None:
-        """Until the chunk is at `version`. Raises HeteroError if it is past it or it all ended."""
+        """Returns when the chunk is at `version`.
+
+        Raises:
+            HeteroError: the chunk is past `version`, or end() was called.
+        """
         with self._changed:
             while self._published[chunk.id] < version and self._ended is None:
                 self._changed.wait()
@@ -72,14 +79,17 @@ class Versions:
                 raise HeteroError(self._ended)
 
     def end(self, why: str) -> None:
-        """Ends all waits with an error."""
+        """Ends all waits, now and later, with a HeteroError that says `why`."""
         with self._changed:
             self._ended = why
             self._changed.notify_all()
 
 
 class ShardServer:
-    """Answers every other rank's requests, each in a thread; asks them in turn."""
+    """Answers requests for this rank's shards, and makes requests to the other ranks.
+
+    There is one thread for each other rank of the shard group.
+    """
 
     def __init__(
         self,
@@ -89,8 +99,14 @@ class ShardServer:
         param: Callable[[Chunk], AbstractContextManager[torch.Tensor]],
         optim_state: Callable[[Chunk, int], AbstractContextManager[torch.Tensor]],
     ) -> None:
-        """param(chunk) and optimizer state(chunk, tile) give this rank's shard or optimizer state
-        inside a block.
+        """Starts answering.
+
+        Args:
+            peers: the ranks of the shard group.
+            layout: the chunk group's.
+            versions: of its chunks.
+            param: makes a context with this rank's shard of a chunk's parameters, flat.
+            optim_state: makes a context with the bytes of one tile's optimizer state.
         """
         self._peers = peers
         self._layout = layout
@@ -109,13 +125,27 @@ class ShardServer:
 
     @property
     def peers(self) -> Communicator:
-        """Whom it serves."""
+        """The ranks of the shard group."""
         return self._peers
 
     def request(
         self, kind: RequestKind, chunk: Chunk, tile: int, peer: int, into: torch.Tensor
     ) -> Reply:
-        """Starts fetching what `peer` has, at this rank's version, to `into`."""
+        """Starts a request to `peer` for values of the version that this rank has.
+
+        Args:
+            kind: PARAM, or OPTIM_STATE.
+            chunk: the chunk.
+            tile: number of the tile in `peer`'s shard; for OPTIM_STATE.
+            peer: the rank to ask, as the shard group counts.
+            into: where the content goes, flat.
+
+        Returns:
+            the answer on its way.
+
+        Raises:
+            PeerError: `peer` is gone.
+        """
         header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
         return self._peers.request(peer, header, into, f"gathering {chunk.name}")
 
@@ -133,7 +163,7 @@ class ShardServer:
             try:
                 self._answer(peer, header)
             except PeerError:
-                return  # it was noted, and the program meets it too
+                return  # the failure is noted, and the program's own wait meets it
 
     def _answer(self, peer: int, header: torch.Tensor) -> None:
         kind, chunk_id, tile, version, _ = header.tolist()
@@ -147,13 +177,13 @@ class ShardServer:
                 self._peers.reply(peer, header, content, f"giving {chunk.name}")
         except PeerError:
             raise
-        except Exception as error:  # whatever it is, the one who asked must learn of it
+        except Exception as error:  # any error at all must reach the rank that asked
             self._peers.refuse(peer, header, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Answers until no rank will ask any more; idempotent.
+        """Answers until no rank makes requests any more; idempotent.
 
-        A rank that failed is not waited for; one that goes on computing is, up to rank_timeout_s.
+        Ranks that go on computing are waited for, up to rank_timeout_s, unless a rank has failed.
         """
         if self._closing:
             return

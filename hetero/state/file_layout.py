@@ -1,51 +1,61 @@
-"""Where each chunk's DISK-homed kinds of state lie in the scratch file."""
+"""The extents of the scratch file in which state with its home on DISK lies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.placement import Placement, SlotBytes
 from offload.disk.backing import Extent
 from offload.memory.sizes import PAGE_BYTES, round_up
-from offload.memory.tiers import Tier
+from offload.memory.tiers import StateKind, Tier
+
+_FILE_ORDER = (StateKind.OPTIM_STATE, StateKind.PARAM, StateKind.GRAD)  # within a chunk
+
+
+class ExtentSize(NamedTuple):
+    """Bytes that an extent takes in the file, and those that a transfer of it moves."""
+
+    space_bytes: int
+    transfer_bytes: int
 
 
 @dataclass(frozen=True)
 class FileMap:
-    """Extents by chunk id, in one file: a chunk's optimizer state, then its parameter, then its
-    gradient.
+    """The extents of this rank's shards in one file, as they are at first.
 
-    All are of this rank's shard. PARAM and GRAD extents are one transfer, up to the last used page
-    (for several ranks all of the shard); OPTIM_STATE extents have one tile after the other. All
-    begin at multiples of PAGE_BYTES. When homes move, extents come and go, wherever the file has
-    room.
+    All begin at multiples of PAGE_BYTES. Those of PARAM and GRAD are one transfer, up to the last
+    used page (with several ranks all of the shard); those of OPTIM_STATE are one tile after the
+    other. When homes move, extents come and go, wherever the file has room.
+
+    Attributes:
+        extents: by state kind and chunk id.
+        nbytes: length of the file.
     """
 
-    param: dict[int, Extent]
-    grad: dict[int, Extent]
-    optim_state: dict[int, Extent]
+    extents: dict[StateKind, dict[int, Extent]]
     nbytes: int
 
 
-def extent_sizes(layout: Layout, dtypes: Dtypes, state_kind: str, chunk: Chunk) -> tuple[int, int]:
-    """Bytes that an extent of "param", "grad" or "optim_state" takes, and transfers move."""
-    space = chunk.slots * int(getattr(SlotBytes.of(layout, dtypes), state_kind))
-    if state_kind == "optim_state" or layout.shard.ranks > 1:
-        return space, space
-    itemsize = dtypes.param_bytes if state_kind == "param" else dtypes.grad_bytes
-    return space, round_up(chunk.used_numel * itemsize, PAGE_BYTES)
+def extent_size(layout: Layout, dtypes: Dtypes, state_kind: StateKind, chunk: Chunk) -> ExtentSize:
+    """The size of the extent of one state kind of `chunk`."""
+    space_bytes = chunk.slots * int(getattr(SlotBytes.of(layout, dtypes), state_kind.value))
+    if state_kind is StateKind.OPTIM_STATE or layout.shard.ranks > 1:
+        return ExtentSize(space_bytes, space_bytes)
+    itemsize = dtypes.param_bytes if state_kind is StateKind.PARAM else dtypes.grad_bytes
+    return ExtentSize(space_bytes, round_up(chunk.used_numel * itemsize, PAGE_BYTES))
 
 
 def map_file(layout: Layout, placement: Placement, dtypes: Dtypes) -> FileMap:
-    """Lays out the kinds of state that `placement` puts on DISK."""
-    found: dict[str, dict[int, Extent]] = {"optim_state": {}, "param": {}, "grad": {}}
+    """Lays out one after the other what `placement` puts on DISK, chunk by chunk."""
+    extents: dict[StateKind, dict[int, Extent]] = {state_kind: {} for state_kind in StateKind}
     end = 0
     for chunk in layout.chunks:
-        for state_kind, extents in found.items():
-            if getattr(placement, state_kind)[chunk.id] is Tier.DISK:
-                space, used = extent_sizes(layout, dtypes, state_kind, chunk)
-                extents[chunk.id] = Extent(end, used, chunk.slots)
-                end += space
-    return FileMap(found["param"], found["grad"], found["optim_state"], end)
+        for state_kind in _FILE_ORDER:
+            if getattr(placement, state_kind.value)[chunk.id] is Tier.DISK:
+                size = extent_size(layout, dtypes, state_kind, chunk)
+                extents[state_kind][chunk.id] = Extent(end, size.transfer_bytes, chunk.slots)
+                end += size.space_bytes
+    return FileMap(extents, end)

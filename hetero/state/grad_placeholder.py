@@ -1,4 +1,4 @@
-"""What `.grad` of a managed parameter is: it stands for a gradient that the engine keeps."""
+"""The gradient placeholder: `.grad` of a managed parameter, whose gradient its chunk keeps."""
 
 from __future__ import annotations
 
@@ -13,61 +13,61 @@ from offload.errors import HeteroError
 
 
 class GradOps(Protocol):
-    """What operations on placeholders do to the gradients that they stand for."""
+    """What an engine does to gradients of `members` when an operator gets their placeholders."""
 
     def norms(self, members: Sequence[Any], norm_type: float) -> list[float]:
-        """The norm of each gradient."""
+        """The norm of each gradient; `norm_type` is 2 or inf. Raises ValueError for others."""
 
     def multiply(self, members: Sequence[Any], factor: float) -> None:
-        """Multiplies each gradient."""
+        """Multiplies each gradient by `factor`."""
 
     def clamp(self, members: Sequence[Any], low: float | None, high: float | None) -> None:
-        """Limits each element."""
+        """Limits each element to [low, high]; None: no limit."""
 
     def unscale(self, members: Sequence[Any], factor: float) -> bool:
-        """Multiplies each gradient; whether one has an element that is not finite."""
+        """Multiplies each gradient by `factor`; returns whether an element is not finite."""
 
     def forget(self, members: Sequence[Any]) -> None:
         """Clears each gradient."""
 
     def any_non_finite(self, members: Sequence[Any]) -> bool:
-        """Whether an element is infinite or NaN."""
+        """Whether an element of a gradient is infinite or NaN."""
 
     def read(self, managed: Any) -> torch.Tensor:
-        """A copy of the gradient."""
+        """A copy of the gradient, whole, fp32."""
 
 
 class GradOwner(Protocol):
-    """A parameter whose gradient is kept elsewhere."""
+    """What a placeholder needs to know of its parameter."""
 
     param: torch.nn.Parameter
     grad_ops: GradOps | None
 
     @property
     def name(self) -> str:
-        """Its name in the model."""
+        """The parameter's name in the model."""
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient now."""
+        """Whether the parameter has a gradient now."""
 
 
 class GradPlaceholder(torch.Tensor):
-    """Has the shape of a gradient, and reads NaN.
+    """A tensor with the shape of a gradient that reads NaN and stands for the kept gradient.
 
-    It understands what training code does to gradients: their 2-norm and infinity norm, multiplying
-    or dividing them by a number, clamping between numbers, GradScaler's unscaling, setting them to
-    zero (which clears them, as zero_grad() does), and asking where they are finite. So
-    torch.nn.utils.clip_grad_norm_, clip_grad_value_, get_total_norm and torch.amp.GradScaler work.
-    Any other write raises HeteroError; hetero.grads() has the values.
+    Operators that training code applies to gradients act on the kept gradient: the 2-norm and the
+    infinity norm, multiplying and dividing by a number, clamping between numbers, GradScaler's
+    unscaling, setting to zero (which clears the gradient, as zero_grad() does), and isfinite(),
+    isnan() and isinf(). So torch.nn.utils.clip_grad_norm_, clip_grad_value_, get_total_norm and
+    torch.amp.GradScaler work. Any other write raises HeteroError. hetero.grads() has the values.
     """
 
     _owner: weakref.ref[GradOwner]  # weak: the garbage collector does not see through `.grad`
-    _whole: bool  # not a view of a part of it, or in another shape
+    _whole: bool  # False for a view of a part of it, or in another shape
 
     @staticmethod
     def of(owner: GradOwner, dtype: torch.dtype, device: torch.device) -> GradPlaceholder:
-        """The placeholder for the gradient of `owner`, in `dtype`, on the parameter's device."""
+        """Makes the placeholder of `owner`'s gradient, in `dtype`, on `device`."""
         nan = _nan(owner.param.shape, dtype, device)
         return GradPlaceholder._make(nan, weakref.ref(owner), True)
 
@@ -80,16 +80,16 @@ class GradPlaceholder(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """fp32 for fp16: the gradient is what is kept times a factor, in fp32.
+        """The dtype, but fp32 instead of fp16.
 
-        GradScaler.unscale_() refuses fp16, in which unscaled gradients would vanish; here they
-        do not.
+        GradScaler.unscale_() refuses fp16 gradients, because they would vanish when unscaled. These
+        do not: unscaling changes a factor in fp32 and leaves the kept gradient as it is.
         """
         dtype = torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
         return torch.float32 if dtype is torch.float16 else dtype
 
     def owner(self) -> GradOwner:
-        """The parameter. Raises HeteroError if its gradient is not there any more."""
+        """The parameter. Raises HeteroError if its gradient has been cleared."""
         owner = self._owner()
         if owner is None or not owner.has_grad:
             raise HeteroError(
@@ -100,7 +100,7 @@ class GradPlaceholder(torch.Tensor):
 
     @property
     def owner_name(self) -> str:
-        """For messages."""
+        """The parameter's name, for errors."""
         owner = self._owner()
         return owner.name if owner else "a parameter of a closed engine"
 
@@ -143,7 +143,7 @@ class GradPlaceholder(torch.Tensor):
         result = func(*_as_nan(args), **_as_nan(kwargs))
         returns = func._schema.returns
         if returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
-            # A view: writes to it must be seen too.
+            # A view is a placeholder too, so that writes to it are refused or understood.
             owner, whole = args[0]._owner, args[0]._whole and func in _SAME
             return tree_map_only(
                 torch.Tensor, lambda view: GradPlaceholder._make(view, owner, whole), result
@@ -197,8 +197,8 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 )
 
 
-# The operators that are understood. Each gets the operator itself first and may return
-# NotImplemented: then it is a read of NaN or a refused write like any other.
+# Handlers of the operators that act on kept gradients. Each gets the operator itself first. If it
+# returns NotImplemented, the call is a read of NaN or a refused write, as of any other operator.
 
 _Handler = Callable[..., Any]
 _Split = tuple[list[GradPlaceholder], list[torch.Tensor]]
@@ -224,7 +224,7 @@ def _by_engine(grads: Sequence[GradPlaceholder]) -> list[tuple[GradOps, list[Gra
 
 
 def _number(value: object) -> float | None:
-    """A Python number, or the one element of a tensor; None for anything else."""
+    """`value` as a number, if it is one or a tensor of one element; else None."""
     if isinstance(value, torch.Tensor):
         plain = not isinstance(value, GradPlaceholder)
         return float(value) if plain and value.numel() == 1 else None
@@ -274,10 +274,11 @@ def _foreach_norm(
 
 
 def _in_place(change: Callable[..., tuple[str, tuple[Any, ...]] | None]) -> _Handler:
-    """Of an operator on one tensor or on a list of them.
+    """Makes the handler of an in-place operator on one tensor or on a list of tensors.
 
-    From its other arguments `change` makes the name of a method of GradOps and what it takes
-    besides the members, or None for arguments that are not understood.
+    Args:
+        change: gets the operator's other arguments. Returns the name of a method of GradOps with
+            the arguments after its members; or None if no method does what they say.
     """
 
     def handler(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Homes of one kind of state in memory: chunks in RAM or on DEVICE have room there."""
+"""Homes in memory: where chunks on HOST or DEVICE keep one state kind between steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,26 @@ from offload.memory.tiers import Account, Tier
 
 
 @dataclass(frozen=True)
+class HomeFormat:
+    """What the homes of one state kind look like.
+
+    Attributes:
+        slot_bytes: bytes of one slot.
+        dtype: of the tensors over it.
+        account: is charged for it.
+        whole: a slot holds a slot of the whole chunk, of which this rank's shard is a part; else it
+            holds one tile of the shard. For a single rank the two are the same.
+    """
+
+    slot_bytes: int
+    dtype: torch.dtype
+    account: Account
+    whole: bool = False
+
+
+@dataclass(frozen=True)
 class _Home:
-    """Slots of an arena."""
+    """`run` slots of an arena, from slot `first`."""
 
     tier: Tier
     arena: HostArena
@@ -26,30 +44,39 @@ class _Home:
 
 
 class Homes:
-    """Slots for the chunks that `tiers` puts on HOST or DEVICE, charged when first used.
+    """The homes of one state kind in memory: slots for the chunks on HOST or DEVICE.
 
-    `whole`: each slot holds all of a chunk's slot, of which this rank's shard is a part; else it
-    holds one tile of the shard alone. For a single rank both are the same.
+    Slots are charged when they are first used. A home moves in three steps: allocate() makes a
+    second home on another tier, the caller copies, and switch() makes it the chunk's home and frees
+    the old one. free() leaves the chunk without a home in memory.
 
-    A chunk may leave memory (give_up()), and get a second home there (take()) which then becomes
-    its home (adopt()). The chunks that begin in RAM are in one arena, whose slots they keep for a
-    return; each of the others has an arena of its own, and so have all on DEVICE, because some
-    devices give memory back as a whole.
+    The chunks that begin in RAM are in one arena, whose slots they keep for a return. Each of the
+    others has an arena of its own, and so have all on DEVICE, because some devices give memory back
+    as a whole.
     """
 
     def __init__(
         self,
         layout: Layout,
         tiers: Sequence[Tier | None],
-        slot_bytes: int,
-        dtype: torch.dtype,
+        home_format: HomeFormat,
         ledger: Ledger,
-        account: Account,
         backend: Backend,
-        whole: bool = False,
     ) -> None:
-        """`backend` gives DEVICE's memory; what is charged goes to `account`."""
-        self.whole = whole or layout.shard.ranks == 1
+        """Maps the memory of all homes; those on DEVICE are charged at once.
+
+        Args:
+            layout: the chunk group's.
+            tiers: the home of each chunk, by chunk id; None: it has none.
+            home_format: what the homes look like.
+            ledger: is charged.
+            backend: gives DEVICE's memory.
+
+        Raises:
+            BudgetError: DEVICE has no room.
+        """
+        account, slot_bytes, dtype = home_format.account, home_format.slot_bytes, home_format.dtype
+        self.whole = home_format.whole or layout.shard.ranks == 1
         self._shard = layout.shard
         self._slot_bytes = slot_bytes
         self._tile_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
@@ -59,14 +86,14 @@ class Homes:
         self._dtype = dtype
         self._separate = backend.separate
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
-        # (Optimizer states are no source of copies that the device makes by itself.)
+        # A device copies from all of them by itself but from optimizer state.
         self._make = HostArena if account is Account.OPTIM_STATE else backend.host_arena
         self._home: dict[int, _Home] = {}
         self._second: dict[int, _Home] = {}
         self._flat: dict[int, torch.Tensor] = {}
         in_ram = [c for c in layout.chunks if tiers[c.id] is Tier.HOST]
         self._common = self._make(sum(c.slots for c in in_ram), slot_bytes, ledger, account)
-        self._place: dict[int, _Home] = {}  # there, of those that began there
+        self._place: dict[int, _Home] = {}  # slots of `_common`, of the chunks that began there
         first = 0
         for chunk in in_ram:
             self._place[chunk.id] = _Home(Tier.HOST, self._common, first, chunk.slots)
@@ -81,7 +108,7 @@ class Homes:
             raise
 
     def _own(self, chunk: Chunk, tier: Tier) -> _Home:
-        """An arena for the chunk alone."""
+        """A home in an arena of its own."""
         make = self._make if tier is Tier.HOST else self._backend.arena
         arena = make(chunk.slots, self._slot_bytes, self._ledger, self._account)
         return _Home(tier, arena, 0, chunk.slots)
@@ -99,17 +126,21 @@ class Homes:
         return self._separate and self.has_in_place(chunk)
 
     def commit(self, chunk: Chunk) -> None:
-        """Charges the chunk's slots, if they are not yet."""
+        """Charges the chunk's slots that are not charged yet. Raises BudgetError."""
         home = self._home[chunk.id]
         home.arena.commit(home.first, home.run)
 
     def commit_all(self) -> None:
-        """Charges all slots that are not charged yet."""
+        """Charges all slots that are not charged yet. Raises BudgetError."""
         for home in self._home.values():
             home.arena.commit(home.first, home.run)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's slots as one flat tensor; the same tensor object until let_go()."""
+        """The chunk's slots as one flat tensor, a pin of the home.
+
+        It is the same tensor object until release_view(). It is the whole chunk if homes are
+        `whole`, else this rank's shard.
+        """
         flat = self._flat.get(chunk.id)
         if flat is None:
             self.commit(chunk)
@@ -124,7 +155,7 @@ class Homes:
         return flat[self._shard.range(flat.numel())] if self.whole else flat
 
     def address(self, chunk: Chunk, tile: int) -> int:
-        """Address of tile number `tile` of this rank's shard."""
+        """The address of tile number `tile` of this rank's shard."""
         home = self._home[chunk.id]
         address = home.arena.address(home.first)
         if self.whole:
@@ -134,36 +165,36 @@ class Homes:
     # Moving
 
     def bytes(self, chunk: Chunk, second: bool = False) -> torch.Tensor:
-        """The chunk's slots, those of its second home if wanted; for a moment: it is no pin."""
+        """The bytes of the chunk's home, or of its second home, flat.
+
+        The tensor is no pin: it must not outlive the move that it is for.
+        """
         home = (self._second if second else self._home)[chunk.id]
         home.arena.commit(home.first, home.run)
         return home.arena.view(home.first, home.run, torch.uint8)
 
-    def let_go(self, chunk: Chunk) -> bool:
-        """Whether nobody but this object views the chunk's home, which may thus move."""
+    def release_view(self, chunk: Chunk) -> bool:
+        """Drops the tensor that flat() gave; returns whether no other one views the home."""
         self._flat.pop(chunk.id, None)
         home = self._home[chunk.id]
         if home.arena.pins[home.first]:
-            gc.collect()  # views may hang in reference cycles, of an exception's frames say
+            gc.collect()  # reference cycles may hold views, those of an exception's frames say
         return not home.arena.pins[home.first]
 
-    def give_up(self, chunk: Chunk) -> None:
-        """The chunk's home is in memory no more; its bytes are lost, and the memory is given back.
-
-        Nobody may view it (let_go()).
-        """
+    def free(self, chunk: Chunk) -> None:
+        """Frees the chunk's home, with its bytes. release_view() must have returned True."""
         home = self._home.pop(chunk.id)
         assert not home.arena.pins[home.first]
-        self._give_back(home)
+        self._release(home)
 
-    def _give_back(self, home: _Home) -> None:
+    def _release(self, home: _Home) -> None:
         if home.arena is self._common:
             home.arena.decommit(home.first, home.run)
         else:
             home.arena.close()
 
-    def take(self, chunk: Chunk, tier: Tier) -> None:
-        """The chunk gets a second home on `tier`, with undefined bytes. Raises BudgetError."""
+    def allocate(self, chunk: Chunk, tier: Tier) -> None:
+        """Makes a second home on `tier`, with undefined bytes. Raises BudgetError."""
         assert chunk.id not in self._second
         place = self._place.get(chunk.id)
         home = place if place is not None and tier is Tier.HOST else self._own(chunk, tier)
@@ -176,20 +207,20 @@ class Homes:
             raise
         self._second[chunk.id] = home
 
-    def adopt(self, chunk: Chunk) -> None:
-        """The second home becomes the chunk's; the one that it had, if any, is given up."""
+    def switch(self, chunk: Chunk) -> None:
+        """Makes the second home the chunk's home; frees the one that it had, if any."""
         if chunk in self:
-            self.give_up(chunk)
+            self.free(chunk)
         self._home[chunk.id] = self._second.pop(chunk.id)
 
-    def abandon(self, chunk: Chunk) -> None:
-        """Gives the second home back, if there is one."""
+    def free_second(self, chunk: Chunk) -> None:
+        """Frees the second home, if there is one."""
         home = self._second.pop(chunk.id, None)
         if home is not None:
-            self._give_back(home)
+            self._release(home)
 
     def close(self) -> None:
-        """Gives the memory back once no tensor views it."""
+        """Frees all homes; the memory goes when the last tensor over it does."""
         self._flat.clear()
         for home in (*self._home.values(), *self._second.values()):
             home.arena.close()

@@ -1,6 +1,4 @@
-"""OPTIM_STATE kinds of state: what completes a parameter to its fp32 master, and the optimizer's
-states.
-"""
+"""Optimizer state: the rule's states, and what completes a parameter to its fp32 master."""
 
 from __future__ import annotations
 
@@ -24,11 +22,13 @@ from offload.disk.backing import Extent, FileTransfers
 
 @dataclass(frozen=True)
 class TileState:
-    """One tile's optimizer state, as flat tensors of piece_numel elements.
+    """One tile's optimizer state, as flat tensors of tile_numel elements.
 
-    `master` has the lower 16 bits of the fp32 master (as int16) for bf16, the whole master for
-    fp16, and is None for fp32. `states` are the rule's, in its order; for bf16 one bit of the last
-    one belongs to the split master (docs/formats.md).
+    Attributes:
+        master: for bf16 the lower 16 bits of the fp32 master, as int16; for fp16 the whole master;
+            None for fp32, whose parameter is the master.
+        states: the rule's states, in its order, in its state dtype. With bf16 parameters one bit of
+            the last one belongs to the master (docs/formats.md).
     """
 
     master: torch.Tensor | None
@@ -36,7 +36,7 @@ class TileState:
 
     @classmethod
     def over(cls, raw: torch.Tensor, tile_numel: int, dtypes: Dtypes) -> TileState:
-        """Views of an optimizer state's bytes, laid out [master | state 0 | state 1]."""
+        """Views of a tile's bytes (uint8), which are [master | state 0 | state 1]."""
         master_end = tile_numel * dtypes.master_bytes
         master_dtype = torch.int16 if dtypes.compute == "bf16" else torch.float32
         return cls(
@@ -50,12 +50,12 @@ class Part:
     """The elements of one parameter that lie in one tile of its chunk."""
 
     tile: int
-    in_param: slice  # of the flat parameter
-    in_tile: slice
+    in_param: slice  # elements of the flat parameter
+    in_tile: slice  # the same elements, as the tile counts
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return int(self.in_tile.stop - self.in_tile.start)
 
 
@@ -77,10 +77,10 @@ def parts_of(managed: ManagedParam, layout: Layout, rank: int | None = None) -> 
 
 
 class OptimizerState:
-    """Access to optimizer states wherever they live, between steps.
+    """Reads and writes the optimizer state of this rank's shards, between steps.
 
-    They are of this rank's shards. A DISK-homed optimizer state passes through the first of the
-    pipeline's buffers, one tile at a time.
+    What has its home on DISK passes through the first of the pipeline's buffers, one tile at a
+    time.
     """
 
     def __init__(
@@ -94,7 +94,18 @@ class OptimizerState:
         updates: ChunkUpdates,
         updater: Updater | None = None,
     ) -> None:
-        """`updater` does what the CPU cannot with optimizer states on DEVICE."""
+        """Reads and writes nothing yet.
+
+        Args:
+            tile_numel: elements per tile.
+            dtypes: the chunk group's.
+            homes: of OPTIM_STATE in memory.
+            extents: by chunk id, of OPTIM_STATE on DISK.
+            arenas: have the pipeline and its buffers.
+            transfers: read and write the scratch file.
+            updates: the chunk group's updates, which keep optimizer state in the buffers.
+            updater: splits and joins masters on a DEVICE whose memory the CPU does not reach.
+        """
         self._updater = updater
         self._tile_numel = tile_numel
         self._dtypes = dtypes
@@ -105,22 +116,21 @@ class OptimizerState:
         self._arenas = arenas
         self._transfers = transfers
         self._updates = updates
-        # A rank's server reads optimizer states, too: this is held while updates are submitted, and
-        # while an optimizer state is open.
+        # The shard server's threads read optimizer state too: submitting, and open(), hold this.
         self.lock = threading.RLock()
 
     def in_file(self, chunk: Chunk) -> bool:
-        """Whether the chunk's optimizer states are homed on DISK."""
+        """Whether the home of the chunk's optimizer state is on DISK."""
         return chunk not in self._homes
 
     def location(self, chunk: Chunk, tile: int) -> Location:
-        """Where the optimizer finds the tile's optimizer state."""
+        """The place of the tile's optimizer state, for the step pipeline."""
         if chunk in self._homes:
             return Location(self._homes.address(chunk, tile))
         return Location(file_offset=self._offset(chunk, tile))
 
     def address(self, chunk: Chunk, tile: int) -> int:
-        """Address of a tile's optimizer state that is at home in memory."""
+        """The address of the tile's optimizer state, if its home is in memory."""
         return self._homes.address(chunk, tile)
 
     def _offset(self, chunk: Chunk, tile: int) -> int:
@@ -130,10 +140,16 @@ class OptimizerState:
     def open(
         self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
     ) -> Iterator[TileState | None]:
-        """The tile's optimizer state inside the block (None: frozen); with `write` it goes home
-        afterwards.
+        """Brings in one tile's optimizer state for the length of the block.
 
-        With `fresh` it starts as zeros instead of what is at home.
+        Args:
+            chunk: the chunk; a frozen one has no optimizer state, so the block gets None.
+            tile: number of the tile in this rank's shard.
+            write: store it when the block has ended without an error.
+            fresh: start with zeros instead of what is stored.
+
+        Raises:
+            NativeIoError: it cannot be read or written.
         """
         if not chunk.trainable:
             yield None
@@ -142,18 +158,18 @@ class OptimizerState:
             yield self.over(raw)
 
     def over(self, raw: torch.Tensor) -> TileState:
-        """The optimizer state in a tile's bytes."""
+        """Views of the tile's bytes `raw`."""
         return TileState.over(raw, self._tile_numel, self._dtypes)
 
     def empty(self) -> torch.Tensor:
-        """Memory for the bytes of one tile's optimizer state."""
+        """New memory, uint8, for one tile's optimizer state."""
         return torch.empty(self._tile_bytes, dtype=torch.uint8)
 
     @contextmanager
     def open_raw(
         self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
     ) -> Iterator[torch.Tensor]:
-        """The bytes of a trainable tile's optimizer state, likewise."""
+        """As open(), for the bytes (uint8) of a chunk that is not frozen."""
         with self.lock:
             if write or chunk not in self._homes:
                 self._updates.forget()
@@ -184,7 +200,14 @@ class OptimizerState:
     def split(
         self, values: torch.Tensor, param: torch.Tensor, optim_state: TileState, where: slice
     ) -> None:
-        """Writes fp32 `values` as parameter and master; `where` are its elements in the tile."""
+        """Writes fp32 values as parameters and masters.
+
+        Args:
+            values: masters, flat, fp32.
+            param: becomes their rounding; flat, compute dtype.
+            optim_state: the tile that has the rest of the masters.
+            where: the values' elements in the tile.
+        """
         if self._dtypes.compute == "fp32":
             param.copy_(values)
         elif self._dtypes.compute == "fp16":
@@ -209,7 +232,12 @@ class OptimizerState:
             )
 
     def states(self, optim_state: TileState, where: slice) -> list[torch.Tensor]:
-        """The rule's states in fp32, without the bit of the last one that the split uses."""
+        """Copies of the rule's states, flat, fp32, without the master's bit in the last one.
+
+        Args:
+            optim_state: the tile.
+            where: the elements to copy.
+        """
         *others, last = (state[where] for state in optim_state.states)
         if self._dtypes.compute == "bf16":
             if self._dtypes.rule == "lion":
@@ -220,9 +248,12 @@ class OptimizerState:
         return [state.float() for state in (*others, last)]
 
     def join(self, param: torch.Tensor, optim_state: TileState, where: slice) -> torch.Tensor:
-        """The fp32 master of the flat parameter part `param`, where the optimizer state is.
+        """The masters of a part of a parameter, flat, fp32, on the optimizer state's device.
 
-        (`param` may be a copy on DEVICE of what is in RAM.)
+        Args:
+            param: the part's values, flat, compute dtype; they may be a copy on another device.
+            optim_state: the tile that has the rest of the masters.
+            where: the part's elements in the tile.
         """
         if self._dtypes.compute == "fp32":
             return param.clone()

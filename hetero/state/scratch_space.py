@@ -1,8 +1,8 @@
-"""The file of a chunk group's DISK homes, made when something is to be stored there."""
+"""A chunk group's extents of the disks, in a scratch file that is made on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from offload.memory.tiers import Account
 
 @dataclass
 class DiskParts:
-    """What exists only if something is homed on DISK."""
+    """What a chunk group has only if something of it has, or had, its home on DISK."""
 
     io: IoEngine
     scratch: ScratchFile
@@ -25,32 +25,40 @@ class DiskParts:
 
 
 class ScratchSpace:
-    """Extents in one scratch file, and transfers with them.
+    """Allocates extents in one scratch file, and starts transfers with it.
 
-    The file grows when an extent finds no free space; it never shrinks, so that space which was
-    reserved once stays the engine's.
+    The file is made at the first allocation and grows when an extent finds no free space. It never
+    shrinks, so that space which was reserved once stays the engine's.
     """
 
     def __init__(
         self, config: Config, ledger: Ledger, notes: list[str], resources: ExitStack
     ) -> None:
-        """`resources` close it; what is to be known of the disks is appended to `notes`."""
+        """Makes no file yet.
+
+        Args:
+            config: names directories and I/O engine.
+            ledger: is charged for the file.
+            notes: lines for the user, to which findings about the disks are appended.
+            resources: close the file, its transfers and the I/O engine.
+        """
         self.parts: DiskParts | None = None
         self._config = config
         self._ledger = ledger
-        self._notes = notes
+        self.notes = notes
         self._resources = resources.enter_context(ExitStack())
         self._free = FreeSpace()
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is, or may be, a file: there are directories."""
+        """Whether there is or can be a file, because there are directories."""
         return bool(self._config.nvme_paths)
 
-    def make_room(self, nbytes: int) -> None:
-        """Takes care that `nbytes` are free, at once what take() would take tile by tile.
+    def reserve(self, nbytes: int) -> None:
+        """Lets the file grow until `nbytes` are free, for allocations that are to follow.
 
-        Raises BudgetError, StoreError or NativeIoError, with nothing changed.
+        Raises:
+            BudgetError, StoreError, NativeIoError: there is no room; nothing is changed.
         """
         missing = nbytes - self._free.nbytes
         if missing <= 0:
@@ -61,16 +69,20 @@ class ScratchSpace:
         else:
             self._free.give(self.parts.scratch.reserve(missing), missing)
 
-    def take(self, nbytes: int) -> int:
-        """The offset of `nbytes`, a multiple of the page, of allocated space. Raises likewise."""
+    def allocate(self, nbytes: int) -> int:
+        """Allocates `nbytes`, a multiple of the page, and returns their offset in the file.
+
+        Raises:
+            BudgetError, StoreError, NativeIoError: there is no room; nothing is changed.
+        """
         if self.parts is None:
-            self.make_room(nbytes)
+            self.reserve(nbytes)
         assert self.parts is not None
         offset = self._free.take(nbytes)
         return self.parts.scratch.reserve(nbytes) if offset is None else offset
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """Undoes take(), whole or in part."""
+    def free(self, offset: int, nbytes: int) -> None:
+        """Frees what allocate() gave, whole or in part, for other extents."""
         self._free.give(offset, nbytes)
 
     def _open(self, nbytes: int) -> DiskParts:
@@ -85,9 +97,13 @@ class ScratchSpace:
             transfers = Transfers(io, scratch)
             resources.callback(transfers.close)
             notes = (*scratch.notes, *io_notes)
-            self._notes.extend(n for n in notes if n not in self._notes)
+            self.note(notes)
             self._resources.push(resources.pop_all())
         return DiskParts(io, scratch, transfers, measuring)
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Appends lines to the notes for the user that are not there yet."""
+        self.notes.extend(line for line in lines if line not in self.notes)
 
     @property
     def _transfers(self) -> Transfers:

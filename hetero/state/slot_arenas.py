@@ -1,4 +1,4 @@
-"""Slots of a chunk group for what is elsewhere at home, and the pipeline over its buffers."""
+"""The slots of a chunk group for copies and buffers, and the step pipeline over the buffers."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from offload.memory.tiers import Account, Tier
 
 
 class SlotArenas:
-    """One arena per purpose, without slots where a placement needs none.
+    """A chunk group's slots for copies and buffers: one arena per purpose, and the step pipeline.
 
-    Between steps, when no slot is in use, they may get other sizes: empty(), then fill(). Slots on
-    a DEVICE of its own may be given up before the others.
+    The arenas have slots after allocate(). Between steps, when no slot is in use, free() and
+    allocate() change their sizes.
     """
 
     def __init__(
         self,
         layout: Layout,
         dtypes: Dtypes,
-        placement: Placement,
         backend: Backend,
         ledger: Ledger,
         file: ScratchSpace,
-        notes: list[str],
-        spare_bytes: int,
         resources: ExitStack,
     ) -> None:
-        """Takes what `placement` says from the budgets. `resources` give it back.
+        """Makes arenas without slots.
 
-        `spare_bytes` of RAM are nobody's: with several ranks all parameters may be gathered at
-        once, if wanted, as far as that goes. Raises BudgetError.
+        Args:
+            layout: the chunk group's.
+            dtypes: the chunk group's.
+            backend: gives the memory where compute happens.
+            ledger: is charged.
+            file: what the slots are read from and written to.
+            resources: close the arenas.
         """
         self._layout, self._dtypes = layout, dtypes
         self._slot = SlotBytes.of(layout, dtypes)
         self._separate = backend.separate
         self._file = file
-        self._notes = notes
 
         def arena(account: Account, linked: bool = True) -> HostArena:
-            """`linked`: the device's copies use it."""
+            """`linked`: a device copies from it and to it."""
             make = backend.host_arena if linked else HostArena
             made = make(0, 1, ledger, account)
             resources.callback(made.close)
@@ -59,19 +60,37 @@ class SlotArenas:
         # Where compute happens.
         self.gathered = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.gathered.close)
-        self.pipeline: StepPipeline
+        self._pipeline: StepPipeline | None = None
         # Changes whenever the pipeline has lost what it was told to read ahead.
         self.read_ahead_epoch = 0
-        self.fill(placement, spare_bytes)
-        resources.callback(lambda: self.pipeline.close())
+        resources.callback(self._close_pipeline)
 
-    def fill(self, placement: Placement, spare_bytes: int) -> None:
-        """Takes the sizes of `placement`, and a new pipeline. Raises BudgetError."""
+    @property
+    def pipeline(self) -> StepPipeline:
+        """The step pipeline over `buffers`; another one after each allocate()."""
+        assert self._pipeline is not None, "allocate() has not been called"
+        return self._pipeline
+
+    def _close_pipeline(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+    def allocate(self, placement: Placement, spare_bytes: int) -> None:
+        """Gives the arenas the numbers of slots that `placement` says, and makes a new pipeline.
+
+        Args:
+            placement: the numbers of slots.
+            spare_bytes: RAM that no plan counts on. With several ranks as many slots for gathered
+                parameters as fit there may be used while it is free.
+
+        Raises:
+            BudgetError: there is no room for the slots.
+        """
         made, slot = placement, self._slot
         spare_slots = 0
         if self._layout.shard.ranks > 1 and made.gathered_slots and not self._separate:
             spare_slots = min(self._layout.slot_count, max(0, spare_bytes) // slot.gathered)
-        self.fill_gathered(made.gathered_slots, spare_slots)
+        self.resize_gathered(made.gathered_slots, spare_slots)
         shape = self._buffer_shape(made)
         for arena, slots, nbytes in (
             (self.staged, made.staged_slots, slot.gathered),
@@ -83,8 +102,8 @@ class SlotArenas:
             arena.commit(0, slots)
         self._register()
         disk = self._file.parts
-        self.pipeline = StepPipeline(
-            # (Frozen parameters alone on DISK need no buffers, and so no engine.)
+        self._pipeline = StepPipeline(
+            # Frozen parameters alone on DISK need no buffers, and so no I/O engine.
             disk.io if disk is not None and made.buffers else None,
             disk.transfers.file if disk is not None else -1,
             self.buffers.memory if made.buffers else None,
@@ -101,17 +120,25 @@ class SlotArenas:
         self.pipeline.forget()
         self.read_ahead_epoch += 1
 
-    def fill_gathered(self, slots: int, spare_slots: int = 0) -> None:
-        """Takes slots where compute happens; `spare_slots` may be used for a while, too."""
+    def resize_gathered(self, slots: int, spare_slots: int = 0) -> None:
+        """Gives `gathered` other numbers of slots; none may be in use.
+
+        Args:
+            slots: are charged at once.
+            spare_slots: are charged while they are used, beside `slots`.
+
+        Raises:
+            BudgetError: there is no room for `slots`.
+        """
         self.gathered.resize(slots + spare_slots)
         self.gathered.commit(0, slots)
 
-    def empty(self) -> None:
-        """Gives all slots back; the pipeline is closed.
+    def free(self) -> None:
+        """Frees all slots and closes the pipeline.
 
-        Nobody may use them; the pipeline must have nothing that the file has not.
+        No slot may be in use, and the pipeline may have nothing that the file lacks.
         """
-        self.pipeline.close()
+        self._close_pipeline()
         disk = self._file.parts
         for arena in (self.gathered, self.staged, self.shards, self.grads, self.buffers):
             if disk is not None and arena.slots and arena.tier is Tier.HOST:
@@ -119,22 +146,22 @@ class SlotArenas:
             arena.resize(0)
 
     def _register(self) -> None:
-        """What the file is read into and written from."""
+        """Registers what is read from the file and written to it with the I/O engine."""
         disk = self._file.parts
         if disk is None:
             return
         params = self.gathered if self.read_in_place else self.shards
         for arena in (params, self.grads, self.buffers):
             if arena.slots and not disk.io.register(arena.memory):
-                self._notes.extend(n for n in disk.io.notes if n not in self._notes)
+                self._file.note(disk.io.notes)
 
     @property
     def read_in_place(self) -> bool:
-        """Whether shards, being whole chunks, are read to where compute finds them."""
+        """Whether a shard is a whole chunk and is read from the file to where compute uses it."""
         return self._layout.shard.ranks == 1 and not self._separate
 
     def _buffer_shape(self, placement: Placement) -> tuple[UpdateKind, int, bool, bool]:
-        """What of the pipeline's buffers follows from the placement."""
+        """The arguments of StepPipeline.buffer_bytes()."""
         return (
             self._dtypes.kind,
             self._layout.tile_numel,

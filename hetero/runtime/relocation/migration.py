@@ -20,7 +20,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts
 from hetero.chunks.layout import Chunk
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.runtime.relocation.moves import InUseError, Move, moves_between
-from hetero.state.file_layout import extent_sizes
+from hetero.state.file_layout import extent_size
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload._native import IoOp
 from offload.disk.backing import Extent
@@ -159,7 +159,7 @@ class Migration:
         if move.state_kind is StateKind.PARAM:
             free = self._detach(chunk)
             chunk_group.params.drop_copies(chunk)  # a device may be copying from it
-        if not (self._homes[move.state_kind].let_go(chunk) and free):
+        if not (self._homes[move.state_kind].release_view(chunk) and free):
             raise InUseError(
                 f"the {move.state_kind.name} of {chunk.name} cannot move from {move.of.name} to "
                 f"{move.to.name}: a tensor of yours, or of a graph whose backward was not made, "
@@ -171,7 +171,7 @@ class Migration:
         for move in self._moves:
             if (move.of, move.to) == (Tier.DEVICE, Tier.HOST):
                 try:
-                    self._homes[move.state_kind].take(move.chunk, Tier.HOST)
+                    self._homes[move.state_kind].allocate(move.chunk, Tier.HOST)
                 except BudgetError as error:
                     if self._file.is_possible:
                         continue
@@ -186,7 +186,7 @@ class Migration:
         chunk_group, copied = self._chunk_group, set(self._copied)
         out = [m for m in self._moves if m.of is not Tier.DISK and m.to is not Tier.DEVICE]
         out = [move for move in out if move not in copied]
-        self._file.make_room(sum(map(self._space, out)))
+        self._file.reserve(sum(map(self._space, out)))
         for move in out:
             extent = self._written[move] = self._new_extent(move)
             if move.state_kind is StateKind.GRAD and not chunk_group.grads.leaves_memory(
@@ -214,9 +214,9 @@ class Migration:
             return
         if self._device.updater is not None:
             self._device.updater.prepare()
-        self._arenas.fill_gathered(0)
+        self._arenas.resize_gathered(0)
         for move in moves:
-            self._homes[move.state_kind].take(move.chunk, Tier.DEVICE)
+            self._homes[move.state_kind].allocate(move.chunk, Tier.DEVICE)
             self._copied.append(move)
         for move in moves:
             if self._has_bytes(move):
@@ -236,10 +236,9 @@ class Migration:
 
     def _new_extent(self, move: Move) -> Extent:
         chunk_group = self._chunk_group
-        space, used = extent_sizes(
-            chunk_group.layout, chunk_group.dtypes, move.state_kind.value, move.chunk
-        )
-        return Extent(self._file.take(space), used, move.chunk.slots)
+        size = extent_size(chunk_group.layout, chunk_group.dtypes, move.state_kind, move.chunk)
+        offset = self._file.allocate(size.space_bytes)
+        return Extent(offset, size.transfer_bytes, move.chunk.slots)
 
     def abandon(self) -> None:
         """Undoes prepare(); idempotent. Raises BudgetError if others have the DEVICE's room now."""
@@ -248,34 +247,34 @@ class Migration:
             self._give_back(move, extent)
         self._written.clear()
         for move in self._moves:
-            self._homes[move.state_kind].abandon(move.chunk)
+            self._homes[move.state_kind].free_second(move.chunk)
         self._copied.clear()
         for chunk in self._moving.values():
             self._attach(chunk, moved=False)
         self._moving.clear()
         if self._arenas.gathered.slots < self._before.gathered_slots:
-            self._arenas.fill_gathered(self._before.gathered_slots)
+            self._arenas.resize_gathered(self._before.gathered_slots)
             chunk_group.params.note_gathered_slots()
 
     def _give_back(self, move: Move, extent: Extent) -> None:
-        self._file.give_back(extent.offset, self._space(move))
+        self._file.free(extent.offset, self._space(move))
 
     def _space(self, move: Move) -> int:
         chunk_group = self._chunk_group
-        return extent_sizes(
-            chunk_group.layout, chunk_group.dtypes, move.state_kind.value, move.chunk
-        )[0]
+        return extent_size(
+            chunk_group.layout, chunk_group.dtypes, move.state_kind, move.chunk
+        ).space_bytes
 
     def leave(self) -> None:
         """Gives back all memory that is not a home of `after`, or a home that stays."""
         for move, extent in self._written.items():
             self._extents[move.state_kind][move.chunk.id] = extent
-            self._homes[move.state_kind].give_up(move.chunk)
+            self._homes[move.state_kind].free(move.chunk)
         for move in self._copied:
-            self._homes[move.state_kind].adopt(move.chunk)
+            self._homes[move.state_kind].switch(move.chunk)
             if move.of is Tier.DISK:
                 self._give_back(move, self._extents[move.state_kind].pop(move.chunk.id))
-        self._arenas.empty()
+        self._arenas.free()
         if self._grad_reducer is not None:
             self._grad_reducer.resize(0, 0)
 
@@ -294,7 +293,7 @@ class Migration:
         if error is not None:
             made = self._with_pools_for(made)
         try:
-            self._arenas.fill(made, spare_bytes)
+            self._arenas.allocate(made, spare_bytes)
             if self._grad_reducer is not None:
                 self._grad_reducer.resize(made.bucket_slots, made.receive_slots)
         except BaseException as failure:
@@ -321,14 +320,14 @@ class Migration:
                 self._extents[move.state_kind][move.chunk.id],
             )
             try:
-                homes.take(move.chunk, Tier.HOST)
+                homes.allocate(move.chunk, Tier.HOST)
                 op = None
                 if self._has_bytes(move):
                     address = homes.bytes(move.chunk, second=True).data_ptr()
                     op = self._file.read(address, extent.nbytes, extent.offset)
                 reads.append((move, op))
             except BaseException as error:
-                homes.abandon(move.chunk)
+                homes.free_second(move.chunk)
                 self._stayed.append(move)
                 first_error = first_error or error
         for move, op in reads:
@@ -336,11 +335,11 @@ class Migration:
                 if op is not None:
                     op.wait()
             except BaseException as error:
-                self._homes[move.state_kind].abandon(move.chunk)
+                self._homes[move.state_kind].free_second(move.chunk)
                 self._stayed.append(move)
                 first_error = first_error or error
             else:
-                self._homes[move.state_kind].adopt(move.chunk)
+                self._homes[move.state_kind].switch(move.chunk)
                 self._give_back(move, self._extents[move.state_kind].pop(move.chunk.id))
         return first_error
 

@@ -1,4 +1,4 @@
-"""hetero/extents: the file's map."""
+"""hetero/state/file_layout: the file's map."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from hetero.chunks.layout import Layout, ParamSpec, pack
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.state.file_layout import map_file
 from offload.memory.sizes import PAGE_BYTES
-from offload.memory.tiers import Tier
+from offload.memory.tiers import StateKind, Tier
 
 SLOT = 4096
 NAMES = ("bf16", "fp16", "fp32")
@@ -53,9 +53,9 @@ def test_the_file_is_cut_without_overlap_or_gap(case):
     slot = SlotBytes.of(layout, d)
     taken: list[tuple[int, int]] = []
     for extents, homes, slot_bytes, used_bytes in (
-        (file_map.param, placement.param, slot.param, d.param_bytes),
-        (file_map.grad, placement.grad, slot.grad, d.grad_bytes),
-        (file_map.optim_state, placement.optim_state, slot.optim_state, None),
+        (file_map.extents[StateKind.PARAM], placement.param, slot.param, d.param_bytes),
+        (file_map.extents[StateKind.GRAD], placement.grad, slot.grad, d.grad_bytes),
+        (file_map.extents[StateKind.OPTIM_STATE], placement.optim_state, slot.optim_state, None),
     ):
         assert set(extents) == {c.id for c in layout.chunks if homes[c.id] is Tier.DISK}
         for chunk_id, extent in extents.items():
@@ -76,7 +76,7 @@ def test_the_file_is_cut_without_overlap_or_gap(case):
     assert file_map.nbytes == end == placement.disk_bytes
 
 
-def test_a_chunk_s_payloads_lie_together():
+def test_a_chunk_s_state_kinds_lie_together():
     layout = pack([ParamSpec(i, f"p{i}", SLOT, True) for i in range(3)], SLOT)
     every = (Tier.DISK,) * 3
     file_map = map_file(
@@ -84,6 +84,6 @@ def test_a_chunk_s_payloads_lie_together():
     )
     for chunk in range(3):
         begin = chunk * SLOT * 14
-        assert file_map.optim_state[chunk].offset == begin
-        assert file_map.param[chunk].offset == begin + SLOT * 10
-        assert file_map.grad[chunk].offset == begin + SLOT * 12
+        assert file_map.extents[StateKind.OPTIM_STATE][chunk].offset == begin
+        assert file_map.extents[StateKind.PARAM][chunk].offset == begin + SLOT * 10
+        assert file_map.extents[StateKind.GRAD][chunk].offset == begin + SLOT * 12

@@ -21,7 +21,7 @@ from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
-from hetero.state.homes import Homes
+from hetero.state.homes import HomeFormat, Homes
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.slot_arenas import SlotArenas
@@ -162,9 +162,12 @@ def make_rank(
     slot_bytes = layout.slot_numel * 4
     grad_bytes = slot_bytes // (shards if stage >= 2 else 1)
     homes = Homes(
-        layout, [Tier.HOST] * len(layout.chunks), grad_bytes, torch.float32, ledger,
-        Account.GRAD, CpuBackend(), stage < 2,
-    )  # fmt: skip
+        layout,
+        [Tier.HOST] * len(layout.chunks),
+        HomeFormat(grad_bytes, torch.float32, Account.GRAD, stage < 2),
+        ledger,
+        CpuBackend(),
+    )
     updates = ChunkUpdates(layout, homes, cast(SlotArenas, None), OverlapUpdates.NONE)
     grads = Grads(layout, FP32, homes, None, {}, updates)
     members = [

@@ -366,7 +366,7 @@ def test_what_went_by_the_file_and_cannot_be_read_stays_there(nth: int, tmp_path
     watch_takes(engine, refuse=9)
     engine.set_budget(device_memory=MANY - 1)
     parts = engine.chunk_groups[0].memory.file
-    parts.make_room(1 << 20)
+    parts.reserve(1 << 20)
     assert parts.parts is not None
     parts.parts.io.inject("read", nth, errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
