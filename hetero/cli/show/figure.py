@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hetero.cli.job.metrics import TIERS
 from hetero.cli.job.result import TrainResult
+from offload.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
