@@ -8,12 +8,16 @@ in turn and backward in reverse, beginning with what forward left in the slots.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
+from offload._native import StepPipeline
+from offload.disk.backing import FileBacking
 from tests.support.ranks.processes import RankPool
-from tests.support.training.prefetching import Counts, train
+from tests.support.ranks.rank_training import inputs, make
+from tests.support.training.prefetching import Counts, counted, train
 
 # Budgets that leave so many slots.
 HOST_MEMORY = {
@@ -71,3 +75,59 @@ def test_a_step_that_a_grad_scaler_skips_is_learned_like_others(
             left = 2 if number - 1 in skipped else 0
             assert len(step.late) == (0 if left else 1), number
             assert len(step.ahead) + len(step.late) == 2 * found.chunks - 2 - left, number
+
+
+class HeldWrites:
+    """A step pipeline whose writes of parameters go on until the test opens the gate."""
+
+    def __init__(self, pipeline: StepPipeline, keys: set[int]) -> None:
+        """`keys` are the tiles whose writes are held."""
+        self._pipeline = pipeline
+        self.keys = keys
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+    def is_written(self, key: int) -> bool:
+        """Whether wait_written() would return at once."""
+        return key not in self.keys and self._pipeline.is_written(key)
+
+    def wait_written(self, key: int) -> None:
+        """Nobody opens the gate, so whoever waits for a write that is held waits for ever."""
+        assert key not in self.keys, "compute waits for a write of what it does not use now"
+        self._pipeline.wait_written(key)
+
+
+def test_prefetch_does_not_wait_for_what_is_being_written(tmp_path: Path) -> None:
+    """A use waits for its own chunk's write, and leaves out what cannot be read yet."""
+    model, optimizer = make(
+        "layers",
+        {
+            "chunk_numel": 16384,
+            "placement_policy": "nvme",
+            "nvme_path": str(tmp_path),
+            "host_memory": HOST_MEMORY["file"][2],
+        },
+    )
+    engine = optimizer.engine
+    assert engine.placement.gathered_slots == 2
+    for step in range(2):  # the order of uses is known then
+        model(inputs(0, step, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    updates, pipeline = engine.chunk_groups[0].updates, engine.chunk_groups[0].pipeline
+    pipeline.wait_written()
+    used = [(layer, engine.find(layer.weight).chunk) for layer in model.layers]
+    used = [(layer, chunk) for layer, chunk in used if not engine.params.is_resident(chunk)]
+    (first, its), *others = used
+    keys = {updates.key(chunk, tile) for _, chunk in others for tile in range(chunk.slots)}
+    held = HeldWrites(pipeline, keys)
+    updates.use(cast(StepPipeline, held))
+    x = inputs(0, 2, 128)
+    with counted(FileBacking) as found, torch.no_grad():
+        first(x)
+        assert (found[-1].late, found[-1].ahead) == ([its.id], [])
+        held.keys.clear()
+        others[0][0](x)
+        assert len(found[-1].ahead) == 1
+    engine.close()
