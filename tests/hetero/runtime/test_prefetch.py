@@ -8,12 +8,12 @@ in turn and backward in reverse, beginning with what forward left in the slots.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from offload._native import StepPipeline
+from hetero.chunks.layout import Chunk
 from offload.disk.backing import FileBacking
 from tests.support.ranks.processes import RankPool
 from tests.support.ranks.rank_training import inputs, make
@@ -77,28 +77,9 @@ def test_a_step_that_a_grad_scaler_skips_is_learned_like_others(
             assert len(step.ahead) + len(step.late) == 2 * found.chunks - 2 - left, number
 
 
-class HeldWrites:
-    """A step pipeline whose writes of parameters go on until the test opens the gate."""
-
-    def __init__(self, pipeline: StepPipeline, keys: set[int]) -> None:
-        """`keys` are the tiles whose writes are held."""
-        self._pipeline = pipeline
-        self.keys = keys
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipeline, name)
-
-    def is_written(self, key: int) -> bool:
-        """Whether wait_written() would return at once."""
-        return key not in self.keys and self._pipeline.is_written(key)
-
-    def wait_written(self, key: int) -> None:
-        """Nobody opens the gate, so whoever waits for a write that is held waits for ever."""
-        assert key not in self.keys, "compute waits for a write of what it does not use now"
-        self._pipeline.wait_written(key)
-
-
-def test_prefetch_does_not_wait_for_what_is_being_written(tmp_path: Path) -> None:
+def test_prefetch_does_not_wait_for_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A use waits for its own chunk's write, and leaves out what cannot be read yet."""
     model, optimizer = make(
         "layers",
@@ -115,19 +96,27 @@ def test_prefetch_does_not_wait_for_what_is_being_written(tmp_path: Path) -> Non
         model(inputs(0, step, 128)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    updates, pipeline = engine.chunk_groups[0].updates, engine.chunk_groups[0].pipeline
-    pipeline.wait_written()
     used = [(layer, engine.find(layer.weight).chunk) for layer in model.layers]
     used = [(layer, chunk) for layer, chunk in used if not engine.params.is_resident(chunk)]
     (first, its), *others = used
-    keys = {updates.key(chunk, tile) for _, chunk in others for tile in range(chunk.slots)}
-    held = HeldWrites(pipeline, keys)
-    updates.use(cast(StepPipeline, held))
+    updates = engine.chunk_groups[0].updates
+    is_readable, wait_written = updates.is_readable, updates.wait_written
+    for _, chunk in used:
+        wait_written(chunk)
+    # As if the writes of all others went on until the test ends that.
+    held = {chunk.id for _, chunk in others}
+
+    def wait(chunk: Chunk) -> None:
+        assert chunk.id not in held, "compute waits for a write of what it does not use now"
+        wait_written(chunk)
+
+    monkeypatch.setattr(updates, "is_readable", lambda c: c.id not in held and is_readable(c))
+    monkeypatch.setattr(updates, "wait_written", wait)
     x = inputs(0, 2, 128)
     with counted(FileBacking) as found, torch.no_grad():
         first(x)
         assert (found[-1].late, found[-1].ahead) == ([its.id], [])
-        held.keys.clear()
+        held.clear()
         others[0][0](x)
         assert len(found[-1].ahead) == 1
     engine.close()
