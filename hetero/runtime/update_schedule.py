@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, hyper_table
+from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, Update, hyper_table
 from hetero.chunks.layout import Chunk
 from hetero.overlap import OverlapUpdates
 from hetero.runtime.call_stack import inside_another_backward
@@ -211,10 +211,14 @@ class UpdateSchedule:
         try:
             with chunk_group.optim_states.lock:
                 chunk_group.stepper.submit(update, last)
-        finally:
-            # After a failure, too: other ranks that ask for the values are told of it.
-            for members in update.members:
-                chunk_group.params.publish(members[0].chunk)
+        except Exception:
+            self._publish(chunk_group, update)  # other ranks that ask are told of the failure
+            raise
+        self._publish(chunk_group, update)
+
+    def _publish(self, chunk_group: ChunkGroup, update: Update) -> None:
+        for members in update.members:
+            chunk_group.params.publish(members[0].chunk)
 
     def step(self, groups: Groups, hyper_of: HyperOf) -> None:
         """Updates the parameters in `groups`, but for those that backward has updated already.

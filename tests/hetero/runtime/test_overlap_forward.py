@@ -261,14 +261,14 @@ def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
     engine = optimizer.engine
     chunk_group = engine.chunk_groups[0]
     order: list[int] = []
-    wait, seen = chunk_group.stepper.wait_updated, threading.get_ident()
+    wait, seen = chunk_group.updates.wait_computed, threading.get_ident()
 
     def watched(chunk: Any) -> None:
         assert threading.get_ident() == seen
         order.append(chunk.id)
         wait(chunk)
 
-    chunk_group.stepper.wait_updated = watched  # type: ignore[method-assign]
+    chunk_group.updates.wait_computed = watched  # type: ignore[method-assign]
     submitted: list[int] = []
     task_of = chunk_group.stepper._task
 

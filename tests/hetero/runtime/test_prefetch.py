@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hetero.chunks.layout import Chunk
+from offload.disk.backing import FileBacking
 from tests.support.ranks.processes import RankPool
-from tests.support.training.prefetching import Counts, train
+from tests.support.ranks.rank_training import inputs, make
+from tests.support.training.prefetching import Counts, counted, train
 
 # Budgets that leave so many slots.
 HOST_MEMORY = {
@@ -71,3 +75,48 @@ def test_a_step_that_a_grad_scaler_skips_is_learned_like_others(
             left = 2 if number - 1 in skipped else 0
             assert len(step.late) == (0 if left else 1), number
             assert len(step.ahead) + len(step.late) == 2 * found.chunks - 2 - left, number
+
+
+def test_prefetch_does_not_wait_for_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A use waits for its own chunk's write, and leaves out what cannot be read yet."""
+    model, optimizer = make(
+        "layers",
+        {
+            "chunk_numel": 16384,
+            "placement_policy": "nvme",
+            "nvme_path": str(tmp_path),
+            "host_memory": HOST_MEMORY["file"][2],
+        },
+    )
+    engine = optimizer.engine
+    assert engine.placement.gathered_slots == 2
+    for step in range(2):  # the order of uses is known then
+        model(inputs(0, step, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    used = [(layer, engine.find(layer.weight).chunk) for layer in model.layers]
+    used = [(layer, chunk) for layer, chunk in used if not engine.params.is_resident(chunk)]
+    (first, its), *others = used
+    updates = engine.chunk_groups[0].updates
+    is_readable, wait_written = updates.is_readable, updates.wait_written
+    for _, chunk in used:
+        wait_written(chunk)
+    # As if the writes of all others went on until the test ends that.
+    held = {chunk.id for _, chunk in others}
+
+    def wait(chunk: Chunk) -> None:
+        assert chunk.id not in held, "compute waits for a write of what it does not use now"
+        wait_written(chunk)
+
+    monkeypatch.setattr(updates, "is_readable", lambda c: c.id not in held and is_readable(c))
+    monkeypatch.setattr(updates, "wait_written", wait)
+    x = inputs(0, 2, 128)
+    with counted(FileBacking) as found, torch.no_grad():
+        first(x)
+        assert (found[-1].late, found[-1].ahead) == ([its.id], [])
+        held.clear()
+        others[0][0](x)
+        assert len(found[-1].ahead) == 1
+    engine.close()

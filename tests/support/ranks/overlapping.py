@@ -1,0 +1,45 @@
+"""What ranks whose updates go on during forward do in tests. Each function runs on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hetero
+from tests.support.ranks.rank_training import inputs, make
+
+
+def opposite_orders(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """After each step one rank uses the layers from the first on, the other from the last on."""
+    model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 20.0} | options)
+    found: list[torch.Tensor] = []
+    for step in range(3):
+        model(inputs(rank, step, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        x = inputs(0, step, 128)
+        numbers = list(range(len(model.layers)))
+        with torch.no_grad():
+            used = {i: model.layers[i](x) for i in (numbers if rank == 0 else numbers[::-1])}
+        found += [used[i] for i in numbers]
+    found += hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return found
+
+
+def failed_update(rank: int, world: int, options: dict[str, Any]) -> str:
+    """What each rank is told in the forward after a step whose update failed on the second one."""
+    options = {"chunk_numel": 16384, "rank_timeout_s": 10.0, "overlap_updates": "forward"} | options
+    model, optimizer = make("layers", options)
+    model(inputs(rank, 0, 128)).square().mean().backward()
+    if rank == 1:
+        optimizer.engine.chunk_groups[0].pipeline.inject(0)
+    optimizer.step()
+    told = "nothing"
+    try:
+        model(inputs(rank, 1, 128))
+    except Exception as error:  # of the update, or that the other rank refused
+        told = str(error)
+    optimizer.engine.close()
+    return told
