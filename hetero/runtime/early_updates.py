@@ -20,16 +20,15 @@ from typing import Any
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.update_tasks import Groups, HyperOf, hyper_table
+from hetero.chunk_groups.update_tasks import Groups, hyper_table
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
 from hetero.runtime.call_stack import inside_another_backward
 from hetero.runtime.grad_counts import Arrivals
+from hetero.runtime.optimizer_view import OptimizerView
 from hetero.runtime.updates_in_flight import Key, Unfinished, key_of
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, StaleGraphError
-
-ParamGroups = Callable[[], Sequence[dict[str, Any]]]
 
 _TO_GO_ON = (
     "call optimizer.step() first; to give the step up instead, load a checkpoint with "
@@ -55,6 +54,7 @@ class EarlyUpdates:
         unfinished: Unfinished,
         enabled: bool,
         accumulating: Callable[[], bool],
+        optimizer: OptimizerView,
     ) -> None:
         """`chunk groups` may grow. `accumulating`: whether more gradients of the step are known to
         come.
@@ -65,8 +65,8 @@ class EarlyUpdates:
         self._unfinished = unfinished
         self._enabled = enabled
         self._accumulating = accumulating
-        self._param_groups: ParamGroups = tuple
-        self._hyper_of: HyperOf | None = None
+        self._param_groups = optimizer.param_groups
+        self._hyper_of = optimizer.hyper_of
         self._arrivals = Arrivals()
         # Chunks with final gradients that are on their way to RAM, or whose values a caller of
         # this backward may still have. By chunk group and chunk, as those that were updated.
@@ -80,10 +80,6 @@ class EarlyUpdates:
         self._group_of: dict[int, int] = {}  # by id(param), in this step
         # By address: homes that compute uses, and that may change while backward runs.
         self.changing_homes: dict[int, Chunk] = {}
-
-    def follow(self, param_groups: ParamGroups, hyper_of: HyperOf) -> None:
-        """What the optimizer's groups are at the time, and what they mean."""
-        self._param_groups, self._hyper_of = param_groups, hyper_of
 
     def connect(self, chunk_group: ChunkGroup) -> None:
         """From now on gradients of the chunk group come, too."""
@@ -194,7 +190,6 @@ class EarlyUpdates:
             return
         if groups is None or not all(map(self._is_updatable, members)):
             return
-        assert self._hyper_of is not None
         try:
             table = hyper_table(groups, self._hyper_of)
         except ValueError:
