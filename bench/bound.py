@@ -246,7 +246,7 @@ def _case(
 def _measure(
     case: Case, job: Job, disk: HeteroTransfers, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    dtypes: Dtypes = job.engine.dtypes
+    dtypes: Dtypes = job.engine.chunk_groups[0].dtypes
     steps = JobSteps(job)
     whole = arguments.compute == "whole"
     if arguments.compute == "auto":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
@@ -67,7 +67,25 @@ def gathered(params: Parameters, modifier_rank: int | None = None) -> Iterator[N
         changed: dict[ManagedParam, torch.Tensor] = {}
         with _replaced_by_copies(members, changed):
             yield
-    store_values(engine, engine.share(changed, modifier_rank))
+    store_values(engine, _values_of(engine, changed, modifier_rank))
+
+
+def _values_of(
+    engine: Engine, mine: Mapping[ManagedParam, torch.Tensor], root: int
+) -> Mapping[ManagedParam, torch.Tensor]:
+    """The values that rank `root` has for the parameters of which this one has `mine`."""
+    everyone, world = engine.world.everyone, engine.world
+    if not 0 <= root < world.size:
+        raise ValueError(
+            f"modifier_rank must be one of the {world.size} ranks, 0 to {world.size - 1}, not "
+            f"{root}"
+        )
+    if everyone is None:
+        return mine
+    shared = {managed: value.contiguous() for managed, value in mine.items()}
+    for managed, value in shared.items():
+        everyone.broadcast(value, root, f"changing {managed.name}")
+    return shared
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from hetero.api.whole_state import export_states, import_states
 from hetero.chunks.dtypes import Dtypes, RuleName, check_state_dtype
 from hetero.config import Config
 from hetero.runtime.engine import Engine
+from hetero.runtime.optimizer_view import OptimizerView
 from offload._native import Hyper
 from offload.errors import UnmanagedParameterError
 
@@ -92,7 +93,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self._engine is None:
             return
         try:
-            self._engine.admit(self.param_groups[-1]["params"])
+            self._engine.added_params.admit(self.param_groups[-1]["params"])
         except BaseException:
             self.param_groups.pop()
             raise
@@ -100,6 +101,9 @@ class HybridOptimizer(torch.optim.Optimizer):
     def connect(self, engine: Engine) -> None:
         """Called by initialize(): from now on `engine` keeps the optimizer's state."""
         self._engine = engine
+
+    def view(self) -> OptimizerView:
+        """What an engine sees of this optimizer, without keeping it alive."""
         this = weakref.ref(self)
 
         def param_groups() -> list[dict[str, Any]]:
@@ -111,7 +115,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             assert optimizer is not None  # it has param groups
             return optimizer._hyper(options, step, grad_scale)
 
-        engine.follow(param_groups, hyper_of)
+        return OptimizerView(param_groups, hyper_of)
 
     @property
     def engine(self) -> Engine:
@@ -202,7 +206,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         Gives up a step that updates during backward have half made, if the state is of all
         parameters that they updated.
         """
-        self.engine.take_in_unfrozen()
+        self.engine.added_params.take_in_unfrozen()
         params = [p for group in self.param_groups for p in group["params"]]
         states = {params[i]: state for i, state in state_dict["state"].items() if i < len(params)}
         if len(states) < len(state_dict["state"]):

@@ -5,29 +5,28 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
 
+from hetero.chunk_groups.build import Shared
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import HyperOf
-from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
-from hetero.config import Config
 from hetero.overlap import OverlapUpdates
 from hetero.planning.placement import Placement
 from hetero.planning.planner import EXPECTED_TOKENS, Planner
 from hetero.planning.report import explain_chunk_groups
 from hetero.planning.search import Plan
-from hetero.planning.trace import Trace
 from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.grad_factors import GradFactors
 from hetero.runtime.grad_hook import GradHook
 from hetero.runtime.gradients import Gradients
 from hetero.runtime.module_hooks import ModuleHooks, refuse_use
+from hetero.runtime.optimizer_view import OptimizerView
 from hetero.runtime.relocation.relocate import Change
 from hetero.runtime.relocation.replanner import Replanner
 from hetero.runtime.saved_tensors import SavedTensors
@@ -35,15 +34,11 @@ from hetero.runtime.step import OptimizerStep
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.traffic import Traffic, traffic_of
 from hetero.runtime.update_schedule import UpdateSchedule
-from hetero.setup.added_groups import extension
-from hetero.setup.added_params import Later
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train
 from offload import _native
-from offload.device.backend import Backend
 from offload.device.waiter import PREFIX, in_background
-from offload.errors import ClosedError, UnmanagedParameterError
-from offload.memory.ledger import Ledger
+from offload.errors import ClosedError, HeteroError, UnmanagedParameterError
 
 
 class Removable(Protocol):
@@ -63,51 +58,69 @@ class ModelHooks(Removable, Protocol):
         """Ends calls of modules that an exception has interrupted."""
 
 
-class Engine:
-    """Made by hetero.initialize(); reached as `optimizer.engine`.
+class AddsParams(Protocol):
+    """Gives parameters a place that they did not get at initialize()."""
 
-    `ledger` has the bytes per tier, `chunk groups` what lives where, `traffic` what was moved. The
-    first chunk group has the parameters in the compute dtype. close() frees everything; the model
-    cannot be used afterwards.
+    def take_in_unfrozen(self) -> None:
+        """Adds frozen parameters that need gradients by now and are the optimizer's."""
+
+    def admit(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Adds the parameters of a new param group."""
+
+
+class Engine:
+    """One model and one optimizer, run inside the budgets.
+
+    hetero.initialize() makes it; `optimizer.engine` is it. `ledger` has the bytes per tier,
+    `chunk_groups` what lives where, `traffic` what was moved. The first chunk group has the
+    parameters in the compute dtype. close() frees everything; the model cannot be used afterwards.
     """
 
     def __init__(
         self,
-        *,
         model: torch.nn.Module,
-        chunk_groups: list[ChunkGroup],
-        backend: Backend,
-        config: Config,
+        chunk_groups: Sequence[ChunkGroup],
+        shared: Shared,
         first_number: Mapping[int, int],
-        ledger: Ledger,
-        loss_scale: LossScale,
-        notes: list[str],
+        optimizer: OptimizerView,
         planner: Planner | None = None,
     ) -> None:
-        """`first_number` is, by a parameter's index, the number of its first element."""
+        """Points the model's parameters to their homes and installs the hooks.
+
+        If it raises, the hooks are off again; the chunk groups and the backend are the caller's to
+        close. Otherwise close() does that.
+
+        Args:
+            model: the model, which the engine does not keep alive.
+            chunk_groups: its chunk groups, which have the values; the main one first.
+            shared: configuration, device, ledger and notes of all chunk groups.
+            first_number: by a parameter's index, the number of its first element in the model.
+            optimizer: the optimizer's param groups.
+            planner: chooses placements anew when steps were measured; None: by sizes alone.
+        """
         self.chunk_groups: list[ChunkGroup] = []
-        self.backend = backend
-        self.config = config
+        self.shared = shared
+        self.config, self.backend = shared.config, shared.backend
+        self.ledger, self.notes = shared.ledger, shared.notes
         self.first_number = dict(first_number)
-        self.ledger = ledger
-        self.loss_scale = loss_scale
-        self.notes = notes
+        self.loss_scale: LossScale = shared.loss_scale
         self.world: ProcessGroups = chunk_groups[0].world
+        overlap = self.config.overlap
         self.params = AllParams(self.chunk_groups)
-        self.schedule = UpdateSchedule(self.chunk_groups, config.overlap, config.prefetch)
+        self.schedule = UpdateSchedule(self.chunk_groups, overlap, self.config.prefetch, optimizer)
         self.gradients = Gradients(
             self.chunk_groups,
-            loss_scale,
+            self.loss_scale,
             self.schedule,
-            note_backward=lambda: self._replanner.tracer.gradient(),
+            note_backward=lambda: self.replanner.tracer.gradient(),
         )
         self.grad_factors = GradFactors(
             self.chunk_groups,
             self.gradients,
-            loss_scale,
+            self.loss_scale,
             self.world,
-            config.overlap,
-            step_left_out=lambda: self._replanner.tracer.forget(),
+            overlap,
+            step_left_out=lambda: self.replanner.tracer.forget(),
         )
         self._model = weakref.ref(model)
         self._managed: dict[int, ManagedParam] = {}
@@ -117,32 +130,68 @@ class Engine:
             self.gradients,
             self.grad_factors,
             self.schedule,
-            loss_scale,
+            self.loss_scale,
             self.world,
         )
-        self._later = Later(self)
-        self._hooks: list[Removable] = []
+        self._added_params: AddsParams | None = None
+        self._hooks = ExitStack()  # removes all hooks
+        self._model_hooks: list[ModelHooks] = []
         self._closed = False
         self._process = os.getpid()
-        for chunk_group in chunk_groups:
-            self._take_over(chunk_group)
-        self._module_hooks = ModuleHooks(
+        try:
+            for chunk_group in chunk_groups:
+                self._take_over(chunk_group)
+            self._module_hooks = self._make_module_hooks(model)
+            self.replanner = Replanner(self, planner)
+        except BaseException:
+            self._detach_params()
+            self._hooks.close()
+            raise
+        self._hooks.callback(self.replanner.remove)
+        # The engine lives as long as the model; without close() it ends with it, or at exit.
+        self._finalizer = weakref.finalize(model, self._outlive)
+
+    def _make_module_hooks(self, model: torch.nn.Module) -> ModuleHooks:
+        module_hooks = ModuleHooks(
             model,
             self.known,
             self.params,
             SavedTensors(self.chunk_groups, self.params),
             self._before_forward,
-            self.dtypes.torch_compute,
-            backend.device,
-            all_modules=config.overlap is not OverlapUpdates.NONE,
+            self.chunk_groups[0].dtypes.torch_compute,
+            self.backend.device,
+            all_modules=self.config.overlap is not OverlapUpdates.NONE,
         )
-        self._model_hooks: list[ModelHooks] = [self._module_hooks]
-        self._replanner = Replanner(self, planner)
-        # The engine lives as long as the model; without close() it ends with it, or at exit.
-        self._finalizer = weakref.finalize(model, self._outlive)
+        self._hooks.callback(module_hooks.remove)
+        self._model_hooks.append(module_hooks)
+        return module_hooks
+
+    def attach(self, hooks: ModelHooks, added_params: AddsParams) -> None:
+        """Completes the engine; called once, by initialize().
+
+        Args:
+            hooks: further hooks on the model, which close() removes.
+            added_params: gives parameters a place later.
+        """
+        self._model_hooks.append(hooks)
+        self._hooks.callback(hooks.remove)
+        self._added_params = added_params
+
+    @property
+    def added_params(self) -> AddsParams:
+        """What gives parameters a place after initialize()."""
+        self._check_open()
+        assert self._added_params is not None
+        return self._added_params
+
+    def take_over(self, chunk_groups: Iterable[ChunkGroup]) -> None:
+        """Manages further chunk groups, whose values are there: their parameters move to them."""
+        for chunk_group in chunk_groups:
+            self._take_over(chunk_group)
+        move_rest(self.model, self._managed, self.backend.device)
+        self.homes_moved()
 
     def _take_over(self, chunk_group: ChunkGroup) -> None:
-        """Parameters of the chunk group point to their new homes from here on."""
         self.chunk_groups.append(chunk_group)
         self.params.follow_homes(chunk_group)
         self.gradients.take_over(chunk_group)
@@ -154,54 +203,52 @@ class Engine:
             resident = chunk_group.params.is_resident(m.chunk)
             m.place(chunk_group.params.flat(m.chunk) if resident else None)
             self._managed[id(m.param)] = m
-            self._later.note(m)
             if m.chunk.trainable:
                 chunk_group.grads.add_member(m)
-                m.grad_ops = self.grad_factors
-                self._hooks.append(GradHook(m, self.gradients))
+                m.let_change_grad(self.grad_factors)
+                self._hooks.callback(GradHook(m, self.gradients).remove)
 
-    def attach(self, hooks: ModelHooks) -> None:
-        """Hooks on the model that close() removes."""
-        self._model_hooks.append(hooks)
+    def finish_updates(self) -> None:
+        """Waits until no update is under way, so that homes can move."""
+        self._check_open()
+        self.schedule.wait_all()
 
-    def follow(
-        self, param_groups: Callable[[], Sequence[dict[str, Any]]], hyper_of: HyperOf
-    ) -> None:
-        """`param_groups` gives the optimizer's groups as they are at the time, `hyper_of` what
-        their options mean.
-        """
-        self._later.follow(param_groups)
-        self.schedule.connect_optimizer(param_groups, hyper_of)
+    def homes_moved(self) -> None:
+        """Takes account of homes that have moved, or of parameters that were added."""
+        for hooks in self._model_hooks:
+            hooks.cover(self.model)
+        for chunk_group in self.chunk_groups:
+            self.params.follow_homes(chunk_group)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the model runs."""
+        return self._module_hooks.running
 
     @property
     def model(self) -> torch.nn.Module:
-        """Whose parameters these are."""
+        """The model that this engine manages."""
         model = self._model()
         assert model is not None
         return model
 
     def known(self, param: torch.Tensor) -> ManagedParam | None:
-        """What is known of `param`, if it is this engine's."""
+        """The ManagedParam of a tensor; None if this engine does not manage it."""
         return self._managed.get(id(param))
 
     def chunk_group_of(self, managed: ManagedParam) -> ChunkGroup:
-        """The chunk group that has it."""
+        """The chunk group that has a parameter."""
         return self.chunk_groups[managed.chunk.group_index]
 
     @property
     def layout(self) -> Layout:
-        """The first chunk group's."""
+        """The layout of the main chunk group."""
         return self.chunk_groups[0].layout
 
     @property
     def placement(self) -> Placement:
-        """The first chunk group's."""
+        """The placement of the main chunk group."""
         return self.chunk_groups[0].placement
-
-    @property
-    def dtypes(self) -> Dtypes:
-        """The first chunk group's."""
-        return self.chunk_groups[0].dtypes
 
     def find(self, param: torch.Tensor) -> ManagedParam:
         """What is known of `param`. Raises UnmanagedParameterError if it is not this engine's."""
@@ -217,27 +264,6 @@ class Engine:
     def find_all(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """find() for each of `params` that has elements and can have a gradient."""
         return [self.find(p) for p in params if p.numel() and can_train(p)]
-
-    def name_of(self, param: torch.Tensor) -> str:
-        """The parameter's first name in the model."""
-        return self.find(param).name
-
-    def share(
-        self, values: Mapping[ManagedParam, torch.Tensor], root: int
-    ) -> Mapping[ManagedParam, torch.Tensor]:
-        """Values that rank `root` of the engine's ranks has for the same parameters."""
-        everyone = self.world.everyone
-        if not 0 <= root < self.world.size:
-            raise ValueError(
-                f"modifier_rank must be one of the {self.world.size} ranks, 0 to "
-                f"{self.world.size - 1}, not {root}"
-            )
-        if everyone is None:
-            return values
-        shared = {managed: value.contiguous() for managed, value in values.items()}
-        for managed, value in shared.items():
-            everyone.broadcast(value, root, f"changing {managed.name}")
-        return shared
 
     # Gradients
 
@@ -281,19 +307,29 @@ class Engine:
         self._check_open()
         self.unwind()
         self.schedule.wait_all()
-        self.take_in_unfrozen()
+        self.added_params.take_in_unfrozen()
         self.gradients.average(force=True)
         groups = [(group, self.find_all(group["params"])) for group in param_groups]
-        self._later.check_left_out(m.param for _, members in groups for m in members)
+        self._check_left_out({m for _, members in groups for m in members})
         self._step.make(groups, hyper_of)
         self.schedule.end_step()
-        self._replanner.end_step()
+        self.replanner.end_step()
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Until all ranks are here, and nobody reads old values any more; what each said."""
         self.schedule.wait_all()
         self.params.settle()
         return self.world.all_gather(said, what)
+
+    def _check_left_out(self, given: Collection[ManagedParam]) -> None:
+        """Raises HeteroError for a gradient of what was frozen and is in no param group."""
+        for m in self._managed.values():
+            frozen = m.was_frozen and not m.chunk.trainable
+            if frozen and m.param.grad is not None and m not in given:
+                raise HeteroError(
+                    f"{m.name} was frozen at hetero.initialize() and has a gradient now, but no "
+                    f"param group has it; add it with optimizer.add_param_group()"
+                )
 
     # Parameters that come later
 
@@ -310,43 +346,7 @@ class Engine:
         if not self.schedule.overlap.in_forward:
             self.schedule.wait_all()  # of a step() that Ctrl-C ended
         if torch.is_grad_enabled():
-            self.take_in_unfrozen()
-
-    def take_in_unfrozen(self) -> None:
-        """Frozen parameters that need gradients by now, and are the optimizer's, get an optimizer
-        state.
-
-        With several ranks all must have unfrozen the same. Raises as extend().
-        """
-        self._later.take_in_unfrozen()
-
-    def admit(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Takes in parameters of a new param group, with several ranks on all of them.
-
-        Raises as extend(); HeteroError for a parameter that is in use.
-        """
-        self.schedule.require_whole("add_param_group()")
-        self._later.admit(params)
-
-    def extend(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Gives parameters of the model a place in new chunk groups, made from what the budgets
-        have left.
-
-        Frozen ones that need gradients now keep their values (the fp32 master is that of the
-        compute dtype) and start with zero moments, at step 0; the old chunk keeps its bytes. New
-        ones, of modules that the model has got since, become the compute dtype. All ranks must do
-        so.
-
-        Raises BudgetError with the smallest budget that works, HeteroError if ranks differ,
-        StoreError and NativeIoError, with nothing changed.
-        """
-        self._check_open()
-        self.schedule.wait_all()
-        for chunk_group in extension(self, self.model, params):
-            self._take_over(chunk_group)
-        move_rest(self.model, self._managed, self.device)
-        for hooks in self._model_hooks:
-            hooks.cover(self.model)
+            self.added_params.take_in_unfrozen()
 
     def synchronize(self) -> None:
         """Until no transfer or update of the last step is under way. Raises what one met.
@@ -375,27 +375,17 @@ class Engine:
         is changed. After a failed read what could not be read stays on NVMe.
         """
         self._check_open()
-        self._replanner.set_budget(host_memory, device_memory)
+        self.replanner.set_budget(host_memory, device_memory)
 
     @property
     def changes(self) -> list[Change]:
         """When homes moved, which, and why."""
-        return list(self._replanner.changes)
+        return list(self.replanner.changes)
 
     @property
     def plans(self) -> list[Plan | None]:
         """One per chunk group, the main one first; None where there was no profile to plan by."""
         return [chunk_group.plan for chunk_group in self.chunk_groups]
-
-    @property
-    def traces(self) -> list[Trace]:
-        """What different kinds of steps use, and how long they compute; the last is the last."""
-        return self._replanner.traces
-
-    @property
-    def replanner(self) -> Replanner:
-        """Traces of steps, and what was changed because of them."""
-        return self._replanner
 
     def explain(self) -> str:
         """A table for people of where state is and, with a profile, what a step is expected to
@@ -416,11 +406,6 @@ class Engine:
         ranks = (chunk_group.ranks for chunk_group in self.chunk_groups)
         gatherings = (r.gathering for r in ranks if r is not None)
         return sum(g.wait_s for g in gatherings if g is not None)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes and its inputs belong."""
-        return self.backend.device
 
     @property
     def io_engine(self) -> str | None:
@@ -465,12 +450,15 @@ class Engine:
                 model,
                 lambda: ClosedError("the model was used after its engine was closed"),
             )
-        for m in self._managed.values():
-            m.close()
+        self._detach_params()
         self._free()
 
+    def _detach_params(self) -> None:
+        for m in self._managed.values():
+            m.close()
+
     def _outlive(self) -> None:
-        """The model is gone, or the program ends."""
+        """Frees everything when the model is gone, or the program ends."""
         # The garbage collector runs in any thread, also in one for whose end _free() waits.
         if in_background():
             threading.Thread(target=self._free, name=f"{PREFIX}closing").start()
@@ -492,8 +480,7 @@ class Engine:
         if not self._closed:
             self._leave_ranks()
         self._closed = True
-        for hooks in (*self._hooks, *self._model_hooks, self._replanner):
-            hooks.remove()
+        self._hooks.close()
         for chunk_group in reversed(self.chunk_groups):
             chunk_group.close()
             chunk_group.world.close()

@@ -16,7 +16,7 @@ has changed, or because a locked parameter reads NaN and refuses to be used by a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,11 +28,10 @@ from hetero.chunks.layout import Chunk
 from hetero.overlap import OverlapUpdates
 from hetero.runtime.call_stack import inside_another_backward
 from hetero.runtime.grad_counts import GradCounts
+from hetero.runtime.optimizer_view import OptimizerView
 from hetero.state.chunk_updates import TO_GO_ON
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
-
-ParamGroups = Callable[[], Sequence[dict[str, Any]]]
 
 
 def check_overlap(overlap: OverlapUpdates, ranks: int) -> None:
@@ -48,15 +47,18 @@ class UpdateSchedule:
     """Submits the updates of all chunk groups and waits for them."""
 
     def __init__(
-        self, chunk_groups: Sequence[ChunkGroup], overlap: OverlapUpdates, prefetch: bool
+        self,
+        chunk_groups: Sequence[ChunkGroup],
+        overlap: OverlapUpdates,
+        prefetch: bool,
+        optimizer: OptimizerView,
     ) -> None:
         """`chunk_groups` may grow. `prefetch`: what step() needs first is read during backward."""
         self._chunk_groups = chunk_groups
         self.overlap = overlap
         self._name = f"overlap_updates={overlap.value!r}"
         self._counts = GradCounts()
-        self._param_groups: ParamGroups = tuple
-        self._hyper_of: HyperOf | None = None
+        self._param_groups, self._hyper_of = optimizer.param_groups, optimizer.hyper_of
         self._reads_ahead = prefetch
         self._has_read_ahead = False  # in this step
         # The update that is about to be submitted. If Ctrl-C comes meanwhile it stays here, because
@@ -65,12 +67,6 @@ class UpdateSchedule:
         # By index of the param group, the options with which it was updated during backward.
         self._options: dict[int, dict[str, Any]] = {}
         self._group_of: dict[int, int] = {}  # by id(param): index of its param group
-
-    def connect_optimizer(self, param_groups: ParamGroups, hyper_of: HyperOf) -> None:
-        """`param_groups` gives the optimizer's groups as they are at the time, `hyper_of` what
-        their options mean.
-        """
-        self._param_groups, self._hyper_of = param_groups, hyper_of
 
     @property
     def _locked(self) -> list[ManagedParam]:
@@ -158,7 +154,6 @@ class UpdateSchedule:
             return
         if not all(self._is_updatable(m, chunk_group) for m in members):
             return
-        assert self._hyper_of is not None
         try:
             table = hyper_table(groups, self._hyper_of)
         except ValueError:

@@ -1,54 +1,80 @@
-"""Parameters that come later: those that are frozen now, and those of param groups to come."""
+"""Parameters that get a chunk group after initialize(): unfrozen ones, and those of new groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
-from hetero.state.managed_param import ManagedParam, can_train
+from hetero.chunk_groups.build import build_chunk_group
+from hetero.chunk_groups.chunk_group import ChunkGroup, manage
+from hetero.chunks.layout import Layout, ParamSpec
+from hetero.planning.group_plans import (
+    ChunkGroupPlan,
+    groups_of,
+    kept_in_fp32,
+    kinds_of,
+    plan_chunk_groups,
+)
+from hetero.planning.placement import Budgets, SlotBytes
+from hetero.ranks.process_groups import ProcessGroups
+from hetero.runtime.engine import Engine
+from hetero.runtime.optimizer_view import ParamGroups
+from hetero.setup.first_values import fill
+from hetero.setup.same_start import take_from_first
+from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
+from offload.memory.tiers import Tier
 
-if TYPE_CHECKING:
-    from hetero.runtime.engine import Engine
+Made = TypeVar("Made")
+
+_BLOCK_NUMEL = 1 << 20  # of the fp32 copy of a parameter at a time
 
 
-class Later:
-    """Says which parameters are to be taken in, and when; Engine.extend() does it."""
+class AddedParams:
+    """Gives parameters of the model a place in new chunk groups, from what the budgets have left.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._frozen: dict[int, ManagedParam] = {}  # by id(param): those without an optimizer state
-        self._never_trained: set[int] = set()  # ids of those that needed no gradient at first
-        self._param_groups: Callable[[], Sequence[dict[str, Any]]] = tuple
+    Frozen ones that need gradients now keep their values (the fp32 master is that of the compute
+    dtype) and start with zero moments, at step 0; the old chunk keeps its bytes. New ones, of
+    modules that the model has got since, become the compute dtype. With several ranks all must add
+    the same.
+    """
 
-    def follow(self, param_groups: Callable[[], Sequence[dict[str, Any]]]) -> None:
+    def __init__(self, engine: Engine, param_groups: ParamGroups) -> None:
         """`param_groups` gives the optimizer's groups as they are at the time."""
+        self._engine = engine
         self._param_groups = param_groups
+        self._frozen = self._find_frozen()
 
-    def note(self, managed: ManagedParam) -> None:
-        """The parameter has got a home."""
-        key = id(managed.param)
-        if managed.chunk.trainable:
-            self._frozen.pop(key, None)
-            return
-        self._frozen[key] = managed
-        if not managed.param.requires_grad:
-            self._never_trained.add(key)
+    def _find_frozen(self) -> list[ManagedParam]:
+        """The parameters without an optimizer state."""
+        return [m for m in self._engine.managed_params() if not m.chunk.trainable]
 
     def take_in_unfrozen(self) -> None:
-        """As Engine.take_in_unfrozen()."""
-        waiting = [m for m in self._frozen.values() if m.param.requires_grad and self._is_free(m)]
+        """Adds the frozen parameters that need gradients by now and are the optimizer's.
+
+        Those that are in use are left for another time. Raises as admit().
+        """
+        waiting = [m for m in self._frozen if m.param.requires_grad and _is_free(m)]
         if not waiting:
             return
         given = {id(p) for group in self._param_groups() for p in group["params"]}
         found = [m.param for m in waiting if id(m.param) in given]
         if found:
-            self._engine.extend(found)
+            self._add(found)
 
     def admit(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """As Engine.admit()."""
+        """Adds the parameters of a new param group that have no optimizer state yet.
+
+        Raises:
+            BudgetError: there is no room; it says the smallest budget that works.
+            HeteroError: ranks differ, or a parameter is in use.
+            StoreError, NativeIoError: the file cannot be used. Nothing is changed in any case.
+        """
+        self._engine.schedule.require_whole("add_param_group()")
         wanted = [p for p in params if p.numel() and can_train(p)]
         names = {id(p): name for name, p in self._engine.model.named_parameters()}
         facts = {
@@ -56,30 +82,268 @@ class Later:
             for i, p in enumerate(wanted)
         }
         self._engine.world.require_equal(facts, "the param groups that are added")
-        later = []
+        added = []
         for param in wanted:
             known = self._engine.known(param)
             if known is None:
-                later.append(param)
+                added.append(param)
             elif not known.chunk.trainable and param.requires_grad:
-                if not self._is_free(known):
+                if not _is_free(known):
                     raise HeteroError(
                         f"{known.name} is in use; call add_param_group() outside hetero.gathered()"
                     )
-                later.append(param)
-        if later:
-            self._engine.extend(later)
+                added.append(param)
+        if added:
+            self._add(added)
 
-    def _is_free(self, managed: ManagedParam) -> bool:
-        """Whether nobody uses the parameter, which thus can get another home."""
-        return managed.uses == 0 and managed.is_at_home and not managed.changed_unnoticed
+    def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
+        engine = self._engine
+        engine.finish_updates()
+        engine.take_over(_make_chunk_groups(engine, engine.model, params))
+        self._frozen = self._find_frozen()
 
-    def check_left_out(self, given: Iterable[torch.Tensor]) -> None:
-        """Raises HeteroError for a gradient of what was frozen and is in no param group."""
-        ids = {id(p) for p in given}
-        for key, m in self._frozen.items():
-            if key in self._never_trained and m.param.grad is not None and key not in ids:
-                raise HeteroError(
-                    f"{m.name} was frozen at hetero.initialize() and has a gradient now, but no "
-                    f"param group has it; add it with optimizer.add_param_group()"
+
+def _is_free(managed: ManagedParam) -> bool:
+    """Whether the parameter is not in use, so that it can get another home."""
+    return managed.uses == 0 and managed.is_at_home and not managed.changed_unnoticed
+
+
+def _make_chunk_groups(
+    engine: Engine, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]
+) -> list[ChunkGroup]:
+    """Chunk groups that have `params` and their values; the engine does not know of them yet.
+
+    All ranks must do so. Raises as AddedParams.admit(), with nothing taken.
+    """
+    specs = _specs(engine, model, params)
+    by_index = {s.index: p for s, p in specs}
+    facts = {s.name: f"{tuple(p.shape)}, requires_grad={p.requires_grad}" for s, p in specs}
+    engine.world.require_equal(facts, "the parameters that come to the optimizer")
+    if engine.loss_scale.dynamic:
+        _refuse_scaled(specs)
+    # A number for each element, of the new ones after all others.
+    first_number = dict(engine.first_number)
+    end = max(first_number[m.slice.param.index] + m.numel for m in engine.managed_params())
+    for spec, _ in specs:
+        if spec.index not in first_number:
+            first_number[spec.index] = end
+            end += spec.numel
+    kept = kept_in_fp32(model, engine.config.keep_fp32)
+    is_kept = [
+        id(p) in kept if (known := engine.known(p)) is None else known.dtype is torch.float32
+        for _, p in specs
+    ]
+    dtypes = replace(
+        engine.config.dtypes,
+        rule=engine.chunk_groups[0].dtypes.rule,
+        state=engine.chunk_groups[0].dtypes.state,
+    )
+    kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, dtypes)
+    shard, first = engine.layout.shard, len(engine.chunk_groups)
+    # The chunk group with most to train averages early.
+    trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]
+    early = None
+    if max(trained) > max(
+        chunk_group.trained_numel
+        for chunk_group in engine.chunk_groups
+        if not chunk_group.reduce_at_end
+    ):
+        early = first + trained.index(max(trained))
+    budgets = _budgets(engine, held=early is not None)
+    choose = engine.replanner.chooser
+    plans = plan_chunk_groups(
+        model, kinds, by_index, engine.config, budgets, shard, first, early, choose
+    )
+    _begin_alike(engine, model, by_index.values())
+    spare_bytes = budgets.host - budgets.taken_host
+    spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
+    chunk_groups = []
+    with ExitStack() as resources:
+        for plan in plans:
+            chunk_groups.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
+            chunk_groups[-1].note_plan(engine.replanner.plan_of(chunk_groups[-1]))
+        if early is not None:
+            # What is under way in a chunk group must not meet another chunk group's backward.
+            engine.gradients.average(force=True)
+            for chunk_group in engine.chunk_groups:
+                chunk_group.begin_reducing_at_end()
+        resources.pop_all()
+    engine.first_number.update(first_number)
+    return chunk_groups
+
+
+def _make(
+    engine: Engine,
+    plan: ChunkGroupPlan,
+    params: Mapping[int, torch.nn.Parameter],
+    first_number: Mapping[int, int],
+    spare_bytes: int,
+    resources: ExitStack,
+) -> ChunkGroup:
+    """The chunk group with its values, on all ranks or on none."""
+    world = engine.world.duplicate()
+    resources.callback(world.close)
+
+    def build() -> ChunkGroup:
+        chunk_group = build_chunk_group(
+            plan,
+            manage(plan, params, engine.backend.device),
+            first_number,
+            engine.shared,
+            world,
+            spare_bytes,
+        )
+        resources.callback(chunk_group.close)
+        return chunk_group
+
+    chunk_group = _on_all_ranks(engine.world, "make room for", build)
+
+    def bring() -> None:
+        try:
+            fill(chunk_group, _FromModel(engine))
+            chunk_group.commit()
+        except Exception as error:
+            chunk_group.fail_waiting_ranks(f"{type(error).__name__}: {error}")
+            raise
+
+    _on_all_ranks(engine.world, "move", bring)
+    return chunk_group
+
+
+def _on_all_ranks(world: ProcessGroups, what: str, do: Callable[[], Made]) -> Made:
+    """Returns do() if it succeeds on all ranks; else raises as ProcessGroups.all_or_none()."""
+    made: list[Made] = []
+    failure: Exception | None = None
+    try:
+        made.append(do())
+    except Exception as error:
+        failure = error
+    world.all_or_none(failure, f"{what} the parameters that come to the optimizer")
+    return made[0]
+
+
+def _begin_alike(
+    engine: Engine, model: torch.nn.Module, params: Iterable[torch.nn.Parameter]
+) -> None:
+    """New parameters, and the buffers beside them, become those of the first rank."""
+    everyone = engine.world.everyone
+    if everyone is None:
+        return
+    new = {id(p): p for p in params if engine.known(p) is None}
+    for param in new.values():
+        take_from_first(param.data, everyone)
+    for module in model.modules():
+        if any(id(p) in new for p in module._parameters.values()):
+            for buffer in module._buffers.values():
+                if buffer is not None and buffer.numel():
+                    take_from_first(buffer, everyone)
+
+
+def _specs(
+    engine: Engine, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]
+) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
+    """In the model's order; what is new comes after all others."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    group_of = groups_of(model, engine.config.shard_strategy)
+    found = []
+    next_index = len(engine.first_number)
+    for param in dict.fromkeys(params):
+        known = engine.known(param)
+        group = group_of.get(id(param))
+        if known is not None:
+            assert not known.chunk.trainable
+            spec = replace(known.slice.param, trainable=True, group=group)
+        else:
+            if id(param) not in names or not param.is_floating_point():
+                raise ValueError(
+                    f"the param group has a parameter of shape {tuple(param.shape)} that is not "
+                    f"one of this model's; add its module to the model first"
                 )
+            _check_new(param, names[id(param)])
+            trains = param.requires_grad
+            spec = ParamSpec(next_index, names[id(param)], param.numel(), trains, group)
+            next_index += 1
+        found.append((spec, param))
+    return sorted(found, key=lambda pair: pair[0].index)
+
+
+def _check_new(param: torch.nn.Parameter, name: str) -> None:
+    if param.device.type != "cpu":
+        raise HeteroError(f"{name} is on {param.device}; make the module on the CPU")
+    if getattr(param, "_hetero_construction", None) is not None:
+        raise HeteroError(
+            f"{name} was made in a ZeroInitContext, which is for models that are initialized; make "
+            f"a module that comes later outside of it"
+        )
+    refuse_managed(param, name)
+
+
+def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> None:
+    for spec, param in specs:
+        if param.grad is not None:
+            raise HeteroError(
+                f"{spec.name} got a gradient before hetero kept it, and with fp16 nobody knows "
+                f"whether that is times the loss scale; set its .grad to None and run a forward of "
+                f"the whole model before the backward"
+            )
+
+
+def _budgets(engine: Engine, held: bool) -> Budgets:
+    """What the budgets are, and what is taken of them: planned, or, if that is more, in use.
+
+    `held`: all chunk groups that are there are going to be held.
+    """
+    ledger, chunk_groups = engine.ledger, engine.chunk_groups
+    for chunk_group in chunk_groups:
+        chunk_group.params.shrink()
+    limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
+    placements = [
+        chunk_group.placement_if_reducing_at_end() if held else chunk_group.placement
+        for chunk_group in chunk_groups
+    ]
+    planned_host = sum(placement.host_bytes for placement in placements)
+    # Some slots may be in use beyond the plan.
+    used_host = in_use[Tier.HOST.value] + planned_host
+    used_host -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
+    planned_disk = sum(placement.disk_bytes for placement in placements)
+    planned_device = sum(placement.device_bytes for placement in placements)
+    agree = engine.world.agree
+    return Budgets(
+        host=limits[Tier.HOST.value] or 0,
+        disk=limits[Tier.DISK.value] or 0,
+        gathered=None if engine.backend.separate else limits[Tier.DEVICE.value],
+        device=limits[Tier.DEVICE.value] if engine.backend.separate else None,
+        keep_optim_states=engine.config.host_memory is not None,
+        taken_host=agree(max(planned_host, used_host), max, "budgets"),
+        taken_disk=agree(max(planned_disk, in_use[Tier.DISK.value]), max, "budgets"),
+        taken_device=agree(max(planned_device, in_use[Tier.DEVICE.value]), max, "budgets"),
+        taken_gathered=sum(
+            chunk_group.placement.gathered_slots
+            * SlotBytes.of(chunk_group.layout, chunk_group.dtypes).gathered
+            for chunk_group in chunk_groups
+        ),
+        under_construction=False,
+    )
+
+
+class _FromModel:
+    """Values of parameters where they are now: in their old chunk, or in the module's own RAM."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
+        """Nothing: every rank can see the whole."""
+
+    def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
+        """Elements `wanted` of the flat parameter."""
+        old = self._engine.known(managed.param)
+        values = managed.param.data
+        if old is not None:
+            values = old.part_of(self._engine.params.flat(old.chunk))
+        flat = values.reshape(-1)
+        for begin in range(wanted.start, wanted.stop, _BLOCK_NUMEL):
+            yield begin, flat[begin : min(begin + _BLOCK_NUMEL, wanted.stop)].float()
+
+    def done(self, managed: ManagedParam) -> None:
+        """Nothing: the parameter moves when all have got their values."""

@@ -24,6 +24,7 @@ from hetero.planning.planner import Planner, planner_for, planning_matters
 from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.update_schedule import check_overlap
+from hetero.setup.added_params import AddedParams
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import fill
 from hetero.setup.join_ranks import join_ranks
@@ -107,15 +108,17 @@ def initialize(
             )
             start_alike(model, arrangement, construction)
             construction.scatter()
-            engine = _build(model, arrangement, construction, planner, resources)
+            engine = _build(model, arrangement, construction, planner, optimizer, resources)
             if found.note is not None and planning_matters(construction.config):
                 engine.notes.append(found.note)
+            added_params = AddedParams(engine, optimizer.view().param_groups)
+            engine.attach(StateDictHooks(model, engine), added_params)
+            resources.pop_all()
     except BaseException:
         if adopting:
             construction.restore(model.parameters())
             construction.world.close()
         raise
-    engine.attach(StateDictHooks(model, engine))
     optimizer.connect(engine)
     for param in model.parameters():
         construction.release(param)
@@ -165,8 +168,10 @@ def _build(
     arrangement: Arrangement,
     construction: ConstructionArena,
     planner: Planner | None,
+    optimizer: HybridOptimizer,
     resources: ExitStack,
 ) -> Engine:
+    """Builds the chunk groups and the engine; until it is there `resources` close them."""
     config = construction.config
     specs = [
         s.param for plan in arrangement.chunk_groups for c in plan.layout.chunks for s in c.slices
@@ -184,6 +189,7 @@ def _build(
         loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
     backend = config.make_backend()
     resources.callback(backend.close)
+    shared = Shared(config, backend, construction.ledger, notes, loss_scale)
     chunk_groups: dict[int, ChunkGroup] = {}
     # Placed last first, and made in the same order, for which the plans have reckoned.
     for number, plan in reversed(list(enumerate(arrangement.chunk_groups))):
@@ -196,7 +202,7 @@ def _build(
             plan,
             manage(plan, params, backend.device),
             first_number,
-            Shared(config, backend, construction.ledger, notes, loss_scale),
+            shared,
             world,
             spare_bytes,
         )
@@ -211,18 +217,17 @@ def _build(
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
     move_rest(model, managed=map(id, arrangement.params), device=backend.device)
-    resources.pop_all()
-    return Engine(
-        model=model,
-        chunk_groups=[chunk_groups[number] for number in sorted(chunk_groups)],
-        backend=backend,
-        config=config,
-        first_number=first_number,
-        ledger=construction.ledger,
-        loss_scale=loss_scale,
-        notes=notes,
-        planner=planner,
+    engine = Engine(
+        model,
+        [chunk_groups[number] for number in sorted(chunk_groups)],
+        shared,
+        first_number,
+        optimizer.view(),
+        planner,
     )
+    resources.pop_all()
+    resources.callback(engine.close)
+    return engine
 
 
 class _FromConstruction:

@@ -74,6 +74,7 @@ class ManagedParam:
     device: torch.device = _CPU  # where compute happens
     step: int = 0  # optimizer updates made
     stand_in: torch.Tensor = field(init=False)
+    was_frozen: bool = field(init=False)  # needed no gradient when it got its place
     absent_grad: GradPlaceholder = field(init=False)
     grad_factor: float = 1.0
     grad_ops: GradOps | None = field(default=None, repr=False)
@@ -86,6 +87,7 @@ class ManagedParam:
         shape = self.param.shape
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.stand_in = nan.expand(shape)
+        self.was_frozen = not self.param.requires_grad
         self.absent_grad = GradPlaceholder.of(self, self.dtype, self.device)
 
     @property
@@ -112,6 +114,10 @@ class ManagedParam:
     def uses(self) -> int:
         """Modules, torch functions and gathered() blocks that use the values now."""
         return self._uses
+
+    def let_change_grad(self, ops: GradOps) -> None:
+        """What user code does to the gradient's placeholder goes to `ops`; called once."""
+        self.grad_ops = ops
 
     # Transitions
 

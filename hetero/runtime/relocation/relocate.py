@@ -67,9 +67,9 @@ class Relocation:
         """
         engine, ledger = self._engine, self._engine.ledger
         before = {tier: ledger.budget_bytes[tier.value] for tier in wanted}
-        if engine._module_hooks.running:
+        if engine.is_running:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
-        engine.schedule.wait_all()
+        engine.finish_updates()
         self._together(None)  # nobody asks for anything any more
         for chunk_group in engine.chunk_groups:
             chunk_group.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
@@ -105,11 +105,9 @@ class Relocation:
             error = migration.arrive(spare_bytes)
             failure = failure or error
             self.moved += migration.moved_bytes
-        for hooks in engine._model_hooks:
-            hooks.cover(engine.model)
+        engine.homes_moved()
         for chunk_group in engine.chunk_groups:
             chunk_group.note_plan(engine.replanner.plan_of(chunk_group))
-            engine.params.follow_homes(chunk_group)
         for tier, nbytes in wanted.items():
             try:
                 engine.ledger.set_budget(tier, nbytes)

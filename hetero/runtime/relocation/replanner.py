@@ -63,7 +63,11 @@ class Replanner:
         self._keeps_optim_states = (
             engine.config.host_memory is not None
         )  # in RAM that the user gave
-        self.limits = self._make_limits()
+        try:
+            self.limits = self._make_limits()
+        except BaseException:
+            self.remove()
+            raise
 
     def _make_limits(self) -> dict[Tier, MemoryLimit]:
         """All ranks have the same limits, or none: they ask each other when they have one."""

@@ -96,7 +96,7 @@ def test_weights_equal_plain_construction(
     for (name, expected), master in zip(plain.named_parameters(), masters, strict=True):
         assert torch.equal(master, expected), name
         with hetero.gathered(names[name]):
-            rounded = expected.to(optimizer.engine.dtypes.torch_compute)
+            rounded = expected.to(optimizer.engine.chunk_groups[0].dtypes.torch_compute)
             assert torch.equal(names[name], rounded), name
     peak = optimizer.engine.ledger.peak_bytes["host"]
     assert peak <= parse_bytes(host_memory)
