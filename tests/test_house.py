@@ -18,7 +18,6 @@ MAX_NOUNS = 12
 LONG_FILES = {
     "hetero/planning/placement.py": "the search for a placement is not yet apart from its result",
     "hetero/planning/step_cost.py": "all terms of the step's cost, which are read together",
-    "hetero/runtime/engine.py": "construction is not yet apart from the step",
     "native/pipeline/step_pipeline.cpp": "one loop with its states, which are read together",
     "tests/native/test_io_faults.py": "one fault after the other, in one table",
     "tests/hetero/runtime/relocation/test_replanning.py": "the replanner is to become smaller",
