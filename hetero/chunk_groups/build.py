@@ -248,7 +248,7 @@ class _ChunkGroupBuilder:
             world=self._world,
             ranks=ranks,
             order=order,
-            held=self._plan.held,
+            held=self._plan.reduce_at_end,
             resources=self._resources.pop_all(),
         )
 
@@ -446,7 +446,7 @@ class _ChunkGroupBuilder:
             grads,
             grad_offload,
         )
-        if self._plan.held:
+        if self._plan.reduce_at_end:
             self._resources.enter_context(buckets.no_sync())
         return buckets
 

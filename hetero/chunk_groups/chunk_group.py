@@ -14,7 +14,6 @@ from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.planning.search import Plan
 from hetero.ranks.process_groups import World
 from hetero.ranks.shard_server import Kind, ShardServer, Versions
 from hetero.state.all_gather import Gathering
@@ -62,7 +61,6 @@ class ChunkGroup:
     order: UseOrder
     held: bool  # as BankPlan says
     resources: ExitStack  # closed in the reverse order of their making
-    plan: Plan | None = None  # that the placement came of; None: it was chosen by sizes
 
     @property
     def pipeline(self) -> StepPipeline:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from hetero.chunks.layout import Chunk, Layout
+from hetero.planning.placement import STREAMING_BUFFERS
 from hetero.state.grads import Grads
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
@@ -25,10 +26,6 @@ HyperOf = Callable[[dict[str, Any], int, float], Hyper]
 # By index of the group, number of the update, and factor.
 HyperTable = Mapping[tuple[int, int, float], Hyper]
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
-
-# Where the order is the same in every step: as many buffers pass tiles on (two are read, one is
-# updated, two are written), the others keep what the next step needs last: what forward waits for.
-STREAMING = 5
 
 
 def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
@@ -128,7 +125,7 @@ class Stepper:
                 for c, tile in order
                 if chunks[c] not in self._param_homes or self._optim_states.in_file(chunks[c])
             ],
-            STREAMING if self._repeats else 0,
+            STREAMING_BUFFERS if self._repeats else 0,
         )
 
     def run(self, groups: Groups, table: HyperTable) -> None:
@@ -165,7 +162,7 @@ class Stepper:
 
     def _expect_nothing(self) -> None:
         if self._expecting:
-            self._pipeline.expect([], STREAMING if self._repeats else 0)
+            self._pipeline.expect([], STREAMING_BUFFERS if self._repeats else 0)
             self._expecting = False
 
     def submit(self, groups: Groups, table: HyperTable) -> None:

@@ -1,4 +1,4 @@
-"""What a step of placements that exist is expected to take, beside what it took."""
+"""What a step of placements that exist is expected to take."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any, Protocol
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
-from hetero.planning.placement import Budgets, Placement
-from hetero.planning.step_cost import COMPUTE, NVME, CostModel, Problem, StepCost
-from hetero.planning.trace import Phase, Trace, Work, expected_trace
+from hetero.planning.group_plans import ChunkGroupPlan
+from hetero.planning.placement import Placement
+from hetero.planning.step_cost import CostModel, Problem, StepCost
+from hetero.planning.trace import Trace, Work, completed, expected_trace
 from offload.profile.machine_profile import Profile
 
-_NO_BUDGETS = Budgets(0, 0)  # what is placed is placed
 
-
-class Placed(Protocol):
+class PlacedGroup(Protocol):
     """A chunk group, or the plan of one."""
 
     @property
@@ -78,8 +77,31 @@ class Prediction:
         }
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A chunk group's placement, and the step that it is predicted to take."""
+
+    group: ChunkGroupPlan
+    problem: Problem
+    cost: StepCost
+
+    @classmethod
+    def of(cls, group: ChunkGroupPlan, problem: Problem) -> Plan:
+        """The prediction for `group`, whose step `problem` describes.
+
+        Raises:
+            ValueError: the problem's profile says nothing about what the placement uses.
+        """
+        return cls(group, problem, _cost(problem, group.placement))
+
+    @property
+    def placement(self) -> Placement:
+        """Where the chunk group's state is."""
+        return self.group.placement
+
+
 def predict(
-    chunk_groups: Sequence[Placed],
+    chunk_groups: Sequence[PlacedGroup],
     profile: Profile,
     work: Work,
     computing: Computing | None = None,
@@ -88,15 +110,52 @@ def predict(
     early_updates: bool = False,
     late_updates: bool = False,
 ) -> Prediction:
-    """What a step of `chunk groups` takes on one rank whose share of its machine is `profile`.
+    """What a step of chunk groups takes on one rank.
 
-    Without `computing` it is estimated, from the profile's rate of products of matrices. Raises
-    ValueError for a profile that says nothing about what is used.
+    Args:
+        chunk_groups: all of a model.
+        profile: the rank's share of its machine.
+        work: what it computes in a step.
+        computing: seconds that computing takes; None: estimated from `work` and the profile's rate
+            of products of matrices.
+        grad_factors, prefetch, early_updates, late_updates: as `Problem` has them.
+
+    Returns:
+        The seconds and the bytes of one step.
+
+    Raises:
+        ValueError: the profile says nothing about what is used.
     """
-    if profile.nvme_read_bytes_per_s is None and any(b.placement.disk_bytes for b in chunk_groups):
-        raise ValueError(f"the profile {profile.name!r} says nothing about NVMe; measure it again")
-    numel = sum(chunk_group.layout.numel for chunk_group in chunk_groups)
     costs = []
+    traces = expected_traces(chunk_groups, profile, work, computing)
+    for chunk_group, trace in zip(chunk_groups, traces, strict=True):
+        problem = Problem(
+            trace=trace,
+            layout=chunk_group.layout,
+            dtypes=chunk_group.dtypes,
+            profile=profile,
+            grad_factors=grad_factors,
+            prefetch=prefetch,
+            early_updates=early_updates,
+            late_updates=late_updates,
+        )
+        costs.append(_cost(problem, chunk_group.placement))
+    return Prediction(tuple(costs), computing is not None)
+
+
+def expected_traces(
+    chunk_groups: Sequence[PlacedGroup],
+    profile: Profile,
+    work: Work,
+    computing: Computing | None = None,
+) -> list[Trace]:
+    """Each chunk group's trace of a step that was not made yet; arguments as predict() has them.
+
+    Raises:
+        ValueError: the profile has no rate of products in a chunk group's dtype.
+    """
+    numel = sum(chunk_group.layout.numel for chunk_group in chunk_groups)
+    traces = []
     for chunk_group in chunk_groups:
         flop_per_s = profile.rate("matmul_flop_per_s", chunk_group.dtypes.compute)
         trace = expected_trace([chunk_group.layout], work, flop_per_s)
@@ -108,38 +167,25 @@ def predict(
                 backward_s=computing.backward_s * part,
                 expected=False,
             )
-        problem = Problem(
-            trace=trace,
-            layout=chunk_group.layout,
-            dtypes=chunk_group.dtypes,
-            budgets=_NO_BUDGETS,
-            profile=profile,
-            policy="auto",
-            grad_factors=grad_factors,
-            prefetch=prefetch,
-            early_updates=early_updates,
-            late_updates=late_updates,
-        )
-        costs.append(CostModel(problem).cost(chunk_group.placement))
-    return Prediction(tuple(costs), computing is not None)
+        traces.append(trace)
+    return traces
 
 
-def computing_alone(problem: Problem, made: Placement) -> Trace:
-    """The trace that was measured under `made`, without what its transfers took from computing.
+def measured_traces(chunk_groups: Sequence[PlacedGroup], trace: Trace) -> list[Trace]:
+    """Each chunk group's part of a trace that was recorded of a step of all of them.
 
-    Where the CPU computes, transfers slow it down, by the profile's interference; the prediction of
-    a placement adds what its own transfers take.
+    Its seconds are divided by numbers of elements; uses of chunks that were at home where compute
+    is, which no recording has, are added.
     """
-    trace, share = problem.trace, problem.profile.compute_interference
-    if problem.profile.separate or not share:
-        return trace
-    lost_s = dict.fromkeys((phase.value for phase in Phase), 0.0)
-    for phase in CostModel(problem).cost(made).phases:
-        if phase.name in lost_s:
-            computing_s, nvme_s = (phase.busy_s.get(name, 0.0) for name in (COMPUTE, NVME))
-            lost_s[phase.name] = share * min(nvme_s, computing_s / (1 + share))
-    return replace(
-        trace,
-        forward_s=max(0.0, trace.forward_s - lost_s[Phase.FORWARD.value]),
-        backward_s=max(0.0, trace.backward_s - lost_s[Phase.BACKWARD.value]),
-    )
+    layouts = [chunk_group.layout for chunk_group in chunk_groups]
+    whole = completed(trace, layouts)
+    numel = sum(layout.numel for layout in layouts)
+    return [whole.of_chunk_group(n, layout.numel / numel) for n, layout in enumerate(layouts)]
+
+
+def _cost(problem: Problem, made: Placement) -> StepCost:
+    cost, profile = CostModel(problem).cost(made), problem.profile
+    moved = cost.traffic.nvme_read + cost.traffic.nvme_written
+    if moved and profile.nvme_read_bytes_per_s is None:
+        raise ValueError(f"the profile {profile.name!r} says nothing about NVMe; measure it again")
+    return cost

@@ -14,15 +14,14 @@ from typing import Any, Protocol
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.movable import InUseError
 from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, hyper_table
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.config import Config
 from hetero.planning.placement import Placement
-from hetero.planning.planner import EXPECTED_TOKENS, Planner
-from hetero.planning.report import explain_chunk_groups
-from hetero.planning.search import Plan
-from hetero.planning.trace import Trace
+from hetero.planning.predict import Plan
+from hetero.planning.trace import Moment, Trace
 from hetero.ranks.process_groups import World
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.early_updates import EarlyUpdates
@@ -30,8 +29,11 @@ from hetero.runtime.grad_factors import GradFactors, check_dense
 from hetero.runtime.loss_scale import LossScale
 from hetero.runtime.module_hooks import GradHook, ModuleHooks, refuse_use
 from hetero.runtime.read_ahead import ReadingAhead
+from hetero.runtime.relocation.budget_moves import BudgetMoves
+from hetero.runtime.relocation.memory_limit import BesideMemory
 from hetero.runtime.relocation.relocate import Change
-from hetero.runtime.relocation.replanner import Replanner
+from hetero.runtime.step_predictions import StepPredictions
+from hetero.runtime.step_tracer import StepTracer
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.traffic import Traffic, traffic_of
 from hetero.runtime.updates_in_flight import Unfinished
@@ -78,7 +80,6 @@ class Engine:
         ledger: Ledger,
         loss_scale: LossScale,
         notes: list[str],
-        planner: Planner | None = None,
     ) -> None:
         """`first_number` is, by a parameter's index, the number of its first element."""
         self.chunk_groups: list[ChunkGroup] = []
@@ -123,9 +124,12 @@ class Engine:
             all_modules=config.early_updates or config.late_updates,
         )
         self._model_hooks: list[ModelHooks] = [self._module_hooks]
-        self._replanner = Replanner(self, planner)
-        self.grad_factors.step_left_out = self._replanner.tracer.forget
-        self._model_hooks.append(self._replanner)
+        beside = BesideMemory(ledger, backend)
+        self.tracer = StepTracer(model, self.chunk_groups, beside)
+        self.grad_factors.step_left_out = self.tracer.forget
+        self.budget_moves = BudgetMoves(self, beside)
+        self._hooks += [self.tracer, self.budget_moves]
+        self._predictions = StepPredictions(self, self.budget_moves.group_plans, self.tracer.traces)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
@@ -248,7 +252,7 @@ class Engine:
     def _check_grad(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         check_dense(managed, grad)
         self.early.check_gradient(managed)
-        self._replanner.tracer.gradient()
+        self.tracer.gradient()
         if self.loss_scale.dynamic and not self._scaled_backward:
             raise RuntimeError(
                 "fp16 needs a scaled loss: call optimizer.backward(loss) instead of "
@@ -331,7 +335,17 @@ class Engine:
         if members:
             self.loss_scale.update(overflow)
         self._reading_ahead.end_step()
-        self._replanner.end_step()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Looks at the step that was made: its trace, its rates and its memory."""
+        trace = self.tracer.end_step()
+        peak = Moment(0, 0, 0) if trace is None else trace.peak()
+        beside_bytes = max(peak.host_bytes, self.tracer.take_beside_bytes())
+        for chunk_group in self.chunk_groups:
+            chunk_group.order.end_step()
+        self._predictions.end_step()
+        self.budget_moves.end_step(Moment(0, beside_bytes, peak.device_bytes))
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Until all ranks are here, and nobody reads old values any more; what each said."""
@@ -509,33 +523,55 @@ class Engine:
         is changed. After a failed read what could not be read stays on NVMe.
         """
         self._check_open()
-        self._replanner.set_budget(host_memory, device_memory)
+        self.early.require_whole("set_budget()")
+        self.budget_moves.set_budget(host_memory, device_memory)
+
+    def pause(self) -> None:
+        """Until no update is under way, so that homes can move.
+
+        Raises:
+            InUseError: a forward is running.
+        """
+        if self._module_hooks.running:
+            raise InUseError("homes cannot move while a forward is running; call it between steps")
+        self.unfinished.finish_all()
+
+    def homes_moved(self) -> None:
+        """Hooks, updates and rates follow homes that have moved."""
+        for hooks in self._model_hooks:
+            hooks.cover(self.model)
+        for chunk_group in self.chunk_groups:
+            self.early.follow_homes(chunk_group)
+        self._predictions.homes_moved()
 
     @property
     def changes(self) -> list[Change]:
         """When homes moved, which, and why."""
-        return list(self._replanner.changes)
+        return list(self.budget_moves.changes)
 
     @property
-    def plans(self) -> list[Plan | None]:
-        """One per chunk group, the main one first; None where there was no profile to plan by."""
-        return [chunk_group.plan for chunk_group in self.chunk_groups]
+    def plans(self) -> list[Plan]:
+        """The placement of each chunk group, the main one first, and the step it is predicted to
+        take; empty until a saved profile or two steps say how fast anything is."""
+        return self.predicted_plans()
+
+    def predicted_plans(self, grad_factors: bool = False) -> list[Plan]:
+        """As `plans`; with `grad_factors` of steps that take the norm of all gradients."""
+        return self._predictions.plans(grad_factors)
 
     @property
     def traces(self) -> list[Trace]:
-        """What different kinds of steps use, and how long they compute; the last is the last."""
-        return self._replanner.traces
-
-    @property
-    def replanner(self) -> Replanner:
-        """Traces of steps, and what was changed because of them."""
-        return self._replanner
+        """What different kinds of steps use, and how long they compute; the latest is the last."""
+        return list(self.tracer.traces)
 
     def explain(self) -> str:
-        """A table for people of where state is and, with a profile, what a step is expected to
-        take, and why. Bytes are of this rank. Takes some plans' time."""
-        tokens = self.config.expected_tokens or EXPECTED_TOKENS
-        return explain_chunk_groups(self.chunk_groups, self.ledger.budget_bytes, tokens)
+        """A table for people of where state is, what a step is expected to take, what bounds it,
+        and what one more GiB would save.
+
+        Seconds are those of the saved profile of this machine (hetero profile), or of this
+        training's own steps. Bytes are of this rank. Takes a few placements' time.
+        """
+        return self._predictions.explain()
 
     # Facts
 

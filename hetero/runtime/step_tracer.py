@@ -1,9 +1,8 @@
-"""The traces of an engine's steps, several side by side, and who makes them."""
+"""Records the traces of an engine's steps; those of different kinds of steps side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,43 +20,26 @@ _MOST_APART = 2  # forwards without gradients that are looked at, of those betwe
 Key = tuple[int, tuple[Use, ...]]
 
 
-@dataclass
-class Seen:
-    """A trace, with the seconds and the memory of the last step that had its uses."""
-
-    trace: Trace
-    times: int = 1
-
-
 class Traces:
-    """Known traces, by the sequence of uses: training, evaluation, another part of the model.
+    """The latest trace of each sequence of uses: training, evaluation, another part of the model.
 
-    The last seen is the last; of many the oldest are forgotten.
+    The latest of all is the last; of many the oldest are forgotten.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Key, Seen] = {}
+        """No trace is known."""
+        self._seen: dict[Key, Trace] = {}
 
-    def note(self, trace: Trace) -> Seen:
+    def note(self, trace: Trace) -> None:
         """A step had this trace."""
         key = (trace.micro_batches, trace.uses)
-        seen = self._seen.pop(key, None)
-        if seen is None:
-            seen = Seen(trace)
-        else:
-            seen.trace, seen.times = trace, seen.times + 1
-        self._seen[key] = seen
+        self._seen.pop(key, None)
+        self._seen[key] = trace
         while len(self._seen) > _MOST_TRACES:
             del self._seen[next(iter(self._seen))]
-        return seen
 
-    def times(self, trace: Trace) -> int:
-        """How many steps had its uses, of late."""
-        seen = self._seen.get((trace.micro_batches, trace.uses))
-        return 0 if seen is None else seen.times
-
-    def __iter__(self) -> Any:
-        return iter([seen.trace for seen in self._seen.values()])
+    def __iter__(self) -> Iterator[Trace]:
+        return iter(list(self._seen.values()))
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -66,10 +48,10 @@ class Traces:
 class StepTracer:
     """Tells a TraceRecorder when forward and backward of the whole model begin and end.
 
-    By hooks on the model and on what it returns: a backward begins when the first gradient of an
-    output is there, or the first one of a parameter, and ends when autograd says so. A forward
-    without gradients is a trace of its own, and no part of the step's. Uses outside of both are in
-    no trace. The first step's seconds are also of what is done once.
+    It has hooks on the model and on what that returns: a backward begins with the first gradient of
+    an output or of a parameter, and ends when autograd says so. A forward without gradients is a
+    trace of its own, and no part of the step's. Uses outside of both are in no trace. The seconds
+    of the first step include what is done only once.
     """
 
     def __init__(
@@ -78,8 +60,12 @@ class StepTracer:
         chunk_groups: Sequence[ChunkGroup],
         memory: Callable[[], tuple[int, int]],
     ) -> None:
-        """`chunk groups` may grow; `memory` are bytes beside the model state, (in RAM, on
-        DEVICE).
+        """Puts hooks on the model.
+
+        Args:
+            model: whose steps are traced.
+            chunk_groups: of its parameters; more of them may come.
+            memory: bytes beside the model state now, (in RAM, on DEVICE).
         """
         self.traces = Traces()
         self._chunk_groups = chunk_groups
@@ -162,7 +148,7 @@ class StepTracer:
         found, self._apart_bytes = self._apart_bytes, 0
         return found
 
-    def end_step(self) -> Seen | None:
+    def end_step(self) -> Trace | None:
         """The step's trace, which is noted; None if it had no forward of the whole model.
 
         Call it before the orders' end_step().
@@ -173,12 +159,12 @@ class StepTracer:
         self._depth = 0  # a forward that Ctrl-C ended has not said so
         self._apart_seen = 0
         if len(self._recorder.orders) < len(self._chunk_groups):
-            self._recorder = (
-                self._new_recorder()
-            )  # chunk groups have come, of which this knows nothing
+            # Chunk groups have come, of which the recorder knows nothing.
+            self._recorder = self._new_recorder()
         if trace is None or not whole:
             return None
-        return self.traces.note(trace)
+        self.traces.note(trace)
+        return trace
 
     def forget(self) -> None:
         """The step is left out: what was recorded of it refers to recordings that end now."""

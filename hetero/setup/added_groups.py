@@ -71,10 +71,7 @@ def extension(
     ):
         early = first + trained.index(max(trained))
     budgets = _budgets(engine, held=early is not None)
-    choose = engine.replanner.chooser
-    plans = plan_chunk_groups(
-        model, kinds, by_index, engine.config, budgets, shard, first, early, choose
-    )
+    plans = plan_chunk_groups(model, kinds, by_index, engine.config, budgets, shard, first, early)
     _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
     spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
@@ -82,7 +79,6 @@ def extension(
     with ExitStack() as resources:
         for plan in plans:
             chunk_groups.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
-            chunk_groups[-1].plan = engine.replanner.plan_of(chunk_groups[-1])
         if early is not None:
             # What is under way in a chunk group must not meet another chunk group's backward.
             engine.grad_factors.settle(force=True)

@@ -18,9 +18,6 @@ from hetero.chunk_groups.chunk_group import ChunkGroup, manage
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
 from hetero.planning.group_plans import Arrangement, arrange
-from hetero.planning.machine_profile import rank_profile
-from hetero.planning.placement import place
-from hetero.planning.planner import Planner, planner_for, planning_matters
 from hetero.ranks.process_groups import World
 from hetero.runtime.early_updates import check_early_updates
 from hetero.runtime.engine import Engine
@@ -92,8 +89,6 @@ def initialize(
                 params=construction.config.zero_stage >= 3,
                 replicas=construction.world.size // construction.world.ranks,
             )
-            found = rank_profile(construction.config, construction.world)
-            planner = planner_for(construction.config, found)
             arrangement = arrange(
                 model,
                 construction.config,
@@ -103,13 +98,10 @@ def initialize(
                 optimized,
                 shard,
                 construction.device_bytes,
-                choose=planner or place,
             )
             start_alike(model, arrangement, construction)
             construction.scatter()
-            engine = _build(model, arrangement, construction, planner, resources)
-            if found.note is not None and planning_matters(construction.config):
-                engine.notes.append(found.note)
+            engine = _build(model, arrangement, construction, resources)
     except BaseException:
         if adopting:
             construction.restore(model.parameters())
@@ -164,7 +156,6 @@ def _build(
     model: torch.nn.Module,
     arrangement: Arrangement,
     construction: ConstructionArena,
-    planner: Planner | None,
     resources: ExitStack,
 ) -> Engine:
     config = construction.config
@@ -200,8 +191,6 @@ def _build(
             spare_bytes,
             notes,
         )
-        if planner is not None:
-            chunk_group.plan = planner.plan_of(plan.layout, plan.placement)
         resources.callback(chunk_group.close)
         fill(chunk_group, _FromConstruction(construction))
         chunk_groups[number] = chunk_group
@@ -223,7 +212,6 @@ def _build(
         if config.dtype == "fp16" and config.initial_loss_scale is not None
         else LossScale(),
         notes=notes,
-        planner=planner,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
+from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.ranks.shard_server import Versions
 from hetero.state.all_gather import Gather, Gathering
 from hetero.state.homes import Homes
@@ -19,8 +20,6 @@ from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.arena import HostArena
-
-_PREFETCH_CHUNKS = 4  # looked ahead; how many are really read is a matter of free slots
 
 
 def _never(_: object) -> bool:
@@ -127,7 +126,7 @@ class Params:
             self._cache.get(chunk.id)
         flat = self._pin(chunk)
         if self._prefetch:
-            self._cache.prefetch(_PREFETCH_CHUNKS, self.is_changing)
+            self._cache.prefetch(PREFETCH_CHUNKS, self.is_changing)
         return flat
 
     def _pin(self, chunk: Chunk) -> torch.Tensor:
@@ -227,7 +226,7 @@ class Params:
         under_way: list[Gather] = []
         for chunk in chunks:
             under_way.append(self._gathering.gather(chunk, self._homes.flat(chunk)))
-            if len(under_way) == _PREFETCH_CHUNKS:
+            if len(under_way) == PREFETCH_CHUNKS:
                 under_way.pop(0).wait()
         for gather in under_way:
             gather.wait()

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
+NEVER = 1 << 62  # the next use of what will not be used
 _MOST_USES = 1 << 14  # of one step; more are taken for several, as of inference that has no steps
 _ENOUGH_TIMES = 4
 _MOST_SEQUENCES = 4  # known at once; following one costs about a microsecond a use
