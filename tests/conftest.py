@@ -18,7 +18,7 @@ from tests.support.ranks.processes import RankPool
 # Two tests at a time leave a core each; bits do not depend on it.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
-# Placements follow from sizes alone unless a test says so, whatever profile this machine has.
+# Predictions know no profile unless a test says so, whatever this machine has saved.
 os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 
 # For builds that run many times slower.

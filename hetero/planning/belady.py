@@ -1,4 +1,5 @@
-"""Which uses of a step find their chunk in a gathered slot, if the farthest next use is given up.
+"""Which uses of a step find their chunk in a gathered slot, if the chunk with the farthest next use is
+evicted.
 
 Belady's rule: with chunks of one size no other gives fewer fetches.
 """

@@ -1,4 +1,4 @@
-"""What a training step uses, when, and how long it computes: what a plan is made from.
+"""What a training step uses, when, and how long it computes: what predictions are made from.
 
 trace     one step's uses of chunks in order, its seconds of computing, and the memory beside the
           model state at each moment.
@@ -194,8 +194,8 @@ class TraceRecorder:
 def completed(trace: Trace, layouts: Sequence[Layout]) -> Trace:
     """`trace` with uses of chunks that never were gathered, where they are to be expected.
 
-    A chunk that is at home where compute is leaves no use in a recording; another plan may have it
-    elsewhere. It is expected between its neighbours in the model, in every pass of the recording.
+    A chunk that is at home where compute is leaves no use in a recording; another placement may
+    have it elsewhere. It is expected between its neighbours in the model, in every pass of the recording.
     """
     known: Mapping[tuple[int, int], int] = {
         (chunk_group, chunk.id): min(s.param.index for s in chunk.slices)

@@ -233,28 +233,26 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
     placements = [
         chunk_group.when_held() if held else chunk_group.placement for chunk_group in chunk_groups
     ]
-    planned_host = sum(placement.host_bytes for placement in placements)
-    # Some slots may be in use beyond the plan.
-    used_host = in_use[Tier.HOST.value] + planned_host
-    used_host -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
-    planned_disk = sum(placement.disk_bytes for placement in placements)
-    planned_device = sum(placement.device_bytes for placement in placements)
-    agree = engine.world.agree
-    return Budgets(
+    budgets = Budgets(
         host=limits[Tier.HOST.value] or 0,
         disk=limits[Tier.DISK.value] or 0,
         gathered=None if engine.backend.separate else limits[Tier.DEVICE.value],
         device=limits[Tier.DEVICE.value] if engine.backend.separate else None,
         keep_optim_states=engine.config.host_memory is not None,
-        taken_host=agree(max(planned_host, used_host), max, "budgets"),
-        taken_disk=agree(max(planned_disk, in_use[Tier.DISK.value]), max, "budgets"),
-        taken_device=agree(max(planned_device, in_use[Tier.DEVICE.value]), max, "budgets"),
-        taken_gathered=sum(
-            chunk_group.placement.gathered_slots
-            * SlotBytes.of(chunk_group.layout, chunk_group.dtypes).gathered
-            for chunk_group in chunk_groups
-        ),
         under_construction=False,
+    )
+    for chunk_group, placement in zip(chunk_groups, placements, strict=True):
+        slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
+        budgets = budgets.minus(placement, slot)
+    # Some slots may be in use beyond the plan.
+    used_host = in_use[Tier.HOST.value] + budgets.taken_host
+    used_host -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
+    agree = engine.world.agree
+    return replace(
+        budgets,
+        taken_host=agree(max(budgets.taken_host, used_host), max, "budgets"),
+        taken_disk=agree(max(budgets.taken_disk, in_use[Tier.DISK.value]), max, "budgets"),
+        taken_device=agree(max(budgets.taken_device, in_use[Tier.DEVICE.value]), max, "budgets"),
     )
 
 
