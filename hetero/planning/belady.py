@@ -1,5 +1,6 @@
-"""Which uses of a step find their chunk in a gathered slot, if the chunk with the farthest next use is
-evicted.
+"""Which uses of a step find their chunk in a gathered slot.
+
+The chunk with the farthest next use is evicted.
 
 Belady's rule: with chunks of one size no other gives fewer fetches.
 """

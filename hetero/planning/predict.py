@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hetero.chunks.dtypes import Dtypes
@@ -11,7 +11,7 @@ from hetero.chunks.layout import Layout
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement
 from hetero.planning.step_cost import CostModel, Problem, StepCost
-from hetero.planning.trace import Trace, Work, completed, expected_trace
+from hetero.planning.trace import Computing, Trace, Work, expected_trace, expected_uses
 from offload.profile.machine_profile import Profile
 
 
@@ -24,14 +24,6 @@ class PlacedGroup(Protocol):
     def dtypes(self) -> Dtypes: ...
     @property
     def placement(self) -> Placement: ...
-
-
-@dataclass(frozen=True)
-class Computing:
-    """Seconds of a step that compute takes alone, as they were measured without any transfer."""
-
-    forward_s: float
-    backward_s: float
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ def predict(
         ValueError: the profile says nothing about what is used.
     """
     costs = []
-    traces = expected_traces(chunk_groups, profile, work, computing)
+    traces = traces_of(chunk_groups, work, computing or profile)
     for chunk_group, trace in zip(chunk_groups, traces, strict=True):
         problem = Problem(
             trace=trace,
@@ -143,13 +135,16 @@ def predict(
     return Prediction(tuple(costs), computing is not None)
 
 
-def expected_traces(
-    chunk_groups: Sequence[PlacedGroup],
-    profile: Profile,
-    work: Work,
-    computing: Computing | None = None,
+def traces_of(
+    chunk_groups: Sequence[PlacedGroup], work: Work, by: Computing | Profile
 ) -> list[Trace]:
-    """Each chunk group's trace of a step that was not made yet; arguments as predict() has them.
+    """Each chunk group's part of a step.
+
+    Args:
+        chunk_groups: all of a model.
+        work: what a rank computes in the step.
+        by: the seconds of computing, which are divided by numbers of elements; or the profile by
+            whose rate of products they are estimated.
 
     Raises:
         ValueError: the profile has no rate of products in a chunk group's dtype.
@@ -157,30 +152,16 @@ def expected_traces(
     numel = sum(chunk_group.layout.numel for chunk_group in chunk_groups)
     traces = []
     for chunk_group in chunk_groups:
-        flop_per_s = profile.rate("matmul_flop_per_s", chunk_group.dtypes.compute)
-        trace = expected_trace([chunk_group.layout], work, flop_per_s)
-        if computing is not None:
-            part = chunk_group.layout.numel / numel
-            trace = replace(
-                trace,
-                forward_s=computing.forward_s * part,
-                backward_s=computing.backward_s * part,
-                expected=False,
-            )
-        traces.append(trace)
+        layout = chunk_group.layout
+        if isinstance(by, Computing):
+            part = layout.numel / numel
+            seconds = by.forward_s * part, by.backward_s * part
+            uses = expected_uses(layout, work.micro_batches)
+            traces.append(Trace(uses, work.micro_batches, *seconds))
+        else:
+            flop_per_s = by.rate("matmul_flop_per_s", chunk_group.dtypes.compute)
+            traces.append(expected_trace(layout, work, flop_per_s))
     return traces
-
-
-def measured_traces(chunk_groups: Sequence[PlacedGroup], trace: Trace) -> list[Trace]:
-    """Each chunk group's part of a trace that was recorded of a step of all of them.
-
-    Its seconds are divided by numbers of elements; uses of chunks that were at home where compute
-    is, which no recording has, are added.
-    """
-    layouts = [chunk_group.layout for chunk_group in chunk_groups]
-    whole = completed(trace, layouts)
-    numel = sum(layout.numel for layout in layouts)
-    return [whole.of_chunk_group(n, layout.numel / numel) for n, layout in enumerate(layouts)]
 
 
 def _cost(problem: Problem, made: Placement) -> StepCost:

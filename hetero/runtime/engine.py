@@ -21,7 +21,6 @@ from hetero.chunks.layout import Layout
 from hetero.config import Config
 from hetero.planning.placement import Placement
 from hetero.planning.predict import Plan
-from hetero.planning.trace import Moment, Trace
 from hetero.ranks.process_groups import World
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.early_updates import EarlyUpdates
@@ -129,7 +128,9 @@ class Engine:
         self.grad_factors.step_left_out = self.tracer.forget
         self.budget_moves = BudgetMoves(self, beside)
         self._hooks += [self.tracer, self.budget_moves]
-        self._predictions = StepPredictions(self, self.budget_moves.group_plans, self.tracer.traces)
+        self._predictions = StepPredictions(
+            self, self.budget_moves.group_plans, lambda: self.tracer.latest
+        )
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
@@ -338,14 +339,17 @@ class Engine:
         self._end_step()
 
     def _end_step(self) -> None:
-        """Looks at the step that was made: its trace, its rates and its memory."""
-        trace = self.tracer.end_step()
-        peak = Moment(0, 0, 0) if trace is None else trace.peak()
-        beside_bytes = max(peak.host_bytes, self.tracer.take_beside_bytes())
+        """Looks at the step that was made: its seconds, its rates and its memory."""
+        made = self.tracer.end_step()
+        host_bytes = self.tracer.take_evaluation_bytes()
+        device_bytes = 0
+        if made is not None:
+            host_bytes = max(host_bytes, made.peak_host_bytes)
+            device_bytes = made.peak_device_bytes
         for chunk_group in self.chunk_groups:
             chunk_group.order.end_step()
         self._predictions.end_step()
-        self.budget_moves.end_step(Moment(0, beside_bytes, peak.device_bytes))
+        self.budget_moves.end_step(host_bytes, device_bytes)
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Until all ranks are here, and nobody reads old values any more; what each said."""
@@ -558,11 +562,6 @@ class Engine:
     def predicted_plans(self, grad_factors: bool = False) -> list[Plan]:
         """As `plans`; with `grad_factors` of steps that take the norm of all gradients."""
         return self._predictions.plans(grad_factors)
-
-    @property
-    def traces(self) -> list[Trace]:
-        """What different kinds of steps use, and how long they compute; the latest is the last."""
-        return list(self.tracer.traces)
 
     def explain(self) -> str:
         """A table for people of where state is, what a step is expected to take, what bounds it,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.machine_profile import saved_profile
-from hetero.planning.predict import Plan, expected_traces, measured_traces
+from hetero.planning.predict import Plan, traces_of
 from hetero.planning.report import explain, explain_bytes, gains
 from hetero.planning.step_cost import Problem
-from hetero.planning.trace import Trace, Work
+from hetero.planning.trace import Work
 from hetero.runtime.learned_rates import LearnedRates, counters_of
 from hetero.runtime.relocation.relocate import MovingEngine
+from hetero.runtime.step_tracer import MeasuredStep
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile, Rates
 
-# Tokens of a step, as long as none was traced: `hetero train`'s 8 sequences of 128.
+# Tokens of a step, as long as none was measured: `hetero train`'s 8 sequences of 128.
 EXPECTED_TOKENS = 1024
 
 _FEWEST_STEPS = 3  # from which rates are learned before the user is told of a limit
@@ -31,7 +32,7 @@ class StepPredictions:
         self,
         engine: MovingEngine,
         group_plans: Callable[[], Sequence[ChunkGroupPlan]],
-        traces: Iterable[Trace],
+        latest: Callable[[], MeasuredStep | None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Nothing is predicted yet.
@@ -39,12 +40,12 @@ class StepPredictions:
         Args:
             engine: whose steps are predicted.
             group_plans: its chunk groups as they are placed now.
-            traces: of its steps; the last one is the latest.
+            latest: its latest step, if there was one.
             clock: seconds.
         """
         self._engine = engine
         self._group_plans = group_plans
-        self._traces = traces
+        self._latest = latest
         self.learned = LearnedRates(lambda: counters_of(engine.chunk_groups, engine.backend), clock)
         self._has_noted = False
 
@@ -59,14 +60,11 @@ class StepPredictions:
             how fast anything is.
         """
         groups = self._group_plans()
-        profile = self._saved_profile()
-        trace = self._training_trace()
+        rates = self._saved_profile() or self._learned(groups)
+        if rates is None:
+            return []
         try:
-            if profile is None:
-                if trace is None or not self.learned.steps:
-                    return []
-                return self._plans(groups, self._learned(groups), trace, grad_factors)
-            return self._plans(groups, profile, trace, grad_factors)
+            return self._plans(groups, rates, grad_factors)
         except ValueError:  # the profile says nothing about what is used
             return []
 
@@ -101,10 +99,11 @@ class StepPredictions:
 
     def _note_limit(self) -> None:
         seen, step_s = self.learned.per_step, self.learned.step_s
-        trace = self._training_trace()
-        if trace is None or step_s < _SHORT_STEP_S:
+        made = self._latest()
+        if made is None or step_s < _SHORT_STEP_S:
             return
-        others_s = max(trace.forward_s + trace.backward_s, seen.update_s)
+        computing_s = made.computing.forward_s + made.computing.backward_s
+        others_s = max(computing_s, seen.update_s)
         if seen.nvme_s < max(_DISK_SHARE * step_s, others_s):
             return
         self._has_noted = True
@@ -116,24 +115,20 @@ class StepPredictions:
         self._engine.notes.append(f"{note} (engine.explain() has the figures)")
 
     def _plans(
-        self,
-        groups: Sequence[ChunkGroupPlan],
-        rates: Rates | None,
-        trace: Trace | None,
-        grad_factors: bool,
+        self, groups: Sequence[ChunkGroupPlan], rates: Rates, grad_factors: bool
     ) -> list[Plan]:
-        if rates is None:
-            return []
-        if trace is not None:
-            traces = measured_traces(groups, trace)
-        else:
-            assert isinstance(rates, Profile)
-            traces = expected_traces(groups, rates, Work(EXPECTED_TOKENS))
-        config, network = self._engine.config, None
+        made, network = self._latest(), None
         if isinstance(rates, Profile):
             world = self._engine.world
             several_machines = world.local_ranks < world.size
             network = rates.node_bytes_per_s if several_machines else rates.rank_bytes_per_s
+        if made is not None:
+            traces = traces_of(groups, Work(0, made.micro_batches), made.computing)
+        elif isinstance(rates, Profile):
+            traces = traces_of(groups, Work(EXPECTED_TOKENS), rates)
+        else:
+            return []
+        config = self._engine.config
         return [
             Plan.of(
                 group,
@@ -151,10 +146,6 @@ class StepPredictions:
             )
             for group, trace in zip(groups, traces, strict=True)
         ]
-
-    def _training_trace(self) -> Trace | None:
-        """The latest trace of a step with a backward."""
-        return next((t for t in reversed(list(self._traces)) if t.micro_batches), None)
 
     def _saved_profile(self) -> Profile | None:
         try:

@@ -69,15 +69,6 @@ class UseOrder:
         self._recording: list[int] = []
         self._in_place: frozenset[int] = frozenset()  # chunks that are not gathered
 
-    @property
-    def recorded(self) -> int:
-        """How many uses were noted since the last step's end."""
-        return len(self._recording)
-
-    def recording(self) -> list[int]:
-        """The chunks used since the last step's end, in order."""
-        return list(self._recording)
-
     def note(self, chunk: int) -> None:
         """`chunk` is used now. Repeated uses in a row count once."""
         if self._recording and self._recording[-1] == chunk:

@@ -16,7 +16,7 @@ from hetero.cli.commands.outcome import EXIT_OK, missing_extra
 from hetero.cli.job.options import DEFAULT_MODEL, OPTIMIZERS, STATE_DTYPES, TrainOptions
 from hetero.config import Config
 from hetero.planning.placement import PlacementError
-from hetero.planning.predict import Plan, expected_traces
+from hetero.planning.predict import Plan, traces_of
 from hetero.planning.profiles import find_profile, shipped_profiles
 from hetero.planning.report import as_dict, explain
 from hetero.planning.step_cost import Problem
@@ -333,9 +333,7 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
                 network_bytes_per_s=machine.network_bytes_per_s,
             ),
         )
-        for group, trace in zip(
-            groups, expected_traces(groups, machine.rank_profile, work), strict=True
-        )
+        for group, trace in zip(groups, traces_of(groups, work, machine.rank_profile), strict=True)
     ]
     return _Planned(machine, arrangement, plans, policy, _count(shape), arrange_with)
 

@@ -13,7 +13,6 @@ from hetero.chunk_groups.movable import InUseError
 from hetero.planning.group_plans import ChunkGroupPlan, SpecsWithin, place_groups
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError
 from hetero.planning.refusal import SAID, cannot_become, too_much
-from hetero.planning.trace import Moment
 from hetero.runtime.relocation.memory_limit import BesideMemory, MemoryLimit, usable_device_bytes
 from hetero.runtime.relocation.relocate import Change, MovingEngine, Relocation, same
 from offload.errors import BudgetError, HeteroError, PeerError
@@ -70,15 +69,19 @@ class BudgetMoves:
 
     # What a process, and a device, hold altogether
 
-    def end_step(self, peak: Moment) -> None:
-        """A step is over, which had `peak` bytes beside the model state.
+    def end_step(self, host_bytes: int, device_bytes: int) -> None:
+        """A step is over.
+
+        Args:
+            host_bytes: the most RAM that it had beside the model state.
+            device_bytes: the same on a DEVICE with memory of its own.
 
         Raises:
             BudgetError: the process needs more than it may have; all else is done.
             HeteroError: a move failed that could not be undone.
         """
-        device_bytes = max(peak.device_bytes, self._beside.device_bytes())
-        needed = {Tier.HOST: peak.host_bytes, Tier.DEVICE: device_bytes}
+        device_bytes = max(device_bytes, self._beside.device_bytes())
+        needed = {Tier.HOST: host_bytes, Tier.DEVICE: device_bytes}
         self._beside.reset()
         self._steps += 1
         refusal = None

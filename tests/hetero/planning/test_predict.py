@@ -11,8 +11,8 @@ from hetero.cli.main import main
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
-from hetero.planning.predict import Computing, predict
-from hetero.planning.trace import Work
+from hetero.planning.predict import predict
+from hetero.planning.trace import Computing, Work
 from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
 
 RATES = {"bf16": 1e9, "fp16": 1e9, "fp32": 1e9}

@@ -151,7 +151,7 @@ def test_alike_micro_batches_are_multiplied(micro_batches):
     placed = made(param=DISK, slots=2)
     cost = CostModel(slow).cost(placed)
     # Uses in a row are one in a real trace; here one more makes the last micro-batch differ.
-    uses = (*slow.trace.uses, Use(0, 0, Phase.BACKWARD))
+    uses = (*slow.trace.uses, Use(0, Phase.BACKWARD))
     each = CostModel(replace(slow, trace=replace(slow.trace, uses=uses))).cost(placed)
     assert cost.traffic.nvme_read == each.traffic.nvme_read
     assert cost.seconds == pytest.approx(each.seconds, rel=0.03)

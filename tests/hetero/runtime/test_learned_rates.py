@@ -13,10 +13,11 @@ import hetero
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
-from hetero.planning.trace import Trace, Work, expected_trace
+from hetero.planning.trace import Computing
 from hetero.runtime import step_predictions
 from hetero.runtime.learned_rates import Counters, LearnedRates, counters_of
 from hetero.runtime.step_predictions import StepPredictions
+from hetero.runtime.step_tracer import MeasuredStep
 from offload.memory.tiers import Tier
 from tests.support.training.loops import batches, build
 from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
@@ -112,7 +113,7 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counting = Counting()
-        self.traces: list[Trace] = []
+        self.latest: MeasuredStep | None = None
         layout = layout_of(*[SLOT] * 12)
         spec = make_spec(layout, Budgets(100 * SLOT, AMPLE, under_construction=False))
         self.group = ChunkGroupPlan(spec, place(spec))
@@ -128,14 +129,12 @@ class Steps:
         )
         monkeypatch.setattr(step_predictions, "counters_of", lambda *_: self.counting.now)
         self.predictions = StepPredictions(
-            engine, lambda: [self.group], self.traces, lambda: self.counting.now_s
+            engine, lambda: [self.group], lambda: self.latest, lambda: self.counting.now_s
         )
 
     def make(self, moved: Counters, seconds: float, computing_s: float, count: int = 1) -> None:
-        layout = self.group.layout
-        trace = expected_trace([layout], Work(1), flop_per_s=1.0)
-        thirds = computing_s / 3
-        self.traces[:] = [replace(trace, forward_s=thirds, backward_s=2 * thirds, expected=False)]
+        computing = Computing(computing_s / 3, computing_s * 2 / 3)
+        self.latest = MeasuredStep(1, computing, 0, 0)
         for _ in range(count):
             self.counting.step(self.predictions, moved, seconds)
 

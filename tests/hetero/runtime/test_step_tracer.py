@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hetero
-from hetero.planning.trace import Phase
+from hetero.planning.trace import Computing, Phase
+from hetero.runtime.step_tracer import MeasuredStep, StepClock
 from offload.disk.backing import FileBacking
-from offload.memory.tiers import Tier
 from tests.support.training.loops import batches, build
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -27,10 +27,53 @@ def start(path: Path, host_memory: str = "1MiB") -> tuple[torch.nn.Module, heter
     )
 
 
-def test_training_and_evaluation_are_traces_of_their_own(tmp_path: Path) -> None:
+class Machine:
+    """A clock and counters that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = self.waited_s = 0.0
+        self.bytes = (0, 0)
+        self.steps = StepClock(lambda: self.bytes, lambda: self.waited_s, lambda: self.now_s)
+
+    def phase(self, phase: Phase, seconds: float, waits: float) -> None:
+        self.steps.begin(phase)
+        self.now_s += seconds
+        self.waited_s += waits
+        self.steps.begin(None)
+
+
+def test_a_clock_tells_micro_batches_and_seconds_of_computing() -> None:
+    machine = Machine()
+    for _ in range(2):
+        machine.phase(Phase.FORWARD, seconds=3, waits=1)
+        machine.now_s += 100  # whatever goes on between
+        machine.phase(Phase.BACKWARD, seconds=5, waits=2)
+    made = machine.steps.end_step()
+    assert made == MeasuredStep(2, Computing(2 * 2, 2 * 3), 0, 0)
+    assert machine.steps.end_step() is None
+    machine.phase(Phase.BACKWARD, seconds=5, waits=2)
+    assert machine.steps.end_step() is None, "no forward of the whole model"
+
+
+def test_a_clock_keeps_the_peaks_of_memory() -> None:
+    machine = Machine()
+    machine.steps.begin(Phase.FORWARD)
+    machine.bytes = (500, 40)
+    machine.steps.begin(Phase.BACKWARD)
+    machine.bytes = (300, 90)
+    made = machine.steps.end_step()
+    assert made is not None
+    assert (made.peak_host_bytes, made.peak_device_bytes) == (500, 90)
+    machine.bytes = (1, 2)
+    machine.phase(Phase.FORWARD, seconds=1, waits=0)
+    made = machine.steps.end_step()
+    assert made is not None
+    assert (made.peak_host_bytes, made.peak_device_bytes) == (1, 2), "of each step by itself"
+
+
+def test_evaluation_is_no_part_of_a_step(tmp_path: Path) -> None:
     model, optimizer = start(tmp_path, host_memory="300KiB")
     engine = optimizer.engine
-    assert Tier.DISK in engine.placement.param
     for step in range(3):
         for tokens in batches(2, seed=step):
             optimizer.backward(model(input_ids=tokens, labels=tokens).loss / 2)
@@ -39,17 +82,11 @@ def test_training_and_evaluation_are_traces_of_their_own(tmp_path: Path) -> None
         with torch.no_grad():
             for tokens in batches(5):
                 model(input_ids=tokens)
-    evaluations = [trace for trace in engine.traces if not trace.micro_batches]
-    training = next(trace for trace in reversed(engine.traces) if trace.micro_batches)
-    assert training.micro_batches == 2
-    assert training.forward_s > 0
-    assert training.backward_s > 0
-    phases = [use.phase for use in training.uses]
-    assert phases.count(Phase.FORWARD) + phases.count(Phase.BACKWARD) == len(phases)
-    assert {use.chunk for use in training.uses if use.phase is Phase.BACKWARD}
-    gathered = {c for c, tier in enumerate(engine.placement.param) if tier is Tier.DISK}
-    assert {use.chunk for trace in evaluations for use in trace.uses} == gathered
-    assert all(use.phase is Phase.FORWARD for trace in evaluations for use in trace.uses)
+    made = engine.tracer.latest
+    assert made is not None
+    assert made.micro_batches == 2
+    assert made.computing.forward_s > 0
+    assert made.computing.backward_s > 0
     engine.close()
 
 
@@ -66,7 +103,7 @@ def test_memory_beside_the_state_is_seen(tmp_path: Path) -> None:
         optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
         optimizer.step()
         optimizer.zero_grad()
-        peaks.append(optimizer.engine.traces[-1].peak().host_bytes)
+        peaks.append(optimizer.engine.tracer.latest.peak_host_bytes)
         kept.clear()
         if len(peaks) == 3:
             model.transformer.h[1].register_forward_hook(hook)
@@ -86,18 +123,17 @@ def test_a_step_that_is_left_out_is_no_part_of_the_next(tmp_path: Path) -> None:
         if factor == 1:
             optimizer.step()
         optimizer.zero_grad()
-    assert engine.traces[-1].micro_batches == 1
+    assert engine.tracer.latest.micro_batches == 1
     engine.close()
 
 
-def test_inference_alone_keeps_nothing(tmp_path: Path) -> None:
+def test_inference_alone_is_no_step(tmp_path: Path) -> None:
     model, optimizer = start(tmp_path)
-    tracer = optimizer.engine.tracer
     with torch.no_grad():
-        for _ in range(20):
+        for _ in range(3):
             model(input_ids=batches(1)[0])
-    assert tracer._recorder.moments == 0
-    assert len(optimizer.engine.traces) == 1
+    assert optimizer.engine.tracer.end_step() is None
+    assert optimizer.engine.tracer.latest is None
     optimizer.engine.close()
 
 
@@ -106,7 +142,7 @@ def test_seconds_of_computing_are_without_waits(tmp_path: Path, monkeypatch: Any
     model, optimizer = start(tmp_path, host_memory="300KiB")
     engine = optimizer.engine
     now_s = [0.0]
-    monkeypatch.setattr(engine.tracer._recorder, "clock", lambda: now_s[0])
+    monkeypatch.setattr(engine.tracer.step_clock, "clock", lambda: now_s[0])
     monkeypatch.setattr("offload.cache.slot_cache.time.perf_counter", lambda: now_s[0])
     read = FileBacking.read
 
@@ -126,7 +162,6 @@ def test_seconds_of_computing_are_without_waits(tmp_path: Path, monkeypatch: Any
         optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
         optimizer.step()
         optimizer.zero_grad()
-    trace = engine.traces[-1]
     assert now_s[0] > 10
-    assert (trace.forward_s, trace.backward_s) == (0.0, 0.0)
+    assert engine.tracer.latest.computing == Computing(0.0, 0.0)
     engine.close()

@@ -75,7 +75,7 @@ def make_problem(
     profile = make_profile() if profile is None else profile
     rate = profile.rate("matmul_flop_per_s", "bf16") / tokens
     return Problem(
-        trace=expected_trace([layout], Work(1, micro_batches), rate),
+        trace=expected_trace(layout, Work(1, micro_batches), rate),
         layout=layout,
         dtypes=BF16,
         profile=profile,
