@@ -180,7 +180,17 @@ class BudgetMoves:
     def set_budget(
         self, host_memory: int | str | None = None, device_memory: int | str | None = None
     ) -> None:
-        """As Engine.set_budget()."""
+        """Makes these the budgets, and moves homes; what is not given stays.
+
+        Args:
+            host_memory: of RAM, as hetero.Config takes it.
+            device_memory: of DEVICE.
+
+        Raises:
+            ValueError: neither is given, or one is no size.
+            BudgetError: no placement fits; it has the smallest budget that works.
+            HeteroError, OSError: as Relocation.go_over() raises them.
+        """
         engine = self._engine
         wanted: dict[Tier, int] = {}
         for tier, value in ((Tier.HOST, host_memory), (Tier.DEVICE, device_memory)):

@@ -19,7 +19,7 @@ from hetero.runtime.learned_rates import Counters, LearnedRates, counters_of
 from hetero.runtime.step_predictions import StepPredictions
 from hetero.runtime.step_tracer import MeasuredStep
 from offload.memory.tiers import Tier
-from tests.support.training.loops import batches, build
+from tests.support.training.loops import batches, build, tiny_gpt2
 from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
 
 STEP = Counters(nvme_bytes=60.0, nvme_s=30.0, update_bytes=80.0, update_s=8.0)
@@ -246,4 +246,27 @@ def test_an_engine_counts_what_its_steps_move_and_update(tmp_path: Path) -> None
     assert "bound by" in engine.explain()
     engine.set_budget("2MiB")
     assert engine.plans == [], "other rates come with other homes"
+    engine.close()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_chunk_group_that_comes_later_is_predicted_too(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    model.transformer.wte.requires_grad_(False)
+    model, optimizer = hetero.initialize(
+        model,
+        hetero.HybridAdam(model.parameters()),
+        placement_policy="auto",
+        nvme_path=str(tmp_path),
+        host_memory="3MiB",
+        chunk_numel=4096,
+    )
+    model.transformer.wte.requires_grad_(True)
+    for tokens in batches(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = optimizer.engine
+    assert len(engine.chunk_groups) == len(engine.plans) == 2
+    assert "OPTIM_STATE" in engine.explain()
     engine.close()
