@@ -39,9 +39,9 @@ from hetero.cli.job.models import (
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.job.step import one_step
-from hetero.planning.predict import Computing, Prediction, predict
+from hetero.planning.predict import Prediction, predict
 from hetero.planning.profiles import find_profile
-from hetero.planning.trace import Work
+from hetero.planning.trace import Computing, Work
 from offload.errors import HeteroError
 from offload.memory.sizes import format_bytes
 from offload.profile.machine_profile import Profile

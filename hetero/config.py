@@ -22,7 +22,6 @@ from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.process_memory import allowed_bytes, resident_bytes
 from offload.memory.sizes import parse_bytes
 from offload.memory.tiers import Tier
-from offload.profile.machine_profile import Profile
 
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
 BackendName = Literal["cpu", "cuda", "emulated", "auto"]
@@ -143,8 +142,6 @@ class Config:
     rank_timeout_s: float = 600.0
     initial_loss_scale: float | None = 65536.0
     loss_scale_window: int = 2000
-    profile: Profile | str | PathLike[str] | Literal[False] | None = None
-    expected_tokens: int | None = None
     process_memory: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -159,7 +156,7 @@ class Config:
                     object.__setattr__(self, name, parse_bytes(value))
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-        self._check_planning()
+        self._check_process_memory()
         _check_choice("backend", self.backend, get_args(BackendName))
         if self.backend == "auto":
             object.__setattr__(self, "backend", "cuda" if cuda_available() else "cpu")
@@ -228,20 +225,12 @@ class Config:
         elif self.nvme_capacity is not None:
             raise ValueError("nvme_capacity is of no use without nvme_path; give it too")
 
-    def _check_planning(self) -> None:
-        if self.expected_tokens is not None:
-            _check_integer("expected_tokens", self.expected_tokens, at_least=1)
+    def _check_process_memory(self) -> None:
         if self.process_memory is not None and self.process_memory != "auto":
             try:
                 object.__setattr__(self, "process_memory", parse_bytes(self.process_memory))
             except ValueError as error:
                 raise ValueError(f"process_memory: {error}, or 'auto'") from None
-        known = (Profile, str, PathLike)
-        if not (self.profile is None or self.profile is False or isinstance(self.profile, known)):
-            raise ValueError(
-                f"profile must be a Profile, the path of a saved one, False or None, not "
-                f"{self.profile!r}"
-            )
 
     def _check_backend(self) -> None:
         if self.backend == "cuda" and not cuda_available():

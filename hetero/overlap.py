@@ -7,7 +7,7 @@ import enum
 # Where each step has the same order of updates, so many buffers pass tiles on (two are read, one is
 # updated, two are written). The others keep the optimizer states that the next step needs last, so
 # that the chunks which the next forward uses first need not be read.
-STREAMING = 5
+STREAMING_BUFFERS = 5
 
 
 class OverlapUpdates(str, enum.Enum):

@@ -156,9 +156,10 @@ class IoEngine:
     def read(self, file: int, address: int, nbytes: int, offset: int) -> IoOp: ...
     def write(self, file: int, address: int, nbytes: int, offset: int) -> IoOp: ...
     @property
-    def stats(self) -> dict[str, int]:
-        """read_bytes, written_bytes, reads, writes (blocks), short_transfers, retries, errors,
-        since the engine was made; in_flight: blocks that are now"""
+    def stats(self) -> dict[str, Any]:
+        """read_bytes, written_bytes, reads, writes (blocks), short_transfers, retries, errors, and
+        busy_s (seconds for which at least one block was in flight), since the engine was made;
+        in_flight: blocks that are now"""
     def inject(
         self,
         op: str,

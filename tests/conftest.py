@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE_S
 # Two tests at a time leave a core each; bits do not depend on it.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
-# Placements follow from sizes alone unless a test says so, whatever profile this machine has.
+# Predictions know no profile unless a test says so, whatever this machine has saved.
 os.environ["XDG_CACHE_HOME"] = "/dev/null/none"
 
 # By default hypothesis fails where an example takes 200 ms, or making up examples takes a second:

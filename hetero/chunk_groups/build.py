@@ -376,7 +376,7 @@ class _ChunkGroupBuilder:
             self._loss_scale,
             grad_offload,
         )
-        if self._plan.held:
+        if self._plan.reduce_at_end:
             self._resources.enter_context(grad_reducer.no_sync())
         return grad_reducer
 

@@ -13,7 +13,6 @@ from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.planning.search import Plan
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
 from hetero.state.all_gather import Gathering
@@ -119,7 +118,7 @@ class ChunkGroup:
         self.dtypes: Dtypes = spec.dtypes
         self.placement: Placement = spec.placement
         self.min_gathered_slots = spec.min_gathered_slots
-        self.reduce_at_end = spec.held
+        self.reduce_at_end = spec.reduce_at_end
         self.memory = memory
         self.params = access.params
         self.grads = access.grads
@@ -129,7 +128,6 @@ class ChunkGroup:
         self.world = world
         self.ranks = ranks
         self.device = device
-        self.plan: Plan | None = None
         self._resources = resources
 
     @property
@@ -166,10 +164,6 @@ class ChunkGroup:
     def note_placement(self, placement: Placement) -> None:
         """Homes and slots are now where `placement` says."""
         self.placement = placement
-
-    def note_plan(self, plan: Plan | None) -> None:
-        """The present placement came from `plan`, or, if None, was chosen by sizes."""
-        self.plan = plan
 
     def placement_if_reducing_at_end(self) -> Placement:
         """The placement with room for whole gradients until the end of backward."""

@@ -1,1 +1,2 @@
-"""Where each chunk's state lives: pure functions from sizes, budgets and a trace to a Placement."""
+"""Where each chunk's state lives: pure functions from sizes and budgets to a Placement, and what
+its step is predicted to take."""

@@ -1,4 +1,6 @@
-"""Which uses of a step find their chunk in a gathered slot, if the farthest next use is given up.
+"""Which uses of a step find their chunk in a gathered slot.
+
+The chunk with the farthest next use is evicted.
 
 Belady's rule: with chunks of one size no other gives fewer fetches.
 """
@@ -9,7 +11,9 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-_NEVER = 1 << 62
+from offload.cache.use_order import NEVER
+
+PREFETCH_CHUNKS = 4  # parameters are fetched so many chunks ahead of compute
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,14 @@ def fetches(
     resident: dict[int, int] = {}  # chunk -> its next use
     for _ in range(2 if kept else 1):  # the second step finds what the first left
         found, left = _one_step(uses, next_use, slots_of, capacity, resident)
-        resident = {c: use - len(uses) for c, use in left.items() if use != _NEVER}
+        resident = {c: use - len(uses) for c, use in left.items() if use != NEVER}
     return found
 
 
 def _next_uses(uses: Sequence[int], kept: frozenset[int]) -> list[int]:
     """For each use that of the same chunk after it; in the next step for chunks in `kept`."""
     coming = {chunk: use + len(uses) for use, chunk in reversed(list(enumerate(uses)))}
-    coming = {chunk: use if chunk in kept else _NEVER for chunk, use in coming.items()}
+    coming = {chunk: use if chunk in kept else NEVER for chunk, use in coming.items()}
     found = [0] * len(uses)
     for use in range(len(uses) - 1, -1, -1):
         found[use] = coming[uses[use]]

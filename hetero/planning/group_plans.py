@@ -6,7 +6,7 @@ Also for a model on the meta device, so that a budget can be refused before anyt
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -26,40 +26,57 @@ from hetero.chunks.layout import (
     search_slot_numel,
 )
 from hetero.config import Config
+from hetero.planning.candidates import place
 from hetero.planning.placement import (
     CONSTRUCTION_BYTES,
     Budgets,
+    GroupSpec,
     Placement,
     PlacementError,
-    SlotBytes,
     concurrent_slots,
-    place,
 )
 from offload.memory.sizes import round_up
 from offload.memory.tiers import Tier
 
-# What decides on a chunk group's placement: place() or something that takes and raises the same.
-Choose = Callable[[Layout, Dtypes, str, Budgets, int, bool], Placement]
-
 # A slot's four kinds of state are at most this share of host_memory: a few slots are always in
 # flight.
 _SLOT_SHARE_OF_HOST = 16
+
+# The specs of a chunk group that are worth a try within the given budgets, best first.
+SpecsWithin = Callable[[Budgets], Iterable[GroupSpec]]
 
 
 @dataclass(frozen=True)
 class ChunkGroupPlan:
     """One chunk group: parameters of one compute dtype, which are laid out and placed together.
 
-    `held`: of several ranks each keeps the chunk group's gradients whole until the end of backward.
-    Only one chunk group, the *early* one, averages them before: if two did, a rank could wait in
-    one for a rank that waits in the other.
+    Of several ranks only one chunk group averages gradients during backward; the others keep them
+    whole until its end (`reduce_at_end`). If two did, a rank could wait in one for a rank that
+    waits in the other.
     """
 
-    dtypes: Dtypes
-    layout: Layout
+    spec: GroupSpec
     placement: Placement
-    held: bool
-    min_gathered_slots: int = 1  # that a module with its ancestors may need at once
+
+    @property
+    def layout(self) -> Layout:
+        """How its parameters are packed into chunks."""
+        return self.spec.layout
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """Of its parameters, gradients and optimizer states."""
+        return self.spec.dtypes
+
+    @property
+    def reduce_at_end(self) -> bool:
+        """Whether each of several ranks keeps whole gradients until the end of backward."""
+        return self.spec.reduce_at_end
+
+    @property
+    def min_gathered_slots(self) -> int:
+        """Gathered slots that a module and its ancestors may need at once."""
+        return self.spec.min_gathered_slots
 
 
 @dataclass(frozen=True)
@@ -93,16 +110,28 @@ def arrange(
     optimized: set[int] | None = None,
     shard: Shard = WHOLE,
     device_bytes: int | None = None,
-    choose: Choose = place,
+    policy: str | None = None,
 ) -> Arrangement:
     """Lays out and places the model's floating-point parameters that have elements.
 
-    `dtypes` are optimizer.dtypes(config). `optimized` are the ids of the optimizer's parameters
-    (None: all that require gradients). `shard` is what this rank has of it all; the result differs
-    between ranks in that alone. `device_bytes` are those of a DEVICE that is not RAM, which
-    device_memory otherwise is about. `choose` decides on each chunk group's placement.
-    Raises BudgetError with the smallest budget that works, ValueError for a model without any and
-    for a pattern of keep_fp32 that fits no name.
+    Args:
+        model: may be on the meta device.
+        config: the options.
+        dtypes: optimizer.dtypes(config).
+        host_bytes: the budget of RAM.
+        disk_bytes: the budget of file space; 0 without a directory.
+        optimized: ids of the optimizer's parameters; None: all that require gradients.
+        shard: what this rank has of it all; the result differs between ranks in that alone.
+        device_bytes: the budget of a DEVICE that is not RAM, which device_memory otherwise is
+            about; None: DEVICE is RAM.
+        policy: in the place of the configuration's placement_policy.
+
+    Returns:
+        The parameters and their chunk groups.
+
+    Raises:
+        PlacementError: nothing fits; it has the smallest budgets that work.
+        ValueError: the model has no such parameters, or a pattern of keep_fp32 fits no name.
     """
     specs: list[ParamSpec] = []
     params: list[torch.nn.Parameter] = []
@@ -128,7 +157,7 @@ def arrange(
         reserved_host=config.reserve_bytes,
     )
     by_index = dict(enumerate(params))
-    chunk_groups = plan_chunk_groups(model, kinds, by_index, config, budgets, shard, choose=choose)
+    chunk_groups = plan_chunk_groups(model, kinds, by_index, config, budgets, shard, policy=policy)
     return Arrangement(tuple(params), chunk_groups)
 
 
@@ -186,6 +215,64 @@ def kinds_of(
 # Where it goes
 
 
+def place_groups(groups: Sequence[SpecsWithin], budgets: Budgets) -> tuple[ChunkGroupPlan, ...]:
+    """Places chunk groups that share budgets: the last one first, the first one gets what is left.
+
+    The first is the largest, as a rule. If what is left is not enough for it, all are placed once
+    more, the others with the least RAM that they can work with.
+
+    Args:
+        groups: for each chunk group the specs to try.
+        budgets: of all together.
+
+    Returns:
+        A plan for each chunk group, in their order.
+
+    Raises:
+        PlacementError: they do not fit; it has the smallest budgets that work.
+    """
+    for least_ram in (False, True):
+        left, plans = budgets, []
+        try:
+            for number in reversed(range(len(groups))):
+                choose = _with_least_ram if least_ram and number else _first_that_fits
+                plans.append(choose(groups[number], left))
+                left = left.minus(plans[-1].placement, plans[-1].spec.slot)
+        except PlacementError:
+            if least_ram or len(groups) == 1:
+                raise
+        else:
+            return tuple(reversed(plans))
+    raise AssertionError("unreachable")
+
+
+def _first_that_fits(specs: SpecsWithin, budgets: Budgets) -> ChunkGroupPlan:
+    refusals = []
+    for spec in specs(budgets):
+        try:
+            return ChunkGroupPlan(spec, place(spec))
+        except PlacementError as refusal:
+            refusals.append(refusal)
+    device = budgets.device or 0
+    raise min(refusals, key=lambda r: (max(r.smallest_device_bytes, device), r.smallest_host_bytes))
+
+
+def _with_least_ram(specs: SpecsWithin, budgets: Budgets) -> ChunkGroupPlan:
+    """The one that takes the least RAM, if there is as much."""
+    found: tuple[int, GroupSpec] | None = None
+    for spec in specs(budgets):
+        none = spec.within(replace(spec.budgets, host=0))
+        try:
+            return ChunkGroupPlan(none, place(none))
+        except PlacementError as refusal:
+            if found is None or refusal.smallest_host_bytes < found[0]:
+                found = refusal.smallest_host_bytes, spec
+    assert found is not None
+    host_bytes, spec = found
+    spec = spec.within(replace(spec.budgets, host=host_bytes))
+    return ChunkGroupPlan(spec, place(spec))
+
+
 def plan_chunk_groups(
     model: torch.nn.Module,
     kinds: Sequence[Kind],
@@ -194,128 +281,82 @@ def plan_chunk_groups(
     budgets: Budgets,
     shard: Shard,
     first: int = 0,
-    early: int | None = 0,
-    choose: Choose = place,
+    reducing: int | None = 0,
+    policy: str | None = None,
 ) -> tuple[ChunkGroupPlan, ...]:
-    """Chunk groups for `kinds`, numbered from `first` on; `params` by their specs' indices.
+    """Lays out and places chunk groups for parameters of several kinds.
 
-    All but number `early` are held.
+    Args:
+        model: whose parameters they are.
+        kinds: dtypes and specs of the parameters of each chunk group.
+        params: by their specs' indices.
+        config: the options.
+        budgets: of all these chunk groups together.
+        shard: what this rank has of it all.
+        first: the number of the first of them.
+        reducing: the number of the chunk group that averages gradients during backward.
+        policy: in the place of the configuration's placement_policy.
 
-    The last kind, which usually is small, is placed first; the first gets what is left. If that is
-    not enough, the others make do with the least that they can.
-    Raises BudgetError with the smallest budget that works.
+    Returns:
+        A plan for each chunk group.
+
+    Raises:
+        PlacementError: nothing fits; it has the smallest budgets that work.
     """
-    for thrifty in (False, True):
-        taken = budgets
-        plans: list[ChunkGroupPlan] = []
-        try:
-            for offset in reversed(range(len(kinds))):
-                dtypes, specs = kinds[offset]
-                chunk_numel = config.chunk_numel
-                if chunk_numel is not None and first + offset:
-                    # Not much more than it has: it may be tiny.
-                    numel = sum(round_up(spec.numel, ALIGN_NUMEL) for spec in specs)
-                    chunk_numel = min(chunk_numel, numel)
-                maker = _ChunkGroupPlanner(
-                    model,
-                    params,
-                    specs,
+
+    def specs_of(offset: int) -> SpecsWithin:
+        dtypes, specs = kinds[offset]
+        number = first + offset
+        chunk_numel = config.chunk_numel
+        if chunk_numel is not None and number:
+            # Not much more than it has: it may be tiny.
+            chunk_numel = min(chunk_numel, sum(round_up(s.numel, ALIGN_NUMEL) for s in specs))
+        waiting = 0
+        if not budgets.disk and budgets.under_construction:
+            numel = sum(spec.numel for _, some in kinds[:offset] for spec in some)
+            waiting = numel * CONSTRUCTION_BYTES // shard.ranks
+
+        def within(left: Budgets) -> Iterator[GroupSpec]:
+            for layout in _layouts(specs, dtypes, chunk_numel, left.host, shard, number):
+                chunk_of = {id(params[s.param.index]): c for c in layout.chunks for s in c.slices}
+                yield GroupSpec(
+                    layout,
                     dtypes,
-                    config,
-                    chunk_numel,
-                    shard,
-                    number=first + offset,
-                    held=first + offset != early,
-                    choose=choose,
+                    policy or config.placement_policy,
+                    replace(left, waiting=waiting),
+                    concurrent_slots(_gathered_together(model, chunk_of)),
+                    reduce_at_end=number != reducing,
+                    overlaps_updates=config.overlap.repeats,
                 )
-                waiting = 0
-                if not budgets.disk and budgets.under_construction:
-                    numel = sum(spec.numel for _, some in kinds[:offset] for spec in some)
-                    waiting = numel * CONSTRUCTION_BYTES // shard.ranks
-                taken = replace(taken, waiting=waiting)
-                make = maker.smallest if thrifty and offset else maker.fastest
-                plans.append(make(taken))
-                placement = plans[-1].placement
-                slot = SlotBytes.of(plans[-1].layout, dtypes)
-                taken = replace(
-                    taken,
-                    taken_host=taken.taken_host + placement.host_bytes,
-                    taken_disk=taken.taken_disk + placement.disk_bytes,
-                    taken_gathered=taken.taken_gathered + placement.gathered_slots * slot.gathered,
-                    taken_device=taken.taken_device + placement.device_bytes,
-                )
-        except PlacementError:
-            if thrifty or len(kinds) == 1:
-                raise
-        else:
-            return tuple(reversed(plans))
-    raise AssertionError("unreachable")
+
+        return within
+
+    return place_groups([specs_of(offset) for offset in range(len(kinds))], budgets)
 
 
-@dataclass(frozen=True)
-class _ChunkGroupPlanner:
-    model: torch.nn.Module
-    params: Mapping[int, torch.nn.Parameter]
-    specs: Sequence[ParamSpec]
-    dtypes: Dtypes
-    config: Config
-    chunk_numel: int | None
-    shard: Shard
-    number: int
-    held: bool
-    choose: Choose
-
-    def fastest(self, budgets: Budgets) -> ChunkGroupPlan:
-        """The fastest that fits."""
-        refusals = []
-        for layout in self._layouts(budgets.host):
-            try:
-                return self._place(layout, budgets)
-            except PlacementError as refusal:
-                refusals.append(refusal)
-        device = budgets.device or 0
-        raise min(
-            refusals, key=lambda r: (max(r.smallest_device_bytes, device), r.smallest_host_bytes)
-        )
-
-    def smallest(self, budgets: Budgets) -> ChunkGroupPlan:
-        """The one that takes the least RAM, whether or not there is as much."""
-        found: tuple[int, Layout] | None = None
-        for layout in self._layouts(budgets.host):
-            try:
-                return self._place(layout, replace(budgets, host=0))
-            except PlacementError as refusal:
-                if found is None or refusal.smallest_host_bytes < found[0]:
-                    found = refusal.smallest_host_bytes, layout
-        assert found is not None
-        host_bytes, layout = found
-        return self._place(layout, replace(budgets, host=host_bytes))
-
-    def _place(self, layout: Layout, budgets: Budgets) -> ChunkGroupPlan:
-        chunk_of = {id(self.params[s.param.index]): c for c in layout.chunks for s in c.slices}
-        held_together = concurrent_slots(_held_together(self.model, chunk_of))
-        policy = self.config.placement_policy
-        placement = self.choose(layout, self.dtypes, policy, budgets, held_together, self.held)
-        return ChunkGroupPlan(self.dtypes, layout, placement, self.held, held_together)
-
-    def _layouts(self, host_bytes: int) -> Iterator[Layout]:
-        """Layouts to try: the one that suits the budget, then with ever smaller slots."""
-        if self.chunk_numel is not None:
-            # Divisible by the ranks, the rest is padding.
-            slot_numel = round_up(self.chunk_numel, self.shard.slot_multiple)
-            yield pack(self.specs, slot_numel, self.shard, self.number)
-            return
-        dtypes = self.dtypes
-        slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.optim_state_bytes
-        suits = min(MAX_SLOT_NUMEL, host_bytes // _SLOT_SHARE_OF_HOST // slot_bytes)
-        smaller = [MAX_SLOT_NUMEL >> shift for shift in range(MAX_SLOT_NUMEL.bit_length())]
-        limits = [suits, *(limit for limit in smaller if limit >= MIN_SLOT_NUMEL)]
-        tried = set()
-        for limit in limits:
-            slot_numel = search_slot_numel(self.specs, limit, self.shard)
-            if slot_numel not in tried:
-                tried.add(slot_numel)
-                yield pack(self.specs, slot_numel, self.shard, self.number)
+def _layouts(
+    specs: Sequence[ParamSpec],
+    dtypes: Dtypes,
+    chunk_numel: int | None,
+    host_bytes: int,
+    shard: Shard,
+    number: int,
+) -> Iterator[Layout]:
+    """Layouts to try: the one that suits the budget, then with ever smaller slots."""
+    if chunk_numel is not None:
+        # Divisible by the ranks, the rest is padding.
+        yield pack(specs, round_up(chunk_numel, shard.slot_multiple), shard, number)
+        return
+    slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.optim_state_bytes
+    suits = min(MAX_SLOT_NUMEL, host_bytes // _SLOT_SHARE_OF_HOST // slot_bytes)
+    smaller = [MAX_SLOT_NUMEL >> shift for shift in range(MAX_SLOT_NUMEL.bit_length())]
+    limits = [suits, *(limit for limit in smaller if limit >= MIN_SLOT_NUMEL)]
+    tried = set()
+    for limit in limits:
+        slot_numel = search_slot_numel(specs, limit, shard)
+        if slot_numel not in tried:
+            tried.add(slot_numel)
+            yield pack(specs, slot_numel, shard, number)
 
 
 def groups_of(model: torch.nn.Module, strategy: str) -> dict[int, int]:
@@ -331,19 +372,19 @@ def groups_of(model: torch.nn.Module, strategy: str) -> dict[int, int]:
     return group_of
 
 
-def _held_together(
+def _gathered_together(
     model: torch.nn.Module, chunk_of: Mapping[int, Chunk]
 ) -> list[tuple[Chunk, ...]]:
-    """For each module the chunks that are held while it runs: its own and its ancestors'."""
+    """For each module the chunks that are gathered while it runs: its own and its ancestors'."""
     found: list[tuple[Chunk, ...]] = []
 
-    def visit(module: torch.nn.Module, held: dict[int, Chunk]) -> None:
+    def visit(module: torch.nn.Module, outer: dict[int, Chunk]) -> None:
         own = [chunk_of[id(p)] for p in module._parameters.values() if id(p) in chunk_of]
-        held = {**held, **{c.id: c for c in own}}
+        gathered = {**outer, **{c.id: c for c in own}}
         if own:
-            found.append(tuple(held.values()))
+            found.append(tuple(gathered.values()))
         for child in module.children():
-            visit(child, held)
+            visit(child, gathered)
 
     visit(model, {})
     return found

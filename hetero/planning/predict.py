@@ -1,23 +1,22 @@
-"""What a step of placements that exist is expected to take, beside what it took."""
+"""What a step of placements that exist is expected to take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.overlap import OverlapUpdates
-from hetero.planning.placement import Budgets, Placement
-from hetero.planning.step_cost import COMPUTE, NVME, CostModel, Problem, StepCost
-from hetero.planning.trace import Phase, Trace, Work, expected_trace
+from hetero.planning.group_plans import ChunkGroupPlan
+from hetero.planning.placement import Placement
+from hetero.planning.step_cost import CostModel, Problem, StepCost
+from hetero.planning.trace import Computing, Trace, Work, expected_trace, expected_uses
 from offload.profile.machine_profile import Profile
 
-_NO_BUDGETS = Budgets(0, 0)  # what is placed is placed
 
-
-class Placed(Protocol):
+class PlacedGroup(Protocol):
     """A chunk group, or the plan of one."""
 
     @property
@@ -26,14 +25,6 @@ class Placed(Protocol):
     def dtypes(self) -> Dtypes: ...
     @property
     def placement(self) -> Placement: ...
-
-
-@dataclass(frozen=True)
-class Computing:
-    """Seconds of a step that compute takes alone, as they were measured without any transfer."""
-
-    forward_s: float
-    backward_s: float
 
 
 @dataclass(frozen=True)
@@ -79,8 +70,31 @@ class Prediction:
         }
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A chunk group's placement, and the step that it is predicted to take."""
+
+    group: ChunkGroupPlan
+    problem: Problem
+    cost: StepCost
+
+    @classmethod
+    def of(cls, group: ChunkGroupPlan, problem: Problem) -> Plan:
+        """The prediction for `group`, whose step `problem` describes.
+
+        Raises:
+            ValueError: the problem's profile says nothing about what the placement uses.
+        """
+        return cls(group, problem, _cost(problem, group.placement))
+
+    @property
+    def placement(self) -> Placement:
+        """Where the chunk group's state is."""
+        return self.group.placement
+
+
 def predict(
-    chunk_groups: Sequence[Placed],
+    chunk_groups: Sequence[PlacedGroup],
     profile: Profile,
     work: Work,
     computing: Computing | None = None,
@@ -88,57 +102,70 @@ def predict(
     prefetch: bool = True,
     overlap: OverlapUpdates = OverlapUpdates.NONE,
 ) -> Prediction:
-    """What a step of `chunk groups` takes on one rank whose share of its machine is `profile`.
+    """What a step of chunk groups takes on one rank.
 
-    Without `computing` it is estimated, from the profile's rate of products of matrices. Raises
-    ValueError for a profile that says nothing about what is used.
+    Args:
+        chunk_groups: all of a model.
+        profile: the rank's share of its machine.
+        work: what it computes in a step.
+        computing: seconds that computing takes; None: estimated from `work` and the profile's rate
+            of products of matrices.
+        grad_factors, prefetch, overlap: as `Problem` has them.
+
+    Returns:
+        The seconds and the bytes of one step.
+
+    Raises:
+        ValueError: the profile says nothing about what is used.
     """
-    if profile.nvme_read_bytes_per_s is None and any(b.placement.disk_bytes for b in chunk_groups):
-        raise ValueError(f"the profile {profile.name!r} says nothing about NVMe; measure it again")
-    numel = sum(chunk_group.layout.numel for chunk_group in chunk_groups)
     costs = []
-    for chunk_group in chunk_groups:
-        flop_per_s = profile.rate("matmul_flop_per_s", chunk_group.dtypes.compute)
-        trace = expected_trace([chunk_group.layout], work, flop_per_s)
-        if computing is not None:
-            part = chunk_group.layout.numel / numel
-            trace = replace(
-                trace,
-                forward_s=computing.forward_s * part,
-                backward_s=computing.backward_s * part,
-                expected=False,
-            )
+    traces = traces_of(chunk_groups, work, computing or profile)
+    for chunk_group, trace in zip(chunk_groups, traces, strict=True):
         problem = Problem(
             trace=trace,
             layout=chunk_group.layout,
             dtypes=chunk_group.dtypes,
-            budgets=_NO_BUDGETS,
             profile=profile,
-            policy="auto",
             grad_factors=grad_factors,
             prefetch=prefetch,
             overlap=overlap,
         )
-        costs.append(CostModel(problem).cost(chunk_group.placement))
+        costs.append(_cost(problem, chunk_group.placement))
     return Prediction(tuple(costs), computing is not None)
 
 
-def computing_alone(problem: Problem, made: Placement) -> Trace:
-    """The trace that was measured under `made`, without what its transfers took from computing.
+def traces_of(
+    chunk_groups: Sequence[PlacedGroup], work: Work, by: Computing | Profile
+) -> list[Trace]:
+    """Each chunk group's part of a step.
 
-    Where the CPU computes, transfers slow it down, by the profile's interference; the prediction of
-    a placement adds what its own transfers take.
+    Args:
+        chunk_groups: all of a model.
+        work: what a rank computes in the step.
+        by: the seconds of computing, which are divided by numbers of elements; or the profile by
+            whose rate of products they are estimated.
+
+    Raises:
+        ValueError: the profile has no rate of products in a chunk group's dtype.
     """
-    trace, share = problem.trace, problem.profile.compute_interference
-    if problem.profile.separate or not share:
-        return trace
-    lost_s = dict.fromkeys((phase.value for phase in Phase), 0.0)
-    for phase in CostModel(problem).cost(made).phases:
-        if phase.name in lost_s:
-            computing_s, nvme_s = (phase.busy_s.get(name, 0.0) for name in (COMPUTE, NVME))
-            lost_s[phase.name] = share * min(nvme_s, computing_s / (1 + share))
-    return replace(
-        trace,
-        forward_s=max(0.0, trace.forward_s - lost_s[Phase.FORWARD.value]),
-        backward_s=max(0.0, trace.backward_s - lost_s[Phase.BACKWARD.value]),
-    )
+    numel = sum(chunk_group.layout.numel for chunk_group in chunk_groups)
+    traces = []
+    for chunk_group in chunk_groups:
+        layout = chunk_group.layout
+        if isinstance(by, Computing):
+            part = layout.numel / numel
+            seconds = by.forward_s * part, by.backward_s * part
+            uses = expected_uses(layout, work.micro_batches)
+            traces.append(Trace(uses, work.micro_batches, *seconds))
+        else:
+            flop_per_s = by.rate("matmul_flop_per_s", chunk_group.dtypes.compute)
+            traces.append(expected_trace(layout, work, flop_per_s))
+    return traces
+
+
+def _cost(problem: Problem, made: Placement) -> StepCost:
+    cost, profile = CostModel(problem).cost(made), problem.profile
+    moved = cost.traffic.nvme_read + cost.traffic.nvme_written
+    if moved and profile.nvme_read_bytes_per_s is None:
+        raise ValueError(f"the profile {profile.name!r} says nothing about NVMe; measure it again")
+    return cost

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
-
-if TYPE_CHECKING:
-    from hetero.chunks.layout import Layout
-    from hetero.planning.placement import Budgets, Placement, PlacementError, SlotBytes
 
 
 def closest(tried: Sequence[Placement], budgets: Budgets) -> Placement:
@@ -27,10 +23,9 @@ def closest(tried: Sequence[Placement], budgets: Budgets) -> Placement:
     return min(tried, key=lambda p: p.host_bytes)
 
 
-def words(
-    smallest: Placement, budgets: Budgets, slot: SlotBytes, policy: str, layout: Layout
-) -> str:
-    """What of `budgets` is too small for `smallest`, and what to do about it."""
+def words(smallest: Placement, spec: GroupSpec) -> str:
+    """Which budgets of `spec` are too small for the placement `smallest`, and what helps."""
+    budgets, policy, layout = spec.budgets, spec.policy, spec.layout
     parts = [
         f"policy {policy!r} cannot hold {layout.numel:,} parameters in "
         f"{len(layout.chunks)} chunks of {layout.slot_numel:,} elements:"
@@ -63,7 +58,7 @@ def words(
             f"smallest that works is {format_bytes(smallest.device_bytes)} "
             f"({smallest.device_bytes} bytes);"
         )
-    gathered = budgets.taken_gathered + smallest.gathered_slots * slot.gathered
+    gathered = budgets.taken_gathered + smallest.gathered_slots * spec.slot.gathered
     if budgets.gathered is not None and gathered > budgets.gathered:
         parts.append(
             f"device_memory is {format_bytes(budgets.gathered)}, and gathered parameters need "

@@ -1,41 +1,53 @@
-"""A plan in words and figures, for people."""
+"""A model's placement and its predicted step in words and figures, for people and programs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
-from hetero.chunks.dtypes import Dtypes
-from hetero.chunks.layout import Layout
-from hetero.planning.placement import Placement, PlacementError, SlotBytes
-from hetero.planning.search import Plan, plan, smallest_budgets
-from hetero.planning.step_cost import RESOURCES
+from hetero.planning.candidates import place, smallest_budgets
+from hetero.planning.placement import PlacementError, SlotBytes
+from hetero.planning.predict import PlacedGroup, Plan
+from hetero.planning.step_cost import RESOURCES, CostModel
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 _MORE_BYTES = 1 << 30  # of each budget: what would it buy?
 _STEPS = 1000  # for the wear of NVMe
 
-
 Smallest = Mapping[str, int | None]  # bytes of "host" and "device"
 
 
 def explain(plans: Sequence[Plan], least: Smallest | None = None) -> str:
-    """The table of the plans of one model's chunk groups, the main one first.
+    """The table of a model: bytes by tier, seconds of a step, what bounds it, and what would help.
 
-    Bytes are of one rank. Takes some plans' time, to say what larger budgets would buy. `least` are
-    the smallest budgets that work; None: those of this layout.
+    Args:
+        plans: of all chunk groups, the main one first. Bytes are of one rank.
+        least: the smallest budgets that work; None: those of these layouts.
+
+    Returns:
+        Several lines. What larger budgets would buy takes a few placements' time.
     """
     sections = [_memory(plans), _time(plans), _larger(plans), _notes(plans, least)]
     return "\n\n".join(section for section in sections if section)
 
 
+def explain_bytes(chunk_groups: Sequence[PlacedGroup], limits: Mapping[Tier, int | None]) -> str:
+    """The bytes alone, where nothing is known of a step's seconds.
+
+    Args:
+        chunk_groups: all of a model.
+        limits: budgets by tier; None: none.
+    """
+    separate = any(chunk_group.placement.device_bytes for chunk_group in chunk_groups)
+    return _memory_table(_bytes(chunk_groups, separate), limits)
+
+
 def as_dict(plans: Sequence[Plan], least: Smallest | None = None) -> dict[str, object]:
-    """The same for programs: bytes and seconds."""
+    """What explain() says, for programs: bytes and seconds; arguments as there."""
     seconds = sum(p.cost.seconds for p in plans)
     return {
-        "bytes": {tier.value: by_state_kind for tier, by_state_kind in _bytes(plans).items()},
+        "bytes": {tier.value: by_kind for tier, by_kind in _bytes_of_plans(plans).items()},
         "step_s": seconds,
         "phases": [
             {
@@ -54,69 +66,50 @@ def as_dict(plans: Sequence[Plan], least: Smallest | None = None) -> dict[str, o
             for name in ("h2d", "d2h", "nvme_read", "nvme_written", "sent")
         },
         "nvme_bytes_written_per_1000_steps": _STEPS * _written(plans),
-        "one_more_gib_saves_s": _gains(plans),
+        "one_more_gib_saves_s": gains(plans),
         "smallest_budgets": dict(least or smallest(plans)),
     }
 
 
 def smallest(plans: Sequence[Plan]) -> dict[str, int | None]:
     """Bytes of each budget that are just enough for the main chunk group beside the others."""
-    host, device = smallest_budgets(plans[0].problem)
+    host, device = smallest_budgets(plans[0].group.spec)
     return {"host": host, "device": device}
 
 
-class Placed(Protocol):
-    """A chunk group."""
+def gains(plans: Sequence[Plan]) -> dict[str, float]:
+    """Seconds of a step that one more GiB of each budget saves, if the main chunk group gets it.
 
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def dtypes(self) -> Dtypes: ...
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def plan(self) -> Plan | None: ...
-
-
-def explain_chunk_groups(
-    chunk_groups: Sequence[Placed], budget_bytes: Mapping[str, int | None], expected_tokens: int
-) -> str:
-    """The table of chunk groups as they are placed; by their plans, if they have some.
-
-    These assumed `expected_tokens` per step, as long as no step was traced.
+    Returns:
+        By "DEVICE", "RAM" and "NVMe", as far as there are such budgets.
     """
-    plans = [chunk_group.plan for chunk_group in chunk_groups if chunk_group.plan is not None]
-    if len(plans) == len(chunk_groups):
-        assumed = f"\nIt assumes {expected_tokens} tokens per step (expected_tokens)."
-        expected = any(p.problem.trace.expected for p in plans)
-        return explain(plans) + (assumed if expected else "")
-    limits = {tier: budget_bytes[tier.value] for tier in Tier}
-    found = _placed_bytes(
-        chunk_groups,
-        separate=any(chunk_group.placement.device_bytes for chunk_group in chunk_groups),
-    )
-    return (
-        f"{_memory_table(found, limits)}\n\nNo step time is expected, because the placement was "
-        f"chosen by sizes: there was no profile of this machine (hetero profile)."
-    )
+    main = plans[0]
+    spec = main.group.spec
+    budgets = spec.budgets
+    larger = {"RAM": replace(budgets, host=budgets.host + _MORE_BYTES)}
+    if budgets.device is not None:
+        larger = {"DEVICE": replace(budgets, device=budgets.device + _MORE_BYTES), **larger}
+    if budgets.disk:
+        larger["NVMe"] = replace(budgets, disk=budgets.disk + _MORE_BYTES)
+    model = CostModel(main.problem)
+    found: dict[str, float] = {}
+    for name, more in larger.items():
+        try:
+            seconds = model.cost(place(spec.within(more))).seconds
+        except (PlacementError, ValueError):
+            # Construction may need more of one budget when there is more of another, and the
+            # profile may say nothing about what a larger budget would use.
+            continue
+        found[name] = max(0.0, main.cost.seconds - seconds)
+    return found
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A plan as a chunk group that is placed."""
-
-    layout: Layout
-    dtypes: Dtypes
-    placement: Placement
-    plan: Plan | None
+def _bytes_of_plans(plans: Sequence[Plan]) -> dict[Tier, dict[str, int]]:
+    separate = plans[0].group.spec.budgets.device is not None
+    return _bytes([p.group for p in plans], separate)
 
 
-def _bytes(plans: Sequence[Plan]) -> dict[Tier, dict[str, int]]:
-    chunk_groups = [_Planned(p.problem.layout, p.problem.dtypes, p.placement, p) for p in plans]
-    return _placed_bytes(chunk_groups, plans[0].problem.budgets.device is not None)
-
-
-def _placed_bytes(chunk_groups: Sequence[Placed], separate: bool) -> dict[Tier, dict[str, int]]:
+def _bytes(chunk_groups: Sequence[PlacedGroup], separate: bool) -> dict[Tier, dict[str, int]]:
     found = {tier: dict.fromkeys(("PARAM", "GRAD", "OPTIM_STATE", "pools"), 0) for tier in Tier}
     for each in chunk_groups:
         made, layout = each.placement, each.layout
@@ -139,9 +132,9 @@ def _placed_bytes(chunk_groups: Sequence[Placed], separate: bool) -> dict[Tier, 
 
 
 def _memory(plans: Sequence[Plan]) -> str:
-    budgets = plans[0].problem.budgets
+    budgets = plans[0].group.spec.budgets
     limits = {Tier.DEVICE: budgets.device, Tier.HOST: budgets.host, Tier.DISK: budgets.disk}
-    return _memory_table(_bytes(plans), limits)
+    return _memory_table(_bytes_of_plans(plans), limits)
 
 
 def _memory_table(
@@ -187,7 +180,7 @@ def _time(plans: Sequence[Plan]) -> str:
 def _larger(plans: Sequence[Plan]) -> str:
     step_s = sum(p.cost.seconds for p in plans)
     rows = [("one more GiB of", "expected step", "saves")]
-    for name, saved in _gains(plans).items():
+    for name, saved in gains(plans).items():
         share = saved / step_s if step_s else 0.0
         rows.append((name, _seconds(step_s - saved), f"{_seconds(saved)} ({share:.1%})"))
     return _table(rows)
@@ -210,25 +203,6 @@ def _notes(plans: Sequence[Plan], least: Smallest | None) -> str:
     if shard.ranks * shard.replicas > 1 and plans[0].problem.network_bytes_per_s is None:
         notes.append("The profile says nothing about the network: it is not in the expected time.")
     return "\n".join(notes)
-
-
-def _gains(plans: Sequence[Plan]) -> dict[str, float]:
-    """Seconds that one more GiB of each budget saves, given to the main chunk group."""
-    main = plans[0]
-    budgets = main.problem.budgets
-    larger = {"RAM": replace(budgets, host=budgets.host + _MORE_BYTES)}
-    if budgets.device is not None:
-        larger = {"DEVICE": replace(budgets, device=budgets.device + _MORE_BYTES), **larger}
-    if budgets.disk:
-        larger["NVMe"] = replace(budgets, disk=budgets.disk + _MORE_BYTES)
-    gains: dict[str, float] = {}
-    for name, more in larger.items():
-        try:
-            now = plan(replace(main.problem, budgets=more)).cost.seconds
-        except PlacementError:  # construction may need more of one when there is more of another
-            continue
-        gains[name] = max(0.0, main.cost.seconds - now)
-    return gains
 
 
 def _busy(plans: Sequence[Plan]) -> dict[str, float]:

@@ -17,9 +17,7 @@ from hetero.chunk_groups.update_tasks import HyperOf
 from hetero.chunks.layout import Layout
 from hetero.overlap import OverlapUpdates
 from hetero.planning.placement import Placement
-from hetero.planning.planner import EXPECTED_TOKENS, Planner
-from hetero.planning.report import explain_chunk_groups
-from hetero.planning.search import Plan
+from hetero.planning.predict import Plan
 from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from hetero.runtime.all_params import AllParams
 from hetero.runtime.grad_factors import GradFactors
@@ -27,10 +25,14 @@ from hetero.runtime.grad_hook import GradHook
 from hetero.runtime.gradients import Gradients
 from hetero.runtime.module_hooks import ModuleHooks, refuse_use
 from hetero.runtime.optimizer_view import OptimizerView
+from hetero.runtime.relocation.budget_moves import BudgetMoves
+from hetero.runtime.relocation.memory_limit import BesideMemory
+from hetero.runtime.relocation.moves import InUseError
 from hetero.runtime.relocation.relocate import Change
-from hetero.runtime.relocation.replanner import Replanner
 from hetero.runtime.saved_tensors import SavedTensors
 from hetero.runtime.step import OptimizerStep
+from hetero.runtime.step_predictions import StepPredictions
+from hetero.runtime.step_tracer import StepTracer
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.traffic import Traffic, traffic_of
 from hetero.runtime.update_schedule import UpdateSchedule
@@ -83,7 +85,6 @@ class Engine:
         shared: Shared,
         first_number: Mapping[int, int],
         optimizer: OptimizerView,
-        planner: Planner | None = None,
     ) -> None:
         """Points the model's parameters to their homes and installs the hooks.
 
@@ -112,7 +113,7 @@ class Engine:
             self.chunk_groups,
             self.loss_scale,
             self.schedule,
-            note_backward=lambda: self.replanner.tracer.gradient(),
+            note_backward=lambda: self.tracer.gradient(),
         )
         self.grad_factors = GradFactors(
             self.chunk_groups,
@@ -120,7 +121,7 @@ class Engine:
             self.loss_scale,
             self.world,
             overlap,
-            step_left_out=lambda: self.replanner.tracer.forget(),
+            step_left_out=lambda: self.tracer.forget(),
         )
         self._model = weakref.ref(model)
         self._managed: dict[int, ManagedParam] = {}
@@ -138,16 +139,22 @@ class Engine:
         self._model_hooks: list[ModelHooks] = []
         self._closed = False
         self._process = os.getpid()
+        beside = BesideMemory(self.ledger, self.backend)
         try:
             for chunk_group in chunk_groups:
                 self._take_over(chunk_group)
             self._module_hooks = self._make_module_hooks(model)
-            self.replanner = Replanner(self, planner)
+            self.tracer = StepTracer(model, self.chunk_groups, beside)
+            self._hooks.callback(self.tracer.remove)
+            self.budget_moves = BudgetMoves(self, beside)
+            self._hooks.callback(self.budget_moves.remove)
+            self._predictions = StepPredictions(
+                self, self.budget_moves.group_plans, lambda: self.tracer.latest
+            )
         except BaseException:
             self._detach_params()
             self._hooks.close()
             raise
-        self._hooks.callback(self.replanner.remove)
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
@@ -219,6 +226,7 @@ class Engine:
             hooks.cover(self.model)
         for chunk_group in self.chunk_groups:
             self.params.follow_homes(chunk_group)
+        self._predictions.homes_moved()
 
     @property
     def is_running(self) -> bool:
@@ -313,7 +321,20 @@ class Engine:
         self._check_left_out({m for _, members in groups for m in members})
         self._step.make(groups, hyper_of)
         self.schedule.end_step()
-        self.replanner.end_step()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Looks at the step that was made: its seconds, its rates and its memory."""
+        made = self.tracer.end_step()
+        host_bytes = self.tracer.take_evaluation_bytes()
+        device_bytes = 0
+        if made is not None:
+            host_bytes = max(host_bytes, made.peak_host_bytes)
+            device_bytes = made.peak_device_bytes
+        for chunk_group in self.chunk_groups:
+            chunk_group.order.end_step()
+        self._predictions.end_step()
+        self.budget_moves.end_step(host_bytes, device_bytes)
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Until all ranks are here, and nobody reads old values any more; what each said."""
@@ -375,23 +396,42 @@ class Engine:
         is changed. After a failed read what could not be read stays on NVMe.
         """
         self._check_open()
-        self.replanner.set_budget(host_memory, device_memory)
+        self.schedule.require_whole("set_budget()")
+        self.budget_moves.set_budget(host_memory, device_memory)
+
+    def pause(self) -> None:
+        """Until no update is under way, so that homes can move.
+
+        Raises:
+            InUseError: a forward is running.
+        """
+        if self._module_hooks.running:
+            raise InUseError("homes cannot move while a forward is running; call it between steps")
+        self.schedule.wait_all()
 
     @property
     def changes(self) -> list[Change]:
         """When homes moved, which, and why."""
-        return list(self.replanner.changes)
+        return list(self.budget_moves.changes)
 
     @property
-    def plans(self) -> list[Plan | None]:
-        """One per chunk group, the main one first; None where there was no profile to plan by."""
-        return [chunk_group.plan for chunk_group in self.chunk_groups]
+    def plans(self) -> list[Plan]:
+        """The placement of each chunk group, the main one first, and the step it is predicted to
+        take; empty until a saved profile or two steps say how fast anything is."""
+        return self.predicted_plans()
+
+    def predicted_plans(self, grad_factors: bool = False) -> list[Plan]:
+        """As `plans`; with `grad_factors` of steps that take the norm of all gradients."""
+        return self._predictions.plans(grad_factors)
 
     def explain(self) -> str:
-        """A table for people of where state is and, with a profile, what a step is expected to
-        take, and why. Bytes are of this rank. Takes some plans' time."""
-        tokens = self.config.expected_tokens or EXPECTED_TOKENS
-        return explain_chunk_groups(self.chunk_groups, self.ledger.budget_bytes, tokens)
+        """A table for people of where state is, what a step is expected to take, what bounds it,
+        and what one more GiB would save.
+
+        Seconds are those of the saved profile of this machine (hetero profile), or of this
+        training's own steps. Bytes are of this rank. Takes a few placements' time.
+        """
+        return self._predictions.explain()
 
     # Facts
 

@@ -1,9 +1,10 @@
-"""The traces of an engine's steps, several side by side, and who makes them."""
+"""Measures what each step computes, and the memory that it has beside the model state."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,65 +12,80 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.planning.trace import Phase, Trace, TraceRecorder, Use
+from hetero.planning.trace import Computing, Phase
 
-_MOST_TRACES = 8
 _MOST_OUTPUTS = 8  # of a forward, that are watched for the begin of backward
-_MOST_MOMENTS = 4096  # of one step: where none is ever made, what was recorded is given up
-_MOST_APART = 2  # forwards without gradients that are looked at, of those between two steps
+_MOST_EVALUATIONS = 2  # forwards without gradients between two steps whose memory is looked at
 
-Key = tuple[int, tuple[Use, ...]]
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step.
+
+    Attributes:
+        micro_batches: forwards of the whole model with gradients.
+        computing: seconds of forward and backward without waits for transfers.
+        peak_host_bytes: the most RAM beside model state.
+        peak_device_bytes: the same on a DEVICE with memory of its own.
+    """
+
+    micro_batches: int
+    computing: Computing
+    peak_host_bytes: int
+    peak_device_bytes: int
 
 
 @dataclass
-class Seen:
-    """A trace, with the seconds and the memory of the last step that had its uses."""
+class StepClock:
+    """Adds up the seconds of a step's phases, and keeps its peaks of memory.
 
-    trace: Trace
-    times: int = 1
-
-
-class Traces:
-    """Known traces, by the sequence of uses: training, evaluation, another part of the model.
-
-    The last seen is the last; of many the oldest are forgotten.
+    Attributes:
+        memory: bytes beside the model state now, (in RAM, on DEVICE).
+        waits_s: seconds for which compute has waited for transfers so far; no computing.
+        clock: seconds.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[Key, Seen] = {}
+    memory: Callable[[], tuple[int, int]]
+    waits_s: Callable[[], float]
+    clock: Callable[[], float] = time.perf_counter
+    _phase: Phase | None = None
+    _began_s: float = 0.0
+    _seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
+    _micro_batches: int = 0
+    _peak: tuple[int, int] = (0, 0)
 
-    def note(self, trace: Trace) -> Seen:
-        """A step had this trace."""
-        key = (trace.micro_batches, trace.uses)
-        seen = self._seen.pop(key, None)
-        if seen is None:
-            seen = Seen(trace)
-        else:
-            seen.trace, seen.times = trace, seen.times + 1
-        self._seen[key] = seen
-        while len(self._seen) > _MOST_TRACES:
-            del self._seen[next(iter(self._seen))]
-        return seen
+    def begin(self, phase: Phase | None) -> None:
+        """A phase begins, and the one before it ends; None: neither, as between micro-batches."""
+        now_s = self.clock() - self.waits_s()
+        if self._phase is not None:
+            self._seconds[self._phase] += max(0.0, now_s - self._began_s)
+        self._micro_batches += phase is Phase.FORWARD
+        self._phase, self._began_s = phase, now_s
+        host, device = self.memory()
+        self._peak = max(self._peak[0], host), max(self._peak[1], device)
 
-    def times(self, trace: Trace) -> int:
-        """How many steps had its uses, of late."""
-        seen = self._seen.get((trace.micro_batches, trace.uses))
-        return 0 if seen is None else seen.times
+    def end_step(self) -> MeasuredStep | None:
+        """The step that was made, and begins the next; None if it had no forward."""
+        self.begin(None)
+        made = None
+        if self._micro_batches:
+            computing = Computing(self._seconds[Phase.FORWARD], self._seconds[Phase.BACKWARD])
+            made = MeasuredStep(self._micro_batches, computing, *self._peak)
+        self.reset()
+        return made
 
-    def __iter__(self) -> Any:
-        return iter([seen.trace for seen in self._seen.values()])
-
-    def __len__(self) -> int:
-        return len(self._seen)
+    def reset(self) -> None:
+        """Forgets what came since the last step's end."""
+        self._phase, self._micro_batches, self._peak = None, 0, (0, 0)
+        self._seconds = dict.fromkeys(Phase, 0.0)
 
 
 class StepTracer:
-    """Tells a TraceRecorder when forward and backward of the whole model begin and end.
+    """Tells a StepClock when forward and backward of the whole model begin and end.
 
-    By hooks on the model and on what it returns: a backward begins when the first gradient of an
-    output is there, or the first one of a parameter, and ends when autograd says so. A forward
-    without gradients is a trace of its own, and no part of the step's. Uses outside of both are in
-    no trace. The first step's seconds are also of what is done once.
+    It has hooks on the model and on what that returns: a backward begins with the first gradient of
+    an output or of a parameter, and ends when autograd says so. Of forwards without gradients only
+    the memory is looked at. The seconds of the first step include what is done only once.
     """
 
     def __init__(
@@ -78,43 +94,34 @@ class StepTracer:
         chunk_groups: Sequence[ChunkGroup],
         memory: Callable[[], tuple[int, int]],
     ) -> None:
-        """`chunk groups` may grow; `memory` are bytes beside the model state, (in RAM, on
-        DEVICE).
+        """Puts hooks on the model.
+
+        Args:
+            model: whose steps are traced.
+            chunk_groups: of its parameters; more of them may come.
+            memory: bytes beside the model state now, (in RAM, on DEVICE); takes some 20 us.
         """
-        self.traces = Traces()
-        self._chunk_groups = chunk_groups
+        self.latest: MeasuredStep | None = None
+        self.step_clock = StepClock(memory, lambda: sum(group.wait_s for group in chunk_groups))
         self._memory = memory
-        self._recorder = self._new_recorder()
         self._depth = 0
         self._with_grad = False  # the forward at hand
         self._in_backward = False
-        self._apart: list[int] | None = None  # uses before the forward without gradients at hand
-        self._apart_seen = 0  # since the last step
-        self._apart_bytes = 0  # the most beside model state after one
+        self._evaluations = 0  # since the last step
+        self._evaluation_bytes = 0  # the most RAM beside model state after one
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after, always_call=True),
         ]
-
-    def _new_recorder(self) -> TraceRecorder:
-        orders = [chunk_group.order for chunk_group in self._chunk_groups]
-        return TraceRecorder(orders, self._memory, self._waits_s)
-
-    def _waits_s(self) -> float:
-        return sum(chunk_group.wait_s for chunk_group in self._chunk_groups)
 
     @_disable_dynamo
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth == 1:
             self._in_backward = False
-            if self._recorder.moments >= _MOST_MOMENTS:
-                self._recorder.reset()
             self._with_grad = torch.is_grad_enabled()
             if self._with_grad:
-                self._recorder.begin(Phase.FORWARD)
-            elif self._apart_seen < _MOST_APART:
-                self._apart = [chunk_group.order.recorded for chunk_group in self._chunk_groups]
+                self.step_clock.begin(Phase.FORWARD)
 
     @_disable_dynamo
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -122,24 +129,12 @@ class StepTracer:
         if self._depth:
             return
         if self._with_grad:
-            self._recorder.begin(None)
+            self.step_clock.begin(None)
             for tensor in _tensors(output)[:_MOST_OUTPUTS]:
                 tensor.register_hook(self._begin_backward)
-        elif self._apart is not None:
-            self._note_apart(self._apart)
-            self._apart = None
-
-    def _note_apart(self, before: list[int]) -> None:
-        uses = [
-            Use(number, chunk, Phase.FORWARD)
-            for number, (chunk_group, first) in enumerate(
-                zip(self._chunk_groups, before, strict=False)
-            )
-            for chunk in chunk_group.order.recording()[first:]
-        ]
-        self._apart_seen += 1
-        self._apart_bytes = max(self._apart_bytes, self._memory()[0])
-        self.traces.note(Trace(tuple(uses), 0, 0.0, 0.0))
+        elif self._evaluations < _MOST_EVALUATIONS:
+            self._evaluations += 1
+            self._evaluation_bytes = max(self._evaluation_bytes, self._memory()[0])
 
     def _begin_backward(self, grad: torch.Tensor) -> None:
         self.gradient()
@@ -148,41 +143,32 @@ class StepTracer:
         """A gradient is there: a backward goes on."""
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
-            self._recorder.begin(Phase.BACKWARD)
+            self.step_clock.begin(Phase.BACKWARD)
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._in_backward:
             self._in_backward = False
-            self._recorder.begin(None)
+            self.step_clock.begin(None)
 
-    def take_beside_bytes(self) -> int:
+    def take_evaluation_bytes(self) -> int:
         """The most RAM beside model state after forwards without gradients since the last call."""
-        found, self._apart_bytes = self._apart_bytes, 0
+        found, self._evaluation_bytes = self._evaluation_bytes, 0
         return found
 
-    def end_step(self) -> Seen | None:
-        """The step's trace, which is noted; None if it had no forward of the whole model.
-
-        Call it before the orders' end_step().
-        """
-        whole = self._recorder.has(Phase.FORWARD)
-        trace = self._recorder.end_step()
+    def end_step(self) -> MeasuredStep | None:
+        """The step, which is `latest` from now on; None if it had no forward of the whole model."""
+        made = self.step_clock.end_step()
         self._in_backward = False
         self._depth = 0  # a forward that Ctrl-C ended has not said so
-        self._apart_seen = 0
-        if len(self._recorder.orders) < len(self._chunk_groups):
-            self._recorder = (
-                self._new_recorder()
-            )  # chunk groups have come, of which this knows nothing
-        if trace is None or not whole:
-            return None
-        return self.traces.note(trace)
+        self._evaluations = 0
+        self.latest = made or self.latest
+        return made
 
     def forget(self) -> None:
-        """The step is left out: what was recorded of it refers to recordings that end now."""
-        self._recorder.reset()
+        """The step is left out."""
+        self.step_clock.reset()
         self._in_backward = False
 
     def remove(self) -> None:

@@ -150,10 +150,7 @@ def _make_chunk_groups(
     ):
         early = first + trained.index(max(trained))
     budgets = _budgets(engine, held=early is not None)
-    choose = engine.replanner.chooser
-    plans = plan_chunk_groups(
-        model, kinds, by_index, engine.config, budgets, shard, first, early, choose
-    )
+    plans = plan_chunk_groups(model, kinds, by_index, engine.config, budgets, shard, first, early)
     _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
     spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
@@ -161,7 +158,6 @@ def _make_chunk_groups(
     with ExitStack() as resources:
         for plan in plans:
             chunk_groups.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
-            chunk_groups[-1].note_plan(engine.replanner.plan_of(chunk_groups[-1]))
         if early is not None:
             # What is under way in a chunk group must not meet another chunk group's backward.
             engine.gradients.average(force=True)
@@ -301,28 +297,26 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
         chunk_group.placement_if_reducing_at_end() if held else chunk_group.placement
         for chunk_group in chunk_groups
     ]
-    planned_host = sum(placement.host_bytes for placement in placements)
-    # Some slots may be in use beyond the plan.
-    used_host = in_use[Tier.HOST.value] + planned_host
-    used_host -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
-    planned_disk = sum(placement.disk_bytes for placement in placements)
-    planned_device = sum(placement.device_bytes for placement in placements)
-    agree = engine.world.agree
-    return Budgets(
+    budgets = Budgets(
         host=limits[Tier.HOST.value] or 0,
         disk=limits[Tier.DISK.value] or 0,
         gathered=None if engine.backend.separate else limits[Tier.DEVICE.value],
         device=limits[Tier.DEVICE.value] if engine.backend.separate else None,
         keep_optim_states=engine.config.host_memory is not None,
-        taken_host=agree(max(planned_host, used_host), max, "budgets"),
-        taken_disk=agree(max(planned_disk, in_use[Tier.DISK.value]), max, "budgets"),
-        taken_device=agree(max(planned_device, in_use[Tier.DEVICE.value]), max, "budgets"),
-        taken_gathered=sum(
-            chunk_group.placement.gathered_slots
-            * SlotBytes.of(chunk_group.layout, chunk_group.dtypes).gathered
-            for chunk_group in chunk_groups
-        ),
         under_construction=False,
+    )
+    for chunk_group, placement in zip(chunk_groups, placements, strict=True):
+        slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
+        budgets = budgets.minus(placement, slot)
+    # Some slots may be in use beyond the plan.
+    used_host = in_use[Tier.HOST.value] + budgets.taken_host
+    used_host -= sum(chunk_group.placement.host_bytes for chunk_group in chunk_groups)
+    agree = engine.world.agree
+    return replace(
+        budgets,
+        taken_host=agree(max(budgets.taken_host, used_host), max, "budgets"),
+        taken_disk=agree(max(budgets.taken_disk, in_use[Tier.DISK.value]), max, "budgets"),
+        taken_device=agree(max(budgets.taken_device, in_use[Tier.DEVICE.value]), max, "budgets"),
     )
 
 

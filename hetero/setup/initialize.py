@@ -18,9 +18,6 @@ from hetero.chunk_groups.chunk_group import ChunkGroup, manage
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
 from hetero.planning.group_plans import Arrangement, arrange
-from hetero.planning.machine_profile import rank_profile
-from hetero.planning.placement import place
-from hetero.planning.planner import Planner, planner_for, planning_matters
 from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.update_schedule import check_overlap
@@ -93,8 +90,6 @@ def initialize(
                 params=construction.config.zero_stage >= 3,
                 replicas=construction.world.size // construction.world.ranks,
             )
-            found = rank_profile(construction.config, construction.world)
-            planner = planner_for(construction.config, found)
             arrangement = arrange(
                 model,
                 construction.config,
@@ -104,13 +99,10 @@ def initialize(
                 optimized,
                 shard,
                 construction.device_bytes,
-                choose=planner or place,
             )
             start_alike(model, arrangement, construction)
             construction.scatter()
-            engine = _build(model, arrangement, construction, planner, optimizer, resources)
-            if found.note is not None and planning_matters(construction.config):
-                engine.notes.append(found.note)
+            engine = _build(model, arrangement, construction, optimizer, resources)
             added_params = AddedParams(engine, optimizer.view().param_groups)
             engine.attach(StateDictHooks(model, engine), added_params)
             resources.pop_all()
@@ -167,7 +159,6 @@ def _build(
     model: torch.nn.Module,
     arrangement: Arrangement,
     construction: ConstructionArena,
-    planner: Planner | None,
     optimizer: HybridOptimizer,
     resources: ExitStack,
 ) -> Engine:
@@ -206,8 +197,6 @@ def _build(
             world,
             spare_bytes,
         )
-        if planner is not None:
-            chunk_group.note_plan(planner.plan_of(plan.layout, plan.placement))
         resources.callback(chunk_group.close)
         fill(chunk_group, _FromConstruction(construction))
         chunk_groups[number] = chunk_group
@@ -223,7 +212,6 @@ def _build(
         shared,
         first_number,
         optimizer.view(),
-        planner,
     )
     resources.pop_all()
     resources.callback(engine.close)

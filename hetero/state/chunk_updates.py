@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.overlap import STREAMING, OverlapUpdates
+from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
 from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
 from hetero.state.slot_arenas import SlotArenas
@@ -213,7 +213,7 @@ class ChunkUpdates:
     def expect(self, expected: Sequence[tuple[int, Location, Location, int]]) -> None:
         """The pipeline reads ahead what updates to come will find in the file (StepPipeline)."""
         self._expects_in_epoch = self._arenas.read_ahead_epoch if expected else None
-        self.pipeline.expect(expected, STREAMING if self.overlap.repeats else 0)
+        self.pipeline.expect(expected, STREAMING_BUFFERS if self.overlap.repeats else 0)
 
     def expect_nothing(self) -> None:
         """Nothing more is read ahead."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
+from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.ranks.shard_server import Versions
 from hetero.state.all_gather import Gather, Gathering
 from hetero.state.chunk_updates import ChunkUpdates
@@ -22,8 +23,6 @@ from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.arena import HostArena
-
-_PREFETCH_CHUNKS = 4  # looked ahead; how many are really read is a matter of free slots
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class Params:
         if self._prefetch:
             # Reading what is not written yet would make compute wait for chunks that it does not
             # need now.
-            self._cache.prefetch(_PREFETCH_CHUNKS, self._is_being_updated)
+            self._cache.prefetch(PREFETCH_CHUNKS, self._is_being_updated)
         return copy
 
     def acquire(self, managed: ManagedParam) -> None:
@@ -315,7 +314,7 @@ class Params:
         under_way: list[Gather] = []
         for chunk in chunks:
             under_way.append(self._gathering.gather(chunk, self._homes.flat(chunk)))
-            if len(under_way) == _PREFETCH_CHUNKS:
+            if len(under_way) == PREFETCH_CHUNKS:
                 under_way.pop(0).wait()
         for gather in under_way:
             gather.wait()

@@ -197,6 +197,7 @@ py::dict stats_of(const IoEngine& engine) {
   result["retries"] = stats.retries;
   result["errors"] = stats.errors;
   result["in_flight"] = stats.in_flight;
+  result["busy_s"] = stats.busy_s;
   return result;
 }
 

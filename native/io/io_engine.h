@@ -68,6 +68,7 @@ struct IoStats {
   std::uint64_t reads = 0, writes = 0;  // blocks completed
   std::uint64_t short_transfers = 0, retries = 0, errors = 0;
   std::uint64_t in_flight = 0;  // blocks, now
+  double busy_s = 0;            // for which at least one block was in flight
 };
 
 // Asynchronous file transfers; all members may be called from any thread. After fork() an engine

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.cache.use_order import UseOrder
+from offload.cache.use_order import NEVER, UseOrder
 from offload.disk.backing import Backing, Operation
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
@@ -24,9 +24,6 @@ def _nothing(chunk: int) -> None:
 
 def _never(chunk: int) -> bool:
     return False
-
-
-_NEVER = 1 << 62  # the next use of what will not be used
 
 
 class SlotState(enum.Enum):
@@ -317,7 +314,7 @@ class SlotCache:
             entries = [self._entries[owner] for owner in owners]
             if any(entry.page_locked for entry in entries):
                 continue
-            soonest = min(map(self._order.next_use, owners), default=_NEVER)
+            soonest = min(map(self._order.next_use, owners), default=NEVER)
             if not demand and (
                 any(entry.state is not SlotState.CLEAN for entry in entries)
                 or soonest <= self._order.next_use(chunk)

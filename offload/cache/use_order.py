@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
+NEVER = 1 << 62  # the next use of what will not be used
 _MOST_USES = 1 << 14  # of one step; more are taken for several, as of inference that has no steps
 _ENOUGH_TIMES = 4
 _MOST_SEQUENCES = 4  # known at once; following one costs about a microsecond a use
@@ -67,15 +68,6 @@ class UseOrder:
         self._best: _Sequence | None = None
         self._recording: list[int] = []
         self._in_place: frozenset[int] = frozenset()  # chunks that are not gathered
-
-    @property
-    def recorded(self) -> int:
-        """How many uses were noted since the last step's end."""
-        return len(self._recording)
-
-    def recording(self) -> list[int]:
-        """The chunks used since the last step's end, in order."""
-        return list(self._recording)
 
     def note(self, chunk: int) -> None:
         """`chunk` is used now. Repeated uses in a row count once."""

@@ -82,6 +82,10 @@ class Backend(Protocol):
     def d2h_bytes(self) -> int:
         """Copied from DEVICE to HOST so far."""
 
+    @property
+    def link_busy_s(self) -> tuple[float, float]:
+        """Seconds for which something was copied to DEVICE, and to HOST; 0 where nobody counts."""
+
     def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
         """Memory where compute happens, charged to its tier slot by slot."""
 
@@ -172,6 +176,7 @@ class CpuBackend(_OnTheCpu):
     separate = False
     h2d_bytes = 0
     d2h_bytes = 0
+    link_busy_s = (0.0, 0.0)
 
     def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
         """Host memory."""
@@ -215,6 +220,12 @@ class EmulatedBackend(_OnTheCpu):
     def d2h_bytes(self) -> int:
         """Copied from DEVICE to HOST so far."""
         return int(self.link.stats["d2h_bytes"])
+
+    @property
+    def link_busy_s(self) -> tuple[float, float]:
+        """Seconds for which something was copied to DEVICE, and to HOST."""
+        stats = self.link.stats
+        return stats["h2d_busy_s"], stats["d2h_busy_s"]
 
     def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
         """Host memory that counts as the device's."""

@@ -45,6 +45,7 @@ class CudaBackend:
 
     kind = "cuda"
     separate = True
+    link_busy_s = (0.0, 0.0)  # nobody counts
     in_order = True
 
     def __init__(self, runtime: Runtime | None = None) -> None:

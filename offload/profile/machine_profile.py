@@ -11,53 +11,90 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 _TEXTS = ("name", "date", "source")
 _COUNTS = ("devices", "threads")
 _TABLES = ("update_bytes_per_s", "device_update_bytes_per_s", "matmul_flop_per_s")
-_SHARES = ("update_interference", "compute_interference")
 
 
 @dataclass(frozen=True)
-class Profile:
-    """One machine. Rates are bytes or floating-point operations per second; None: there is none.
+class Rates:
+    """What predicting a step needs to know of a machine. Bytes per second; None: there is none.
 
-    devices           of compute; the CPU is one. What follows is of all of them together, unless
-                      said otherwise.
-    threads           that updates on the CPU use.
-    dram              RAM, reads and writes together, as the update kernels mix them.
-    nvme_...          the disks, O_DIRECT, in large transfers: reads alone, writes alone, and half
-                      of each at once (both counted). None where no directory was given.
-    h2d, d2h          the link between RAM and one device; None where DEVICE is RAM.
-    rank, node        what one device sends to others of its machine, and to other machines while
-                      all devices do.
-    update            of the fused optimizer update on the CPU, by the parameters' dtype: bytes as
-                      UpdateKind.bytes_moved counts them. device_update: on one device.
-    matmul            FLOP/s of one device (2 per multiply-add) by dtype, at a transformer's shapes,
-                      forward and backward.
-    ..._interference  0 to 1: of two things that go on at once, what share of the shorter one's time
-                      the longer one loses: an update and transfers of the disk; compute and these.
-    ..._bytes         sizes: of RAM, of one device's memory, and free space on disk.
+    Attributes:
+        name: of the machine, or of where the rates come from.
+        dram_bytes_per_s: RAM, reads and writes together, as the update kernels mix them.
+        nvme_read_bytes_per_s, nvme_write_bytes_per_s, nvme_mixed_bytes_per_s: the disks, O_DIRECT,
+            in large transfers: reads alone, writes alone, and half of each at once (both counted).
+            None where no directory was given.
+        h2d_bytes_per_s, d2h_bytes_per_s: the link between RAM and one device; None where DEVICE is
+            RAM.
+        update_bytes_per_s: of the fused optimizer update on the CPU, by the parameters' dtype:
+            bytes as UpdateKind.bytes_moved counts them.
+        device_update_bytes_per_s: of the same on one device.
     """
 
     name: str
-    date: str
-    source: str
-    devices: int
-    threads: int
     dram_bytes_per_s: float
     nvme_read_bytes_per_s: float | None
     nvme_write_bytes_per_s: float | None
     nvme_mixed_bytes_per_s: float | None
     h2d_bytes_per_s: float | None
     d2h_bytes_per_s: float | None
-    rank_bytes_per_s: float | None
-    node_bytes_per_s: float | None
     update_bytes_per_s: Mapping[str, float]
     device_update_bytes_per_s: Mapping[str, float] | None
+
+    @property
+    def separate(self) -> bool:
+        """Whether DEVICE is other memory than RAM."""
+        return self.h2d_bytes_per_s is not None
+
+    def rate(self, table: str, dtype: str) -> float:
+        """An entry of a table of rates.
+
+        Args:
+            table: the table's name.
+            dtype: of the parameters.
+
+        Returns:
+            The rate.
+
+        Raises:
+            ValueError: there is none for `dtype`.
+        """
+        rates = getattr(self, table) or {}
+        if dtype not in rates:
+            raise ValueError(
+                f"the profile {self.name!r} has no {table} for {dtype}, only for "
+                f"{', '.join(rates) or 'nothing'}; measure again (hetero profile) or choose another"
+            )
+        return float(rates[dtype])
+
+
+@dataclass(frozen=True)
+class Profile(Rates):
+    """One machine: its rates, per second, and its sizes in bytes; None: there is none.
+
+    Attributes:
+        date, source: when, and by what, it was measured.
+        devices: of compute; the CPU is one. The rates and sizes are of all devices together,
+            unless said otherwise.
+        threads: that updates on the CPU use.
+        rank_bytes_per_s, node_bytes_per_s: what one device sends to others of its machine, and to
+            other machines while all devices do.
+        matmul_flop_per_s: FLOP/s of one device (2 per multiply-add) by dtype, at a transformer's
+            shapes, forward and backward.
+        host_bytes, device_bytes, nvme_bytes: sizes of RAM, of one device's memory, and of the free
+            space on disk.
+    """
+
+    date: str
+    source: str
+    devices: int
+    threads: int
+    rank_bytes_per_s: float | None
+    node_bytes_per_s: float | None
     matmul_flop_per_s: Mapping[str, float]
-    update_interference: float
-    compute_interference: float
     host_bytes: int
     device_bytes: int | None
     nvme_bytes: int | None
@@ -73,21 +110,6 @@ class Profile:
             if 0 < len(given) < len(names):
                 missing = next(name for name in names if name not in given)
                 raise ValueError(f"{given[0]} is given but {missing} is not; give all or none")
-
-    @property
-    def separate(self) -> bool:
-        """Whether DEVICE is other memory than RAM."""
-        return self.h2d_bytes_per_s is not None
-
-    def rate(self, table: str, dtype: str) -> float:
-        """An entry of a table of rates. Raises ValueError if there is none for `dtype`."""
-        rates = getattr(self, table) or {}
-        if dtype not in rates:
-            raise ValueError(
-                f"the profile {self.name!r} has no {table} for {dtype}, only for "
-                f"{', '.join(rates) or 'nothing'}; measure again (hetero profile) or choose another"
-            )
-        return float(rates[dtype])
 
     def check_backend(self, kind: str) -> None:
         """Raises ValueError if these are not the figures of a backend's device."""
@@ -189,9 +211,6 @@ class Profile:
             for key, rate in value.items():
                 if not _is_positive(rate):
                     raise ValueError(f"{name}[{key!r}] must be a positive number, not {rate!r}")
-        elif name in _SHARES:
-            if not _is_number(value) or not 0 <= value <= 1:  # type: ignore[operator]
-                raise ValueError(f"{name} must be a number from 0 to 1, not {value!r}")
         elif name in _COUNTS or name.endswith("_bytes"):
             if not _is_positive(value) or not isinstance(value, int):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")

@@ -12,10 +12,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import date
-from threading import Event
 from typing import TYPE_CHECKING, Literal
 
 import psutil
@@ -36,9 +34,9 @@ if TYPE_CHECKING:
     from offload._native import DtypeName
 
 ROUNDS = 3
-WINDOW_S = 0.5  # of one measurement of the disk
+DISK_WINDOW_S = 0.5  # of one measurement
 FILL_S = 3.0  # at most, for the first writing of the area
-AREA_BYTES = 2 << 30  # larger than what a disk keeps in a cache of its own, as a rule
+DISK_AREA_BYTES = 2 << 30  # larger than what a disk keeps in a cache of its own, as a rule
 TRANSFER_BYTES = 8 << 20  # as large as a chunk's
 IN_FLIGHT = 4  # transfers, as prefetch and pipeline have
 NUMEL = 16 << 20  # of the arrays of an update: far more than caches hold
@@ -61,8 +59,8 @@ def measure_profile(
     tell: Callable[[str], None] = lambda text: None,
     *,
     numel: int = NUMEL,
-    area_bytes: int = AREA_BYTES,
-    window_s: float = WINDOW_S,
+    area_bytes: int = DISK_AREA_BYTES,
+    window_s: float = DISK_WINDOW_S,
 ) -> Profile:
     """The profile of this machine; takes less than 20 s.
 
@@ -80,7 +78,6 @@ def measure_profile(
         samplers[f"matmul {dtype}"] = _matmul_sampler(dtype)
     rates = _medians(samplers)
     found = {f"nvme {mode}": float("nan") for mode in ("read", "write", "mixed")}
-    update_interference = compute_interference = 0.0
     nvme_bytes = None
     if nvme_paths:
         paths = check_directories(nvme_paths)
@@ -91,12 +88,6 @@ def measure_profile(
             found = _medians(
                 {f"nvme {mode}": lambda mode=mode: disk.rate(mode, window_s) for mode in modes}  # type: ignore[misc]
             )
-            tell("updates and products while the disk is busy")
-            mixed = found["nvme mixed"]
-            bf16 = samplers["update bf16"]
-            update_interference = _interference(disk, mixed, bf16, rates["update bf16"], window_s)
-            fp32 = samplers["matmul fp32"]
-            compute_interference = _interference(disk, mixed, fp32, rates["matmul fp32"], window_s)
 
     def nvme(mode: Mode) -> float | None:
         return found[f"nvme {mode}"] if nvme_paths else None
@@ -119,8 +110,6 @@ def measure_profile(
         update_bytes_per_s={dtype: rates[f"update {dtype}"] for dtype in _TORCH},
         device_update_bytes_per_s=None,
         matmul_flop_per_s={dtype: rates[f"matmul {dtype}"] for dtype in _TORCH},
-        update_interference=update_interference,
-        compute_interference=compute_interference,
         host_bytes=psutil.virtual_memory().total,
         device_bytes=None,
         nvme_bytes=nvme_bytes,
@@ -225,15 +214,15 @@ class _Disk:
             op.wait()
         self._area_bytes = written
 
-    def rate(self, mode: Mode, seconds: float, stop: Event | None = None) -> float:
-        """Bytes per second, for `seconds` or until `stop` is set."""
+    def rate(self, mode: Mode, seconds: float) -> float:
+        """Bytes per second, during `seconds`."""
         offsets = range(0, self._area_bytes, TRANSFER_BYTES)
         turns = itertools.cycle(("read", "write") if mode == "mixed" else (mode,))
         flying: deque[IoOp] = deque()
         begin = now = time.perf_counter()
         moved = 0
         while flying or not moved:
-            going = not stop.is_set() if stop is not None else now < begin + seconds
+            going = now < begin + seconds
             while len(flying) < IN_FLIGHT and (going or not (flying or moved)):
                 verb = self._transfers.read if next(turns) == "read" else self._transfers.write
                 offset = offsets[self._turn % len(offsets)]
@@ -278,29 +267,3 @@ def _open_disk(
         engine.close()
         if scratch is not None:
             scratch.close()
-
-
-def _interference(
-    disk: _Disk,
-    disk_alone: float,
-    work: Callable[[], float],
-    work_alone: float,
-    seconds: float,
-) -> float:
-    """What share of the shorter one's time the longer one of two loses that go on at once.
-
-    Side by side each reaches a share of its speed alone. The shares' sum is 2 if neither minds the
-    other, and 1 if they might as well take turns.
-    """
-    stop = Event()
-    with ThreadPoolExecutor(1) as pool:
-        transferring = pool.submit(disk.rate, "mixed", seconds, stop)
-        try:
-            begin = time.perf_counter()
-            rates: list[float] = []
-            while not rates or time.perf_counter() < begin + seconds:
-                rates.append(work())
-        finally:
-            stop.set()
-        together = transferring.result() / disk_alone
-    return min(1.0, max(0.0, 2 - together - statistics.median(rates) / work_alone))

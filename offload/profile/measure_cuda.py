@@ -56,8 +56,6 @@ def measure_cuda(
             "device_update_bytes_per_s": {d: _update(backend, d, numel) for d in _TORCH},
             "matmul_flop_per_s": {d: _products(backend, d, shapes) for d in _TORCH},
             "device_bytes": backend.runtime.memory()[1],
-            # Its memory is its own, so disks cost it nothing.
-            "compute_interference": 0.0,
         }
     finally:
         backend.close()

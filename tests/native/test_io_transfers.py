@@ -3,6 +3,7 @@
 import errno
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,12 +26,16 @@ def test_round_trip(engine, tmp_path, direct, nbytes, registered):
         assert engine.register(memory.arena) == (engine.kind == "io_uring")
     file = add_file(engine, tmp_path, direct=direct)
     want = memory.randomise()
+    begin = time.monotonic()
     engine.write(file, memory.address, nbytes, 8192).wait()
     memory.bytes.zero_()
     engine.read(file, memory.address, nbytes, 8192).wait()
+    elapsed = time.monotonic() - begin
     assert torch.equal(memory.bytes, want)
     blocks = -(-nbytes // BLOCK)
-    assert engine.stats == {
+    stats = engine.stats
+    assert 0 < stats.pop("busy_s") <= elapsed
+    assert stats == {
         "read_bytes": nbytes,
         "written_bytes": nbytes,
         "reads": blocks,

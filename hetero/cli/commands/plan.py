@@ -22,9 +22,10 @@ from hetero.cli.job.options import (
 )
 from hetero.config import Config
 from hetero.planning.placement import PlacementError
-from hetero.planning.planner import Planner
+from hetero.planning.predict import Plan, traces_of
 from hetero.planning.profiles import find_profile, shipped_profiles
 from hetero.planning.report import as_dict, explain
+from hetero.planning.step_cost import Problem
 from hetero.planning.trace import Work
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.sizes import parse_bytes
@@ -48,8 +49,9 @@ def add_command(commands: Commands) -> None:
     command = commands.add_parser(
         "plan",
         help="say where a model's state would live, and what a step would take",
-        description="Plans for a model without building it, from a machine's profile: this one's,"
-        " as `hetero profile` measured it, or another's. Budgets are of one rank.",
+        description="Places a model's state without building it, and predicts a step by a machine's"
+        " profile: this one's, as `hetero profile` measured it, or another's. Budgets are of one"
+        " rank.",
     )
     model = command.add_argument_group("model")
     model.add_argument(
@@ -121,7 +123,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans, and prints the plan."""
+    """Prints where the state would live and what a step is predicted to take."""
     try:
         # Late, because transformers takes seconds and belongs to the extra `train`.
         from hetero.cli.job.models import model_label, wanted_vocab_size
@@ -141,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
         accumulate=arguments.accumulate,
         optimizer=arguments.optimizer,
         overlap_updates=arguments.overlap_updates,
-        clip=0.0,  # (plans leave clipping out)
+        clip=0.0,  # predictions leave clipping out
     )
     # Under --json nothing else may reach stdout, whatever a library prints.
     with contextlib.redirect_stdout(sys.stderr):
@@ -216,22 +218,14 @@ class _Machine:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A model's arrangement on a machine, and the plans that it came of."""
+    """A model's arrangement on a machine, and what its step is predicted to take."""
 
     machine: _Machine
     arrangement: Arrangement
-    planner: Planner
+    plans: list[Plan]  # one per chunk group, the main one first
     policy: str
     params: int
     arrange_with: Callable[..., Arrangement]
-
-    def __post_init__(self) -> None:
-        assert self.plans
-
-    @property
-    def plans(self) -> list[Any]:
-        """One per chunk group, the main one first."""
-        return [self.planner.plan_of(b.layout, b.placement) for b in self.arrangement.chunk_groups]
 
     def smallest(self) -> dict[str, int | None]:
         """Bytes of each budget that are just enough, the others being as they are."""
@@ -314,13 +308,6 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
     stage = config.zero_stage
     shard = Shard(0, machine.ranks, grads=stage >= 2, params=stage >= 3)
     work = Work(options.batch_size * options.seq_len, options.accumulate, checkpointing)
-    planner = Planner(
-        machine.rank_profile,
-        work,
-        policy,
-        machine.network_bytes_per_s,
-        overlap=options.overlap,
-    )
 
     def arrange_with(**budgets: int) -> Arrangement:
         sizes = {"host_bytes": machine.host_bytes, "device_bytes": machine.device_bytes, **budgets}
@@ -330,12 +317,27 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
             dtypes,
             disk_bytes=machine.disk_bytes,
             shard=shard,
-            choose=planner,
+            policy=policy,
             **sizes,  # type: ignore[arg-type]
         )
 
-    params = _count(shape)
-    return _Planned(machine, arrange_with(), planner, policy, params, arrange_with)
+    arrangement = arrange_with()
+    groups = arrangement.chunk_groups
+    plans = [
+        Plan.of(
+            group,
+            Problem(
+                trace=trace,
+                layout=group.layout,
+                dtypes=group.dtypes,
+                profile=machine.rank_profile,
+                overlap=options.overlap,
+                network_bytes_per_s=machine.network_bytes_per_s,
+            ),
+        )
+        for group, trace in zip(groups, traces_of(groups, work, machine.rank_profile), strict=True)
+    ]
+    return _Planned(machine, arrangement, plans, policy, _count(shape), arrange_with)
 
 
 def _count(model: torch.nn.Module) -> int:

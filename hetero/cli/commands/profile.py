@@ -85,8 +85,6 @@ def lines(profile: Profile) -> list[str]:
     for dtype, flop_per_s in profile.matmul_flop_per_s.items():
         rows.append((f"products, {dtype}", f"{flop_per_s / 1e9:.1f} GFLOP/s"))
     rows += [
-        ("update beside NVMe loses", f"{profile.update_interference:.0%} of what overlaps"),
-        ("compute beside NVMe loses", f"{profile.compute_interference:.0%} of what overlaps"),
         ("RAM, all of it", format_bytes(profile.host_bytes)),
         ("threads", str(profile.threads)),
     ]

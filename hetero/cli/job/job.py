@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,11 @@ from hetero.cli.job.ranks import ALONE, Ranks
 from hetero.cli.job.result import USUAL_STATE_BYTES_PER_PARAM, FinalPlacement, Setting
 from hetero.cli.job.run_folder import RunFolder
 from hetero.planning.group_plans import arrange
-from hetero.planning.predict import Placed as PlacedChunkGroup
-from hetero.planning.predict import predict
+from hetero.planning.machine_profile import saved_profile
+from hetero.planning.predict import Prediction, predict
 from hetero.planning.trace import Work
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
-from offload.profile.machine_profile import Profile, default_path
 
 # Below this a third of the state of a small model is less than its chunks need to move at all.
 LEAST_DEFAULT_HOST_BYTES = 256 << 20
@@ -81,13 +80,14 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
     engine = optimizer.engine
     notes = list(engine.notes)
-    predicted = predicted_step(options, config, engine.chunk_groups, ranks.count, notes)
+    predicted = predicted_step(options, engine, notes)
 
     def placed() -> FinalPlacement:
         return FinalPlacement(
             policy_of(engine),
-            predicted_step(options, config, engine.chunk_groups, ranks.count, []),
-            [(change.step, change.words()) for change in engine.replanner.changes],
+            predicted_step(options, engine, []),
+            [(change.step, change.words()) for change in engine.changes],
+            tuple(engine.notes),
         )
 
     try:
@@ -126,9 +126,7 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
 
 
 def policy_of(engine: hetero.Engine) -> str:
-    """How the placement was chosen, and where how many chunks have what."""
-    (main, *_) = engine.plans
-    how = "by sizes" if main is None else f"by the profile {main.problem.profile.name}"
+    """How many chunks have which kind of state where."""
     found = []
     for state_kind in ("param", "grad", "optim_state"):
         homes = [
@@ -143,44 +141,46 @@ def policy_of(engine: hetero.Engine) -> str:
             if tier in homes
         ]
         found.append(f"{state_kind.upper()} {', '.join(counts)}")
-    return f"chosen {how}; chunks: {'; '.join(found)}"
+    return f"chunks: {'; '.join(found)}"
 
 
 def predicted_step(
-    options: TrainOptions,
-    config: hetero.Config,
-    chunk_groups: Sequence[PlacedChunkGroup],
-    ranks: int,
-    notes: list[str],
+    options: TrainOptions, engine: hetero.Engine, notes: list[str]
 ) -> dict[str, Any] | None:
-    """What the saved profile of this machine says about a step; None without one.
+    """What a step is predicted to take by the saved profile of this machine, or else by the rates
+    of the steps that were made.
 
-    Of one rank only: what others do at the same time is not predicted. Appends to `notes` why a
-    profile that there is says nothing.
+    Args:
+        options: of the run.
+        engine: of the run.
+        notes: gets the reason if the profile that there is says nothing.
+
+    Returns:
+        Prediction.as_dict(); None if nothing is known yet, or with several ranks: what the others
+        do at the same time is not predicted.
     """
-    path = default_path()
-    if ranks > 1 or not path.exists():
+    if engine.world.size > 1:
         return None
-    work = Work(options.batch_size * options.seq_len, options.accumulate)
+    config, clips = engine.config, options.clip > 0
     try:
-        profile = Profile.load(path)
-        if options.threads not in (None, profile.threads):
-            raise ValueError(f"the profile is of {profile.threads} threads; measure it again")
-        profile.check_backend(config.backend)
-        if config.link_gbps is not None and config.device_bytes is not None:
-            profile = profile.with_link(config.link_gbps * 1e9, config.device_bytes)
-        made = predict(
-            chunk_groups,
-            profile,
-            work,
-            grad_factors=options.clip > 0,
-            prefetch=options.prefetch,
-            overlap=options.overlap,
-        )
+        profile = saved_profile(config, threads=options.threads)
+        if profile is not None:
+            made = predict(
+                engine.chunk_groups,
+                profile,
+                Work(options.batch_size * options.seq_len, options.accumulate),
+                grad_factors=clips,
+                prefetch=config.prefetch,
+                overlap=config.overlap,
+            )
+            return made.as_dict()
     except ValueError as error:  # of another version, or without what this run uses
         notes.append(f"no step time is predicted: {error}")
         return None
-    return made.as_dict()
+    plans = engine.predicted_plans(grad_factors=clips)
+    if not plans:
+        return None
+    return Prediction(tuple(plan.cost for plan in plans), measured_computing=True).as_dict()
 
 
 def memory_config(
@@ -209,5 +209,4 @@ def memory_config(
         overlap_updates=options.overlap_updates,
         zero_stage=options.zero_stage,
         process_memory=options.process_memory,
-        expected_tokens=options.tokens_per_step,
     )

@@ -47,6 +47,7 @@ class FinalPlacement:
     placement: str
     predicted: dict[str, Any] | None  # Prediction.as_dict()
     changes: list[tuple[int, str]]  # after which step, and why
+    notes: tuple[str, ...] = ()  # the engine's: fallbacks, changes, and what limits a step
 
 
 @dataclass
@@ -71,6 +72,12 @@ class TrainResult:
     def predicted(self) -> dict[str, Any] | None:
         """What a step was expected to take with the placement that the run ended with."""
         return self.setting.predicted if self.placed is None else self.placed.predicted
+
+    @property
+    def notes(self) -> list[str]:
+        """What was worth knowing at first, and what came to it."""
+        later = () if self.placed is None else self.placed.notes
+        return list(dict.fromkeys((*self.setting.notes, *later)))
 
     @property
     def error(self) -> str | None:
@@ -158,7 +165,7 @@ class TrainResult:
             "changes": [] if self.placed is None else [why for _, why in self.placed.changes],
             "predicted": self.predicted,
             "measured_over_predicted": self.measured_over_predicted,
-            "notes": list(setting.notes),
+            "notes": self.notes,
             "timeline": self.timeline_paths,
             "data": setting.data,
             "nvme_path": setting.nvme_path,

@@ -84,17 +84,20 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
 
 
 def _placed(result: TrainResult) -> list[tuple[str, str]]:
-    """How the last placement was chosen, and why it was changed before."""
+    """Where the state was at the end, what moved on the way, and what else came to be known."""
     if result.placed is None:
         return []
+    changes = [why for _, why in result.placed.changes]
+    known = {*result.setting.notes, *changes}
     return [
         ("placement", result.placed.placement),
-        *(("placement changed", why) for _, why in result.placed.changes),
+        *(("placed again", why) for why in changes),
+        *(("note", note) for note in result.placed.notes if note not in known),
     ]
 
 
 def _predicted(result: TrainResult) -> list[tuple[str, str]]:
-    """The step time that the machine's profile predicts, beside the measured one."""
+    """What a step is predicted to take, and how far that is off."""
     predicted, ratio = result.predicted, result.measured_over_predicted
     if predicted is None or ratio is None:
         return []

@@ -1,1 +1,1 @@
-"""Moving homes between steps, when budgets or measurements change."""
+"""Moving homes between steps, when budgets change."""

@@ -1,4 +1,4 @@
-"""Limits of what a process, and a device, hold altogether, of which model state is a part."""
+"""The limits of all that a process and a device may hold, of which model state is a part."""
 
 from __future__ import annotations
 
@@ -34,39 +34,46 @@ class BesideMemory:
         return max(0, host), self.device_bytes()
 
     def device_bytes(self) -> int:
-        """On a DEVICE that is not RAM: the most since the last reset()."""
+        """The most bytes beside model state on a DEVICE that is not RAM since the last reset()."""
         return self._backend.beside_bytes()
 
     def reset(self) -> None:
-        """What a DEVICE says is its most since the last call."""
+        """Restarts the peak measurement that device_bytes() reports."""
         self._backend.reset_beside()
 
     def managed_bytes(self, tier: Tier) -> int:
-        """Of that memory, that the ledger has charged."""
+        """Bytes of the memory that is `tier` which the ledger has charged to any tier."""
         return self._ledger.in_use_bytes[tier.value] + self.shared_bytes(tier)
 
     def shared_bytes(self, tier: Tier) -> int:
-        """Of them, those of another tier: an emulated DEVICE is in RAM."""
+        """Of managed_bytes(), those of another tier: an emulated DEVICE is in RAM."""
         if self._backend.kind != "emulated" or tier is not Tier.HOST:
             return 0
         return self._ledger.in_use_bytes[Tier.DEVICE.value]
 
     def remove(self) -> None:
-        """Closes what it reads from."""
+        """Closes the file that RSS is read from."""
         if os.getpid() == self._process:
             self._resident.close()
 
 
 class MemoryLimit:
-    """Says how much of `tier` model state may have, so that all stays within the limit.
+    """How many bytes of a tier model state may have, so that all stays within a limit.
 
-    It lowers that as soon as a step needed more beside it, by what is missing and a 64th of the
-    limit; it never raises it by itself, but once: after the first steps, when what they need is
-    known. So it does not go up and down.
+    That becomes less as soon as a step needed more beside it, by what is missing and a 64th of the
+    limit. It becomes more only once: after the first steps, when what they need is known. So it
+    does not go up and down.
     """
 
     def __init__(self, tier: Tier, limit: int, wanted_bytes: int, beside: BesideMemory) -> None:
-        """`wanted_bytes`: for model state, if the limit allows."""
+        """Nothing was measured yet.
+
+        Args:
+            tier: whose memory the limit is of.
+            limit: bytes that all may hold together.
+            wanted_bytes: for model state, if the limit allows.
+            beside: measures what is not model state.
+        """
         self.tier = tier
         self.limit = limit
         self.wanted_bytes = wanted_bytes
@@ -75,16 +82,16 @@ class MemoryLimit:
         self._beside = beside
 
     def passed(self, beside_bytes: int) -> bool:
-        """Whether a step that had so much beside model state passed the limit."""
+        """Whether a step that had `beside_bytes` beside model state passed the limit."""
         return beside_bytes + self._beside.managed_bytes(self.tier) > self.limit
 
     def state_bytes(self, beside_bytes: int) -> int:
-        """For model state, beside so much else."""
+        """Bytes that model state may have beside `beside_bytes` of anything else."""
         others = self._beside.shared_bytes(self.tier)
         return min(self.wanted_bytes, self.limit - self.limit // _MARGIN - beside_bytes - others)
 
 
 def usable_device_bytes(backend: Backend) -> int | None:
-    """What a device may hold altogether: all that it has but for a reserve; None: nobody says."""
+    """All bytes that a device has but for a reserve; None: the backend does not say."""
     total = backend.device_bytes()
     return None if total is None else total - total // _RESERVE

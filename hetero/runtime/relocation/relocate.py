@@ -1,40 +1,67 @@
-"""From placements to others: the chunk groups of an engine go over together, on all ranks or on
-none.
-"""
+"""Moves the homes of an engine's chunk groups to other placements, on all ranks or on none."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.config import Config
 from hetero.planning.placement import Placement
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.relocation.migration import Migration
 from hetero.runtime.relocation.moves import InUseError
+from offload.device.backend import Backend
 from offload.errors import BudgetError
+from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
-
-if TYPE_CHECKING:
-    from hetero.runtime.engine import Engine
 
 # Bytes of homes by where they were and where they are.
 Routes = Counter[tuple[Tier, Tier]]
 
 
+class MovingEngine(Protocol):
+    """An engine, as far as moving its homes needs it.
+
+    Attributes:
+        chunk_groups: whose homes move; more of them may come.
+        world: the ranks that do so together.
+        ledger: the budgets, and what is in use of them.
+        backend: what computes.
+        config: the user's options.
+        notes: what the user should know.
+    """
+
+    chunk_groups: list[ChunkGroup]
+    world: ProcessGroups
+    ledger: Ledger
+    backend: Backend
+    config: Config
+    notes: list[str]
+
+    def pause(self) -> None:
+        """Until no update is under way. Raises InUseError while a forward is running."""
+
+    def homes_moved(self) -> None:
+        """Homes are elsewhere now: whatever knows of them must look again."""
+
+
 @dataclass(frozen=True)
 class Change:
-    """Homes that moved after step number `step` (from 1), with the seconds predicted for a step.
+    """Homes that moved.
 
-    `routes` are bytes by where they were and where they are.
+    Attributes:
+        step: after which step, from 1.
+        why: in words.
+        routes: bytes by where they were and where they are.
     """
 
     step: int
     why: str
     routes: Routes
-    before_s: float | None = None
-    after_s: float | None = None
 
     @property
     def moved_bytes(self) -> int:
@@ -46,30 +73,32 @@ class Change:
         ways = ", ".join(
             f"{format_bytes(n)} from {of.name} to {to.name}" for (of, to), n in self.routes.items()
         )
-        said = f"after step {self.step} homes moved ({ways or 'none'}): {self.why}"
-        if self.before_s is None or self.after_s is None:
-            return said
-        return f"{said} is predicted to take {self.after_s:.3f} s instead of {self.before_s:.3f} s"
+        return f"after step {self.step} homes moved ({ways or 'none'}): {self.why}"
 
 
 class Relocation:
     """Carries out what was chosen, within the larger of the old and the new budgets."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: MovingEngine) -> None:
+        """Nothing has moved yet."""
         self._engine = engine
         self.moved: Routes = Counter()  # so far
 
     def go_over(self, placements: Sequence[Placement], wanted: Mapping[Tier, int]) -> None:
-        """Makes the chunk groups what `placements` say; from then on budgets are as `wanted` says.
+        """Moves homes until the chunk groups are placed as wanted.
 
-        Raises as Engine.set_budget(); if nothing could be written, or something is in use, nothing
-        is changed.
+        Args:
+            placements: one per chunk group.
+            wanted: budgets in bytes that hold from then on.
+
+        Raises:
+            InUseError, BudgetError, StoreError, OSError: nothing is changed.
+            HeteroError: another rank met one of these; or a read failed, after which what could not
+                be read stays on NVMe.
         """
         engine, ledger = self._engine, self._engine.ledger
         before = {tier: ledger.budget_bytes[tier.value] for tier in wanted}
-        if engine.is_running:
-            raise InUseError("homes cannot move while a forward is running; call it between steps")
-        engine.finish_updates()
+        engine.pause()
         self._together(None)  # nobody asks for anything any more
         for chunk_group in engine.chunk_groups:
             chunk_group.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
@@ -80,7 +109,7 @@ class Relocation:
         try:
             self._migrate(placements, wanted)
         except BaseException:
-            engine.backend.trim()  # of second homes that were given up
+            engine.backend.trim()  # of second homes that were freed
             for tier, old in before.items():
                 if old is not None and ledger.in_use_bytes[tier.value] <= old:
                     ledger.set_budget(tier, old)
@@ -106,8 +135,6 @@ class Relocation:
             failure = failure or error
             self.moved += migration.moved_bytes
         engine.homes_moved()
-        for chunk_group in engine.chunk_groups:
-            chunk_group.note_plan(engine.replanner.plan_of(chunk_group))
         for tier, nbytes in wanted.items():
             try:
                 engine.ledger.set_budget(tier, nbytes)
@@ -140,7 +167,8 @@ class Relocation:
         """Returns when no rank has met a failure; raises as ProcessGroups.all_or_none()."""
         world = self._engine.world
         if world.everyone is not None:
-            self._engine.params.settle()
+            for chunk_group in self._engine.chunk_groups:
+                chunk_group.params.settle()
         world.all_or_none(failure, "move homes", (InUseError,))
 
 

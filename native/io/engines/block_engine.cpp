@@ -141,7 +141,12 @@ IoStats BlockEngine::stats() const {
   const std::lock_guard lock(mutex_);
   IoStats now = stats_;
   now.in_flight = blocks_.size() - free_blocks_.size();
+  if (now.in_flight != 0) now.busy_s += busy_seconds();
   return now;
+}
+
+double BlockEngine::busy_seconds() const {
+  return std::chrono::duration<double>(Clock::now() - busy_since_).count();
 }
 
 void BlockEngine::inject(const Fault& fault) {
@@ -220,6 +225,7 @@ BlockEngine::Backlog* BlockEngine::backlog() {
 bool BlockEngine::launch_next() {
   Backlog* const from = backlog();
   if (from == nullptr) return false;
+  if (free_blocks_.size() == blocks_.size()) busy_since_ = Clock::now();
   Block& block = *free_blocks_.back();
   free_blocks_.pop_back();
   block.op = from->front();
@@ -338,6 +344,7 @@ void BlockEngine::release(Block& block) {
   const std::shared_ptr<Operation> op = std::move(block.op);
   block.op.reset();
   free_blocks_.push_back(&block);
+  if (free_blocks_.size() == blocks_.size()) stats_.busy_s += busy_seconds();
   op->moved += block.done_bytes;
   --op->in_flight;
   settle_if_finished(*op);

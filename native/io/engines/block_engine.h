@@ -5,6 +5,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -78,6 +79,7 @@ class BlockEngine : public IoEngine {
  private:
   enum class Phase { open, closing, closed };
   using Backlog = std::deque<std::shared_ptr<Operation>>;
+  using Clock = std::chrono::steady_clock;
 
   bool foreign() const;
   void refill();
@@ -90,6 +92,7 @@ class BlockEngine : public IoEngine {
   void fail(Block& block, int error, std::size_t got_bytes);
   void release(Block& block);
   void settle_if_finished(Operation& op);
+  double busy_seconds() const;  // since busy_since_; needs mutex_
 
   const pid_t owner_;
   Phase phase_ = Phase::open;
@@ -110,6 +113,7 @@ class BlockEngine : public IoEngine {
   std::uint64_t next_serial_ = 0;
   FaultPlan faults_;
   IoStats stats_;
+  Clock::time_point busy_since_;  // when the first of the blocks in flight was launched
   std::vector<std::string> notes_;
 };
 

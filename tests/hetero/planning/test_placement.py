@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout, ParamSpec, pack
+from hetero.planning.candidates import place
 from hetero.planning.placement import (
     Budgets,
+    GroupSpec,
     Placement,
     SlotBytes,
     concurrent_slots,
     link_bytes,
-    place,
 )
 from offload._native import StepPipeline
 from offload.errors import BudgetError
@@ -26,6 +27,12 @@ from offload.memory.tiers import Tier
 SLOT = 4096
 AMPLE = 1 << 50
 NAMES = ("bf16", "fp16", "fp32")
+
+
+def placed(*spec, **more) -> Placement:
+    """The placement of a GroupSpec of these fields."""
+    return place(GroupSpec(*spec, **more))
+
 
 dtypes = st.builds(Dtypes, st.sampled_from(NAMES), st.sampled_from(NAMES))
 policies = st.sampled_from(["cpu", "nvme", "auto"])
@@ -46,7 +53,7 @@ def total_bytes(layout: Layout, dtypes: Dtypes) -> int:
 
 @st.composite
 def problems(draw):
-    """Arguments of place(), with budgets from far too small to more than enough."""
+    """Arguments of placed(), with budgets from far too small to more than enough."""
     layout, d = draw(layouts()), draw(dtypes)
     total = total_bytes(layout, d)
     within = st.floats(0, 1.6).map(lambda share: int(total * share))
@@ -101,7 +108,7 @@ def construction_peak(layout: Layout, d: Dtypes, disk: int) -> int:
 def test_what_is_placed_fits_and_is_counted_right(problem):
     layout, d, policy, budgets, min_gathered = problem
     try:
-        p = place(layout, d, policy, budgets, min_gathered)
+        p = placed(layout, d, policy, budgets, min_gathered)
     except BudgetError:
         return
     assert p.host_bytes <= budgets.host
@@ -119,7 +126,7 @@ def test_what_is_placed_fits_and_is_counted_right(problem):
 def test_homes_and_pools_follow_the_policy(problem):
     layout, d, policy, budgets, min_gathered = problem
     try:
-        p = place(layout, d, policy, budgets, min_gathered)
+        p = placed(layout, d, policy, budgets, min_gathered)
     except BudgetError:
         return
     n = len(layout.chunks)
@@ -153,7 +160,7 @@ def test_homes_and_pools_follow_the_policy(problem):
 def test_placement_is_a_function_of_its_arguments(problem):
     def outcome():
         try:
-            return place(*problem)
+            return placed(*problem)
         except BudgetError as refusal:
             return str(refusal)
 
@@ -171,7 +178,7 @@ def smallest_in(refusal: BudgetError) -> int | None:
 
 def refusal_of(problem) -> BudgetError | None:
     try:
-        place(*problem)
+        placed(*problem)
     except BudgetError as refusal:
         return refusal
     return None
@@ -188,9 +195,9 @@ def test_the_smallest_host_memory_quoted_is_true_to_the_byte(problem, disk):
     if refusal is not None:
         nbytes = smallest_in(refusal)
         assert nbytes > budgets.host
-        place(layout, d, policy, replace(budgets, host=nbytes), min_gathered)
+        placed(layout, d, policy, replace(budgets, host=nbytes), min_gathered)
         with pytest.raises(BudgetError):
-            place(layout, d, policy, replace(budgets, host=nbytes - 1), min_gathered)
+            placed(layout, d, policy, replace(budgets, host=nbytes - 1), min_gathered)
 
 
 @settings(max_examples=300, deadline=None)
@@ -204,13 +211,13 @@ def test_with_little_disk_the_two_numbers_quoted_work_together(problem, share):
         host = smallest_in(refusal) or budgets.host
         disk = quoted(refusal, r"\((\d+) bytes\) go to disk") or budgets.disk
         assert host > budgets.host or disk > budgets.disk
-        place(layout, d, policy, replace(budgets, host=host, disk=disk), min_gathered)
+        placed(layout, d, policy, replace(budgets, host=host, disk=disk), min_gathered)
         if host > budgets.host:
             with pytest.raises(BudgetError):
-                place(layout, d, policy, replace(budgets, host=host - 1), min_gathered)
+                placed(layout, d, policy, replace(budgets, host=host - 1), min_gathered)
         elif policy == "nvme":
             with pytest.raises(BudgetError):
-                place(layout, d, policy, replace(budgets, disk=disk - 1), min_gathered)
+                placed(layout, d, policy, replace(budgets, disk=disk - 1), min_gathered)
 
 
 @settings(max_examples=200, deadline=None)
@@ -219,7 +226,7 @@ def test_a_host_budget_refused_alone_is_quoted(problem):
     layout, d, policy, budgets, min_gathered = problem
     budgets = replace(budgets, host=1, disk=AMPLE, gathered=None)
     with pytest.raises(BudgetError) as refusal:
-        place(layout, d, policy, budgets, min_gathered)
+        placed(layout, d, policy, budgets, min_gathered)
     assert smallest_in(refusal.value) is not None
     assert "host_memory is 1 B (1 bytes)" in str(refusal.value)
 
@@ -237,7 +244,7 @@ def test_what_fits_fits_with_more_host_memory_too(problem, more):
     budgets = replace(budgets, disk=AMPLE if budgets.disk else 0)
     if refusal_of((layout, d, policy, budgets, min_gathered)) is None:
         larger = replace(budgets, host=budgets.host + more)
-        place(layout, d, policy, larger, min_gathered)
+        placed(layout, d, policy, larger, min_gathered)
 
 
 @settings(max_examples=300, deadline=None)
@@ -245,9 +252,9 @@ def test_what_fits_fits_with_more_host_memory_too(problem, more):
 def test_what_fits_fits_in_the_same_way_with_a_larger_file(problem, more):
     layout, d, policy, budgets, min_gathered = problem
     if budgets.disk and refusal_of(problem) is None:
-        fits = place(*problem)
+        fits = placed(*problem)
         larger = replace(budgets, disk=budgets.disk + more)
-        assert place(layout, d, policy, larger, min_gathered).disk_bytes >= fits.disk_bytes
+        assert placed(layout, d, policy, larger, min_gathered).disk_bytes >= fits.disk_bytes
 
 
 @settings(max_examples=300, deadline=None)
@@ -256,11 +263,11 @@ def test_more_host_memory_goes_to_homes_up_to_the_pools_and_a_chunk(problem, mor
     layout, d, policy, budgets, min_gathered = problem
     budgets = replace(budgets, disk=AMPLE)
     try:
-        less = place(layout, d, policy, budgets, min_gathered)
+        less = placed(layout, d, policy, budgets, min_gathered)
     except BudgetError:
         return
     larger = replace(budgets, host=budgets.host + more)
-    now = place(layout, d, policy, larger, min_gathered)
+    now = placed(layout, d, policy, larger, min_gathered)
     pools = max(0, pool_bytes(layout, d, now) - pool_bytes(layout, d, less))
     slot = SlotBytes.of(layout, d)
     state_kind = max(slot.param, slot.grad, slot.optim_state if policy == "auto" else 0)
@@ -276,7 +283,7 @@ def test_auto_uses_no_disk_where_ram_is_enough_for_all(problem):
     for disk in (0, AMPLE):
         budgets = replace(budgets, host=everything, disk=disk)
         for policy in ("cpu", "auto"):
-            assert place(layout, d, policy, budgets, min_gathered).disk_bytes == 0
+            assert placed(layout, d, policy, budgets, min_gathered).disk_bytes == 0
 
 
 class TestRefusals:
@@ -285,7 +292,7 @@ class TestRefusals:
 
     def refusal(self, policy: str, budgets: Budgets) -> str:
         with pytest.raises(BudgetError) as refusal:
-            place(self.LAYOUT, self.BF16, policy, budgets, 1)
+            placed(self.LAYOUT, self.BF16, policy, budgets, 1)
         return str(refusal.value)
 
     def test_cpu_points_to_the_disk(self):
@@ -307,7 +314,7 @@ class TestRefusals:
     def test_too_little_device_memory_is_told_with_what_is_needed(self):
         needed = 3 * SLOT * 2
         with pytest.raises(BudgetError) as refusal:
-            place(self.LAYOUT, self.BF16, "nvme", Budgets(10 * SLOT, AMPLE, needed - 1), 3)
+            placed(self.LAYOUT, self.BF16, "nvme", Budgets(10 * SLOT, AMPLE, needed - 1), 3)
         message = str(refusal.value)
         assert "device_memory" in message
         assert f"({needed} bytes)" in message
@@ -315,7 +322,7 @@ class TestRefusals:
     def test_device_memory_to_the_byte(self):
         needed = 3 * SLOT * 2
         host = 30 * SLOT
-        p = place(self.LAYOUT, self.BF16, "nvme", Budgets(host, AMPLE, needed), 3)
+        p = placed(self.LAYOUT, self.BF16, "nvme", Budgets(host, AMPLE, needed), 3)
         assert p.gathered_slots in (0, 3)
 
 
@@ -327,11 +334,11 @@ def test_buffers_of_the_link_are_in_ram():
     assert link_bytes(layout, dtypes) == 2 * SLOT * 2
     assert link_bytes(large, dtypes) == 2 * (4 << 20)
     for policy in ("auto", "cuda"):
-        p = place(layout, dtypes, policy, Budgets(AMPLE, 0, device=AMPLE), 1)
+        p = placed(layout, dtypes, policy, Budgets(AMPLE, 0, device=AMPLE), 1)
         assert set(p.optim_state) == {Tier.DEVICE}
         assert p.pool_bytes == link_bytes(layout, dtypes)
-    with_device = place(layout, dtypes, "cpu", Budgets(AMPLE, 0, device=AMPLE), 1)
-    without = place(layout, dtypes, "cpu", Budgets(AMPLE, 0), 1)
+    with_device = placed(layout, dtypes, "cpu", Budgets(AMPLE, 0, device=AMPLE), 1)
+    without = placed(layout, dtypes, "cpu", Budgets(AMPLE, 0), 1)
     assert with_device.pool_bytes - without.pool_bytes == link_bytes(layout, dtypes)
 
 
@@ -344,12 +351,14 @@ class TestKeptRecords:
     @pytest.mark.parametrize("spare", range(9))
     def test_each_spare_record_s_bytes_keep_one_more(self, spare):
         host = 10 * SLOT * 4 + (4 + spare) * SLOT * 10
-        p = place(self.LAYOUT, self.BF16, "nvme", Budgets(host, AMPLE), 1)
+        p = placed(self.LAYOUT, self.BF16, "nvme", Budgets(host, AMPLE), 1)
         assert set(p.param) == set(p.grad) == {Tier.HOST}
         assert p.buffers == min(10, 4 + spare)
 
     def test_only_where_they_are_wanted(self):
-        p = place(self.LAYOUT, self.BF16, "nvme", Budgets(AMPLE, AMPLE, keep_optim_states=False), 1)
+        p = placed(
+            self.LAYOUT, self.BF16, "nvme", Budgets(AMPLE, AMPLE, keep_optim_states=False), 1
+        )
         assert p.buffers == 4
 
 
@@ -405,5 +414,5 @@ def test_a_thousand_chunks_are_placed_in_reasonable_time():
     layout = pack([ParamSpec(i, f"p{i}", SLOT, True) for i in range(1000)], SLOT)
     for policy, host in (("auto", 8), ("auto", 1), ("nvme", 2), ("cpu", 20)):
         begin = time.perf_counter()
-        place(layout, Dtypes("bf16", "bf16"), policy, Budgets(host * 1000 * SLOT, AMPLE), 3)
+        placed(layout, Dtypes("bf16", "bf16"), policy, Budgets(host * 1000 * SLOT, AMPLE), 3)
         print(f"1000 chunks, {policy}: {time.perf_counter() - begin:.3f} s")

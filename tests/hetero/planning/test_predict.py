@@ -1,21 +1,19 @@
-"""hetero/prediction and what `hetero train` shows of it."""
+"""hetero/planning/predict and what `hetero train` shows of it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero.cli.main import main
+from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
-from hetero.planning.placement import Budgets, place
-from hetero.planning.predict import Computing, computing_alone, predict
-from hetero.planning.step_cost import CostModel
-from hetero.planning.trace import Work
-from offload.memory.tiers import Tier
-from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_problem, make_profile
+from hetero.planning.placement import Budgets
+from hetero.planning.predict import predict
+from hetero.planning.trace import Computing, Work
+from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
 
 RATES = {"bf16": 1e9, "fp16": 1e9, "fp32": 1e9}
 WORK = Work(tokens=10, micro_batches=1)
@@ -24,11 +22,11 @@ WORK = Work(tokens=10, micro_batches=1)
 def chunk_group(*numels: int, disk: bool = False) -> ChunkGroupPlan:
     layout = layout_of(*numels)
     policy = "nvme" if disk else "cpu"
-    made = place(layout, BF16, policy, Budgets(AMPLE, AMPLE, keep_optim_states=False), 1)
-    return ChunkGroupPlan(BF16, layout, made, held=False)
+    spec = make_spec(layout, Budgets(AMPLE, AMPLE, keep_optim_states=False), policy)
+    return ChunkGroupPlan(spec, place(spec))
 
 
-def test_computing_is_shared_out_over_banks_by_their_elements() -> None:
+def test_computing_is_shared_out_over_chunk_groups_by_their_elements() -> None:
     chunk_groups = [chunk_group(3 * SLOT, 3 * SLOT), chunk_group(2 * SLOT)]
     made = predict(chunk_groups, make_profile(), WORK, Computing(8.0, 16.0))
     assert made.phases_s["forward"] == pytest.approx(8)
@@ -48,22 +46,6 @@ def test_clipping_reads_the_gradients_once_more() -> None:
     assert not without.measured_computing
 
 
-def test_what_was_measured_is_freed_of_what_its_own_transfers_took() -> None:
-    """Predicting the placement that was measured gives what was measured."""
-    layout = layout_of(*[SLOT] * 6)
-    budgets = Budgets(20 * SLOT, AMPLE, under_construction=False)
-    made = place(layout, BF16, "nvme", budgets, 1)
-    assert Tier.DISK in made.param
-    for share, tokens in ((0.0, 5), (0.5, 5), (1.0, 50)):
-        machine = make_profile(compute_interference=share)
-        problem = make_problem(layout, Budgets(0, AMPLE), machine, tokens=tokens, prefetch=True)
-        alone = computing_alone(problem, made)
-        assert (alone == problem.trace) == (share == 0)
-        assert 0 <= alone.forward_s <= problem.trace.forward_s
-        found = CostModel(replace(problem, trace=alone)).cost(made).phases[0]
-        assert found.seconds == pytest.approx(problem.trace.forward_s, rel=0.1)
-
-
 def test_a_profile_without_a_disk_cannot_tell_about_one() -> None:
     diskless = make_profile(
         nvme_read_bytes_per_s=None,
@@ -73,7 +55,7 @@ def test_a_profile_without_a_disk_cannot_tell_about_one() -> None:
     )
     predict([chunk_group(SLOT)], diskless, WORK)
     with pytest.raises(ValueError, match="says nothing about NVMe"):
-        predict([chunk_group(SLOT, disk=True)], diskless, WORK)
+        predict([chunk_group(*[SLOT] * 8, disk=True)], diskless, WORK)
 
 
 class TestTrain:
@@ -129,10 +111,21 @@ class TestTrain:
         assert train("--overlap-updates", "both", "--clip", "0") == 0
         assert "s: forward, backward and update " in capsys.readouterr().out
 
-    def test_without_a_profile_nothing_is_said(
+    def test_without_a_profile_the_run_itself_says_what_a_step_takes(
         self, train, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert train("--json") == 0
+        given = ("--policy", "nvme", "--host-memory", "600KiB", "--chunk-numel", "8192")
+        assert train("--json", "--steps", "5", *given) == 0
+        summary = json.loads(capsys.readouterr().out)
+        predicted = summary["predicted"]
+        assert predicted["measured_computing"]
+        assert predicted["nvme_read_bytes"] == summary["bytes_per_step"]["disk_read"] > 0
+        assert summary["measured_over_predicted"] > 0
+
+    def test_a_run_of_one_step_says_nothing(
+        self, train, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train("--json", "--steps", "1") == 0
         summary = json.loads(capsys.readouterr().out)
         assert summary["predicted"] is summary["measured_over_predicted"] is None
 
@@ -150,30 +143,8 @@ class TestTrain:
     ) -> None:
         self.save(tmp_path)
         path = tmp_path / "cache" / "hetero" / "profile.json"
-        path.write_text(path.read_text().replace('"format": 1', '"format": 9'))
+        path.write_text(path.read_text().replace('"format": 2', '"format": 9'))
         assert train("--json") == 0
         summary = json.loads(capsys.readouterr().out)
         assert summary["predicted"] is None
         assert any("no step time is predicted" in note for note in summary["notes"])
-
-    def test_a_placement_that_was_changed_is_shown_with_what_it_is_predicted_to_take(
-        self, train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """Computing is said to take minutes, which would hide a disk that is as slow."""
-        slow = dict.fromkeys(RATES, 1e5)
-        make_profile(
-            nvme_read_bytes_per_s=1e5,
-            nvme_write_bytes_per_s=1e5,
-            nvme_mixed_bytes_per_s=1e5,
-            update_bytes_per_s=RATES,
-            matmul_flop_per_s=slow,
-        ).save(tmp_path / "cache" / "hetero" / "profile.json")
-        given = ("--policy", "auto", "--host-memory", "1MiB", "--accumulate", "4", "--steps", "6")
-        assert train("--json", "--chunk-numel", "8192", *given) == 0
-        summary = json.loads(capsys.readouterr().out)
-        (change,) = summary["changes"]
-        assert "after step 2" in change
-        assert "by the profile made up" in summary["placement"]
-        assert summary["predicted"]["nvme_read_bytes"] == summary["bytes_per_step"]["disk_read"]
-        assert train("--chunk-numel", "8192", *given) == 0
-        assert "placement changed" in capsys.readouterr().out

@@ -1,18 +1,22 @@
-"""hetero/explanation: the figures in the table are the plan's."""
+"""hetero/planning/report: the figures in the table are those of the placement and its step."""
 
 from dataclasses import replace
 
 import pytest
 
+from hetero.planning.candidates import place
+from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
+from hetero.planning.predict import Plan
 from hetero.planning.report import as_dict, explain
-from hetero.planning.search import plan
+from hetero.planning.step_cost import CostModel
 from offload.memory.sizes import format_bytes
 from tests.support.training.planning import (
     AMPLE,
     SLOT,
     layout_of,
     make_problem,
+    make_spec,
     separate_profile,
     total_bytes,
 )
@@ -21,10 +25,11 @@ LAYOUT = layout_of(*[16 * SLOT] * 12)
 TOTAL = total_bytes(LAYOUT)
 
 
-def planned(**budgets):
+def planned(**budgets) -> Plan:
     given = Budgets(**{"host": TOTAL // 2, "disk": AMPLE, "device": None, **budgets})
     profile = None if given.device is None else separate_profile()
-    return plan(make_problem(LAYOUT, given, profile, tokens=1e-4))
+    spec = make_spec(LAYOUT, given)
+    return Plan.of(ChunkGroupPlan(spec, place(spec)), make_problem(LAYOUT, profile, tokens=1e-4))
 
 
 def test_bytes_and_seconds_are_the_plan_s():
@@ -35,7 +40,7 @@ def test_bytes_and_seconds_are_the_plan_s():
     assert facts["step_s"] == made.cost.seconds
     assert facts["nvme_bytes_written_per_1000_steps"] == 1000 * made.cost.traffic.nvme_written > 0
     assert facts["bound"] == "NVMe"
-    text = made.explain()
+    text = explain([made])
     for part in (
         format_bytes(made.placement.disk_bytes),
         "bound by: NVMe",
@@ -50,24 +55,21 @@ def test_with_a_device_its_bytes_add_up():
     made = planned(device=TOTAL // 3)
     facts = as_dict([made])
     assert sum(facts["bytes"]["device"].values()) == made.placement.device_bytes > 0
-    assert "DEVICE" in made.explain()
+    assert "DEVICE" in explain([made])
 
 
-def test_one_more_gib_buys_what_a_new_plan_says():
+def test_one_more_gib_buys_what_its_placement_says():
     made = planned()
-    ample = plan(
-        replace(
-            made.problem,
-            budgets=replace(made.problem.budgets, host=made.problem.budgets.host + (1 << 30)),
-        )
-    )
+    spec = made.group.spec
+    more = replace(spec.budgets, host=spec.budgets.host + (1 << 30))
+    ample = CostModel(made.problem).cost(place(spec.within(more)))
     gains = as_dict([made])["one_more_gib_saves_s"]
-    assert gains["RAM"] == pytest.approx(made.cost.seconds - ample.cost.seconds)
+    assert gains["RAM"] == pytest.approx(made.cost.seconds - ample.seconds)
     assert gains["RAM"] > 0
     assert gains["NVMe"] == 0
 
 
-def test_several_banks_are_added():
+def test_several_chunk_groups_are_added():
     made = planned()
     both = as_dict([made, made])
     assert both["step_s"] == 2 * made.cost.seconds

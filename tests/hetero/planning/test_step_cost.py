@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
 
 from hetero.chunks.layout import Shard
 from hetero.overlap import OverlapUpdates
-from hetero.planning.placement import Budgets, Placement, SlotBytes, place
+from hetero.planning.candidates import place
+from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError, SlotBytes
 from hetero.planning.step_cost import (
     COMPUTE,
     CPU_UPDATE,
@@ -26,7 +28,10 @@ from tests.support.training.planning import (
     layout_of,
     make_problem,
     make_profile,
+    make_spec,
+    placed_problems,
     separate_profile,
+    total_bytes,
 )
 
 CHUNKS = 4
@@ -42,12 +47,23 @@ def made(param=HOST, grad=HOST, optim_state=HOST, slots=0, buffers=0, **more) ->
         tuple(each) if isinstance(each, tuple) else (each,) * CHUNKS
         for each in (param, grad, optim_state)
     ]
-    return Placement(*homes, slots, 0, buffers, 0, 0, **more)
+    return placement(*homes, slots, buffers, **more)
+
+
+def placement(param, grad, optim_state, slots=0, buffers=0, **more) -> Placement:
+    return Placement(
+        param=param,
+        grad=grad,
+        optim_state=optim_state,
+        gathered_slots=slots,
+        buffers=buffers,
+        **more,
+    )
 
 
 def problem(profile=None, compute_s=(8.0, 16.0), **more) -> Problem:
     """Forward and backward of `compute_s` seconds, divided evenly over the chunks."""
-    base = make_problem(LAYOUT, Budgets(AMPLE, AMPLE), profile, **more)
+    base = make_problem(LAYOUT, profile, **more)
     forward, backward = compute_s
     return replace(base, trace=replace(base.trace, forward_s=forward, backward_s=backward))
 
@@ -102,12 +118,6 @@ def test_without_prefetch_every_read_is_waited_for():
     assert seconds(made(param=DISK, slots=2), slow)[:2] == pytest.approx([8 + 4, 16 + 2])
 
 
-def test_interference_takes_a_share_of_what_is_hidden():
-    profile = replace(disk(1.0), compute_interference=0.5)
-    forward, _, _ = seconds(made(param=DISK, slots=2), problem(profile))
-    assert forward == pytest.approx(9 + 0.5 * 3)
-
-
 @pytest.mark.parametrize("buffers", [1, 2, 3, 4])
 def test_buffers_save_traffic_of_records_in_a_straight_line(buffers):
     cost = CostModel(problem(disk(1.0))).cost(made(optim_state=DISK, buffers=buffers))
@@ -142,7 +152,7 @@ def test_alike_micro_batches_are_multiplied(micro_batches):
     placed = made(param=DISK, slots=2)
     cost = CostModel(slow).cost(placed)
     # Uses in a row are one in a real trace; here one more makes the last micro-batch differ.
-    uses = (*slow.trace.uses, Use(0, 0, Phase.BACKWARD))
+    uses = (*slow.trace.uses, Use(0, Phase.BACKWARD))
     each = CostModel(replace(slow, trace=replace(slow.trace, uses=uses))).cost(placed)
     assert cost.traffic.nvme_read == each.traffic.nvme_read
     assert cost.seconds == pytest.approx(each.seconds, rel=0.03)
@@ -225,12 +235,12 @@ def test_forward_waits_for_what_buffers_do_not_keep_of_its_first_chunk():
     layout = layout_of(12 * SLOT, *[SLOT] * 20)
     each, chunks = SlotBytes.of(layout, BF16), len(layout.chunks)
     profile = replace(disk(1.0), update_bytes_per_s={"bf16": 1e12})
-    base = make_problem(layout, Budgets(AMPLE, AMPLE), profile, overlap=OverlapUpdates.BOTH)
+    base = make_problem(layout, profile, overlap=OverlapUpdates.BOTH)
     model = CostModel(replace(base, trace=replace(base.trace, forward_s=1e6, backward_s=1e6)))
 
     def waited_s(buffers: int, param=HOST, optim_state=DISK) -> float:
         homes = [(home,) * chunks for home in (param, HOST, optim_state)]
-        return model.cost(Placement(*homes, 12, 0, buffers, 0, 0)).seconds - 2e6
+        return model.cost(placement(*homes, 12, buffers)).seconds - 2e6
 
     for buffers, missed in ((3, 12), (5, 12), (11, 6), (17, 0)):
         assert waited_s(buffers) == pytest.approx(missed * 2 * each.optim_state / PARAM, abs=1e-3)
@@ -252,8 +262,8 @@ def test_ranks_send_what_the_others_need():
     shard = Shard(0, 2)
     layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
     whole = SlotBytes.of(layout, BF16)
-    sharded = make_problem(layout, Budgets(AMPLE, 0), network_bytes_per_s=whole.gathered / 2)
-    placed = place(layout, BF16, "cpu", sharded.budgets, 1)
+    sharded = make_problem(layout, network_bytes_per_s=whole.gathered / 2)
+    placed = place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1))
     cost = CostModel(sharded).cost(placed)
     gathers = 2 * CHUNKS - min(CHUNKS, placed.gathered_slots)
     half = whole.gathered // 2
@@ -265,8 +275,8 @@ def test_ranks_send_what_the_others_need():
 
 def test_frozen_chunks_have_neither_gradient_nor_update():
     layout = layout_of(*[SLOT] * 2, frozen=(0, 1))
-    base = make_problem(layout, Budgets(AMPLE, AMPLE), separate_profile())
-    placed = Placement((HOST, HOST), (None, None), (None, None), 2, 0, 0, 0, 0)
+    base = make_problem(layout, separate_profile())
+    placed = placement((HOST, HOST), (None, None), (None, None), 2)
     cost = CostModel(base).cost(placed)
     # They do not change, so two slots keep them for good.
     assert cost.traffic.h2d == cost.traffic.d2h == 0
@@ -277,3 +287,53 @@ def test_a_trace_without_uses_is_its_update():
     empty = replace(problem(), trace=Trace((), 1, 0.0, 0.0))
     cost = CostModel(empty).cost(made())
     assert cost.seconds == pytest.approx(UPDATE_S)
+
+
+@settings(max_examples=300, deadline=None)
+@given(placed_problems())
+def test_no_resource_is_busy_longer_than_the_step(placed_problem):
+    spec, described = placed_problem
+    try:
+        cost = CostModel(described).cost(place(spec))
+    except PlacementError:
+        return
+    assert cost.seconds >= max(cost.busy_s.values(), default=0.0) * (1 - 1e-9)
+
+
+def test_what_backward_leaves_to_the_next_forward_keeps_the_network_busy():
+    """Late updates beside forward do not get what gradients before still take of the network."""
+    layout = layout_of(1, 1, 1, 1, shard=Shard(0, 2, grads=True, params=False))
+    profile = separate_profile(
+        update_bytes_per_s={"bf16": 5.0},
+        h2d_bytes_per_s=3.0,
+        d2h_bytes_per_s=2.0,
+        device_update_bytes_per_s={"bf16": 45.0},
+    )
+    described = make_problem(
+        layout,
+        profile,
+        micro_batches=3,
+        prefetch=False,
+        overlap=OverlapUpdates.FORWARD,
+        network_bytes_per_s=1.0,
+    )
+    budgets = Budgets(393_216, 0, device=262_144, keep_optim_states=False, under_construction=False)
+    trace = replace(described.trace, forward_s=24.0, backward_s=48.0)
+    cost = CostModel(replace(described, trace=trace)).cost(place(make_spec(layout, budgets, "cpu")))
+    assert cost.bound == NETWORK
+    assert cost.seconds >= max(cost.busy_s.values())
+
+
+LARGE = layout_of(*[SLOT] * 200)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("share", [0.12, 0.3, 0.6])
+@pytest.mark.parametrize("tokens", [1e-3, 3.0, 100.0])
+def test_of_many_chunks_each_phase_is_as_long_as_its_busiest_resource(separate, share, tokens):
+    host = int(total_bytes(LARGE) * share)
+    budgets = Budgets(host, AMPLE, device=host // 3 if separate else None)
+    profile = separate_profile() if separate else make_profile()
+    described = make_problem(LARGE, profile, tokens=tokens)
+    for phase in CostModel(described).cost(place(make_spec(LARGE, budgets))).phases:
+        assert phase.seconds <= max(phase.busy_s.values()) * 1.06, phase

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hetero
-from hetero.overlap import STREAMING
+from hetero.overlap import STREAMING_BUFFERS
 from tests.support.training.overlap_net import (
     PLACES,
     Net,
@@ -152,19 +152,19 @@ def test_updates_in_backward_keep_most_buffers(tmp_path: Path) -> None:
     )
     optim_states = len(optimizer.engine.layout.chunks)
     lacking = optim_states - buffers
-    assert buffers > STREAMING + 1
-    assert lacking > STREAMING
+    assert buffers > STREAMING_BUFFERS + 1
+    assert lacking > STREAMING_BUFFERS
     one_step(model, optimizer, 0)
     one_step(model, optimizer, 1)  # the order is learned
     for step in range(2, 6):
         before = dict(pipeline.stats)
         one_step(model, optimizer, step)
         pipeline.wait_written()
-        missed = (lacking + STREAMING) * tile_bytes(optimizer)
+        missed = (lacking + STREAMING_BUFFERS) * tile_bytes(optimizer)
         assert pipeline.stats["written_bytes"] - before["written_bytes"] == missed
         # What streamed through last may still be there.
         read = pipeline.stats["read_bytes"] - before["read_bytes"]
-        assert missed - STREAMING * tile_bytes(optimizer) <= read <= missed
+        assert missed - STREAMING_BUFFERS * tile_bytes(optimizer) <= read <= missed
     optimizer.engine.close()
 
 

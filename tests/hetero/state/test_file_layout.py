@@ -42,7 +42,11 @@ def placed(draw) -> tuple[Layout, Placement, Dtypes]:
         for c in layout.chunks
         if where[c.id] is Tier.DISK
     )
-    return layout, Placement(param, grad, optim_state, 1, 1, 1, 0, disk_bytes), d
+    return (
+        layout,
+        Placement(param=param, grad=grad, optim_state=optim_state, disk_bytes=disk_bytes),
+        d,
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -80,7 +84,7 @@ def test_a_chunk_s_state_kinds_lie_together():
     layout = pack([ParamSpec(i, f"p{i}", SLOT, True) for i in range(3)], SLOT)
     every = (Tier.DISK,) * 3
     file_map = map_file(
-        layout, Placement(every, every, every, 1, 1, 1, 0, 0), Dtypes("bf16", "bf16")
+        layout, Placement(param=every, grad=every, optim_state=every), Dtypes("bf16", "bf16")
     )
     for chunk in range(3):
         begin = chunk * SLOT * 14

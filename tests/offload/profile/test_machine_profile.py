@@ -32,8 +32,6 @@ def profile(**changes) -> Profile:
         "update_bytes_per_s": RATES,
         "device_update_bytes_per_s": RATES,
         "matmul_flop_per_s": RATES,
-        "update_interference": 0.25,
-        "compute_interference": 0,
         "host_bytes": 1 << 40,
         "device_bytes": 1 << 36,
         "nvme_bytes": 1 << 43,
@@ -62,12 +60,10 @@ def test_numbers_that_make_no_sense_are_refused(name, value):
                 profile(**{name: {"bf16": value}})
 
 
-def test_zero_is_a_share_and_no_rate():
-    profile(update_interference=0)
+def test_zero_is_no_rate_and_no_size():
     for name in NUMBERS:
-        if not name.endswith("_interference"):
-            with pytest.raises(ValueError, match=name):
-                profile(**{name: 0})
+        with pytest.raises(ValueError, match=name):
+            profile(**{name: 0})
 
 
 @pytest.mark.parametrize(

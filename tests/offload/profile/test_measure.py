@@ -37,7 +37,6 @@ def test_every_rate_is_there_and_the_profile_survives_a_file(tmp_path):
 def test_without_a_directory_there_is_no_disk():
     found = small()
     assert found.nvme_read_bytes_per_s is found.nvme_bytes is None
-    assert found.update_interference == 0
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""Problems for planners: small ones in round numbers, and random ones."""
+"""Chunk groups to place and steps to predict: small ones in round numbers, and random ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import WHOLE, Layout, ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
-from hetero.planning.placement import Budgets, SlotBytes
+from hetero.planning.placement import Budgets, GroupSpec, SlotBytes
 from hetero.planning.step_cost import Problem
 from hetero.planning.trace import Work, expected_trace
 from offload.profile.machine_profile import Profile
@@ -36,8 +36,6 @@ def make_profile(**changes) -> Profile:
         "update_bytes_per_s": {"bf16": 10.0, "fp32": 10.0, "fp16": 10.0},
         "device_update_bytes_per_s": None,
         "matmul_flop_per_s": {"bf16": 1.0, "fp32": 1.0, "fp16": 1.0},
-        "update_interference": 0.0,
-        "compute_interference": 0.0,
         "host_bytes": AMPLE,
         "device_bytes": None,
         "nvme_bytes": AMPLE,
@@ -62,11 +60,15 @@ def layout_of(*numels: int, frozen: tuple[int, ...] = (), shard: Shard = WHOLE) 
     return pack(specs, SLOT * shard.ranks, shard)
 
 
+def make_spec(layout: Layout, budgets: Budgets, policy: str = "auto", **more) -> GroupSpec:
+    """A chunk group in bf16 in which each module needs one chunk at a time."""
+    longest = max(c.slots for c in layout.chunks)
+    return GroupSpec(layout, BF16, policy, budgets, longest, **more)
+
+
 def make_problem(
     layout: Layout,
-    budgets: Budgets,
     profile: Profile | None = None,
-    policy: str = "auto",
     tokens: float = 1e-3,
     micro_batches: int = 1,
     **more,
@@ -74,13 +76,10 @@ def make_problem(
     profile = make_profile() if profile is None else profile
     rate = profile.rate("matmul_flop_per_s", "bf16") / tokens
     return Problem(
-        trace=expected_trace([layout], Work(1, micro_batches), rate),
+        trace=expected_trace(layout, Work(1, micro_batches), rate),
         layout=layout,
         dtypes=BF16,
-        budgets=budgets,
         profile=profile,
-        policy=policy,
-        min_gathered_slots=max(c.slots for c in layout.chunks),
         **more,
     )
 
@@ -122,8 +121,8 @@ profiles = st.builds(
 
 
 @st.composite
-def problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
-    """Problems with budgets from far too small to more than enough."""
+def placed_problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
+    """(what to place, its step), with budgets from far too small to more than enough."""
     numels = st.integers(1, SLOT) | st.integers(SLOT + 1, 3 * SLOT)
     sizes = draw(st.lists(numels, min_size=1, max_size=most_chunks))
     frozen = draw(st.sets(st.integers(0, most_chunks), max_size=2))
@@ -138,15 +137,20 @@ def problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
         keep_optim_states=draw(st.booleans()),
         under_construction=draw(st.booleans()),
     )
-    return make_problem(
+    problem = make_problem(
         layout,
-        budgets,
         profile,
-        draw(st.sampled_from(policies)),
         tokens=draw(st.floats(1e-3, 10)),
         micro_batches=draw(st.sampled_from([1, 1, 2, 3, 7])),
         prefetch=draw(st.booleans()),
         overlap=draw(st.sampled_from(OverlapUpdates)),
-        held=shard.ranks > 1 and draw(st.booleans()),
         network_bytes_per_s=draw(st.none() | rates),
     )
+    spec = make_spec(
+        layout,
+        budgets,
+        draw(st.sampled_from(policies)),
+        reduce_at_end=shard.ranks > 1 and draw(st.booleans()),
+        overlaps_updates=problem.overlap.repeats,
+    )
+    return spec, problem

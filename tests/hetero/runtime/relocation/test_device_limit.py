@@ -14,7 +14,6 @@ from offload.errors import BudgetError
 from offload.memory.tiers import Tier
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.training.loops import batches, build
-from tests.support.training.planning import separate_profile
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -31,7 +30,7 @@ class Device:
 
     def train(self, path: Path, *activations: int, **options: Any) -> tuple[Any, Any, list[Any]]:
         """Steps that take so many bytes each; what trained, and (budget, homes) after each."""
-        given = {"chunk_numel": 4096, "nvme_path": str(path), "dtype": "bf16", "profile": False}
+        given = {"chunk_numel": 4096, "nvme_path": str(path), "dtype": "bf16"}
         given |= {"backend": "cuda", "host_memory": "16MiB"}
         model, optimizer = build(**{**given, **options})
         engine = optimizer.engine
@@ -79,14 +78,11 @@ def expected(steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device_memory", ["auto", None])
-@pytest.mark.parametrize("planned", [False, True])
 def test_what_steps_leave_is_used_and_given_back(
-    device: Device, device_memory: str | None, planned: bool, tmp_path: Path
+    device: Device, device_memory: str | None, tmp_path: Path
 ) -> None:
     small, large = 100 << 10, 1480 << 10
     options: dict[str, Any] = {"device_memory": device_memory}
-    if planned:
-        options["profile"] = separate_profile()
     _model, optimizer, seen = device.train(
         tmp_path, *[small] * 4, large, large, large, small, **options
     )

@@ -383,7 +383,7 @@ def test_what_was_unfrozen_is_where_it_went(first: int, tmp_path: Path) -> None:
         model = tiny_gpt2()
         model.transformer.h[0].requires_grad_(False)
         options: dict[str, Any] = {"placement_policy": "auto", "nvme_path": str(tmp_path)}
-        options |= {"chunk_numel": CHUNK, "dtype": "bf16", "profile": False}
+        options |= {"chunk_numel": CHUNK, "dtype": "bf16"}
         options |= {"host_memory": first, "reserve_memory": 200 << 10}
         training = Steps(
             *hetero.initialize(model, hetero.HybridAdam(model.parameters()), **options)
@@ -422,7 +422,7 @@ def on_ranks(rank: int, world: int, path: str, stage: int, moving: bool) -> list
         optimizer.step()
         optimizer.zero_grad()
     if moving:
-        assert engine.replanner.moved_bytes
+        assert engine.budget_moves.moved_bytes
     found += hetero.masters(model.parameters())
     engine.close()
     return found

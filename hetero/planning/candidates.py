@@ -1,0 +1,437 @@
+"""Placements that fit the budgets, in an order of preference; place() takes the first.
+
+Sizes and budgets alone decide, not the speed of a machine: docs/design.md says what a search for
+the least predicted step time would gain. Per byte kept in RAM parameters save most traffic, then
+gradients, then optimizer states, so RAM is given out in this order, after the pools.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import accumulate, product
+
+from hetero.chunks.layout import Chunk, Layout
+from hetero.planning.placement import (
+    CONSTRUCTION_BYTES,
+    GroupSpec,
+    Placement,
+    PlacementError,
+    PoolSizes,
+    SlotBytes,
+    link_bytes,
+)
+from hetero.planning.refusal import closest, words
+from offload.memory.tiers import Tier
+
+_UNLIMITED = 1 << 62  # bytes
+
+# Buffers of the optimizer pipeline, and gathered and gradient slots beyond the fewest that work.
+Headroom = tuple[int, int, int]
+# Best first: with four buffers one is read, one updated and one written while one is spare.
+HEADROOMS: tuple[Headroom, ...] = ((4, 2, 1), (2, 1, 0), (1, 0, 0))
+
+
+def place(spec: GroupSpec) -> Placement:
+    """The placement that `spec` gets.
+
+    Args:
+        spec: the chunk group and its budgets.
+
+    Returns:
+        The first candidate in the order of preference that fits the budgets.
+
+    Raises:
+        PlacementError: none fits; it has the smallest budgets that work.
+    """
+    candidates = PlacementCandidates(spec)
+    for candidate in candidates.in_order():
+        made = candidates.checked(candidates.placement(candidate))
+        if made is not None:
+            return made
+    raise candidates.refusal()
+
+
+def smallest_budgets(spec: GroupSpec) -> tuple[int, int | None]:
+    """The budgets that are just enough for `spec`, each with the other one as it is.
+
+    Returns:
+        Bytes of RAM, and of DEVICE (None where DEVICE is RAM). What is not in RAM goes to disk, as
+        far as there is room.
+
+    Raises:
+        PlacementError: no budget of RAM is enough, as under policy "nvme" without a disk.
+    """
+    budgets, host = spec.budgets, 0
+    try:
+        place(spec.within(replace(budgets, host=0)))
+    except PlacementError as refusal:
+        host = refusal.smallest_host_bytes
+        place(spec.within(replace(budgets, host=host)))
+    if budgets.device is None:
+        return host, None
+    try:
+        place(spec.within(replace(budgets, device=0, host=_UNLIMITED)))
+    except PlacementError as refusal:
+        return host, refusal.smallest_device_bytes
+    return host, 0
+
+
+@dataclass(frozen=True)
+class ChunkCounts:
+    """How many chunks are on DEVICE, and how many of the others have each kind of state in RAM.
+
+    They are always the first ones in the order of PlacementCandidates. The rest is on DISK.
+    """
+
+    device: int
+    param: int
+    grad: int
+    optim_state: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(PoolSizes):
+    """A placement as counts of chunks, with its sizes but without homes by chunk."""
+
+    counts: ChunkCounts
+    buffer_bytes: int  # of one buffer
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """The chunks that are not on DEVICE, in the order in which they go to RAM, and sums of slots.
+
+    Chunks of few slots go first: they fill what is left of the budget best. Of those with as many,
+    however many are in RAM are spread over the model: so the disk, which fetches only some chunks
+    ahead of compute, is busy all the time and not just in one part of forward.
+    """
+
+    chunks: tuple[Chunk, ...]
+    slots: tuple[int, ...]  # of the first k
+    trained_slots: tuple[int, ...]  # of the first k, trained ones alone
+    trained: int  # so many first chunks contain all trained ones
+    longest: int
+    longest_trained: int
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> _Ranked:
+        ranked = tuple(sorted(chunks, key=lambda c: (c.slots, _spread(c.id))))
+        trained = [rank + 1 for rank, chunk in enumerate(ranked) if chunk.trainable]
+        return cls(
+            ranked,
+            tuple(accumulate((c.slots for c in ranked), initial=0)),
+            tuple(accumulate((c.slots if c.trainable else 0 for c in ranked), initial=0)),
+            max(trained, default=0),
+            max((c.slots for c in ranked), default=0),
+            max((c.slots for c in ranked if c.trainable), default=0),
+        )
+
+
+def _spread(number: int) -> int:
+    """A key by which any first ones of 0, 1, 2, ... are evenly spread: the bits in reverse."""
+    return int(f"{number:032b}"[::-1], 2)
+
+
+class PlacementCandidates:
+    """The placements of one chunk group that are worth a look, and their bytes."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        """Nothing is placed yet."""
+        layout, dtypes, budgets = spec.layout, spec.dtypes, spec.budgets
+        self._spec = spec
+        self._layout = layout
+        self._budgets = budgets
+        self._slot = spec.slot
+        self._host = budgets.host - budgets.taken_host - budgets.reserved_host
+        self._device = None if budgets.device is None else budgets.device - budgets.taken_device
+        # Frozen chunks first: on DEVICE they take a fraction of the room, and save as many fetches.
+        self._to_device = sorted(layout.chunks, key=lambda c: (c.trainable, c.slots, _spread(c.id)))
+        self._ranked_without = lru_cache(maxsize=64)(self._rank)
+        trained = [c for c in layout.chunks if c.trainable]
+        frozen = len(layout.chunks) - len(trained)
+        self._most_on_device = len(layout.chunks) if dtypes.device_updates else frozen
+        self._longest_trained = max((c.slots for c in trained), default=0)
+        numels = [s.param.numel for c in trained for s in c.slices]
+        self._largest_grad_bytes = max(numels, default=0) * dtypes.param_bytes
+        self._link_bytes = 0 if self._device is None else link_bytes(layout, dtypes)
+        self._whole_grad_slots = sum(c.slots for c in trained) if spec.reduce_at_end else None
+        self._several = layout.shard.ranks * layout.shard.replicas > 1
+
+    @property
+    def _headrooms(self) -> Sequence[Headroom]:
+        """Those that make a difference where everything is in RAM."""
+        return HEADROOMS if self._several or self._device is not None else HEADROOMS[-1:]
+
+    def in_order(self) -> Iterable[Candidate]:
+        """From what usually is the fastest to the smallest, each using what the budget leaves.
+
+        What every rank has whole stays in RAM: only shards are worth a way to the disk.
+        """
+        return (c for c in self._all_candidates() if self._allows(c.counts))
+
+    def _allows(self, counts: ChunkCounts) -> bool:
+        rest, shard = self._ranked_without(counts.device), self._layout.shard
+        return (shard.params or counts.param == len(rest.chunks)) and (
+            shard.grads or counts.grad >= rest.trained
+        )
+
+    def _all_candidates(self) -> Iterable[Candidate]:
+        policy = self._spec.policy
+        if policy in ("cpu", "auto", "cuda"):
+            for headroom in self._headrooms:
+                for device in self._device_choices(headroom):
+                    n = len(self._ranked_without(device).chunks)
+                    yield self.candidate(ChunkCounts(device, n, n, n), headroom)
+        if policy in ("nvme", "auto"):
+            for least in (1, 1), (1, 0), (0, 0):
+                for headroom in HEADROOMS:
+                    for device in self._device_choices(headroom):
+                        n = len(self._ranked_without(device).chunks)
+                        yield self._filled(device, least[0] * n, least[1] * n, headroom)
+            yield from self._with_least_ram()
+
+    def _device_choices(self, headroom: Headroom) -> Sequence[int]:
+        """The most chunks that the policy has on DEVICE, as far as there is room, and the least."""
+        everything = len(self._layout.chunks)
+        if self._spec.policy == "cuda":
+            return (everything,)
+        if self._device is None or self._spec.policy != "auto":
+            return (0,)
+
+        def device_bytes(count: int) -> int:
+            n = len(self._ranked_without(count).chunks)
+            return self.candidate(ChunkCounts(count, n, n, n), headroom).device_bytes
+
+        # With everything there no slots are needed: more chunks may take less.
+        if self._most_on_device == everything and device_bytes(everything) <= self._device:
+            return everything, 0
+        some = range(1, min(everything, self._most_on_device + 1))
+        most = bisect_right(some, self._device, key=device_bytes)
+        return (most, 0) if most else (0,)
+
+    def _with_least_ram(self) -> Iterable[Candidate]:
+        """Candidates of which one needs the least RAM of all.
+
+        RAM per kind of state grows with the chunks in it, but falls where a pool becomes needless:
+        when all trained chunks are in, or all chunks.
+        """
+        for device in self._device_choices(HEADROOMS[-1]):
+            rest = self._ranked_without(device)
+            n = len(rest.chunks)
+            optim_states = (0, rest.trained) if self._spec.policy == "auto" else (0,)
+            for in_ram in product((n, rest.trained, 0), (rest.trained, 0), optim_states):
+                yield self.candidate(ChunkCounts(device, *in_ram), HEADROOMS[-1])
+
+    def _filled(self, device: int, param: int, grad: int, headroom: Headroom) -> Candidate:
+        """At least `param` and `grad` chunks in RAM, then as many of each kind of state as fit."""
+        in_ram = [param, grad, 0]
+        for state_kind in range(3 if self._homes_optim_states else 2):
+
+            def host_bytes(count: int, state_kind: int = state_kind) -> int:
+                counts = (*in_ram[:state_kind], count, *in_ram[state_kind + 1 :])
+                return self.candidate(ChunkCounts(device, *counts), headroom).host_bytes
+
+            more = range(in_ram[state_kind] + 1, len(self._ranked_without(device).chunks) + 1)
+            in_ram[state_kind] += bisect_right(more, self._host, key=host_bytes)
+        return self._with_more_buffers(self.candidate(ChunkCounts(device, *in_ram), headroom))
+
+    @property
+    def _homes_optim_states(self) -> bool:
+        """Whether optimizer states get homes in RAM; else RAM that is left goes to buffers.
+
+        Where every step updates in the same order, buffers keep the tiles that forward waits for
+        first, which homes of whole chunks, spread over the model, do not.
+        """
+        in_buffers = self._spec.overlaps_updates and self._budgets.keep_optim_states
+        return self._spec.policy == "auto" and not in_buffers
+
+    def _with_more_buffers(self, candidate: Candidate) -> Candidate:
+        """RAM that is left keeps optimizer states between steps, in more buffers."""
+        if not candidate.buffers or not self._budgets.keep_optim_states:
+            return candidate
+        rest = self._ranked_without(candidate.counts.device)
+        streamed = rest.trained_slots[-1] - rest.trained_slots[candidate.counts.optim_state]
+        spare = (self._host - candidate.host_bytes) // candidate.buffer_bytes
+        more = max(0, min(streamed - candidate.buffers, spare))
+        return replace(
+            candidate,
+            buffers=candidate.buffers + more,
+            host_bytes=candidate.host_bytes + more * candidate.buffer_bytes,
+            pool_bytes=candidate.pool_bytes + more * candidate.buffer_bytes,
+        )
+
+    def candidate(self, counts: ChunkCounts, headroom: Headroom) -> Candidate:
+        """The pools that `counts` need, and the bytes of it all."""
+        rest, slot, shard = self._ranked_without(counts.device), self._slot, self._layout.shard
+        separate = self._device is not None
+        buffers, more_gathered, more_grad = headroom
+        param_on_disk = counts.param < len(rest.chunks)
+        trained_param_on_disk = counts.param < rest.trained
+        grad_on_disk = counts.grad < rest.trained
+        optim_state_on_disk = counts.optim_state < rest.trained
+        several = shard.ranks > 1
+        elsewhere = several and shard.params
+        averaged = self._several and self._longest_trained > 0
+        in_ram = rest.slots[counts.param] * slot.param
+        in_ram += rest.trained_slots[counts.grad] * slot.grad
+        in_ram += rest.trained_slots[counts.optim_state] * slot.optim_state
+        homed = rest.slots[-1] * slot.param + rest.trained_slots[-1] * (
+            slot.grad + slot.optim_state
+        )
+
+        gathers = param_on_disk or elsewhere or (separate and bool(rest.chunks))
+        gathered_slots = self._spec.min_gathered_slots + more_gathered if gathers else 0
+        on_the_way = param_on_disk and (several or separate)
+        shard_slots = rest.longest + more_gathered if on_the_way else 0
+        # Also shards at home on DEVICE are gathered in RAM.
+        staged = separate and elsewhere
+        staged_slots = self._ranked_without(0).longest + more_gathered if staged else 0
+        grad_slots = rest.longest_trained + more_grad if grad_on_disk else 0
+        bucket_slots = receive_slots = 0
+        if averaged:
+            receive_slots = self._longest_trained * (2 if more_grad else 1)
+            if shard.grads:
+                bucket_slots = self._whole_grad_slots or self._longest_trained + more_gathered
+        if not (trained_param_on_disk or grad_on_disk or optim_state_on_disk):
+            buffers = 0
+        buffer_bytes = slot.optim_state
+        buffer_bytes += slot.param if trained_param_on_disk else 0
+        buffer_bytes += slot.grad if grad_on_disk else 0
+
+        pools = grad_slots * slot.grad + shard_slots * slot.param + staged_slots * slot.gathered
+        pools += self._link_bytes
+        pools += (bucket_slots + receive_slots) * slot.bucket + buffers * buffer_bytes
+        if averaged and shard.replicas > 1:
+            pools += self._longest_trained * slot.bucket // shard.ranks
+        device_bytes = grad_offload_bytes = 0
+        if self._device is None:
+            pools += gathered_slots * slot.gathered
+        else:
+            everything = self._ranked_without(0)
+            device_bytes = (everything.slots[-1] - rest.slots[-1]) * slot.param
+            trained = everything.trained_slots[-1] - rest.trained_slots[-1]
+            device_bytes += trained * (slot.grad + slot.optim_state)
+            if rest.trained:
+                grad_offload_bytes = self._largest_grad_bytes * (2 if more_gathered else 1)
+            device_bytes += grad_offload_bytes + gathered_slots * slot.gathered
+            # More slots on DEVICE only save fetches: they take nothing from anything else.
+            all_slots = (everything if elsewhere else rest).slots[-1]
+            spare = (self._device - device_bytes) // slot.gathered
+            more = max(0, min(all_slots - gathered_slots, spare)) if gathers else 0
+            gathered_slots += more
+            device_bytes += more * slot.gathered
+        return Candidate(
+            counts=counts,
+            buffer_bytes=buffer_bytes,
+            gathered_slots=gathered_slots,
+            grad_slots=grad_slots,
+            buffers=buffers,
+            shard_slots=shard_slots,
+            bucket_slots=bucket_slots,
+            receive_slots=receive_slots,
+            staged_slots=staged_slots,
+            grad_offload_bytes=grad_offload_bytes,
+            pool_bytes=pools,
+            host_bytes=in_ram + pools,
+            disk_bytes=homed - in_ram,
+            device_bytes=device_bytes,
+        )
+
+    def placement(self, candidate: Candidate) -> Placement:
+        """The placement that `candidate` is, without what construction needs."""
+        counts, rest = candidate.counts, self._ranked_without(candidate.counts.device)
+
+        def homes(count: int) -> list[Tier]:
+            made = [Tier.DEVICE] * len(self._layout.chunks)
+            for rank, chunk in enumerate(rest.chunks):
+                made[chunk.id] = Tier.HOST if rank < count else Tier.DISK
+            return made
+
+        def trained_homes(count: int) -> tuple[Tier | None, ...]:
+            pairs = zip(homes(count), self._layout.chunks, strict=True)
+            return tuple(tier if chunk.trainable else None for tier, chunk in pairs)
+
+        return Placement(
+            param=tuple(homes(counts.param)),
+            grad=trained_homes(counts.grad),
+            optim_state=trained_homes(counts.optim_state),
+            longest_trained=self._longest_trained,
+            **{size.name: getattr(candidate, size.name) for size in fields(PoolSizes)},
+        )
+
+    def checked(self, made: Placement) -> Placement | None:
+        """`made` with what construction takes, if it fits the budgets."""
+        budgets = self._budgets
+        made, total = self._with_construction(made)
+        if total.host_bytes > budgets.host or total.disk_bytes > budgets.disk:
+            return None
+        if budgets.device is not None and total.device_bytes > budgets.device:
+            return None
+        gathered = budgets.taken_gathered + made.gathered_slots * self._slot.gathered
+        if budgets.gathered is not None and gathered > budgets.gathered:
+            return None
+        return made
+
+    def refusal(self) -> PlacementError:
+        """Why no candidate fits, with the smallest budgets that work."""
+        tried = [self._with_construction(self.placement(c))[1] for c in self.in_order()]
+        smallest = closest(tried, self._budgets)
+        return PlacementError(
+            words(smallest, self._spec), smallest.host_bytes, smallest.device_bytes
+        )
+
+    def _with_construction(self, made: Placement) -> tuple[Placement, Placement]:
+        """`made` with what construction takes, and together with what other chunk groups have."""
+        budgets = self._budgets
+        building = 0
+        if budgets.under_construction:
+            building = _building_bytes(
+                self._layout, self._slot, made, budgets.disk > 0, self._link_bytes
+            )
+        made = replace(made, host_bytes=max(made.host_bytes, building))
+        total = replace(
+            made,
+            host_bytes=budgets.taken_host
+            + budgets.reserved_host
+            + max(made.host_bytes, building + budgets.waiting),
+            disk_bytes=budgets.taken_disk + made.disk_bytes,
+            device_bytes=budgets.taken_device + made.device_bytes,
+        )
+        return made, total
+
+    def _rank(self, device: int) -> _Ranked:
+        return _Ranked.of(self._to_device[device:])
+
+
+def _building_bytes(
+    layout: Layout, slot: SlotBytes, made: Placement, disk: bool, link_bytes: int
+) -> int:
+    """The most RAM while chunks are made, one by one, from fp32 parameters.
+
+    Of several ranks each keeps its part of the parameters that wait; with a disk they wait there,
+    all but the largest, or, of several ranks, the part of a chunk that is being made. Pools are
+    there from the start if there are several ranks, and the `link_bytes`, gradients not yet.
+    """
+    shard = layout.shard
+    params = [[s.param.numel * CONSTRUCTION_BYTES for s in c.slices] for c in layout.chunks]
+    largest = max(map(max, params))
+    alone = shard.ranks * shard.replicas == 1
+    if disk and alone:
+        return largest
+    waiting = 0 if disk else sum(map(sum, params)) // shard.ranks
+    bytes_now = link_bytes if alone else made.pool_bytes
+    most = 0
+    for chunk, sizes in zip(layout.chunks, params, strict=True):
+        # Rounding up, and what is sent and received at a time.
+        fetched = 0 if alone else (sum(sizes) + max(sizes)) // shard.ranks + 64 * len(sizes)
+        for tier, slot_bytes in (
+            (made.param[chunk.id], slot.param),
+            (made.optim_state[chunk.id], slot.optim_state),
+        ):
+            bytes_now += chunk.slots * slot_bytes if tier is Tier.HOST else 0
+        most = max(most, bytes_now + waiting + fetched)
+        waiting -= 0 if disk else sum(sizes) // shard.ranks
+    return max(most, 0 if alone else largest)

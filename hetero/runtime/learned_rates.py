@@ -1,0 +1,150 @@
+"""Rates of a training's own transfers and updates, from what is counted anyway.
+
+So a step can be predicted, and what limits it be named, without `hetero profile`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from offload.device.backend import Backend
+from offload.profile.machine_profile import Rates
+
+_STEPS = 8  # the last ones that are looked at: a disk's speed changes within minutes
+_SKIPPED_STEPS = 1  # after each start: the first step does things that no other does
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes that were moved and updated, and the seconds for which something was."""
+
+    nvme_bytes: float = 0.0
+    nvme_s: float = 0.0
+    h2d_bytes: float = 0.0
+    h2d_s: float = 0.0
+    d2h_bytes: float = 0.0
+    d2h_s: float = 0.0
+    update_bytes: float = 0.0  # on the CPU, as UpdateKind.bytes_moved counts them
+    update_s: float = 0.0
+
+    def since(self, earlier: Counters) -> Counters:
+        """What came after `earlier`."""
+        return _by_field(lambda name: getattr(self, name) - getattr(earlier, name))
+
+
+def _by_field(value: Callable[[str], float]) -> Counters:
+    return Counters(**{field.name: value(field.name) for field in fields(Counters)})
+
+
+def counters_of(chunk_groups: Sequence[ChunkGroup], backend: Backend) -> Counters:
+    """What the chunk groups' disks, pipelines and link have counted so far."""
+    nvme_bytes = nvme_s = update_bytes = update_s = 0.0
+    for chunk_group in chunk_groups:
+        if chunk_group.disk is not None:
+            disk = chunk_group.disk.io.stats
+            nvme_bytes += disk["read_bytes"] + disk["written_bytes"]
+            nvme_s += disk["busy_s"]
+        tiles = sum(c.slots for c in chunk_group.layout.chunks if c.trainable)
+        if tiles:
+            updated = chunk_group.pipeline.stats
+            numel = chunk_group.trained_numel / chunk_group.layout.shard.ranks
+            bytes_moved = numel * chunk_group.dtypes.kind.bytes_moved
+            update_bytes += updated["tasks"] / tiles * bytes_moved
+            update_s += updated["adam_s"]
+    h2d_s, d2h_s = backend.link_busy_s
+    return Counters(
+        nvme_bytes=nvme_bytes,
+        nvme_s=nvme_s,
+        h2d_bytes=backend.h2d_bytes,
+        h2d_s=h2d_s,
+        d2h_bytes=backend.d2h_bytes,
+        d2h_s=d2h_s,
+        update_bytes=update_bytes,
+        update_s=update_s,
+    )
+
+
+class LearnedRates:
+    """Means over the last steps of a training."""
+
+    def __init__(
+        self, counters: Callable[[], Counters], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Begins now.
+
+        Args:
+            counters: what was counted so far.
+            clock: seconds.
+        """
+        self._counters = counters
+        self._clock = clock
+        self._steps: deque[tuple[Counters, float]] = deque(maxlen=_STEPS)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all: homes have moved, which counts as no step and makes counters begin anew."""
+        self._steps.clear()
+        self._to_skip = _SKIPPED_STEPS
+        self._before = self._counters(), self._clock()
+
+    def end_step(self) -> None:
+        """A step is over."""
+        counters, now_s = self._counters(), self._clock()
+        if self._to_skip:
+            self._to_skip -= 1
+        else:
+            self._steps.append((counters.since(self._before[0]), now_s - self._before[1]))
+        self._before = counters, now_s
+
+    @property
+    def steps(self) -> int:
+        """How many steps the means are of."""
+        return len(self._steps)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; 0 before there was one."""
+        return sum(seconds for _, seconds in self._steps) / max(1, self.steps)
+
+    @property
+    def per_step(self) -> Counters:
+        """Bytes and seconds of a step."""
+        count = max(1, self.steps)
+        return _by_field(lambda name: sum(getattr(step, name) for step, _ in self._steps) / count)
+
+    def rates(self, dtypes: Sequence[str], separate: bool) -> Rates | None:
+        """What predictions take in the place of a profile.
+
+        A disk has one rate, that of its reads and writes as they were mixed, queues that ran dry
+        included; updates have one for all dtypes, also on a DEVICE that is emulated.
+
+        Args:
+            dtypes: in which parameters are updated.
+            separate: whether DEVICE has memory of its own.
+
+        Returns:
+            The rates; None if nothing was updated on the CPU or nothing crossed the link, so that
+            their rates are not known.
+        """
+        seen = self.per_step
+        if not (seen.update_bytes and seen.update_s):
+            return None
+        if separate and not (seen.h2d_bytes and seen.h2d_s and seen.d2h_bytes and seen.d2h_s):
+            return None
+        update = seen.update_bytes / seen.update_s
+        nvme = seen.nvme_bytes / seen.nvme_s if seen.nvme_bytes and seen.nvme_s else None
+        return Rates(
+            name="this training's own rates",
+            dram_bytes_per_s=update,
+            nvme_read_bytes_per_s=nvme,
+            nvme_write_bytes_per_s=nvme,
+            nvme_mixed_bytes_per_s=nvme,
+            h2d_bytes_per_s=seen.h2d_bytes / seen.h2d_s if separate else None,
+            d2h_bytes_per_s=seen.d2h_bytes / seen.d2h_s if separate else None,
+            update_bytes_per_s=dict.fromkeys(dtypes, update),
+            device_update_bytes_per_s=dict.fromkeys(dtypes, update) if separate else None,
+        )

@@ -1,0 +1,124 @@
+"""hetero/planning/candidates: ranks, devices, buffers and the smallest budgets."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+
+from hetero.planning.candidates import place, smallest_budgets
+from hetero.planning.placement import (
+    STREAMING_BUFFERS,
+    Budgets,
+    PlacementError,
+    SlotBytes,
+)
+from hetero.planning.step_cost import CostModel
+from offload.memory.tiers import Tier
+from tests.support.training.planning import (
+    AMPLE,
+    BF16,
+    SLOT,
+    layout_of,
+    make_problem,
+    make_spec,
+    placed_problems,
+    separate_profile,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(placed_problems(policies=("cpu", "nvme", "auto", "cuda")))
+def test_a_placement_fits_and_names_every_chunk_once(placed_problem):
+    spec, problem = placed_problem
+    separate = problem.profile.separate
+    if spec.policy == "cuda":
+        assume(separate)
+    try:
+        p = place(spec)
+    except PlacementError:
+        return
+    budgets, slot, layout = spec.budgets, spec.slot, spec.layout
+    assert p.host_bytes <= budgets.host
+    assert p.disk_bytes <= budgets.disk
+    homed = dict.fromkeys(Tier, 0)
+    for chunk in layout.chunks:
+        homes = {p.param[chunk.id], p.grad[chunk.id], p.optim_state[chunk.id]} - {None}
+        # With one kind of state on DEVICE all are, or it could not be updated there.
+        assert Tier.DEVICE not in homes or homes == {Tier.DEVICE}
+        assert (p.optim_state[chunk.id] is None) is (not chunk.trainable)
+        for tier, nbytes in (
+            (p.param[chunk.id], slot.param),
+            (p.grad[chunk.id], slot.grad),
+            (p.optim_state[chunk.id], slot.optim_state),
+        ):
+            if tier is not None:
+                homed[tier] += chunk.slots * nbytes
+    assert p.disk_bytes == homed[Tier.DISK]
+    if separate:
+        assert p.device_bytes <= budgets.device
+        pools = p.gathered_slots * slot.gathered + p.grad_offload_bytes
+        assert p.device_bytes == homed[Tier.DEVICE] + pools
+        elsewhere = layout.shard.ranks > 1 and layout.shard.params
+        gathers = elsewhere or any(tier is not Tier.DEVICE for tier in p.param)
+        assert (p.gathered_slots >= spec.min_gathered_slots) is gathers
+        assert (p.shard_slots > 0) is (Tier.DISK in p.param)
+    else:
+        assert homed[Tier.DEVICE] == p.device_bytes == 0
+
+
+def test_where_updates_overlap_buffers_keep_the_optimizer_states_that_forward_waits_for():
+    """A large first chunk: homes of whole chunks would be given to the smaller ones."""
+    layout = layout_of(12 * SLOT, *[SLOT] * 36)
+    each = SlotBytes.of(layout, BF16)
+    host = layout.slot_count * (each.param + each.grad) + 17 * each.optim_state
+    for overlaps in (False, True):
+        made = place(make_spec(layout, Budgets(host, AMPLE), overlaps_updates=overlaps))
+        assert (made.buffers - STREAMING_BUFFERS >= 12) is overlaps
+        assert (Tier.HOST in made.optim_state) is not overlaps
+        # Without a budget that the user gave no buffers grow, so homes are all that keeps states.
+        given = Budgets(host, AMPLE, keep_optim_states=False)
+        made = place(make_spec(layout, given, overlaps_updates=overlaps))
+        assert Tier.HOST in made.optim_state
+
+
+def test_all_is_on_the_device_where_it_fits():
+    layout = layout_of(*[SLOT] * 6)
+    budgets = Budgets(AMPLE, AMPLE, device=AMPLE, under_construction=False)
+    made = place(make_spec(layout, budgets))
+    assert set(made.optim_state) == {Tier.DEVICE}
+    assert made.gathered_slots == made.grad_offload_bytes == 0
+    cost = CostModel(make_problem(layout, separate_profile())).cost(made)
+    assert cost.traffic.h2d == cost.traffic.d2h == 0
+
+
+@pytest.mark.parametrize("policy", ["cpu", "nvme", "auto"])
+def test_a_device_that_is_too_small_is_refused_to_the_byte(policy):
+    layout = layout_of(*[SLOT] * 6)
+    ample = Budgets(AMPLE, AMPLE, device=AMPLE)
+    _, device = smallest_budgets(make_spec(layout, ample, policy))
+    assert device == SlotBytes.of(layout, BF16).gathered + SLOT * 2
+    place(make_spec(layout, replace(ample, device=device), policy))
+    with pytest.raises(PlacementError, match=rf"device_memory .* \({device} bytes\)"):
+        place(make_spec(layout, replace(ample, device=device - 1), policy))
+
+
+@settings(max_examples=200, deadline=None)
+@given(placed_problems())
+def test_the_smallest_budgets_are_true_to_the_byte(placed_problem):
+    spec, _ = placed_problem
+    assume(spec.budgets.disk in (0, AMPLE))
+    ample = replace(spec.budgets, host=AMPLE)
+    if ample.device is not None:
+        ample = replace(ample, device=AMPLE)
+    if spec.policy == "nvme" and not ample.disk:
+        return
+    host, device = smallest_budgets(spec.within(ample))
+    place(spec.within(replace(ample, host=host)))
+    if host:
+        with pytest.raises(PlacementError):
+            place(spec.within(replace(ample, host=host - 1)))
+    if device:
+        with pytest.raises(PlacementError):
+            place(spec.within(replace(ample, device=device - 1)))
+    if device is not None:
+        place(spec.within(replace(ample, device=device)))
