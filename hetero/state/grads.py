@@ -184,7 +184,7 @@ class Grads:
             if self.has_arrived(self._layout.chunks[chunk_id]):
                 del self._complete[chunk_id]
                 assert self._cache is not None
-                if self._cache.holds(chunk_id) and not self._cache.is_pinned(chunk_id):
+                if self._cache.holds(chunk_id) and not self._cache.is_locked(chunk_id):
                     self._cache.write_back(chunk_id)
 
     def _wait(self, managed: ManagedParam) -> None:
@@ -316,7 +316,7 @@ class Grads:
             return Location(self._homes.address(chunk, tile))
         assert self._cache is not None
         if self._cache.holds(chunk.id):
-            self._cache.page_lock(chunk.id)
+            self._cache.lock(chunk.id)
             return Location(self._cache.address(chunk.id) + tile * self._tile_bytes)
         extent = self._extents[chunk.id]
         return Location(file_offset=extent.offset + tile * self._tile_bytes)
@@ -326,4 +326,4 @@ class Grads:
         if self._cache is not None and chunk not in self._homes:
             self._arrived.pop(chunk.id, None)
             self._complete.pop(chunk.id, None)
-            self._cache.unpin(chunk.id)
+            self._cache.unlock(chunk.id)
