@@ -36,10 +36,10 @@ from hetero.state.slot_arenas import Pools
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend, Updater
-from offload.device.fetching import Fetching
+from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.device.home_copy import HomeCopier
-from offload.device.staging import SharedCache
+from offload.device.shared_cache import SharedCache
 from offload.disk.backing import Backing, Extent, FileBacking
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -159,12 +159,13 @@ class _ChunkGroupBuilder:
         )
         buffers = self._make_link_buffers()
         grad_offload = self._make_grad_offload(buffers)
-        grad_cache = self._file_cache(pools.grads, file_map.grad, UseOrder())
         grads = Grads(
             self._layout,
             self._dtypes,
             homes.grad,
-            grad_cache,
+            lambda before_write: self._file_cache(
+                pools.grads, file_map.grad, UseOrder(), before_write=before_write
+            ),
             file_map.grad,
             grad_offload if self._world.everyone is None else None,
             updater,
@@ -228,7 +229,7 @@ class _ChunkGroupBuilder:
             grads=grads,
             optim_states=optim_states,
             caches=[*copies.caches, shared_shards],
-            grad_cache=grad_cache,
+            grad_cache=grads.cache,
             gathered_cache=copies.limited,
             pipeline_users=[optim_states, stepper],
             buckets=None if ranks is None else ranks.buckets,
@@ -329,10 +330,10 @@ class _ChunkGroupBuilder:
     ) -> SlotCache:
         """Copies of this rank's shards that are on DISK."""
         arena = pools.gathered if pools.read_in_place else pools.shards
-        cache = self._file_cache(arena, file_map.param, order)
         chunks = self._layout.chunks
-        cache.before_read = lambda chunk: stepper.wait_written(chunks[chunk])
-        return cache
+        return self._file_cache(
+            arena, file_map.param, order, lambda chunk: stepper.wait_written(chunks[chunk])
+        )
 
     def _make_server(
         self, versions: Versions, shards: ParamShards, optim_states: OptimStates
@@ -380,24 +381,27 @@ class _ChunkGroupBuilder:
         if gathering is not None:
             in_ram = SharedCache(self._cache(pools.staged, gathering, order), dtype)
             drops, caches = (in_ram.drop,), (in_ram,)
-        fetching = Fetching(
+        fetches = FetchQueue(
             pools.gathered,
             self._backend,
             HostSource(self._layout, homes, in_ram),
             {c.id: c.slots for c in self._layout.chunks},
             {c.id: c.used_numel * self._dtypes.param_bytes for c in self._layout.chunks},
         )
-        self._resources.callback(fetching.close)
-        cache = self._cache(pools.gathered, fetching, order)
-        return _Copies(cache, (cache.drop, fetching.settle, *drops), (cache, fetching, *caches))
+        self._resources.callback(fetches.close)
+        cache = self._cache(pools.gathered, fetches, order)
+        return _Copies(cache, (cache.drop, fetches.settle, *drops), (cache, fetches, *caches))
 
     def _file_cache(
         self,
         arena: HostArena,
         extents: dict[int, Extent],
         order: UseOrder,
+        before_read: Callable[[int], object] | None = None,
+        before_write: Callable[[int], object] | None = None,
     ) -> SlotCache:
-        return self._cache(arena, FileBacking(arena, self._file, extents), order)
+        backing = FileBacking(arena, self._file, extents, before_read, before_write)
+        return self._cache(arena, backing, order)
 
     def _cache(
         self, arena: HostArena, backing: Backing, order: UseOrder, limit: int | None = None

@@ -40,9 +40,9 @@ from hetero.setup.added_params import Later
 from hetero.state.managed_param import ManagedParam, can_train
 from offload import _native
 from offload.device.backend import Backend
-from offload.device.waiter import PREFIX, in_background
 from offload.errors import ClosedError, HeteroError, NonFiniteError, UnmanagedParameterError
 from offload.memory.ledger import Ledger
+from offload.memory.operation import THREAD_PREFIX, in_background
 
 
 class Removable(Protocol):
@@ -611,7 +611,7 @@ class Engine:
         """The model is gone, or the program ends."""
         # The garbage collector runs in any thread, also in one for whose end _free() waits.
         if in_background():
-            threading.Thread(target=self._free, name=f"{PREFIX}closing").start()
+            threading.Thread(target=self._free, name=f"{THREAD_PREFIX}closing").start()
         else:
             self._free()
 

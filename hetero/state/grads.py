@@ -38,12 +38,15 @@ class Grads:
         layout: Layout,
         dtypes: Dtypes,
         homes: Homes,
-        cache: SlotCache | None,
+        make_cache: Callable[[Callable[[int], object]], SlotCache] | None,
         extents: dict[int, Extent],
         grad_offload: GradOffload | None = None,
         updater: Updater | None = None,
     ) -> None:
-        """`drain` is there if gradients come from a DEVICE that is not RAM, one rank's.
+        """`make_cache` makes the slots of DISK-homed chunks, if there are any; it gets what is
+        called with a chunk before its gradient leaves them.
+
+        `drain` is there if gradients come from a DEVICE that is not RAM, one rank's.
 
         `updater` sums the squares of what is at home there, if the CPU cannot.
         """
@@ -52,7 +55,6 @@ class Grads:
         self._tile_bytes = layout.tile_numel * dtypes.grad_bytes
         self._dtypes = dtypes
         self._homes = homes
-        self._cache = cache
         self._extents = extents
         self._members: dict[int, list[ManagedParam]] = {}
         self._grad_offload = grad_offload
@@ -65,8 +67,13 @@ class Grads:
         self.free_one: Callable[[], bool] | None = None
         # Called before a chunk's gradient is changed: waits for the update that still uses it.
         self.before_change: Callable[[Chunk], object] = _nothing
-        if cache is not None:
-            cache.before_write = self._before_write
+        self._cache = None if make_cache is None else make_cache(self._before_write)
+
+    @property
+    def cache(self) -> SlotCache:
+        """The slots of DISK-homed chunks."""
+        assert self._cache is not None
+        return self._cache
 
     @property
     def wait_s(self) -> float:

@@ -13,14 +13,11 @@ import torch
 
 from offload.cache.slot_table import SlotTable
 from offload.cache.use_order import UseOrder
-from offload.disk.backing import Backing, Operation
+from offload.disk.backing import Backing
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
+from offload.memory.operation import Operation
 from offload.memory.sizes import format_bytes
-
-
-def _nothing(chunk: int) -> None:
-    pass
 
 
 def _never(chunk: int) -> bool:
@@ -78,10 +75,6 @@ class SlotCache:
         self._runs = runs
         self._order = order
         self._name_of = name_of
-        # Called with the chunk: before its bytes are read, until the file has the latest; and
-        # before dirty bytes leave its slots.
-        self.before_read: Callable[[int], object] = _nothing
-        self.before_write: Callable[[int], object] = _nothing
         self._entries: dict[int, _Entry] = {}
         self.wait_s = 0.0  # for transfers that were to be done by now
 
@@ -98,9 +91,9 @@ class SlotCache:
         """Where the chunk's copy begins; it must be held."""
         return self._arena.address(self._table.slot_of(chunk))
 
-    def tensor(self, chunk: int, dtype: torch.dtype) -> torch.Tensor:
-        """A pinned flat tensor over the chunk's copy; it must be held."""
-        return self._arena.view(self._table.slot_of(chunk), self._runs[chunk], dtype, pinned=True)
+    def tensor(self, chunk: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        """A flat tensor over the chunk's copy, which must be held; `pinned`: it is a pin."""
+        return self._arena.view(self._table.slot_of(chunk), self._runs[chunk], dtype, pinned)
 
     def has_room(self, chunk: int) -> bool:
         """Whether get() finds room now."""
@@ -161,7 +154,6 @@ class SlotCache:
         """Starts writing the chunk if it is dirty."""
         entry = self._entries[chunk]
         if entry.state is SlotState.DIRTY:
-            self.before_write(chunk)
             entry.state = SlotState.WRITING
             try:
                 entry.op = self._backing.write(chunk, self._table.slot_of(chunk))
@@ -241,7 +233,6 @@ class SlotCache:
             self._start_read(chunk, self._room_for(chunk))
 
     def _start_read(self, chunk: int, slot: int) -> None:
-        self.before_read(chunk)
         entry = self._hold(chunk, slot, SlotState.READING)
         try:
             entry.op = self._backing.read(chunk, slot)

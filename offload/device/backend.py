@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from offload._native import Hyper, Link, LinkOp, UpdateKind
-from offload.disk.backing import Operation
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
+from offload.memory.operation import Operation
 from offload.memory.tiers import Account, Tier
 
 Direction = Literal["h2d", "d2h"]

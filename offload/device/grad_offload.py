@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from offload.device.backend import Backend
-from offload.disk.backing import Operation
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
+from offload.memory.operation import Operation
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 

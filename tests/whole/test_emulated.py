@@ -22,6 +22,7 @@ from offload._native import NativeLinkError
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import EmulatedBackend
 from offload.errors import BudgetError, HeteroError
+from offload.memory.operation import Operation
 from offload.memory.tiers import Account, Tier
 from tests.support.ranks import rank_training
 from tests.support.ranks.processes import RankPool
@@ -119,7 +120,7 @@ def test_fp32_gradients_accumulate_in_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("policy", ["cpu", "auto"])
 def test_bytes_over_the_link_are_those_of_misses_and_gradients(
-    tmp_path: Path, policy: str, accumulate: int
+    tmp_path: Path, policy: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = emulated(tmp_path, {"placement_policy": policy}, dtype="bf16")
     options["device_memory"] = SMALL if policy == "cpu" else "1200KiB"
@@ -129,7 +130,14 @@ def test_bytes_over_the_link_are_those_of_misses_and_gradients(
     assert (len(away) < len(engine.layout.chunks)) == (policy == "auto")
     numel = sum(s.param.numel for c in away for s in c.slices)
     missed: list[int] = []
-    device_cache(engine).before_read = missed.append
+    backing = device_cache(engine)._backing
+    read = backing.read
+
+    def counted(chunk: int, slot: int) -> Operation:
+        missed.append(chunk)
+        return read(chunk, slot)
+
+    monkeypatch.setattr(backing, "read", counted)
     for step in range(3):
         before = engine.traffic
         missed.clear()

@@ -246,10 +246,10 @@ class TestFailures:
         def fail(chunk):
             raise OSError("the optimizer's write failed")
 
-        setattr(r.cache, hook, fail)
+        setattr(r, hook, fail)
         with pytest.raises(OSError, match="optimizer's write"):
             r.got(1)
-        setattr(r.cache, hook, lambda chunk: None)
+        setattr(r, hook, lambda chunk: None)
         assert not r.cache.holds(1)
         assert (r.got(0) == 5).all()
         assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))

@@ -28,7 +28,7 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(SLOTS, RUNS)
         self.cache = self.rig.cache
-        self.rig.cache.before_write = self.before_write
+        self.rig.before_write = self.before_write
         # Collecting takes as long as all else together; test_cache.py has a test about it.
         cache_module.gc = SimpleNamespace(collect=lambda: 0)
         # The truth per chunk, in the file and now; None: it cannot be known.
