@@ -17,7 +17,7 @@ import torch
 
 from offload._native import UpdateKind
 from offload.device.cuda_runtime import CudaRuntime, Event, Runtime
-from offload.device.device_arena import DeviceArena, PageLockedArena
+from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
 from offload.device.device_updater import DeviceUpdater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -29,9 +29,20 @@ from offload.memory.tiers import Account
 DEFAULT_SHARE = 0.7
 
 
+_LEAST_CUDA = 12  # its run-time compiler is the first one that knows C++20
+
+
 def cuda_available() -> bool:
-    """Whether torch sees a CUDA device."""
-    return torch.cuda.is_available() and torch.version.cuda is not None
+    """Whether torch sees a CUDA device and was built for CUDA 12 or later.
+
+    The kernels of updates on the device are C++20, which NVRTC compiles from CUDA 12 on.
+    """
+    version = torch.version.cuda
+    return (
+        torch.cuda.is_available()
+        and version is not None
+        and int(version.split(".")[0]) >= _LEAST_CUDA
+    )
 
 
 def default_device_bytes() -> int:
@@ -78,6 +89,7 @@ class CudaBackend:
 
     def mark(self) -> Event:
         """The moment when all is done that the caller's stream was given so far."""
+        check_not_capturing(self.runtime)
         return self.runtime.record(self.runtime.current_stream())
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> _Copy:
@@ -177,6 +189,11 @@ class CudaBackend:
                 copy.wait()
         for under_way in self._under_way:
             under_way.clear()
+        if self._updaters:
+            with suppress(RuntimeError):
+                self.runtime.synchronize_all()  # until no kernel is running
+        for updater in self._updaters.values():
+            updater.close()
         self._updaters.clear()
 
 

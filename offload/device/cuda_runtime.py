@@ -31,6 +31,9 @@ class Runtime(Protocol):
     def current_stream(self) -> Stream:
         """Where this thread gives the device its work."""
 
+    def capturing(self) -> bool:
+        """Whether what this thread gives the current stream is captured in a CUDA graph."""
+
     def record(self, stream: Stream) -> Event:
         """The moment when all that `stream` was given so far is done."""
 
@@ -90,6 +93,10 @@ class CudaRuntime:
     def current_stream(self) -> Stream:
         """As Runtime."""
         return torch.cuda.current_stream(self.device)
+
+    def capturing(self) -> bool:
+        """As Runtime."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def record(self, stream: Stream) -> Event:
         """As Runtime."""

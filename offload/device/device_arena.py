@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload._native import Arena
-from offload.errors import BudgetError
+from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
@@ -22,6 +22,19 @@ from offload.memory.tiers import Account, Tier
 
 if TYPE_CHECKING:
     from offload.device.cuda_runtime import Event, Runtime, Stream
+
+
+def check_not_capturing(runtime: Runtime) -> None:
+    """Raises HeteroError if work is captured in a CUDA graph now.
+
+    Parameters are gathered, and gradients kept, by hooks, which do not run when a graph is
+    replayed: it would compute with whatever is in the slots then.
+    """
+    if runtime.capturing():
+        raise HeteroError(
+            "a CUDA graph is being captured, but hetero moves parameters and gradients in hooks, "
+            "which a replayed graph does not run; call the model outside of the capture"
+        )
 
 
 class DeviceArena(HostArena):
@@ -45,6 +58,11 @@ class DeviceArena(HostArena):
         try:
             block = self._runtime.empty(nbytes)
             self._committed = [True] * self.slots
+            # The allocator orders new uses of memory after old ones in the current stream alone;
+            # copies are in another one.
+            allocated = self._runtime.record(self._runtime.current_stream())
+            with self._lock:
+                self._over = {slot: [allocated] for slot in range(self.slots)}
             return Arena.over(block.data_ptr(), nbytes, *self._runtime.dlpack_device, block)
         except RuntimeError as error:
             self._committed = [False] * self.slots
@@ -65,12 +83,13 @@ class DeviceArena(HostArena):
         """As HostArena. Work that is given to the device with a pinned view follows its copy."""
         if not pinned:
             return super().view(slot, run, dtype)
+        check_not_capturing(self._runtime)
         with self._lock:
             self._note_over()  # of others, before more is given after them
             stream = self._runtime.current_stream()
-            written = self._written.get(slot)
-            if written is not None:
-                self._runtime.wait(stream, written[1])
+            for first, (length, event) in self._written.items():
+                if first < slot + run and slot < first + length:
+                    self._runtime.wait(stream, event)
             view = super().view(slot, run, dtype, pinned)
             _, streams = self._used.get(slot, (0, {}))
             self._used[slot] = run, {**streams, stream: None}

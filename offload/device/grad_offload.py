@@ -21,6 +21,9 @@ from offload.memory.tiers import Account, Tier
 
 BUFFERS = 2  # in RAM: one receives a tile while the one before it is added
 _MOST_BUFFER_BYTES = 4 << 20
+# Elements that torch copies or adds in the calling thread. More would start a team of threads for
+# this one, on the same cores as compute's.
+_SERIAL_NUMEL = 1 << 14
 
 
 def buffer_bytes(largest_bytes: int) -> int:
@@ -216,10 +219,14 @@ class GradOffload:
                 tile.op.wait()
             if tile.into is not None and item.error is None:
                 assert tile.buffer is not None
-                if item.add:
-                    tile.into.add_(tile.buffer)
-                else:
-                    tile.into.copy_(tile.buffer)
+                parts = zip(
+                    tile.into.split(_SERIAL_NUMEL), tile.buffer.split(_SERIAL_NUMEL), strict=True
+                )
+                for into, part in parts:
+                    if item.add:
+                        into.add_(part)
+                    else:
+                        into.copy_(part)
         except BaseException as error:
             item.error = item.error or error
         tile.op = tile.into = tile.buffer = None  # who waits may count on the place being free
