@@ -219,14 +219,7 @@ class GradOffload:
                 tile.op.wait()
             if tile.into is not None and item.error is None:
                 assert tile.buffer is not None
-                parts = zip(
-                    tile.into.split(_SERIAL_NUMEL), tile.buffer.split(_SERIAL_NUMEL), strict=True
-                )
-                for into, part in parts:
-                    if item.add:
-                        into.add_(part)
-                    else:
-                        into.copy_(part)
+                _store(tile.into, tile.buffer, item.add)
         except BaseException as error:
             item.error = item.error or error
         tile.op = tile.into = tile.buffer = None  # who waits may count on the place being free
@@ -262,3 +255,14 @@ class GradOffload:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+
+def _store(into: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+    """Copies or adds values of perhaps another dtype, in the calling thread."""
+    # (A function of its own: its variables are pins, which end before anybody is told.)
+    parts = zip(into.split(_SERIAL_NUMEL), values.split(_SERIAL_NUMEL), strict=True)
+    for to, part in parts:
+        if add:
+            to.add_(part)
+        else:
+            to.copy_(part)
