@@ -390,7 +390,9 @@ class _ChunkGroupBuilder:
         )
         self._resources.callback(fetches.close)
         cache = self._cache(pools.gathered, fetches, order)
-        return _Copies(cache, (cache.drop, fetches.settle, *drops), (cache, fetches, *caches))
+        return _Copies(
+            cache, (cache.drop, fetches.wait_home_read, *drops), (cache, fetches, *caches)
+        )
 
     def _file_cache(
         self,

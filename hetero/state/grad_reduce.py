@@ -433,13 +433,13 @@ class Buckets:
                 if m in bucket.filled and m.has_grad:
                     self._grad_offload.wait(m, m.name)
                 else:  # also one that was cleared: it must not arrive in what is sent
-                    self._grad_offload.settle(m)
+                    self._grad_offload.wait_ended(m)
 
     def _settle_drained(self, bucket: _Bucket) -> None:
         """Until nothing is on its way to the bucket, whether it arrives or not."""
         if self._grad_offload is not None:
             for m in bucket.filled:
-                self._grad_offload.settle(m)
+                self._grad_offload.wait_ended(m)
 
     def _parts(
         self, peers: Peers | None, flat: torch.Tensor | None, received: torch.Tensor

@@ -291,7 +291,7 @@ class Grads:
             chunk = members[0].chunk
             if self._grad_offload is not None:
                 for m in members:
-                    self._grad_offload.settle(m)
+                    self._grad_offload.wait_ended(m)
             if self._cache is not None and self._cache.holds(chunk.id):
                 self._complete.pop(chunk.id, None)
                 if any(m.has_grad for m in members):

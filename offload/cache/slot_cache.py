@@ -100,7 +100,7 @@ class SlotCache:
         return chunk in self._entries or self._slots_for(chunk) is not None
 
     def no_room(self, chunk: int) -> BudgetError:
-        """What is to be said if pins leave no room for the chunk."""
+        """The error that says that pins leave no room for the chunk, with numbers."""
         run = self._runs[chunk]
         pinned = self._table.pinned_slots()
         slot_bytes = self._arena.slot_bytes
@@ -123,7 +123,8 @@ class SlotCache:
     def start(self, chunk: int) -> Operation | None:
         """Starts reading the chunk, as get() does; None if its bytes are present.
 
-        Who waits for the operation calls note_done(). Until then the bytes are not to be used.
+        The caller waits for the operation and then calls note_done(); before that the bytes must
+        not be used.
         """
         self._bring(chunk)
         entry = self._entries[chunk]
@@ -133,20 +134,20 @@ class SlotCache:
         """`op`, which start() gave, was waited for; a chunk that could not be read is not held."""
         entry = self._entries.get(chunk)
         if entry is not None and entry.op is op:
-            with contextlib.suppress(Exception):  # who waited has it
+            with contextlib.suppress(Exception):  # the caller that waited has it
                 self._settle(chunk)
 
     def create(self, chunk: int) -> None:
-        """Gives the chunk slots with undefined bytes, which the caller will fill (see dirty())."""
+        """Allocates slots for the chunk; the caller fills them and calls dirty()."""
         entry = self._entries.get(chunk)
         if entry is not None and entry.state is not SlotState.READING:
             self._settle(chunk)
         else:
-            self.drop(chunk)  # a read that is under way: its bytes are not wanted any more
+            self.drop(chunk)  # and cancels a read that is under way
             self._hold(chunk, self._room_for(chunk), SlotState.DIRTY)
 
     def dirty(self, chunk: int) -> None:
-        """The caller changes the chunk's bytes: they are written before its slots are reused."""
+        """Notes that the caller changes the bytes: they are written before the slots are reused."""
         self._settle(chunk)
         self._entries[chunk].state = SlotState.DIRTY
 
@@ -182,7 +183,7 @@ class SlotCache:
     def prefetch(self, depth: int, leave_out: Callable[[int], bool] = _never) -> None:
         """Starts reading the next `depth` chunks expected, into room that is not needed sooner.
 
-        Not those that are to be left out.
+        Chunks for which `leave_out` returns True are not read.
         """
         for chunk in self._order.upcoming(depth):
             if chunk not in self._entries and chunk in self._runs and not leave_out(chunk):
@@ -215,7 +216,7 @@ class SlotCache:
                 self._settle(chunk)
 
     def close(self) -> None:
-        """Waits for transfers under way; failures do not matter any more, nor do reads."""
+        """Cancels reads, waits for all transfers under way and ignores their failures."""
         for entry in self._entries.values():
             if entry.op is not None and entry.state is SlotState.READING:
                 entry.op.cancel()

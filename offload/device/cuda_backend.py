@@ -1,8 +1,8 @@
 """Computes on a GPU.
 
-Compute is given to whatever stream is current, as torch does; copies to the device and from it have
-a stream each. The streams wait for each other's events, and the host for none of them, except that
-RAM which a copy reads or fills is waited for before it has another use.
+Compute runs in the current stream, as in torch; copies to the device and copies from it have a
+stream each. The streams wait for each other's events. The host waits only for copies that read or
+fill RAM, before that RAM has another use.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account
 
-# Of the memory that is free, for model state, if the user does not say: the rest is for what
-# compute takes beside it.
+# The share of the free memory that is for model state, if the user does not say; the rest is for
+# activations, gradients and temporaries.
 DEFAULT_SHARE = 0.7
 
 
@@ -75,7 +75,7 @@ class CudaBackend:
         self.runtime.reset_peak()
 
     def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
-        """Memory of the device, taken at once. Raises BudgetError if it has no room."""
+        """Memory of the device, allocated at once. Raises BudgetError if it has no room."""
         made = DeviceArena(self.runtime, slots, slot_bytes, ledger, account)
         with self._lock:
             self._arenas.add(made)
@@ -84,11 +84,11 @@ class CudaBackend:
     def host_arena(
         self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> HostArena:
-        """RAM that copies come from and go to: pinned."""
+        """Page-locked RAM, for copies between it and the device."""
         return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
 
-    def mark(self) -> Event:
-        """The moment when all is done that the caller's stream was given so far."""
+    def record_event(self) -> Event:
+        """The event after all work that the current stream was given so far."""
         check_not_capturing(self.runtime)
         return self.runtime.record(self.runtime.current_stream())
 
@@ -106,9 +106,9 @@ class CudaBackend:
         return copy
 
     def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Event = None) -> _Copy:
-        """Starts copying from the device to RAM, after `after`: by default, what is given now."""
+        """Starts copying from the device to RAM after the event `after`: by default, one of now."""
         _check(to, source)
-        after = self.mark() if after is None else after
+        after = self.record_event() if after is None else after
         with self._lock:
             copy = self._start("d2h", to, source, [after])
             self.d2h_bytes += to.nbytes
@@ -144,8 +144,8 @@ class CudaBackend:
             self._updaters[key] = DeviceUpdater(self.runtime, kind, tile_numel)
         return self._updaters[key]
 
-    def settle(self) -> None:
-        """Until the device has done all that it was given. What that met who uses it next meets."""
+    def synchronize(self) -> None:
+        """Until the device has done all its work. Its next use raises the errors of that work."""
         with suppress(RuntimeError):
             self.runtime.synchronize_all()
         with self._lock:
@@ -160,8 +160,9 @@ class CudaBackend:
     def beside_bytes(self) -> int:
         """The most that was taken on the device beside our arenas, since reset_beside().
 
-        Other tensors (activations, gradients on their way, temporaries), what torch's allocator has
-        reserved and no tensor uses, the context and the libraries, other processes.
+        These are other tensors (activations, gradients on their way, temporaries), memory that
+        torch's allocator has reserved and no tensor uses, the context and libraries, and other
+        processes.
         """
         most = self.runtime.torch_bytes()[2]
         with self._lock:
@@ -170,11 +171,11 @@ class CudaBackend:
         return max(0, self._taken_by_others() + most - ours)
 
     def reset_beside(self) -> None:
-        """Begins to measure anew."""
+        """Restarts the measurement of beside_bytes()."""
         self.runtime.reset_peak()
 
     def trim(self) -> None:
-        """What torch's allocator has reserved and no tensor uses is free again."""
+        """Frees memory that torch's allocator has reserved and no tensor uses."""
         self.runtime.empty_cache()
 
     def _taken_by_others(self) -> int:
@@ -217,7 +218,7 @@ class _Copy:
         self._tensors: tuple[torch.Tensor, ...] = (to, source)
 
     def done(self) -> bool:
-        """Whether it has come to its end, good or bad."""
+        """Whether it is done or has failed."""
         try:
             done = self._runtime.done(self.event)
         except RuntimeError:
@@ -236,7 +237,7 @@ class _Copy:
             self._tensors = ()
 
     def cancel(self) -> None:
-        """What the device was given it does."""
+        """Nothing: the device cannot be told to leave out a copy."""
 
 
 def _check(to: torch.Tensor, source: torch.Tensor) -> None:

@@ -223,9 +223,9 @@ class FetchQueue:
         if fetch.error is not None:
             raise fetch.error
 
-    def settle(self, chunk: int) -> None:
+    def wait_home_read(self, chunk: int) -> None:
         """Until nothing reads the chunk's home in RAM, which is about to change."""
-        # Whether the copy failed is met by who uses the device.
+        # A copy that failed is an error of the device, which its next use raises.
         wait_quietly(self._from_home.pop(chunk, None))
 
     def clear(self) -> None:
@@ -238,7 +238,7 @@ class FetchQueue:
                 self._changed.wait()
             self._last_into.clear()
         for chunk in list(self._from_home):
-            self.settle(chunk)
+            self.wait_home_read(chunk)
 
     def refit(self) -> None:
         """The slots were resized while nothing was under way: nothing is known of them here."""

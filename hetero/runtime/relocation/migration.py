@@ -104,7 +104,7 @@ class Migration:
         if chunk_group.buckets is not None:
             chunk_group.buckets.let_go()
         if chunk_group.link is not None:
-            chunk_group.link.backend.settle()
+            chunk_group.link.backend.synchronize()
 
     @property
     def _link(self) -> Link:

@@ -62,7 +62,7 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
             runtime.give(runtime.compute, lambda a=alias, e=expected: use(a, e))
             if chance.random() < 0.3:
                 into = torch.zeros(SLOT, dtype=torch.uint8)
-                backend.grad_offload(into, alias, backend.mark())
+                backend.grad_offload(into, alias, backend.record_event())
                 drained.append((into, expected))
                 # What is drained is kept until it is there; so the slot stays pinned in truth.
                 runtime.wait(runtime.compute, runtime.record(backend._draining))
