@@ -236,7 +236,8 @@ class Config:
         if self.backend == "cuda" and not cuda_available():
             raise ValueError(
                 "backend='cuda' needs a CUDA device, and torch sees none (a build of torch without "
-                "CUDA, no driver, or CUDA_VISIBLE_DEVICES); use 'auto', which then is 'cpu'"
+                "CUDA or for one before CUDA 12, no driver, or CUDA_VISIBLE_DEVICES); use 'auto', "
+                "which then is 'cpu'"
             )
         if self.backend == "emulated":
             if self.device_memory is None:

@@ -44,10 +44,10 @@ from hetero.state.slot_arenas import SlotArenas
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend
-from offload.device.fetching import Fetching
+from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.device.home_copy import HomeCopier
-from offload.device.staging import SharedCache
+from offload.device.shared_cache import SharedCache
 from offload.disk.backing import Backing, FileBacking
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -156,7 +156,9 @@ class _ChunkGroupBuilder:
             self._layout,
             self._dtypes,
             homes[StateKind.GRAD],
-            self._file_cache(memory, arenas.grads, StateKind.GRAD, UseOrder()),
+            lambda before_write: self._file_cache(
+                memory, arenas.grads, StateKind.GRAD, UseOrder(), before_write=before_write
+            ),
             extents[StateKind.GRAD],
             updates,
             grad_offload if self._world.everyone is None else None,
@@ -237,9 +239,14 @@ class _ChunkGroupBuilder:
         homes, arenas = memory.homes[StateKind.PARAM], memory.arenas
         order, versions = UseOrder(), Versions(len(self._layout.chunks))
         arena = arenas.gathered if arenas.read_in_place else arenas.shards
-        shard_cache = self._file_cache(memory, arena, StateKind.PARAM, order)
         chunks = self._layout.chunks
-        shard_cache.before_read = lambda chunk: updates.wait_written(chunks[chunk])
+        shard_cache = self._file_cache(
+            memory,
+            arena,
+            StateKind.PARAM,
+            order,
+            before_read=lambda chunk: updates.wait_written(chunks[chunk]),
+        )
         # Shards on their way to ranks may take all the room for a while.
         patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
         shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
@@ -300,16 +307,17 @@ class _ChunkGroupBuilder:
             if gathering is not None:
                 in_ram = SharedCache(self._cache(arenas.staged, gathering, order), dtype)
                 caches, drops = (in_ram,), (in_ram.drop,)
-            fetching = Fetching(
+            fetches = FetchQueue(
                 arenas.gathered,
                 self._backend,
                 HostSource(self._layout, homes, in_ram),
                 {c.id: c.slots for c in self._layout.chunks},
                 {c.id: c.used_numel * self._dtypes.param_bytes for c in self._layout.chunks},
             )
-            self._resources.callback(fetching.close)
-            cache = self._cache(arenas.gathered, fetching, order)
-            caches, drops = (cache, fetching, *caches), (cache.drop, fetching.settle, *drops)
+            self._resources.callback(fetches.close)
+            cache = self._cache(arenas.gathered, fetches, order)
+            caches = (cache, fetches, *caches)
+            drops = (cache.drop, fetches.wait_home_read, *drops)
         return ParamCopies(
             arena=arenas.gathered,
             cache=cache,
@@ -321,9 +329,17 @@ class _ChunkGroupBuilder:
         )
 
     def _file_cache(
-        self, memory: StateMemory, arena: HostArena, state_kind: StateKind, order: UseOrder
+        self,
+        memory: StateMemory,
+        arena: HostArena,
+        state_kind: StateKind,
+        order: UseOrder,
+        before_read: Callable[[int], object] | None = None,
+        before_write: Callable[[int], object] | None = None,
     ) -> SlotCache:
-        backing = FileBacking(arena, memory.file, memory.extents[state_kind])
+        backing = FileBacking(
+            arena, memory.file, memory.extents[state_kind], before_read, before_write
+        )
         return self._cache(arena, backing, order)
 
     def _cache(

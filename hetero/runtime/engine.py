@@ -39,8 +39,8 @@ from hetero.runtime.update_schedule import UpdateSchedule
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train
 from offload import _native
-from offload.device.waiter import PREFIX, in_background
 from offload.errors import ClosedError, HeteroError, UnmanagedParameterError
+from offload.memory.operation import THREAD_PREFIX, in_background
 
 
 class Removable(Protocol):
@@ -501,7 +501,7 @@ class Engine:
         """Frees everything when the model is gone, or the program ends."""
         # The garbage collector runs in any thread, also in one for whose end _free() waits.
         if in_background():
-            threading.Thread(target=self._free, name=f"{PREFIX}closing").start()
+            threading.Thread(target=self._free, name=f"{THREAD_PREFIX}closing").start()
         else:
             self._free()
 

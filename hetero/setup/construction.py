@@ -55,11 +55,12 @@ class ConstructionArena:
                 Tier.DEVICE: self.device_bytes or config.budget(Tier.DEVICE),
                 Tier.HOST: self.host_bytes,
                 Tier.DISK: self.disk_bytes,
-            }
+            },
+            # Weak, here and in what params refer to: an arena that is not used any more frees its
+            # file at once, not when the garbage collector comes.
+            _weakly(self._relieve),
         )
-        # Weak, here and in what params refer to: a stage that nobody wants any more frees its file
-        # at once, not when the garbage collector comes.
-        self.ledger.relieve = _weakly(self._relieve)
+        self._ended = False  # nothing moves to disk any more
         self._charged: dict[int, int] = {}  # id(param) -> bytes; the order is that of eviction
         self._params: dict[int, weakref.ref[torch.nn.Parameter]] = {}
         # id(param) -> (offset, bytes) in the file, kept while the parameter is here: what is
@@ -124,7 +125,7 @@ class ConstructionArena:
 
     def _relieve(self, tier: Tier, nbytes: int) -> None:
         has_file = self.config.nvme_path is not None
-        if tier is not Tier.HOST or not (has_file or self.world.shard):
+        if self._ended or tier is not Tier.HOST or not (has_file or self.world.shard):
             return
         before = self.ledger.used(tier, Account.INIT)
         for key in list(self._charged):
@@ -333,7 +334,7 @@ class ConstructionArena:
 
     def restore(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Brings all back in and lets them go, as if they had not been adopted."""
-        self.ledger.relieve = None
+        self._ended = True
         for param in params:
             key = id(param)
             if key in self._away:
@@ -343,7 +344,7 @@ class ConstructionArena:
 
     def close(self) -> None:
         """Frees the scratch file."""
-        self.ledger.relieve = None
+        self._ended = True
         trim_heap()
         if self._file is not None:
             self._file.close()

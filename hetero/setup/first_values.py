@@ -41,21 +41,20 @@ def fill(chunk_group: ChunkGroup, source: Source) -> None:
 def _fill_chunk(
     chunk_group: ChunkGroup, chunk: Chunk, members: Sequence[ManagedParam], source: Source
 ) -> None:
-    # A function of its own so that the pin on one chunk ends before the next is made.
     layout = chunk_group.layout
     source.prepare(members, layout)
-    flat = chunk_group.params.fill(chunk)
     numel = layout.tile_numel
-    for tile in range(chunk.slots):
-        into = flat[tile * numel : (tile + 1) * numel]
-        with chunk_group.optim_states.open(chunk, tile, write=True, fresh=True) as optim_state:
-            for m in members:
-                for part in parts_of(m, layout):
-                    if part.tile == tile:
-                        _fill_part(m, part, into, chunk_group, optim_state, source)
-    for m in members:
-        source.done(m)
-    chunk_group.params.filled(chunk)
+    with chunk_group.params.fill(chunk) as flat:
+        for tile in range(chunk.slots):
+            into = flat[tile * numel : (tile + 1) * numel]
+            with chunk_group.optim_states.open(chunk, tile, write=True, fresh=True) as optim_state:
+                for m in members:
+                    for part in parts_of(m, layout):
+                        if part.tile == tile:
+                            _fill_part(m, part, into, chunk_group, optim_state, source)
+        for m in members:
+            source.done(m)
+        chunk_group.params.filled(chunk)
 
 
 def _fill_part(

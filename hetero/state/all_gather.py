@@ -12,8 +12,8 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.messages import Reply
 from hetero.ranks.shard_server import RequestKind, ShardServer
 from hetero.state.param_shards import ParamShards
-from offload.disk.backing import Operation
 from offload.memory.arena import HostArena
+from offload.memory.operation import Operation
 
 
 class Gather:

@@ -452,14 +452,14 @@ class GradReducer:
             for m in members:
                 if m in bucket.filled and m.has_grad:
                     self._grad_offload.wait(m, m.name)
-                else:
-                    self._grad_offload.settle(m)
+                else:  # also one that was cleared: it must not arrive in what is sent
+                    self._grad_offload.wait_ended(m)
 
     def _wait_offloaded(self, members: Iterable[ManagedParam]) -> None:
         """Returns when no gradient of `members` is on its way, whether it has arrived or not."""
         if self._grad_offload is not None:
             for m in members:
-                self._grad_offload.settle(m)
+                self._grad_offload.wait_ended(m)
 
     def _finish(self, chunk: Chunk) -> None:
         """Returns when the chunk is not being averaged."""

@@ -35,13 +35,16 @@ class Grads:
         layout: Layout,
         dtypes: Dtypes,
         homes: Homes,
-        cache: SlotCache | None,
+        make_cache: Callable[[Callable[[int], object]], SlotCache] | None,
         extents: dict[int, Extent],
         updates: ChunkUpdates,
         grad_offload: GradOffload | None = None,
         updater: Updater | None = None,
     ) -> None:
-        """`drain` is there if gradients come from a DEVICE that is not RAM, one rank's.
+        """`make_cache` makes the slots of DISK-homed chunks, if there are any; it gets what is
+        called with a chunk before its gradient leaves them.
+
+        `drain` is there if gradients come from a DEVICE that is not RAM, one rank's.
 
         `updater` sums the squares of what is at home there, if the CPU cannot.
         """
@@ -50,7 +53,6 @@ class Grads:
         self._tile_bytes = layout.tile_numel * dtypes.grad_bytes
         self._dtypes = dtypes
         self._homes = homes
-        self._cache = cache
         self._extents = extents
         self._updates = updates
         self._members: dict[int, list[ManagedParam]] = {}
@@ -59,10 +61,15 @@ class Grads:
         # Ids of those that have all of them, or will when the drain is done: to be written.
         self._complete: dict[int, None] = {}
         self._sums: dict[ManagedParam, float] = {}
-        # Chunks whose slots are pinned for an update that reads the gradient there, by id.
+        # Chunks whose slots are locked for an update that reads the gradient there, by id.
         self._in_update: dict[int, Chunk] = {}
-        if cache is not None:
-            cache.before_write = self._before_write
+        self._cache = None if make_cache is None else make_cache(self._before_write)
+
+    @property
+    def cache(self) -> SlotCache:
+        """The slots of DISK-homed chunks."""
+        assert self._cache is not None
+        return self._cache
 
     @property
     def wait_s(self) -> float:
@@ -100,7 +107,7 @@ class Grads:
     def _unpin(self, chunk: Chunk) -> None:
         if chunk.id in self._in_update:
             assert self._cache is not None
-            self._cache.unpin(chunk.id)
+            self._cache.unlock(chunk.id)
             del self._in_update[chunk.id]
 
     def has_arrived(self, chunk: Chunk) -> bool:
@@ -213,7 +220,7 @@ class Grads:
             if self.has_arrived(self._layout.chunks[chunk_id]):
                 del self._complete[chunk_id]
                 assert self._cache is not None
-                if self._cache.holds(chunk_id) and not self._cache.is_pinned(chunk_id):
+                if self._cache.holds(chunk_id) and not self._cache.is_locked(chunk_id):
                     self._cache.write_back(chunk_id)
 
     def _wait(self, managed: ManagedParam) -> None:
@@ -314,7 +321,7 @@ class Grads:
             chunk = members[0].chunk
             if self._grad_offload is not None:
                 for m in members:
-                    self._grad_offload.settle(m)
+                    self._grad_offload.wait_ended(m)
             if self._cache is not None and self._cache.holds(chunk.id):
                 self._complete.pop(chunk.id, None)
                 if any(m.has_grad for m in members):
@@ -356,7 +363,7 @@ class Grads:
         self._arrived.pop(chunk.id, None)
         self._complete.pop(chunk.id, None)
         if self._cache.holds(chunk.id):
-            self._cache.page_lock(chunk.id)
+            self._cache.lock(chunk.id)
             self._in_update[chunk.id] = chunk
             return Location(self._cache.address(chunk.id) + tile * self._tile_bytes)
         extent = self._extents[chunk.id]

@@ -6,7 +6,7 @@ import torch
 
 from hetero.chunks.layout import Layout
 from hetero.state.homes import Homes
-from offload.device.staging import SharedCache, Staged
+from offload.device.shared_cache import HostCopy, SharedCache
 
 
 class HostSource:
@@ -23,7 +23,7 @@ class HostSource:
         found = self._layout.chunks[chunk]
         return self._homes.flat(found) if self._homes.whole and found in self._homes else None
 
-    def start(self, chunk: int) -> Staged | None:
+    def start(self, chunk: int) -> HostCopy | None:
         """Starts bringing another chunk to a slot; None if there is no room now."""
         assert self._slots is not None
         return self._slots.start(chunk)

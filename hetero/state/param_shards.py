@@ -10,7 +10,7 @@ import torch
 from hetero.chunks.layout import Chunk
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.homes import Homes
-from offload.device.staging import SharedCache
+from offload.device.shared_cache import SharedCache
 
 
 class ParamShards:
@@ -36,14 +36,19 @@ class ParamShards:
             yield self._homes.shard(chunk)
             return
         assert self._slots is not None
-        yield self._slots.get(chunk.id)
+        with self._slots.open(chunk.id) as shard:
+            yield shard
 
-    def fill(self, chunk: Chunk) -> torch.Tensor:
-        """Flat memory for new values of the whole shard; call filled() when they are there."""
+    @contextmanager
+    def fill(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """Flat memory for new values of the whole shard; call filled() in the block when they are
+        there. Raises BudgetError if there is no room."""
         if chunk in self._homes:
-            return self._homes.shard(chunk)
+            yield self._homes.shard(chunk)
+            return
         assert self._slots is not None
-        return self._slots.create(chunk.id)
+        with self._slots.fill(chunk.id) as shard:
+            yield shard
 
     def filled(self, chunk: Chunk) -> None:
         """The values that fill() or open() gave were changed; returns when they are home."""

@@ -204,8 +204,10 @@ class Params:
                     if not used.params:
                         del self._used[managed.chunk.id]
 
-    def fill(self, chunk: Chunk) -> torch.Tensor:
-        """Flat memory for the first values of this rank's shard; call filled() when they are there.
+    def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
+        """Flat memory, in the block, for the first values of this rank's shard.
+
+        Call filled() in the block when they are there.
 
         All ranks must do so.
         """

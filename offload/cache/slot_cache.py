@@ -1,4 +1,4 @@
-"""Slots that hold copies of chunks whose kind of state is homed elsewhere."""
+"""Copies of chunks in the slots of an arena, and which of them are given up for others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.cache.use_order import NEVER, UseOrder
-from offload.disk.backing import Backing, Operation
+from offload.cache.slot_table import SlotTable
+from offload.cache.use_order import UseOrder
+from offload.disk.backing import Backing
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
+from offload.memory.operation import Operation
 from offload.memory.sizes import format_bytes
-
-
-def _nothing(chunk: int) -> None:
-    pass
 
 
 def _never(chunk: int) -> bool:
@@ -37,18 +35,24 @@ class SlotState(enum.Enum):
 
 @dataclass
 class _Entry:
-    slot: int
     state: SlotState
+    # The transfer that the state speaks of; None for one that KeyboardInterrupt came between: it
+    # ended when its last reference went, but nobody knows how.
     op: Operation | None = None
-    page_locked: bool = False
-    unwanted: bool = False  # dropped, but Ctrl-C came while its read was waited for
+    locked: bool = False
+    unwanted: bool = False  # dropped, but KeyboardInterrupt came while its read was waited for
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether KeyboardInterrupt left it with bytes that nobody will say are there."""
+        return self.unwanted or (self.state is SlotState.READING and self.op is None)
 
 
 class SlotCache:
     """Keeps copies of chunks in the slots of an arena; the farthest next use is given up first.
 
-    A slot is taken from a chunk only when nothing pins it. Large chunks look for room from the
-    low end, single slots from the high end, so that long runs stay possible.
+    A slot is taken from a chunk only when nothing pins it (see SlotTable). An entry is made before
+    its transfer is started, so that no exception leaves a transfer into slots without an owner.
     """
 
     def __init__(
@@ -66,16 +70,12 @@ class SlotCache:
         """
         self._limit = self._least = arena.slots if limit is None else limit
         self._arena = arena
+        self._table = SlotTable(arena, runs, order)
         self._backing = backing
         self._runs = runs
         self._order = order
         self._name_of = name_of
-        # Called with the chunk: before its bytes are read, until the file has the latest; and
-        # before dirty bytes leave its slots.
-        self.before_read: Callable[[int], object] = _nothing
-        self.before_write: Callable[[int], object] = _nothing
         self._entries: dict[int, _Entry] = {}
-        self._run_at: dict[int, int] = {}  # slot -> length of the run that was last taken there
         self.wait_s = 0.0  # for transfers that were to be done by now
 
     def holds(self, chunk: int) -> bool:
@@ -89,22 +89,20 @@ class SlotCache:
 
     def address(self, chunk: int) -> int:
         """Where the chunk's copy begins; it must be held."""
-        return self._arena.address(self._entries[chunk].slot)
+        return self._arena.address(self._table.slot_of(chunk))
 
-    def tensor(self, chunk: int, dtype: torch.dtype) -> torch.Tensor:
-        """A pinned flat tensor over the chunk's copy; it must be held."""
-        return self._arena.view(self._entries[chunk].slot, self._runs[chunk], dtype, pinned=True)
+    def tensor(self, chunk: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        """A flat tensor over the chunk's copy, which must be held; `pinned`: it is a pin."""
+        return self._arena.view(self._table.slot_of(chunk), self._runs[chunk], dtype, pinned)
 
     def has_room(self, chunk: int) -> bool:
         """Whether get() finds room now."""
-        return chunk in self._entries or (
-            self._best_window(self._runs[chunk], chunk, demand=True) is not None
-        )
+        return chunk in self._entries or self._slots_for(chunk) is not None
 
     def no_room(self, chunk: int) -> BudgetError:
-        """What is to be said if pins leave no room for the chunk."""
+        """The error that says that pins leave no room for the chunk, with numbers."""
         run = self._runs[chunk]
-        pinned = sum(self._pinned_slots())
+        pinned = self._table.pinned_slots()
         slot_bytes = self._arena.slot_bytes
         budget = f"{self._arena.tier.value}_memory"
         return BudgetError(
@@ -125,7 +123,8 @@ class SlotCache:
     def start(self, chunk: int) -> Operation | None:
         """Starts reading the chunk, as get() does; None if its bytes are present.
 
-        Who waits for the operation calls note_done(). Until then the bytes are not to be used.
+        The caller waits for the operation and then calls note_done(); before that the bytes must
+        not be used.
         """
         self._bring(chunk)
         entry = self._entries[chunk]
@@ -135,20 +134,20 @@ class SlotCache:
         """`op`, which start() gave, was waited for; a chunk that could not be read is not held."""
         entry = self._entries.get(chunk)
         if entry is not None and entry.op is op:
-            with contextlib.suppress(Exception):  # who waited has it
+            with contextlib.suppress(Exception):  # the caller that waited has it
                 self._settle(chunk)
 
     def create(self, chunk: int) -> None:
-        """Gives the chunk slots with undefined bytes, which the caller will fill (see dirty())."""
+        """Allocates slots for the chunk; the caller fills them and calls dirty()."""
         entry = self._entries.get(chunk)
         if entry is not None and entry.state is not SlotState.READING:
             self._settle(chunk)
         else:
-            self.drop(chunk)  # a read that is under way: its bytes are not wanted any more
-            self._entries[chunk] = _Entry(self._room_for(chunk), SlotState.DIRTY)
+            self.drop(chunk)  # and cancels a read that is under way
+            self._hold(chunk, self._room_for(chunk), SlotState.DIRTY)
 
     def dirty(self, chunk: int) -> None:
-        """The caller changes the chunk's bytes: they are written before its slots are reused."""
+        """Notes that the caller changes the bytes: they are written before the slots are reused."""
         self._settle(chunk)
         self._entries[chunk].state = SlotState.DIRTY
 
@@ -156,22 +155,25 @@ class SlotCache:
         """Starts writing the chunk if it is dirty."""
         entry = self._entries[chunk]
         if entry.state is SlotState.DIRTY:
-            self.before_write(chunk)
-            entry.op = self._backing.write(chunk, entry.slot)
             entry.state = SlotState.WRITING
+            try:
+                entry.op = self._backing.write(chunk, self._table.slot_of(chunk))
+            finally:
+                if entry.op is None:  # it was not started, or has ended as its handle was lost
+                    entry.state = SlotState.DIRTY
 
-    def page_lock(self, chunk: int) -> None:
-        """Keeps the chunk's slots until unpin() or drop(), whatever else is needed."""
-        self._entries[chunk].page_locked = True
+    def lock(self, chunk: int) -> None:
+        """Keeps the chunk's slots until unlock() or drop(), whatever else is needed."""
+        self._entries[chunk].locked = True
 
-    def is_pinned(self, chunk: int) -> bool:
-        """Whether the chunk, which must be held, is pinned."""
-        return self._entries[chunk].page_locked
+    def is_locked(self, chunk: int) -> bool:
+        """Whether the chunk, which must be held, is locked."""
+        return self._entries[chunk].locked
 
-    def unpin(self, chunk: int) -> None:
-        """Undoes pin(), if the chunk is held."""
+    def unlock(self, chunk: int) -> None:
+        """Undoes lock(), if the chunk is held."""
         if chunk in self._entries:
-            self._entries[chunk].page_locked = False
+            self._entries[chunk].locked = False
 
     def drop(self, chunk: int) -> None:
         """Forgets the chunk's copy; its slots are reused once nothing pins them."""
@@ -181,15 +183,14 @@ class SlotCache:
     def prefetch(self, depth: int, leave_out: Callable[[int], bool] = _never) -> None:
         """Starts reading the next `depth` chunks expected, into room that is not needed sooner.
 
-        Not those that are to be left out.
+        Chunks for which `leave_out` returns True are not read.
         """
         for chunk in self._order.upcoming(depth):
             if chunk not in self._entries and chunk in self._runs and not leave_out(chunk):
-                run = self._runs[chunk]
-                slot = self._best_window(run, chunk, demand=False)
+                slot = self._slots_until(chunk)
                 if slot is None:
                     return
-                self._start_read(chunk, self._take(slot, run))
+                self._start_read(chunk, self._take(slot, self._runs[chunk]))
 
     def clear(self) -> None:
         """Forgets all copies; those that home does not have are written first.
@@ -203,19 +204,19 @@ class SlotCache:
     def refit(self, limit: int | None = None) -> None:
         """The arena was resized while no copy was held; `limit` as at first."""
         assert not self._entries
-        self._run_at.clear()
+        self._table.clear()
         self._limit = self._least = self._arena.slots if limit is None else limit
 
     def settle(self) -> None:
         """Waits for all transfers under way. Raises what one met."""
         for chunk, entry in list(self._entries.items()):
-            if entry.unwanted:
+            if entry.is_abandoned:
                 self._forget(chunk)
             else:
                 self._settle(chunk)
 
     def close(self) -> None:
-        """Waits for transfers under way; failures do not matter any more, nor do reads."""
+        """Cancels reads, waits for all transfers under way and ignores their failures."""
         for entry in self._entries.values():
             if entry.op is not None and entry.state is SlotState.READING:
                 entry.op.cancel()
@@ -224,17 +225,30 @@ class SlotCache:
                 with contextlib.suppress(Exception):
                     entry.op.wait()
         self._entries.clear()
+        self._table.clear()
 
     def _bring(self, chunk: int) -> None:
-        if chunk in self._entries and self._entries[chunk].unwanted:
+        if chunk in self._entries and self._entries[chunk].is_abandoned:
             self._forget(chunk)
         if chunk not in self._entries:
             self._start_read(chunk, self._room_for(chunk))
 
     def _start_read(self, chunk: int, slot: int) -> None:
-        self.before_read(chunk)
-        op = self._backing.read(chunk, slot)
-        self._entries[chunk] = _Entry(slot, SlotState.READING, op)
+        entry = self._hold(chunk, slot, SlotState.READING)
+        try:
+            entry.op = self._backing.read(chunk, slot)
+        except Exception:
+            self._release(chunk)
+            raise
+
+    def _hold(self, chunk: int, slot: int, state: SlotState) -> _Entry:
+        self._table.add(chunk, slot)
+        entry = self._entries[chunk] = _Entry(state)
+        return entry
+
+    def _release(self, chunk: int) -> None:
+        del self._entries[chunk]
+        self._table.remove(chunk)
 
     def _settle(self, chunk: int) -> None:
         entry = self._entries[chunk]
@@ -245,7 +259,7 @@ class SlotCache:
             entry.op.wait()
         except Exception:
             if entry.state is SlotState.READING:
-                del self._entries[chunk]
+                self._release(chunk)
             else:  # the bytes are still only here
                 entry.state, entry.op = SlotState.DIRTY, None
             raise
@@ -254,27 +268,28 @@ class SlotCache:
 
     def _forget(self, chunk: int) -> None:
         entry = self._entries[chunk]
-        if entry.state is SlotState.READING:
-            assert entry.op is not None
+        if entry.state is not SlotState.READING:
+            self._settle(chunk)
+        elif entry.op is not None:
             entry.op.cancel()  # nobody wants the bytes
             entry.unwanted = True
             with contextlib.suppress(Exception):
                 entry.op.wait()
-        else:
-            self._settle(chunk)
-        del self._entries[chunk]
+        self._release(chunk)
 
     def _room_for(self, chunk: int) -> int:
         """First slot of an emptied run for `chunk`. Raises BudgetError if pins leave none."""
         run = self._runs[chunk]
-        slot = self._best_window(run, chunk, demand=True)
+        slot = self._slots_for(chunk)
         if slot is None:
             gc.collect()  # pins may hang in reference cycles, of an exception's frames say
-            slot = self._best_window(run, chunk, demand=True)
+            slot = self._slots_for(chunk)
         limit = self._limit
         while slot is None and self._limit < self._arena.slots:
             self._limit += 1
-            slot = self._best_window(run, chunk, demand=True)
+            last = range(max(0, self._limit - run), self._limit)  # no others can have become free
+            if len(last) == run and not any(map(self._is_taken, last)):
+                slot = last.start
         if slot is None:
             raise self.no_room(chunk)
         try:
@@ -285,55 +300,37 @@ class SlotCache:
 
     def shrink(self) -> None:
         """Gives up slots past the limit, from the end on, up to one that is pinned."""
-        pinned = self._pinned_slots()
-        while self._limit > self._least and not pinned[self._limit - 1]:
+        while self._limit > self._least and not self._table.is_pinned(self._limit - 1):
             self._limit -= 1
-            for other in self._overlapping(self._limit, 1):
+            for other in self._table.owners(self._limit, 1):
                 self.write_back(other)
                 self._forget(other)
             self._arena.decommit(self._limit, 1)
 
     def _take(self, slot: int, run: int) -> int:
-        for other in self._overlapping(slot, run):
+        for other in self._table.owners(slot, run):
             self.write_back(other)
             self._forget(other)
         self._arena.commit(slot, run)
-        self._run_at[slot] = run
         return slot
 
-    def _best_window(self, run: int, chunk: int, demand: bool) -> int | None:
-        """First slot of the window that costs least to empty: its soonest next use is farthest."""
-        pinned = self._pinned_slots()
-        best: tuple[int, int] | None = None
-        found: int | None = None
-        firsts = range(self._limit - run + 1)
-        for first in reversed(firsts) if run == 1 else firsts:
-            if any(pinned[first : first + run]):
-                continue
-            owners = self._overlapping(first, run)
-            entries = [self._entries[owner] for owner in owners]
-            if any(entry.page_locked for entry in entries):
-                continue
-            soonest = min(map(self._order.next_use, owners), default=NEVER)
-            if not demand and (
-                any(entry.state is not SlotState.CLEAN for entry in entries)
-                or soonest <= self._order.next_use(chunk)
-            ):
-                continue
-            if best is None or (soonest, -len(owners)) > best:
-                best, found = (soonest, -len(owners)), first
-        return found
+    def _slots_for(self, chunk: int) -> int | None:
+        """The slots that the chunk should take now, whatever they hold."""
+        return self._table.best_slots(
+            self._runs[chunk], self._limit, lambda other: not self._entries[other].locked
+        )
 
-    def _pinned_slots(self) -> list[bool]:
-        pinned = [False] * self._arena.slots
-        for slot, run in self._run_at.items():
-            if self._arena.pins[slot]:
-                pinned[slot : slot + run] = [True] * run
-        return pinned
+    def _slots_until(self, chunk: int) -> int | None:
+        """Slots that the chunk may take before it is used, because nothing in them is sooner."""
 
-    def _overlapping(self, slot: int, run: int) -> list[int]:
-        return [
-            other
-            for other, entry in self._entries.items()
-            if entry.slot < slot + run and slot < entry.slot + self._runs[other]
-        ]
+        def may_evict(other: int) -> bool:
+            entry = self._entries[other]
+            return entry.state is SlotState.CLEAN and not entry.locked
+
+        next_use = self._order.next_use_number(chunk)
+        return self._table.best_slots(self._runs[chunk], self._limit, may_evict, next_use)
+
+    def _is_taken(self, slot: int) -> bool:
+        """Whether the slot cannot be had: a tensor pins it, or its chunk is locked."""
+        owners = self._table.owners(slot, 1)
+        return self._table.is_pinned(slot) or any(self._entries[o].locked for o in owners)

@@ -10,10 +10,13 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-NEVER = 1 << 62  # the next use of what will not be used
+NEVER = 1 << 62  # the next use of a slot that holds nothing
+UNKNOWN = 1 << 61  # the next use of a chunk that the expected step does not use
+
 _MOST_USES = 1 << 14  # of one step; more are taken for several, as of inference that has no steps
 _ENOUGH_TIMES = 4
 _MOST_SEQUENCES = 4  # known at once; following one costs about a microsecond a use
+_MOST_PASSED = 256  # uses that one use may skip before all next uses are looked up again
 
 
 class _Sequence:
@@ -23,6 +26,7 @@ class _Sequence:
         self.uses = tuple(uses)
         self.times_seen = times_seen
         self.followed = 0  # uses that came as expected, less those that did not
+        self.passed = 0  # uses that lie behind the step at hand, made or skipped, in all rounds
         self._position = 0  # the next use expected
         self._at: dict[int, list[int]] = {}  # chunk -> positions, ascending
         for position, chunk in enumerate(self.uses):
@@ -31,11 +35,16 @@ class _Sequence:
     def rewind(self) -> None:
         self._position = self.followed = 0
 
-    def note(self, chunk: int) -> None:
+    def note(self, chunk: int) -> range:
+        """Follows a use. Returns the positions that are passed by it, modulo the uses."""
         distance = self.distance(chunk)
         self.followed += 1 if distance == 0 else -1
-        if distance is not None:
-            self._position = (self._position + distance + 1) % len(self.uses)
+        if distance is None:
+            return range(0)
+        passed = range(self._position, self._position + distance + 1)
+        self._position = passed.stop % len(self.uses)
+        self.passed += len(passed)
+        return passed
 
     def distance(self, chunk: int) -> int | None:
         positions = self._at.get(chunk)
@@ -47,14 +56,12 @@ class _Sequence:
         return positions[0] + len(self.uses) - self._position
 
     def upcoming(self, count: int) -> list[int]:
-        found: list[int] = []
-        for step in range(len(self.uses)):
-            chunk = self.uses[(self._position + step) % len(self.uses)]
-            if chunk not in found:
-                found.append(chunk)
-                if len(found) in (count, len(self._at)):
-                    break
-        return found
+        found: dict[int, None] = {}
+        step = 0
+        while len(found) < min(count, len(self._at)):
+            found[self.uses[(self._position + step) % len(self.uses)]] = None
+            step += 1
+        return list(found)
 
 
 class UseOrder:
@@ -67,6 +74,8 @@ class UseOrder:
         self._known: list[_Sequence] = []  # the last seen first
         self._best: _Sequence | None = None
         self._recording: list[int] = []
+        self._generation = 0  # of next uses: in another one all of them may be different
+        self._moved: list[int] = []  # chunks whose next use has changed within the generation
         self._in_place: frozenset[int] = frozenset()  # chunks that are not gathered
 
     def note(self, chunk: int) -> None:
@@ -77,9 +86,25 @@ class UseOrder:
             self.end_step()
         self._recording.append(chunk)
         for sequence in self._known:
-            sequence.note(chunk)
+            passed = sequence.note(chunk)
+            if sequence is self._best:
+                self._note_moved(sequence, passed)
         if len(self._known) > 1:
+            best = self._best
             self._choose()
+            if self._best is not best:
+                self._begin_generation()
+
+    def _note_moved(self, sequence: _Sequence, passed: range) -> None:
+        if len(passed) > _MOST_PASSED or len(self._moved) > _MOST_USES:
+            self._begin_generation()
+        else:
+            uses = sequence.uses
+            self._moved += [uses[position % len(uses)] for position in passed]
+
+    def _begin_generation(self) -> None:
+        self._generation += 1
+        self._moved = []
 
     def end_step(self) -> None:
         """A step is over: the next one is expected to do the same, or what an earlier one did.
@@ -93,6 +118,7 @@ class UseOrder:
         for sequence in self._known:
             sequence.rewind()
         self._choose()
+        self._begin_generation()
 
     def use_in_place(self, chunks: Collection[int]) -> None:
         """These, and no others, are never gathered from now on: nothing expects them any more."""
@@ -101,6 +127,7 @@ class UseOrder:
         for sequence in reversed(known):
             self._learn(sequence.uses, sequence.times_seen)
         self._choose()
+        self._begin_generation()
 
     def _learn(self, uses: tuple[int, ...], times_seen: int = 1) -> None:
         if self._in_place:
@@ -128,6 +155,27 @@ class UseOrder:
             return 1
         distance = self._best.distance(chunk)
         return len(self._best.uses) + 1 if distance is None else distance
+
+    def next_use_number(self, chunk: int) -> int:
+        """The number of the chunk's next use, counted from the beginning of the generation.
+
+        It stays the same until the use is made or skipped (see moved()). UNKNOWN if none is
+        expected; larger than the number of every use that is.
+        """
+        if self._best is None:
+            return UNKNOWN
+        distance = self._best.distance(chunk)
+        return UNKNOWN if distance is None else self._best.passed + distance
+
+    def moved(self) -> tuple[int, Sequence[int]]:
+        """What has changed in next_use_number(), for who keeps its results.
+
+        Returns:
+            The number of the generation, and the chunks whose next use has changed since it began,
+            in the order of these changes; a chunk may be there several times. The list only grows
+            until another generation begins, in which all next uses may be different.
+        """
+        return self._generation, self._moved
 
     def upcoming(self, count: int) -> list[int]:
         """The next `count` different chunks expected, nearest first."""

@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from offload._native import Hyper, Link, LinkOp, UpdateKind
-from offload.disk.backing import Operation
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
+from offload.memory.operation import Operation
 from offload.memory.tiers import Account, Tier
 
 Direction = Literal["h2d", "d2h"]
@@ -34,11 +34,12 @@ class DeviceTask:
 
 
 class Updater(Protocol):
-    """Does on the device what the CPU's kernels cannot, with the same bits. It waits for nothing:
-    what the caller gives to the device afterwards comes after it."""
+    """Updates state whose home is on the device, with the bits of the CPU's kernels.
+
+    It does not wait for the device: work that the caller gives to it afterwards comes after it."""
 
     def prepare(self) -> None:
-        """Does what takes long and is done but once. Raises HeteroError if it cannot work."""
+        """Compiles the kernels, unless that was done. Raises HeteroError if that fails."""
 
     def update(self, tasks: Sequence[DeviceTask], hypers: Sequence[Hyper]) -> None:
         """Starts all updates."""
@@ -62,7 +63,7 @@ class Updater(Protocol):
         carrier: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        """As _native.join_master(), likewise."""
+        """As _native.join_master(), of flat tensors on the device."""
 
 
 class Backend(Protocol):
@@ -87,15 +88,17 @@ class Backend(Protocol):
         """Seconds for which something was copied to DEVICE, and to HOST; 0 where nobody counts."""
 
     def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
-        """Memory where compute happens, charged to its tier slot by slot."""
+        """An arena where compute happens; its slots are charged to the tier of that memory."""
 
     def host_arena(
         self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> HostArena:
-        """RAM that is copied to the device, or from it."""
+        """An arena in RAM that copies to the device and from it are fast with."""
 
-    def mark(self) -> Any:
-        """The moment when all is done that the caller has given to the device so far."""
+    def record_event(self) -> Any:
+        """An event that comes when the device has done all that the caller has given to it so far.
+
+        None if that is done when the caller's call returns."""
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Operation:
         """Starts copying `source`, in RAM, to `to`, on the device: flat, of the same bytes.
@@ -104,35 +107,38 @@ class Backend(Protocol):
         """
 
     def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
-        """Starts copying `source`, on the device, to `to`, in RAM, likewise.
+        """Starts copying `source`, on the device, to `to`, in RAM; otherwise as fetch().
 
-        `after` is when `source` is computed, as mark() gave it; by default: what is given by now.
+        `after` is the event after which `source` is computed, of record_event(); by default, an
+        event that is recorded now.
         """
 
     def updater(self, kind: UpdateKind, tile_numel: int) -> Updater | None:
-        """What updates homes on DEVICE, of tiles of `piece_numel`; None: the CPU can."""
+        """The updater of homes on DEVICE, of tiles of `tile_numel` elements; None: the CPU's."""
 
-    def settle(self) -> None:
-        """Until the device has done all that it was given, by whomever."""
+    def synchronize(self) -> None:
+        """Until the device has done all work that any thread gave to it."""
 
     def device_bytes(self) -> int | None:
-        """All that the device has; None: nothing says."""
+        """Bytes of memory of the device, used or not; None if that is not known."""
 
     def beside_bytes(self) -> int:
-        """The most that was taken on the device beside arenas, since reset_beside(); 0: no idea."""
+        """The most memory of the device that was used beside arenas since reset_beside().
+
+        0 if that is not known."""
 
     def reset_beside(self) -> None:
-        """Begins to measure anew."""
+        """Restarts the measurement of beside_bytes()."""
 
     def trim(self) -> None:
-        """What libraries keep of the device's memory, and do not use, is free again."""
+        """Frees the device's memory that libraries keep and do not use."""
 
     def close(self) -> None:
         """Abandons copies under way; idempotent."""
 
 
 class _OnTheCpu:
-    """What is alike wherever the CPU computes: its work is done when a call returns."""
+    """The common part of backends that compute on the CPU: work is done when a call returns."""
 
     device = torch.device("cpu")
     in_order = False
@@ -146,27 +152,27 @@ class _OnTheCpu:
         """As Backend."""
         return HostArena(slots, slot_bytes, ledger, account)
 
-    def mark(self) -> None:
-        """It is over."""
+    def record_event(self) -> None:
+        """No event: the CPU's work is done when a call returns."""
 
     def updater(self, kind: UpdateKind, tile_numel: int) -> None:
-        """The CPU can."""
+        """None: the CPU updates what is on DEVICE."""
 
-    def settle(self) -> None:
-        """Who gave it has waited for it."""
+    def synchronize(self) -> None:
+        """Nothing: the CPU's work is done when a call returns."""
 
     def device_bytes(self) -> None:
-        """Nothing says."""
+        """Not known."""
 
     def beside_bytes(self) -> int:
-        """Nothing says."""
+        """Not known."""
         return 0
 
     def reset_beside(self) -> None:
-        """Nothing to measure."""
+        """Nothing: beside_bytes() is not known."""
 
     def trim(self) -> None:
-        """Nothing is kept."""
+        """Nothing: no library keeps memory."""
 
 
 class CpuBackend(_OnTheCpu):
@@ -183,11 +189,11 @@ class CpuBackend(_OnTheCpu):
         return HostArena(slots, slot_bytes, ledger, account)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Operation:
-        """Never."""
+        """Not used: DEVICE and HOST are the same memory."""
         raise AssertionError("what is in RAM is where the CPU computes")
 
     def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
-        """Never."""
+        """Not used: DEVICE and HOST are the same memory."""
         return self.fetch(to, source)
 
     def close(self) -> None:
@@ -197,8 +203,8 @@ class CpuBackend(_OnTheCpu):
 class EmulatedBackend(_OnTheCpu):
     """Computes on the CPU as if it had memory of its own, behind a link of a given bandwidth.
 
-    So all that a device brings, its budget, copies and their overlap, runs without one. The copies
-    take the CPU's own time and memory bandwidth, too.
+    So the budget of a device, its copies and their overlap can be tested without one. The copies
+    take the CPU's time and memory bandwidth, too.
     """
 
     kind = "emulated"
@@ -260,14 +266,14 @@ class EmulatedBackend(_OnTheCpu):
 
 
 class _Copy:
-    """A copy over the link, and what it needs."""
+    """A copy over the link, which keeps its tensors until it is done."""
 
     def __init__(self, op: LinkOp, *tensors: torch.Tensor) -> None:
         self._op = op
         self._tensors = tensors
 
     def done(self) -> bool:
-        """Whether it has come to its end, good or bad."""
+        """Whether it is done or has failed."""
         return self._op.done()
 
     def wait(self) -> None:
@@ -278,5 +284,5 @@ class _Copy:
             self._tensors = ()
 
     def cancel(self) -> None:
-        """Drops what is not copied yet."""
+        """Copies nothing more."""
         self._op.cancel()

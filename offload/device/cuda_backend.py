@@ -1,8 +1,8 @@
 """Computes on a GPU.
 
-Compute is given to whatever stream is current, as torch does; copies to the device and from it have
-a stream each. The streams wait for each other's events, and the host for none of them, except that
-RAM which a copy reads or fills is waited for before it has another use.
+Compute runs in the current stream, as in torch; copies to the device and copies from it have a
+stream each. The streams wait for each other's events. The host waits only for copies that read or
+fill RAM, before that RAM has another use.
 """
 
 from __future__ import annotations
@@ -17,21 +17,32 @@ import torch
 
 from offload._native import UpdateKind
 from offload.device.cuda_runtime import CudaRuntime, Event, Runtime
-from offload.device.device_arena import DeviceArena, PageLockedArena
+from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
 from offload.device.device_updater import DeviceUpdater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account
 
-# Of the memory that is free, for model state, if the user does not say: the rest is for what
-# compute takes beside it.
+# The share of the free memory that is for model state, if the user does not say; the rest is for
+# activations, gradients and temporaries.
 DEFAULT_SHARE = 0.7
 
 
+_LEAST_CUDA = 12  # its run-time compiler is the first one that knows C++20
+
+
 def cuda_available() -> bool:
-    """Whether torch sees a CUDA device."""
-    return torch.cuda.is_available() and torch.version.cuda is not None
+    """Whether torch sees a CUDA device and was built for CUDA 12 or later.
+
+    The kernels of updates on the device are C++20, which NVRTC compiles from CUDA 12 on.
+    """
+    version = torch.version.cuda
+    return (
+        torch.cuda.is_available()
+        and version is not None
+        and int(version.split(".")[0]) >= _LEAST_CUDA
+    )
 
 
 def default_device_bytes() -> int:
@@ -65,7 +76,7 @@ class CudaBackend:
         self.runtime.reset_peak()
 
     def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
-        """Memory of the device, taken at once. Raises BudgetError if it has no room."""
+        """Memory of the device, allocated at once. Raises BudgetError if it has no room."""
         made = DeviceArena(self.runtime, slots, slot_bytes, ledger, account)
         with self._lock:
             self._arenas.add(made)
@@ -74,11 +85,12 @@ class CudaBackend:
     def host_arena(
         self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> HostArena:
-        """RAM that copies come from and go to: pinned."""
+        """Page-locked RAM, for copies between it and the device."""
         return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
 
-    def mark(self) -> Event:
-        """The moment when all is done that the caller's stream was given so far."""
+    def record_event(self) -> Event:
+        """The event after all work that the current stream was given so far."""
+        check_not_capturing(self.runtime)
         return self.runtime.record(self.runtime.current_stream())
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor) -> _Copy:
@@ -95,9 +107,9 @@ class CudaBackend:
         return copy
 
     def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Event = None) -> _Copy:
-        """Starts copying from the device to RAM, after `after`: by default, what is given now."""
+        """Starts copying from the device to RAM after the event `after`: by default, one of now."""
         _check(to, source)
-        after = self.mark() if after is None else after
+        after = self.record_event() if after is None else after
         with self._lock:
             copy = self._start("d2h", to, source, [after])
             self.d2h_bytes += to.nbytes
@@ -133,8 +145,8 @@ class CudaBackend:
             self._updaters[key] = DeviceUpdater(self.runtime, kind, tile_numel)
         return self._updaters[key]
 
-    def settle(self) -> None:
-        """Until the device has done all that it was given. What that met who uses it next meets."""
+    def synchronize(self) -> None:
+        """Until the device has done all its work. Its next use raises the errors of that work."""
         with suppress(RuntimeError):
             self.runtime.synchronize_all()
         with self._lock:
@@ -149,8 +161,9 @@ class CudaBackend:
     def beside_bytes(self) -> int:
         """The most that was taken on the device beside our arenas, since reset_beside().
 
-        Other tensors (activations, gradients on their way, temporaries), what torch's allocator has
-        reserved and no tensor uses, the context and the libraries, other processes.
+        These are other tensors (activations, gradients on their way, temporaries), memory that
+        torch's allocator has reserved and no tensor uses, the context and libraries, and other
+        processes.
         """
         most = self.runtime.torch_bytes()[2]
         with self._lock:
@@ -159,11 +172,11 @@ class CudaBackend:
         return max(0, self._taken_by_others() + most - ours)
 
     def reset_beside(self) -> None:
-        """Begins to measure anew."""
+        """Restarts the measurement of beside_bytes()."""
         self.runtime.reset_peak()
 
     def trim(self) -> None:
-        """What torch's allocator has reserved and no tensor uses is free again."""
+        """Frees memory that torch's allocator has reserved and no tensor uses."""
         self.runtime.empty_cache()
 
     def _taken_by_others(self) -> int:
@@ -178,6 +191,11 @@ class CudaBackend:
                 copy.wait()
         for under_way in self._under_way:
             under_way.clear()
+        if self._updaters:
+            with suppress(RuntimeError):
+                self.runtime.synchronize_all()  # until no kernel is running
+        for updater in self._updaters.values():
+            updater.close()
         self._updaters.clear()
 
 
@@ -201,7 +219,7 @@ class _Copy:
         self._tensors: tuple[torch.Tensor, ...] = (to, source)
 
     def done(self) -> bool:
-        """Whether it has come to its end, good or bad."""
+        """Whether it is done or has failed."""
         try:
             done = self._runtime.done(self.event)
         except RuntimeError:
@@ -220,7 +238,7 @@ class _Copy:
             self._tensors = ()
 
     def cancel(self) -> None:
-        """What the device was given it does."""
+        """Nothing: the device cannot be told to leave out a copy."""
 
 
 def _check(to: torch.Tensor, source: torch.Tensor) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 from typing import Any, Protocol
@@ -17,9 +18,11 @@ from offload.errors import HeteroError
 THREADS = 256  # of a block, as native/update/cuda/update.cu has it
 _PROTOTYPES = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuCtxGetCurrent": (POINTER(c_void_p),),
-    "cuCtxSetCurrent": (c_void_p,),
+    "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleUnload": (c_void_p,),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuLaunchKernel": (
         c_void_p,
@@ -38,46 +41,68 @@ class Kernels(Protocol):
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any], stream: Any) -> None:
         """Starts `blocks` blocks of THREADS threads on `stream`; `arguments` are ctypes objects."""
 
+    def close(self) -> None:
+        """Unloads them; none of them is running. Idempotent."""
+
 
 class CudaModule:
-    """Kernels on the device `index`. Any thread may launch them."""
+    """Kernels on the device `index`. Any thread may launch them, whatever its current device."""
 
     def __init__(self, kind: UpdateKind, index: int) -> None:
         """Compiles them, in half a second. Raises HeteroError with the compiler's messages."""
+        code = compile_kernels(kind, torch.cuda.get_device_capability(index))
         self._driver = _driver()
+        self._index = index
+        self._functions: dict[str, c_void_p] = {}
+        self._module = c_void_p()
         self._context = c_void_p()
         self._check(self._driver.cuDevicePrimaryCtxRetain(byref(self._context), index), "context")
-        self._enter()
-        self._module = c_void_p()
-        code = compile_kernels(kind, torch.cuda.get_device_capability(index))
-        self._check(self._driver.cuModuleLoadData(byref(self._module), code), "loading kernels")
-        self._functions: dict[str, c_void_p] = {}
+        try:
+            with self._in_context():
+                loaded = self._driver.cuModuleLoadData(byref(self._module), code)
+                self._check(loaded, "loading kernels")
+        except BaseException:
+            self.close()
+            raise
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any], stream: Any) -> None:
         """As Kernels says; `stream` is torch's. Raises HeteroError if it cannot be started."""
         if blocks == 0:
             return
-        self._enter()
-        function = self._functions.get(kernel)
-        if function is None:
-            function = c_void_p()
-            found = self._driver.cuModuleGetFunction(byref(function), self._module, kernel.encode())
-            self._check(found, kernel)
-            self._functions[kernel] = function
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         shape = (blocks, 1, 1, THREADS, 1, 1, 0)
         handle = c_void_p(stream.cuda_stream)
-        self._check(
-            self._driver.cuLaunchKernel(function, *shape, handle, pointers, None),
-            f"launching {kernel} with {blocks} blocks",
-        )
+        with self._in_context():
+            function = self._functions.get(kernel)
+            if function is None:
+                name, function = kernel.encode(), c_void_p()
+                found = self._driver.cuModuleGetFunction(byref(function), self._module, name)
+                self._check(found, kernel)
+                self._functions[kernel] = function
+            self._check(
+                self._driver.cuLaunchKernel(function, *shape, handle, pointers, None),
+                f"launching {kernel} with {blocks} blocks",
+            )
 
-    def _enter(self) -> None:
-        """Threads that torch has not used on this device yet have no context."""
-        current = c_void_p()
-        self._check(self._driver.cuCtxGetCurrent(byref(current)), "context")
-        if current.value != self._context.value:
-            self._check(self._driver.cuCtxSetCurrent(self._context), "context")
+    def close(self) -> None:
+        """As Kernels says; the device's primary context is one user's less."""
+        if self._context.value is None:
+            return
+        with suppress(HeteroError), self._in_context():
+            if self._module.value is not None:
+                self._driver.cuModuleUnload(self._module)
+        self._driver.cuDevicePrimaryCtxRelease_v2(self._index)
+        self._module, self._context = c_void_p(), c_void_p()
+        self._functions.clear()
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        """The device's context is the thread's current one inside the block, and no longer."""
+        self._check(self._driver.cuCtxPushCurrent_v2(self._context), "context")
+        try:
+            yield
+        finally:
+            self._driver.cuCtxPopCurrent_v2(byref(c_void_p()))
 
     def _check(self, result: int, what: str) -> None:
         if result:

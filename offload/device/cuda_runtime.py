@@ -1,7 +1,8 @@
 """The few functions of CUDA that the backend uses. Tests put others in their place.
 
-A *stream* is a sequence of work that the device does in order; an *event* is a moment in one. Only
-what takes an event and no stream lets the host wait.
+A *stream* is a sequence of work that the device does in order; an *event* is a point in a stream,
+which comes when all work before it is done. Only synchronize() and synchronize_all() make the host
+wait.
 """
 
 from __future__ import annotations
@@ -26,25 +27,28 @@ class Runtime(Protocol):
     dlpack_device: tuple[int, int]  # DLPack's type and number
 
     def new_stream(self) -> Stream:
-        """A stream beside all others."""
+        """A new stream."""
 
     def current_stream(self) -> Stream:
-        """Where this thread gives the device its work."""
+        """The stream that gets the calling thread's work."""
+
+    def capturing(self) -> bool:
+        """Whether what this thread gives the current stream is captured in a CUDA graph."""
 
     def record(self, stream: Stream) -> Event:
-        """The moment when all that `stream` was given so far is done."""
+        """An event that comes when all work that `stream` was given so far is done."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What `stream` is given from now on is done after `event`; the host goes on."""
 
     def done(self, event: Event) -> bool:
-        """Whether it has come. Raises RuntimeError if work on the device failed."""
+        """Whether the event has come. Raises RuntimeError if work on the device failed."""
 
     def synchronize(self, event: Event) -> None:
-        """The host sleeps until `event`. Raises likewise."""
+        """The host sleeps until `event`. Raises RuntimeError as done()."""
 
     def synchronize_all(self) -> None:
-        """The host waits for all work on the device. Raises likewise."""
+        """The host waits for all work on the device. Raises RuntimeError as done()."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Gives `stream` a copy between RAM and the device, of flat tensors of one dtype."""
@@ -53,7 +57,9 @@ class Runtime(Protocol):
         """Memory of the device. Raises RuntimeError (torch.cuda.OutOfMemoryError)."""
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """Pins RAM, so that copies go on in the background; why not, if it cannot be done."""
+        """Page-locks RAM, so that copies go on in the background.
+
+        Returns the reason if that cannot be done."""
 
     def unregister(self, address: int) -> None:
         """Undoes register()."""
@@ -65,13 +71,13 @@ class Runtime(Protocol):
         """Torch's: (in use by tensors, taken from CUDA, the most taken since reset_peak())."""
 
     def reset_peak(self) -> None:
-        """Starts the most bytes taken anew."""
+        """Restarts the peak that torch_bytes() returns."""
 
     def empty_cache(self) -> None:
-        """CUDA gets back what torch has taken and no tensor uses."""
+        """Gives memory back to CUDA that torch has reserved and no tensor uses."""
 
     def kernels(self, kind: UpdateKind) -> Kernels:
-        """Those of one kind of update. Raises HeteroError if they cannot be compiled."""
+        """The kernels of one kind of update. Raises HeteroError if they cannot be compiled."""
 
 
 class CudaRuntime:
@@ -90,6 +96,10 @@ class CudaRuntime:
     def current_stream(self) -> Stream:
         """As Runtime."""
         return torch.cuda.current_stream(self.device)
+
+    def capturing(self) -> bool:
+        """As Runtime."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def record(self, stream: Stream) -> Event:
         """As Runtime."""

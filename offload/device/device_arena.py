@@ -1,8 +1,8 @@
 """Memory of a device that works in streams, and RAM that its copies use.
 
-Whoever uses a slot's memory on the device gives it work that is done later. So a slot has moments,
-besides pins: before a copy is written to it, all work must be done that was given while it was
-pinned; and before work reads it, the copy. Both are waited for by the device, not by the host.
+The device does later what it is given. So a slot has events, besides pins: before a copy writes to
+a slot, all work must be done that was given while the slot was pinned; and before work reads the
+slot, the copy. The device waits for both, not the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload._native import Arena
-from offload.errors import BudgetError
+from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
@@ -22,6 +22,19 @@ from offload.memory.tiers import Account, Tier
 
 if TYPE_CHECKING:
     from offload.device.cuda_runtime import Event, Runtime, Stream
+
+
+def check_not_capturing(runtime: Runtime) -> None:
+    """Raises HeteroError if work is captured in a CUDA graph now.
+
+    Parameters are gathered, and gradients kept, by hooks, which do not run when a graph is
+    replayed: it would compute with whatever is in the slots then.
+    """
+    if runtime.capturing():
+        raise HeteroError(
+            "a CUDA graph is being captured, but hetero moves parameters and gradients in hooks, "
+            "which a replayed graph does not run; call the model outside of the capture"
+        )
 
 
 class DeviceArena(HostArena):
@@ -36,7 +49,8 @@ class DeviceArena(HostArena):
         self._lock = threading.RLock()  # guards all below
         # Runs that are pinned, or were when last looked at: length, and the streams with work.
         self._used: dict[int, tuple[int, dict[Stream, None]]] = {}
-        self._over: dict[int, list[Event]] = {}  # when work with a slot that is free is done
+        # By slot, the events after which no work uses it, of pins that have ended.
+        self._unused_after: dict[int, list[Event]] = {}
         self._written: dict[int, tuple[int, Event]] = {}  # the last copy to a run that began here
         super().__init__(slots, slot_bytes, ledger, account, Tier.DEVICE)
 
@@ -45,6 +59,11 @@ class DeviceArena(HostArena):
         try:
             block = self._runtime.empty(nbytes)
             self._committed = [True] * self.slots
+            # The allocator orders new uses of memory after old ones in the current stream alone;
+            # copies are in another one.
+            allocated = self._runtime.record(self._runtime.current_stream())
+            with self._lock:
+                self._unused_after = {slot: [allocated] for slot in range(self.slots)}
             return Arena.over(block.data_ptr(), nbytes, *self._runtime.dlpack_device, block)
         except RuntimeError as error:
             self._committed = [False] * self.slots
@@ -65,32 +84,33 @@ class DeviceArena(HostArena):
         """As HostArena. Work that is given to the device with a pinned view follows its copy."""
         if not pinned:
             return super().view(slot, run, dtype)
+        check_not_capturing(self._runtime)
         with self._lock:
-            self._note_over()  # of others, before more is given after them
+            self._note_unpinned()  # of other slots, before more work comes to their streams
             stream = self._runtime.current_stream()
-            written = self._written.get(slot)
-            if written is not None:
-                self._runtime.wait(stream, written[1])
+            for first, (length, event) in self._written.items():
+                if first < slot + run and slot < first + length:
+                    self._runtime.wait(stream, event)
             view = super().view(slot, run, dtype, pinned)
             _, streams = self._used.get(slot, (0, {}))
             self._used[slot] = run, {**streams, stream: None}
             return view
 
-    def _note_over(self) -> None:
+    def _note_unpinned(self) -> None:
         """Records when work ends with runs whose pins are gone. Needs the lock."""
         for first, (run, streams) in list(self._used.items()):
             if self.pins[first] == 0:
                 del self._used[first]
                 events = [self._runtime.record(stream) for stream in streams]
                 for slot in range(first, first + run):
-                    self._over.setdefault(slot, []).extend(events)
+                    self._unused_after.setdefault(slot, []).extend(events)
 
     def before_write(self, slot: int, run: int) -> list[Event]:
         """When the work is done that uses slots [slot, slot + run), which nothing pins."""
         with self._lock:
-            self._note_over()
+            self._note_unpinned()
             slots = range(slot, slot + run)
-            return list(dict.fromkeys(e for s in slots for e in self._over.pop(s, ())))
+            return list(dict.fromkeys(e for s in slots for e in self._unused_after.pop(s, ())))
 
     def written(self, slot: int, run: int, event: Event) -> None:
         """A copy to slots [slot, slot + run) is done at `event`."""
@@ -107,13 +127,13 @@ class DeviceArena(HostArena):
                 self._runtime.synchronize_all()
             with self._lock:
                 self._used.clear()
-                self._over.clear()
+                self._unused_after.clear()
                 self._written.clear()
         super().close()
 
 
 class PageLockedArena(HostArena):
-    """RAM whose committed slots are pinned: exactly these, and none before it is needed."""
+    """RAM whose committed slots are page-locked, and no others."""
 
     def __init__(
         self,
@@ -124,7 +144,7 @@ class PageLockedArena(HostArena):
         ledger: Ledger,
         account: Account,
     ) -> None:
-        """What cannot be pinned is used all the same, and told in `notes`."""
+        """RAM that cannot be page-locked is used nevertheless; `notes` says so."""
         self._runtime = runtime
         self._notes = notes
         self._page_locked: dict[int, int] = {}  # first slot of a range -> its slots
@@ -148,24 +168,24 @@ class PageLockedArena(HostArena):
             self._page_locked[slot] = run
             return
         note = (
-            f"RAM cannot be pinned ({failure}), so copies between it and the device are slower "
-            f"and do not overlap with compute"
+            f"RAM cannot be page-locked ({failure}), so copies between it and the device are "
+            f"slower and do not overlap with compute"
         )
         if note not in self._notes:
             self._notes.append(note)
 
     def decommit(self, slot: int, run: int) -> None:
-        """As HostArena; ranges that are cut stay pinned where they are not given up."""
+        """As HostArena; ranges that are cut stay page-locked where they are kept."""
         for first, length in list(self._page_locked.items()):
             if first < slot + run and slot < first + length:
-                self._unpin(first)
+                self._unlock(first)
                 if first < slot:
                     self._page_lock(first, slot - first)
                 if slot + run < first + length:
                     self._page_lock(slot + run, first + length - slot - run)
         super().decommit(slot, run)
 
-    def _unpin(self, first: int) -> None:
+    def _unlock(self, first: int) -> None:
         del self._page_locked[first]
         self._runtime.unregister(self.address(first))
 
@@ -173,5 +193,5 @@ class PageLockedArena(HostArena):
         """As HostArena; no copy uses the memory any more."""
         if self._memory is not None:
             for first in list(self._page_locked):
-                self._unpin(first)
+                self._unlock(first)
         super().close()

@@ -98,6 +98,12 @@ class DeviceUpdater:
         if self._made is None:
             self._made = self._runtime.kernels(self._kind)
 
+    def close(self) -> None:
+        """Unloads the kernels, of which none is running; idempotent."""
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
     @property
     def _kernels(self) -> Kernels:
         self.prepare()

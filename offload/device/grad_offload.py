@@ -12,19 +12,22 @@ from typing import Any
 import torch
 
 from offload.device.backend import Backend
-from offload.disk.backing import Operation
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
+from offload.memory.operation import Operation
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
 BUFFERS = 2  # in RAM: one receives a tile while the one before it is added
 _MOST_BUFFER_BYTES = 4 << 20
+# Elements that torch copies or adds in the calling thread. More would start a team of threads for
+# this one, on the same cores as compute's.
+_SERIAL_NUMEL = 1 << 14
 
 
 def buffer_bytes(largest_bytes: int) -> int:
-    """Of one buffer, if the largest gradient that comes has `largest_bytes`: whole pages."""
+    """Bytes of each buffer, whole pages, if no gradient is larger than `largest_bytes`."""
     return min(_MOST_BUFFER_BYTES, round_up(largest_bytes, PAGE_BYTES))
 
 
@@ -36,7 +39,7 @@ class _Item:
     grad: torch.Tensor  # flat
     kept: torch.Tensor  # flat
     add: bool
-    after: Any = None  # when it is computed
+    after: Any = None  # the device's event after which it is computed
     op: Operation | None = None  # of a gradient that is copied straight to its place
     error: BaseException | None = None
     begun: int = 0  # elements whose copies were started
@@ -56,10 +59,11 @@ class GradOffload:
 
     A first gradient of the dtype that is kept is copied straight to its place. Another one comes to
     a buffer in RAM, tile by tile, and is added there (or converted), in the dtype of what is
-    kept. Of one owner they arrive in the order in which they were given. Who reads what is kept
-    calls wait() first; an error is raised there, until the owner's gradient is replaced.
+    kept. Gradients of one owner arrive in the order in which they were given. Callers that read
+    what is kept call wait() first, which raises an error until the owner's gradient is replaced.
 
-    Device bytes under way are charged, and limited: beyond the limit take() waits for the oldest.
+    A gradient's bytes are charged to the device until it has arrived, and limited: beyond the limit
+    take() waits for the oldest one.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class GradOffload:
         self._errors: dict[Hashable, BaseException] = {}
         self._closing = False
         self._thread: threading.Thread | None = None
-        self.wait_s = 0.0  # of who gives gradients, for room on the device
+        self.wait_s = 0.0  # that take() has waited for room on the device
 
     def take(
         self, owner: Hashable, name: str, grad: torch.Tensor, kept: torch.Tensor, add: bool
@@ -96,7 +100,7 @@ class GradOffload:
                 self._changed.wait()
             self.wait_s += time.perf_counter() - began_s
             straight = not add and grad.dtype is kept.dtype
-            if straight:  # it must not overtake what is still to be added
+            if straight:  # it must not arrive before gradients that are still to be added
                 while owner in self._pending:
                     self._changed.wait()
             try:
@@ -108,7 +112,7 @@ class GradOffload:
                 ) from None
             item = _Item(owner, grad, kept, add)
             try:
-                item.after = self._backend.mark()
+                item.after = self._backend.record_event()
                 if straight:
                     item.op = self._backend.grad_offload(kept, grad, item.after)
                 if self._thread is None:
@@ -139,7 +143,7 @@ class GradOffload:
 
         Raises HeteroError if one was lost on the way.
         """
-        self.settle(owner)
+        self.wait_ended(owner)
         error = self._errors.get(owner)
         if error is not None:
             raise HeteroError(
@@ -147,7 +151,7 @@ class GradOffload:
                 f"optimizer.zero_grad() and make the backward again"
             ) from error
 
-    def settle(self, owner: Hashable) -> None:
+    def wait_ended(self, owner: Hashable) -> None:
         """Until no gradient of `owner` is under way, whether they arrived or not."""
         with self._changed:
             while owner in self._pending:
@@ -159,7 +163,7 @@ class GradOffload:
             count = self._count()
             if not count:
                 return False
-            # (Only the thread that gives gradients waits here, so that no others come.)
+            # (The only thread that calls take() waits here, so that no more come.)
             while self._count() >= count:
                 self._changed.wait()
             return True
@@ -216,13 +220,10 @@ class GradOffload:
                 tile.op.wait()
             if tile.into is not None and item.error is None:
                 assert tile.buffer is not None
-                if item.add:
-                    tile.into.add_(tile.buffer)
-                else:
-                    tile.into.copy_(tile.buffer)
+                _store(tile.into, tile.buffer, item.add)
         except BaseException as error:
             item.error = item.error or error
-        tile.op = tile.into = tile.buffer = None  # who waits may count on the place being free
+        tile.op = tile.into = tile.buffer = None  # the pin ends before the waiting thread goes on
         if tile.last:
             with self._changed:
                 self._end(item)
@@ -255,3 +256,14 @@ class GradOffload:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+
+def _store(into: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+    """Copies or adds values of perhaps another dtype, in the calling thread."""
+    # (A function of its own: its variables are pins, which end before anybody is told.)
+    parts = zip(into.split(_SERIAL_NUMEL), values.split(_SERIAL_NUMEL), strict=True)
+    for to, part in parts:
+        if add:
+            to.add_(part)
+        else:
+            to.copy_(part)

@@ -9,8 +9,9 @@ import torch
 
 from offload.device.backend import Backend
 from offload.device.grad_offload import BUFFERS
-from offload.disk.backing import FileTransfers, Operation
+from offload.disk.backing import FileTransfers
 from offload.memory.arena import HostArena
+from offload.memory.operation import Operation
 
 # Starts moving bytes [first, first + len(buffer)) to the buffer or from it; None: it is done.
 _Part = Callable[[int, torch.Tensor], Operation | None]

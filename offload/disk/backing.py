@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from offload.memory.arena import HostArena
-
-
-class Operation(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> None:
-        """Blocks until complete; raises an OSError if it failed."""
-
-    def cancel(self) -> None:
-        """Nobody wants it any more: it may stop early; wait() is called nevertheless."""
+from offload.memory.operation import Operation
 
 
 class Backing(Protocol):
@@ -52,18 +43,38 @@ class FileBacking:
     """Chunks whose home is in the file."""
 
     def __init__(
-        self, arena: HostArena, transfers: FileTransfers, extents: Mapping[int, Extent]
+        self,
+        arena: HostArena,
+        transfers: FileTransfers,
+        extents: Mapping[int, Extent],
+        before_read: Callable[[int], object] | None = None,
+        before_write: Callable[[int], object] | None = None,
     ) -> None:
+        """
+        Args:
+            arena: Has the slots.
+            transfers: Those of the file.
+            extents: Where the chunks are in the file, by chunk.
+            before_read: Called with a chunk before it is read: waits until the file has what it is
+                to have. What it raises, read() raises.
+            before_write: Likewise, before the bytes of its slots are written.
+        """
         self._arena = arena
         self._transfers = transfers
         self._extents = extents
+        self._before_read = before_read
+        self._before_write = before_write
 
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts a read. Raises NativeIoError if it cannot be started."""
+        if self._before_read is not None:
+            self._before_read(chunk)
         extent = self._extents[chunk]
         return self._transfers.read(self._arena.address(slot), extent.nbytes, extent.offset)
 
     def write(self, chunk: int, slot: int) -> Operation:
         """Starts a write, likewise."""
+        if self._before_write is not None:
+            self._before_write(chunk)
         extent = self._extents[chunk]
         return self._transfers.write(self._arena.address(slot), extent.nbytes, extent.offset)

@@ -15,24 +15,27 @@ from offload.disk.file_member import MemberFile
 
 AREA_BYTES = 32 << 20  # per directory; small enough to be written quickly first
 WINDOW_S = 0.25
-_TRANSFER_BYTES = 1 << 20
-# Transfers of one block in flight per directory, reads and writes in turn. An engine has as many
-# threads per directory, so the blocks of a slow one never hold those that the others need.
+# Requests in flight per directory, reads and writes in turn. An engine of threads has as many
+# threads per directory and gets requests of one block each, so a slow directory never holds threads
+# that the others need. io_uring has room for more, and gets larger ones: starting a request takes
+# the interpreter's lock, which all directories share.
 DEPTH = 4
+_REQUEST_BYTES = {"threads": 1 << 20, "io_uring": 4 << 20}
 
 
 def measure_rates(engine: IoEngine, members: Sequence[MemberFile]) -> list[float]:
     """Bytes read and written per second by each member while all transfer, for WINDOW_S.
 
-    The first AREA_BYTES of every member must be allocated; they are overwritten. Takes two
-    transfers' memory (2 MiB). Raises NativeIoError.
+    The first AREA_BYTES of every member must be allocated; they are overwritten. Takes memory for
+    two requests (2 or 8 MiB). Raises NativeIoError.
     """
-    arena = Arena(2 * _TRANSFER_BYTES)
+    nbytes = _REQUEST_BYTES[engine.kind]
+    arena = Arena(2 * nbytes)
     # Not zeros, which some devices do not write; and not from torch's global generator, whose
     # numbers are the user's.
-    content = torch.from_dlpack(arena.export(0, _TRANSFER_BYTES))  # type: ignore[attr-defined]
+    content = torch.from_dlpack(arena.export(0, nbytes))  # type: ignore[attr-defined]
     content.random_(0, 256, generator=torch.Generator().manual_seed(0))
-    source, sink = arena.address, arena.address + _TRANSFER_BYTES
+    source, sink = arena.address, arena.address + nbytes
     files: list[int] = []
     try:
         for member in members:
@@ -40,13 +43,13 @@ def measure_rates(engine: IoEngine, members: Sequence[MemberFile]) -> list[float
 
         def fill(file: int) -> None:
             # What was allocated and never written is read without a look at the disk.
-            offsets = range(0, AREA_BYTES, _TRANSFER_BYTES)
-            ops = [engine.write(file, source, _TRANSFER_BYTES, offset) for offset in offsets]
+            offsets = range(0, AREA_BYTES, nbytes)
+            ops = [engine.write(file, source, nbytes, offset) for offset in offsets]
             for op in ops:
                 op.wait()
 
         def rate(file: int) -> float:
-            offsets = itertools.cycle(range(0, AREA_BYTES, _TRANSFER_BYTES))
+            offsets = itertools.cycle(range(0, AREA_BYTES, nbytes))
             turns = itertools.cycle(((engine.read, sink), (engine.write, source)))
             flying: deque[IoOp] = deque()
             begin = now = time.perf_counter()
@@ -54,9 +57,9 @@ def measure_rates(engine: IoEngine, members: Sequence[MemberFile]) -> list[float
             while flying or not moved:
                 while len(flying) < DEPTH and now < begin + WINDOW_S:
                     start, address = next(turns)
-                    flying.append(start(file, address, _TRANSFER_BYTES, next(offsets)))
+                    flying.append(start(file, address, nbytes, next(offsets)))
                 flying.popleft().wait()
-                moved += _TRANSFER_BYTES
+                moved += nbytes
                 now = time.perf_counter()
             return moved / (now - begin)
 

@@ -14,13 +14,19 @@ _TIMELINE_ENTRIES = 20_000  # beyond this every second entry is dropped: picture
 
 
 class Ledger:
-    """Who holds how many bytes. `charge` refuses what a budget cannot hold, before it is taken.
+    """Who holds how many bytes. `charge` refuses what a budget cannot hold, before it is taken."""
 
-    `relieve` is asked once to free bytes of a tier when a charge does not fit (the parameters under
-    construction use it to move to disk).
-    """
-
-    def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
+    def __init__(
+        self,
+        budgets: Mapping[Tier, int | None],
+        relieve: Callable[[Tier, int], object] | None = None,
+    ) -> None:
+        """
+        Args:
+            budgets: Bytes of each tier; None or no entry: as many as there are.
+            relieve: Called with a tier and a number of bytes when a charge does not fit, before it
+                is refused: frees that many if it can. (Parameters under construction move to disk.)
+        """
         self._budgets = {tier: budgets.get(tier) for tier in Tier}
         self._accounts: dict[tuple[Tier, Account], int] = {}
         self._in_use = dict.fromkeys(Tier, 0)
@@ -28,14 +34,14 @@ class Ledger:
         self._start_s = time.perf_counter()
         self._timeline: list[tuple[float, int, int, int]] = []
         self._lock = threading.RLock()
-        self.relieve: Callable[[Tier, int], None] | None = None
+        self._relieve = relieve
 
     def charge(self, tier: Tier, account: Account, nbytes: int) -> None:
         """Takes `nbytes`. Raises BudgetError, with nothing taken, if that passes the budget."""
         with self._lock:
             missing = self._missing(tier, nbytes)
-            if missing > 0 and self.relieve is not None:
-                self.relieve(tier, missing)
+            if missing > 0 and self._relieve is not None:
+                self._relieve(tier, missing)
                 missing = self._missing(tier, nbytes)
             if missing > 0:
                 held = ", ".join(

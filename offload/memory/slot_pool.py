@@ -1,4 +1,4 @@
-"""Slots of an arena that are taken and given back by hand."""
+"""Slots of an arena that are allocated and freed explicitly."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from offload.memory.arena import HostArena
 
 
 class SlotPool:
-    """First fit over the slots of an arena, of which the first `limit` are for every day.
+    """First-fit allocation of runs of slots.
 
-    The others are charged when they are taken and given up at once when they are given back.
+    The first `limit` slots are always charged. The others are charged while they are allocated.
     """
 
     def __init__(self, arena: HostArena, limit: int) -> None:
@@ -18,9 +18,10 @@ class SlotPool:
         arena.commit(0, limit)
 
     def take(self, run: int, beyond: bool = False) -> int | None:
-        """The first of `run` consecutive free slots, or None. `beyond`: also past the limit.
+        """Allocates `run` consecutive slots; `beyond`: also past the limit.
 
-        Raises BudgetError if there is no budget for slots past the limit.
+        Returns the first of them, or None if there are none. Raises BudgetError if the budget has
+        no room for slots past the limit.
         """
         end = self.arena.slots if beyond else self._limit
         for first in range(end - run + 1):
@@ -31,7 +32,7 @@ class SlotPool:
         return None
 
     def reserve(self, more: int) -> None:
-        """`more` slots are for every day from now on. Raises BudgetError, with nothing changed."""
+        """Raises the limit by `more` slots. Raises BudgetError, with nothing changed."""
         self.arena.commit(self._limit, more)
         self._limit += more
 
@@ -41,7 +42,7 @@ class SlotPool:
         return not any(self._taken)
 
     def refit(self, slots: int, limit: int) -> None:
-        """The arena has `slots` slots from now on, `limit` for every day, if none is taken.
+        """Gives the arena `slots` slots and a new limit, while none is allocated.
 
         Raises BudgetError.
         """
@@ -55,7 +56,7 @@ class SlotPool:
         self.arena.commit(0, limit)
 
     def give_back(self, first: int, run: int) -> None:
-        """Undoes take()."""
+        """Frees a run that take() allocated."""
         assert all(self._taken[first : first + run])
         self._taken[first : first + run] = [False] * run
         extra = max(first, self._limit)

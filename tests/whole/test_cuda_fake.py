@@ -189,7 +189,7 @@ def test_a_device_that_is_full(runtime: FakeRuntime, tmp_path: Path) -> None:
 def test_ram_that_cannot_be_pinned_is_told_and_used(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.page_lockable = False
     model, optimizer = build(**options(tmp_path, {"placement_policy": "cpu"}, dtype="bf16"))
-    assert [n for n in optimizer.engine.notes if "cannot be pinned" in n]
+    assert [n for n in optimizer.engine.notes if "cannot be page-locked" in n]
     run = train(model, optimizer, batches(6), 1, clip=1.0)
     assert run.same_bits(reference("bf16", 1))
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import hetero
 from hetero.planning.placement import link_bytes
 from offload.errors import BudgetError
+from offload.memory.operation import Operation
 from offload.memory.tiers import Account, Tier
 from tests.support.ranks import rank_training
 from tests.support.ranks.processes import RankPool
@@ -88,7 +89,7 @@ def test_fp32_gradients_accumulate_in_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("policy", ["cpu", "auto"])
 def test_bytes_over_the_link_are_those_of_misses_and_gradients(
-    tmp_path: Path, policy: str, accumulate: int
+    tmp_path: Path, policy: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = emulated(tmp_path, {"placement_policy": policy}, dtype="bf16")
     options["device_memory"] = SMALL if policy == "cpu" else "1200KiB"
@@ -98,7 +99,14 @@ def test_bytes_over_the_link_are_those_of_misses_and_gradients(
     assert (len(away) < len(engine.layout.chunks)) == (policy == "auto")
     numel = sum(s.param.numel for c in away for s in c.slices)
     missed: list[int] = []
-    device_cache(engine).before_read = missed.append
+    backing = device_cache(engine)._backing
+    read = backing.read
+
+    def counted(chunk: int, slot: int) -> Operation:
+        missed.append(chunk)
+        return read(chunk, slot)
+
+    monkeypatch.setattr(backing, "read", counted)
     for step in range(3):
         before = engine.traffic
         missed.clear()

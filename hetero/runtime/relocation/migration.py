@@ -145,7 +145,7 @@ class Migration:
         if self._grad_reducer is not None:
             self._grad_reducer.release_views()
         if chunk_group.device is not None:
-            chunk_group.device.backend.settle()
+            chunk_group.device.backend.synchronize()
 
     @property
     def _device(self) -> DeviceParts:

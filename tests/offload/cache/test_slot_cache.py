@@ -8,9 +8,11 @@ import torch
 
 from offload import _native
 from offload.cache.slot_cache import SlotState
+from offload.disk.backing import FileBacking
 from offload.errors import BudgetError
 from offload.memory.tiers import Account, Tier
 from tests.support.native.cache_rig import PAGE, SLOT, UINT8, Rig, pattern  # noqa: F401 (for the fixture)
+from tests.support.ranks.interrupts import interrupt_in
 
 
 class TestReadsAndWrites:
@@ -143,10 +145,10 @@ class TestRoom:
         del cycle
         assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))
 
-    def test_pinned_chunks_stay_until_they_are_dropped(self, rig):
+    def test_locked_chunks_stay_until_they_are_dropped(self, rig):
         r = rig(1, [1, 1])
         r.got(0)
-        r.cache.page_lock(0)
+        r.cache.lock(0)
         with pytest.raises(BudgetError):
             r.got(1)
         r.cache.drop(0)
@@ -244,10 +246,10 @@ class TestFailures:
         def fail(chunk):
             raise OSError("the optimizer's write failed")
 
-        setattr(r.cache, hook, fail)
+        setattr(r, hook, fail)
         with pytest.raises(OSError, match="optimizer's write"):
             r.got(1)
-        setattr(r.cache, hook, lambda chunk: None)
+        setattr(r, hook, lambda chunk: None)
         assert not r.cache.holds(1)
         assert (r.got(0) == 5).all()
         assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))
@@ -262,3 +264,25 @@ class TestFailures:
         r.got(1)
         assert (r.got(0) == 4).all()
         assert r.engine.stats["short_transfers"] == 2
+
+
+class TestInterrupts:
+    def test_a_read_that_nobody_knows_of_keeps_its_slot(self, rig):
+        r = rig(2, [1, 1, 1])
+        r.engine.inject("read", 0, error=errno.EAGAIN, count=200)  # in flight for a while
+        with interrupt_in(FileBacking, "read"):
+            r.cache.get(0)
+        assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))
+        assert r.cache.holds(0)  # its slot was not given to chunk 1
+        assert torch.equal(r.got(0), pattern(r.extents[0].nbytes, 0))  # read anew
+
+    def test_a_write_that_nobody_knows_of_is_made_again(self, rig):
+        r = rig(1, [1, 1])
+        r.cache.create(0)
+        r.tensor(0).fill_(5)
+        with interrupt_in(FileBacking, "write"):
+            r.cache.write_back(0)
+        assert r.cache.is_dirty(0)
+        r.tensor(0).fill_(6)
+        r.got(1)
+        assert (r.got(0) == 6).all()

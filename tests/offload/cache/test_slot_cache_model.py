@@ -28,7 +28,7 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(SLOTS, RUNS)
         self.cache = self.rig.cache
-        self.rig.cache.before_write = self.before_write
+        self.rig.before_write = self.before_write
         # Collecting takes as long as all else together; test_cache.py has a test about it.
         cache_module.gc = SimpleNamespace(collect=lambda: 0)
         # The truth per chunk, in the file and now; None: it cannot be known.
@@ -36,7 +36,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.now = dict(self.on_file)
         self.unwritten: set[int] = set()
         self.pins: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self.page_locked: set[int] = set()
+        self.locked: set[int] = set()
         self.faults = 0
         self.version = 1000
 
@@ -56,7 +56,7 @@ class CacheMachine(RuleBasedStateMachine):
     def has_room(self, chunk: int) -> bool:
         blocked = [False] * SLOTS
         held = [(self.rig.arena.slot_of(pin.data_ptr()), c) for c, pin, _ in self.pins]
-        held += [(self.rig.arena.slot_of(self.cache.address(c)), c) for c in self.page_locked]
+        held += [(self.rig.arena.slot_of(self.cache.address(c)), c) for c in self.locked]
         for first, c in held:
             blocked[first : first + RUNS[c]] = [True] * RUNS[c]
         run = RUNS[chunk]
@@ -79,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert failure.errno == errno.EIO
         assert self.faults > 0, "a transfer failed for no reason"
         self.faults -= 1
-        self.page_locked &= self.rig.held()  # a failed read leaves nothing to pin
+        self.locked &= self.rig.held()  # a failed read leaves nothing to pin
         assert failure.op == "read" or any(map(self.write_failed, self.rig.held()))
 
     def write_failed(self, chunk: int) -> bool:
@@ -146,7 +146,7 @@ class CacheMachine(RuleBasedStateMachine):
             if self.write_failed(chunk):
                 self.on_file[chunk] = None
             self.cache.drop(chunk)
-            self.page_locked.discard(chunk)
+            self.locked.discard(chunk)
             self.unwritten.discard(chunk)
             self.now[chunk] = self.on_file[chunk]
 
@@ -168,10 +168,10 @@ class CacheMachine(RuleBasedStateMachine):
         del self.pins[which : which + 1]
 
     @rule(chunk=chunks)
-    def page_lock(self, chunk):
-        if self.cache.holds(chunk) and not self.page_locked:
-            self.cache.page_lock(chunk)
-            self.page_locked.add(chunk)
+    def lock(self, chunk):
+        if self.cache.holds(chunk) and not self.locked:
+            self.cache.lock(chunk)
+            self.locked.add(chunk)
 
     @rule()
     def end_step(self):
@@ -194,10 +194,11 @@ class CacheMachine(RuleBasedStateMachine):
         for chunk, entry in self.cache._entries.items():
             moving = entry.state in (SlotState.READING, SlotState.WRITING)
             assert moving == (entry.op is not None)
-            slots += range(entry.slot, entry.slot + RUNS[chunk])
+            slot = self.cache._table.slot_of(chunk)
+            slots += range(slot, slot + RUNS[chunk])
         assert len(slots) == len(set(slots))
         assert all(0 <= slot < SLOTS for slot in slots)
-        assert self.page_locked <= self.rig.held()
+        assert self.locked <= self.rig.held()
 
     @invariant()
     def unwritten_bytes_are_still_held(self):

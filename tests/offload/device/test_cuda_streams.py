@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload.device.cuda_backend import CudaBackend
 from offload.device.device_arena import DeviceArena, PageLockedArena
-from offload.errors import BudgetError
+from offload.errors import BudgetError, HeteroError
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from offload.profile.measure_cuda import measure_cuda
@@ -62,7 +62,7 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
             runtime.give(runtime.compute, lambda a=alias, e=expected: use(a, e))
             if chance.random() < 0.3:
                 into = torch.zeros(SLOT, dtype=torch.uint8)
-                backend.grad_offload(into, alias, backend.mark())
+                backend.grad_offload(into, alias, backend.record_event())
                 drained.append((into, expected))
                 # What is drained is kept until it is there; so the slot stays pinned in truth.
                 runtime.wait(runtime.compute, runtime.record(backend._draining))
@@ -97,12 +97,62 @@ def test_a_fetch_waits_for_work_with_what_is_there() -> None:
 
 def test_a_fetch_to_a_slot_that_was_not_used_waits_for_nothing() -> None:
     runtime, backend, arena = make(2)
+    while runtime.step(runtime.compute):
+        pass  # what came before the arena's memory
     runtime.give(runtime.compute, lambda: None)
     copy = backend.fetch(arena.view(1, 1, torch.uint8), torch.full((SLOT,), 7, dtype=torch.uint8))
     while runtime.step(backend._fetching):
         pass
     assert copy.done()
     assert runtime.synchronized == 0
+    runtime.synchronize_all()
+
+
+def test_a_copy_to_new_memory_waits_for_work_that_reads_what_was_there() -> None:
+    runtime, backend, other = make(1)
+    old = runtime.empty(2 * SLOT).fill_(3)
+    alias = runtime.memory_at(old)
+    seen: list[int] = []
+    runtime.give(runtime.compute, lambda: seen.append(int(alias.float().mean())))
+    address = old.data_ptr()
+    del old  # the allocator may give it away: later work of this stream comes after the reader
+    arena = backend.arena(2, SLOT, Ledger({}), Account.GATHERED)
+    assert arena.address(0) == address
+    backend.fetch(arena.view(1, 1, torch.uint8), torch.full((SLOT,), 9, dtype=torch.uint8))
+    while runtime.step(backend._fetching):
+        pass
+    runtime.synchronize_all()
+    assert seen == [3]
+    arena.close()
+    other.close()
+    backend.close()
+
+
+def test_work_waits_for_all_copies_to_its_slots() -> None:
+    runtime, backend, arena = make(3)
+    for slot in (1, 2):
+        source = torch.full((SLOT,), slot, dtype=torch.uint8)
+        backend.fetch(arena.view(slot, 1, torch.uint8), source)
+    view = arena.view(0, 3, torch.uint8, pinned=True)
+    seen: list[list[int]] = []
+    alias = torch.from_dlpack(arena.memory.export(0, 3 * SLOT))
+    runtime.give(runtime.compute, lambda: seen.append([int(alias[s * SLOT]) for s in (1, 2)]))
+    while runtime.step(runtime.compute):
+        pass
+    runtime.synchronize_all()
+    assert seen == [[1, 2]]
+    del view
+
+
+def test_capturing_a_graph_is_refused() -> None:
+    runtime, backend, arena = make(1)
+    runtime.captures = True
+    with pytest.raises(HeteroError, match="CUDA graph is being captured"):
+        arena.view(0, 1, torch.uint8, pinned=True)
+    with pytest.raises(HeteroError, match="CUDA graph is being captured"):
+        backend.grad_offload(torch.empty(4), torch.empty(4))
+    runtime.captures = False
+    assert arena.live_views() == 0
     runtime.synchronize_all()
 
 

@@ -249,7 +249,7 @@ def test_what_is_added_to_a_lost_gradient_is_lost(rig):
     r.backend.link.inject("d2h", 0)
     r.take(0, torch.ones(500), kept)
     r.take(0, torch.ones(500), kept, add=True)
-    r.grad_offload.settle(0)
+    r.grad_offload.wait_ended(0)
     with pytest.raises(HeteroError, match="did not arrive"):
         r.wait(0)
 

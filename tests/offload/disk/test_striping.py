@@ -382,6 +382,8 @@ def test_rates_are_of_each_member(directories, engine):
 class Recorder:
     """In an engine's place: what is in flight in each file, and in which order it began."""
 
+    kind = "threads"
+
     def __init__(self) -> None:
         self.flying: list[int] = []
         self.most: list[int] = []

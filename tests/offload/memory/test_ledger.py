@@ -82,15 +82,14 @@ def test_tiers_without_a_budget_are_not_limited():
 
 
 def test_relieve_is_asked_once_for_just_what_is_missing():
-    ledger = Ledger({HOST: 100})
-    ledger.charge(HOST, Account.INIT, 90)
     asked = []
 
     def relieve(tier, nbytes):
         asked.append((tier, nbytes))
         ledger.release(HOST, Account.INIT, 50)
 
-    ledger.relieve = relieve
+    ledger = Ledger({HOST: 100}, relieve)
+    ledger.charge(HOST, Account.INIT, 90)
     ledger.charge(HOST, PARAM, 10)
     assert asked == []
     ledger.charge(HOST, PARAM, 20)
@@ -101,15 +100,14 @@ def test_relieve_is_asked_once_for_just_what_is_missing():
 
 
 def test_relieve_that_frees_too_little_changes_nothing_but_what_it_freed():
-    ledger = Ledger({HOST: 100})
-    ledger.charge(HOST, Account.INIT, 90)
     asked = []
 
     def relieve(tier, nbytes):
         asked.append(nbytes)
         ledger.release(HOST, Account.INIT, 1)
 
-    ledger.relieve = relieve
+    ledger = Ledger({HOST: 100}, relieve)
+    ledger.charge(HOST, Account.INIT, 90)
     with pytest.raises(BudgetError, match="by 89 bytes"):
         ledger.charge(HOST, PARAM, 100)
     assert asked == [90]
@@ -118,13 +116,11 @@ def test_relieve_that_frees_too_little_changes_nothing_but_what_it_freed():
 
 
 def test_a_relieve_that_raises_leaves_the_ledger_usable():
-    ledger = Ledger({HOST: 100})
-    ledger.charge(HOST, PARAM, 100)
-
     def relieve(tier, nbytes):
         raise OSError("disk gone")
 
-    ledger.relieve = relieve
+    ledger = Ledger({HOST: 100}, relieve)
+    ledger.charge(HOST, PARAM, 100)
     with pytest.raises(OSError, match="disk gone"):
         ledger.charge(HOST, GRAD, 1)
     ledger.release(HOST, PARAM, 1)

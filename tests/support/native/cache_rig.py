@@ -2,6 +2,7 @@
 
 import errno
 import tempfile
+from collections.abc import Callable
 
 import torch
 
@@ -39,15 +40,22 @@ class Rig:
             self.put(chunk, pattern(nbytes, chunk))
         self.cache = SlotCache(
             self.arena,
-            FileBacking(self.arena, self.transfers, self.extents),
+            FileBacking(
+                self.arena,
+                self.transfers,
+                self.extents,
+                lambda chunk: self.before_read(chunk),
+                lambda chunk: self.before_write(chunk),
+            ),
             dict(enumerate(runs)),
             self.order,
             "chunk {}".format,
         )
         self.reads: list[int] = []
         self.writes: list[int] = []
-        self.cache.before_read = self.reads.append
-        self.cache.before_write = self.writes.append
+        # Tests may put others in their place.
+        self.before_read: Callable[[int], object] = self.reads.append
+        self.before_write: Callable[[int], object] = self.writes.append
 
     def bounce(self, nbytes: int) -> torch.Tensor:
         return torch.from_dlpack(_native.Arena(nbytes).export(0, nbytes))

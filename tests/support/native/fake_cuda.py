@@ -61,6 +61,8 @@ class FakeRuntime:
         self.compute = FakeStream(eager)
         self.streams = [self.compute]
         self.failure: str | None = None  # of every copy from now on
+        self.captures = False  # whether a graph is being captured
+        self.freed: dict[int, torch.Tensor] = {}  # by bytes, the memory that was freed last
         self.lock = threading.RLock()
 
     # Streams
@@ -71,6 +73,9 @@ class FakeRuntime:
 
     def current_stream(self) -> FakeStream:
         return self.compute
+
+    def capturing(self) -> bool:
+        return self.captures
 
     def give(self, stream: FakeStream, work: Callable[[], object]) -> None:
         def do() -> bool:
@@ -166,24 +171,34 @@ class FakeRuntime:
                 raise torch.OutOfMemoryError(f"fake CUDA out of memory: tried to allocate {nbytes}")
             # As torch: what was given back is used again, and goes to the device before it is full.
             self.cached = min(max(0, self.cached - nbytes), self.total - in_use - nbytes)
-            # Page by page, as arenas want it.
-            raw = torch.full((nbytes + PAGE,), 0xFF, dtype=torch.uint8)
-            begin = -raw.data_ptr() % PAGE
+            # As torch, what was freed is used again at once, whatever work still reads it.
+            raw = self.freed.pop(nbytes, None)
+            if raw is None:
+                raw = torch.full((nbytes + PAGE,), 0xFF, dtype=torch.uint8)
+            begin = -raw.data_ptr() % PAGE  # page by page, as arenas want it
             block = raw[begin : begin + nbytes]
             self.taken[block.data_ptr()] = nbytes
             self.peak = max(self.peak, self._reserved())
-        weakref.finalize(block, self._free, block.data_ptr())
+        weakref.finalize(block, self._free, block.data_ptr(), raw)
         return block
 
-    def _free(self, address: int) -> None:
+    def memory_at(self, block: torch.Tensor) -> torch.Tensor:
+        """The block's memory as work on the device has it: it does not keep the block."""
+        raw = (ctypes.c_uint8 * block.nbytes).from_address(block.data_ptr())
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
+    def _free(self, address: int, raw: torch.Tensor) -> None:
         with self.lock:
-            self.cached += self.taken.pop(address, 0)
+            nbytes = self.taken.pop(address, 0)
+            self.cached += nbytes
+            self.freed[nbytes] = raw
 
     def _reserved(self) -> int:
         return sum(self.taken.values()) + self.cached
 
     def empty_cache(self) -> None:
         self.cached = 0
+        self.freed.clear()
 
     def register(self, address: int, nbytes: int) -> str | None:
         assert address % PAGE == nbytes % PAGE == 0
@@ -225,6 +240,9 @@ class HostKernels:
     def __init__(self, runtime: FakeRuntime, kind: UpdateKind) -> None:
         self._runtime = runtime
         self._kind = kind
+
+    def close(self) -> None:
+        pass
 
     def launch(
         self, kernel: str, blocks: int, arguments: Sequence[Any], stream: FakeStream

@@ -1,4 +1,4 @@
-"""offload/fetching: chunks come to the device from RAM and from the file, and nothing hangs."""
+"""offload/device/fetch_queue: chunks come from RAM and from the file, and nothing hangs."""
 
 import errno
 import gc
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from offload import _native
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
-from offload.device.fetching import Fetch, Fetching
-from offload.device.staging import SharedCache, Staged
+from offload.device.fetch_queue import ChunkFetch, FetchQueue
+from offload.device.shared_cache import HostCopy, SharedCache
 from offload.disk.backing import Extent, FileBacking
 from offload.disk.scratch_file import ScratchFile
 from offload.errors import BudgetError
@@ -22,6 +22,7 @@ from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from tests.support.native.gates import GatedBackend, GatedTransfers
+from tests.support.ranks.interrupts import interrupt_in
 from tests.support.waiting import until
 
 SLOT = 8192
@@ -46,7 +47,6 @@ class Rig:
         runs: list[int],
         at_home: tuple[int, ...] = (),
         rate: float = FAST,
-        patience_s: float = 0.0,
     ) -> None:
         self.ledger = Ledger({Tier.HOST: host_slots * SLOT, Tier.DEVICE: device_slots * SLOT})
         self.engine = _native.IoEngine("threads", threads=1)
@@ -74,16 +74,16 @@ class Rig:
         self.shared = SharedCache(self.host_cache, UINT8)
         self.backend = GatedBackend(rate)
         self.arena = self.backend.arena(device_slots, SLOT, self.ledger, Account.GATHERED)
-        self.fetching = Fetching(self.arena, self.backend, self, self.runs, self.used, patience_s)
+        self.fetches = FetchQueue(self.arena, self.backend, self, self.runs, self.used)
         self.order = UseOrder()
-        self.cache = SlotCache(self.arena, self.fetching, self.runs, self.order, "chunk {}".format)
+        self.cache = SlotCache(self.arena, self.fetches, self.runs, self.order, "chunk {}".format)
 
-    # What a Source is
+    # As ChunksInRam says
 
     def home(self, chunk: int) -> torch.Tensor | None:
         return self.homes.get(chunk)
 
-    def start(self, chunk: int) -> Staged | None:
+    def start(self, chunk: int) -> HostCopy | None:
         return self.shared.start(chunk)
 
     def no_room(self, chunk: int) -> Exception:
@@ -111,7 +111,7 @@ class Rig:
 
     def close(self) -> None:
         self.cache.close()
-        self.fetching.close()
+        self.fetches.close()
         self.host_cache.close()
         self.backend.close()
         self.transfers.close()
@@ -194,7 +194,7 @@ def test_a_demand_fetch_is_next(rig):
     staged = []
     start = r.shared.start
 
-    def watched(chunk: int) -> Staged | None:
+    def watched(chunk: int) -> HostCopy | None:
         found = start(chunk)
         if found is not None:
             staged.append(chunk)
@@ -236,20 +236,10 @@ def test_a_chunk_dropped_while_it_is_read_can_be_fetched_again(rig):
 
 def test_no_room_in_ram_is_an_error_with_numbers(rig):
     r = rig(2, 1, [1, 1])
-    held = r.shared.get(0)  # somebody else's, who does not let go
-    with pytest.raises(BudgetError, match="no room for chunk 1: it needs 1 .* 1 of 1 are held"):
+    no_room = "no room for chunk 1: it needs 1 .* 1 of 1 are held"
+    with r.shared.open(0), pytest.raises(BudgetError, match=no_room):
         r.use(1)
-    del held
     assert torch.equal(r.use(1), r.want(1))
-
-
-def test_room_in_ram_is_waited_for(rig):
-    r = rig(2, 1, [1, 1], patience_s=30.0)
-    held = [r.shared.get(0)]
-    timer = threading.Timer(0.05, held.clear)
-    timer.start()
-    assert torch.equal(r.use(1), r.want(1))
-    timer.join()
 
 
 def test_room_that_fetches_take_is_waited_for(rig):
@@ -257,7 +247,8 @@ def test_room_that_fetches_take_is_waited_for(rig):
     r.learn(0)
     r.stall_file(100)
     r.cache.prefetch(1)
-    assert torch.equal(r.shared.get(1)[: r.used[1]], r.want(1))
+    with r.shared.open(1) as flat:
+        assert torch.equal(flat[: r.used[1]], r.want(1))
     assert torch.equal(r.use(0), r.want(0))
 
 
@@ -271,13 +262,54 @@ def test_a_drop_that_was_interrupted_is_made_up_for(rig, monkeypatch):
         with r.transfers.gate.closed():
             r.cache.prefetch(1)
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(Fetch, "wait", interrupted)
+                patched.setattr(ChunkFetch, "wait", interrupted)
                 r.cache.drop(0)
         if settle:
             r.cache.settle()
         assert torch.equal(r.use(0), r.want(0))
         r.cache.drop(0)
         r.shared.drop(0)
+
+
+def test_a_slot_does_not_get_what_a_lost_fetch_brings(rig):
+    """KeyboardInterrupt came after the fetch was queued, and no cache knows of it."""
+    r = rig(1, 1, [1, 1])
+    for _ in range(3):
+        r.stall_file(50)
+        with interrupt_in(FetchQueue, "read"):
+            r.use(0)
+        assert torch.equal(r.use(1), r.want(1))
+        until(lambda: r.staged() == 0)
+        assert torch.equal(r.use(1), r.want(1))
+        r.cache.drop(1)
+        r.shared.drop(0)
+
+
+def test_who_opens_a_chunk_waits_for_another_thread_s_block(rig):
+    r = rig(2, 1, [1, 1])
+    shared = SharedCache(r.host_cache, UINT8, patience_s=30.0)
+    opened, close = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with shared.open(0):
+            opened.set()
+            assert close.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert opened.wait(30)
+    waited = []
+
+    def wait_or_open(timeout_s: float | None = None) -> None:
+        waited.append(timeout_s)
+        close.set()
+        wait(timeout_s)
+
+    wait, shared._changed.wait = shared._changed.wait, wait_or_open
+    with shared.open(1) as flat:
+        assert torch.equal(flat[: r.used[1]], r.want(1))
+    assert waited
+    thread.join()
 
 
 def test_no_room_on_the_device_names_its_budget(rig):

@@ -1,0 +1,178 @@
+"""Which chunk each slot of an arena holds, and which slots another chunk should take.
+
+Slots are taken from the chunk whose next use is farthest (Belady's rule), and only if nothing pins
+them. Looking for one slot takes a time that does not grow with the number of slots: chunks are
+kept in a heap by their next use, and pins are counted only of those that the heap offers. A run of
+several slots is looked for among all slots, once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+
+from offload.cache.use_order import NEVER, UseOrder
+from offload.memory.arena import HostArena
+
+_Ranked = tuple[int, int, int]  # minus the next use, minus the last slot, the chunk
+
+
+class SlotTable:
+    """The chunks in the slots of an arena, by slot and by next use."""
+
+    def __init__(self, arena: HostArena, runs: Mapping[int, int], order: UseOrder) -> None:
+        """`runs` says how many consecutive slots each chunk takes."""
+        self._arena = arena
+        self._runs = runs
+        self._order = order
+        self._seen = (-1, 0)  # generation of the next uses in the heap, and changes heeded of it
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all chunks, and what was pinned: the arena may have other slots."""
+        slots = self._arena.slots
+        self._slot_of: dict[int, int] = {}
+        self._owner: list[int | None] = [None] * slots
+        self._free = (1 << slots) - 1  # a bit for each slot without an owner
+        # The run that was taken last and has the slot: it may be pinned without an owner.
+        self._first_of = list(range(slots))
+        self._run_at = [1] * slots  # by its first slot
+        self._heap: list[_Ranked] = []
+        self._ranked: dict[int, _Ranked] = {}  # the valid one of each chunk's in the heap
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._slot_of
+
+    def slot_of(self, chunk: int) -> int:
+        """The first slot of a chunk that is in the table."""
+        return self._slot_of[chunk]
+
+    def add(self, chunk: int, slot: int) -> None:
+        """The chunk has the slots from `slot` on, which have no owner and are not pinned."""
+        run = self._runs[chunk]
+        mask = ((1 << run) - 1) << slot
+        assert self._free & mask == mask, (chunk, slot)
+        self._free ^= mask
+        self._owner[slot : slot + run] = [chunk] * run
+        self._first_of[slot : slot + run] = [slot] * run
+        self._run_at[slot] = run
+        self._slot_of[chunk] = slot
+        self._rank(chunk)
+
+    def remove(self, chunk: int) -> None:
+        """The chunk's slots have no owner any more; tensors may still pin them."""
+        slot, run = self._slot_of.pop(chunk), self._runs[chunk]
+        self._owner[slot : slot + run] = [None] * run
+        self._free |= ((1 << run) - 1) << slot
+        del self._ranked[chunk]
+
+    def owners(self, slot: int, run: int) -> list[int]:
+        """The chunks that have some of the slots [slot, slot + run)."""
+        found = dict.fromkeys(self._owner[slot : slot + run])
+        return [chunk for chunk in found if chunk is not None]
+
+    def is_pinned(self, slot: int) -> bool:
+        """Whether a tensor views the slot, or another one of the run it was last taken in."""
+        first = self._first_of[slot]
+        return slot < first + self._run_at[first] and self._arena.pins[first] > 0
+
+    def pinned_slots(self) -> int:
+        """How many slots are pinned."""
+        return sum(map(self.is_pinned, range(self._arena.slots)))
+
+    def best_slots(
+        self,
+        run: int,
+        limit: int,
+        may_evict: Callable[[int], bool],
+        later_than: int = -1,
+    ) -> int | None:
+        """The slots that cost least to take.
+
+        Slots without an owner come first; then those whose soonest next use is farthest. Of equals
+        a single slot is taken at the high end and a run at the low end, so that long runs stay
+        possible, and a run takes its slots from few chunks.
+
+        Args:
+            run: How many consecutive slots are needed.
+            limit: Slots from here on are not considered.
+            may_evict: Whether a chunk may lose its slots, if they are not pinned.
+            later_than: Only chunks whose next use has a greater number lose theirs.
+
+        Returns:
+            The first of the slots, or None if none may be taken.
+        """
+        if run == 1:
+            return self._best_slot(limit, may_evict, later_than)
+        return self._best_run(run, limit, may_evict, later_than)
+
+    def _best_slot(
+        self, limit: int, may_evict: Callable[[int], bool], later_than: int
+    ) -> int | None:
+        free = self._free & ((1 << limit) - 1)
+        while free:
+            slot = free.bit_length() - 1
+            if not self.is_pinned(slot):
+                return slot
+            free ^= 1 << slot
+        self._heed_order()
+        passed_over: list[_Ranked] = []
+        found: int | None = None
+        while self._heap and -self._heap[0][0] > later_than:
+            ranked = heapq.heappop(self._heap)
+            chunk = ranked[2]
+            if self._ranked.get(chunk) is not ranked:
+                continue
+            passed_over.append(ranked)
+            if may_evict(chunk) and self._arena.pins[self._slot_of[chunk]] == 0:
+                found = -ranked[1]
+                break
+        for ranked in passed_over:
+            heapq.heappush(self._heap, ranked)
+        return found
+
+    def _best_run(
+        self, run: int, limit: int, may_evict: Callable[[int], bool], later_than: int
+    ) -> int | None:
+        next_uses: list[int] = []  # by slot; -1 where it must not be taken
+        while len(next_uses) < limit:
+            slot = len(next_uses)
+            chunk = self._owner[slot]
+            if chunk is None:
+                next_uses.append(-1 if self.is_pinned(slot) else NEVER)
+                continue
+            number = self._order.next_use_number(chunk)
+            usable = number > later_than and may_evict(chunk) and self._arena.pins[slot] == 0
+            next_uses += [number if usable else -1] * self._runs[chunk]
+        best, found = (-1, 0), None
+        for first in range(limit - run + 1):
+            soonest = min(next_uses[first : first + run])
+            if soonest >= max(best[0], 0):
+                cost = soonest, -len(self.owners(first, run))
+                if cost > best:
+                    best, found = cost, first
+        return found
+
+    # The heap
+
+    def _rank(self, chunk: int) -> None:
+        last = self._slot_of[chunk] + self._runs[chunk] - 1
+        ranked = (-self._order.next_use_number(chunk), -last, chunk)
+        self._ranked[chunk] = ranked
+        heapq.heappush(self._heap, ranked)
+        if len(self._heap) > 2 * len(self._ranked) + 64:  # most of it is not valid any more
+            self._heap = list(self._ranked.values())
+            heapq.heapify(self._heap)
+
+    def _heed_order(self) -> None:
+        """Brings the heap up to date with the order of uses."""
+        generation, moved = self._order.moved()
+        if generation != self._seen[0]:
+            self._heap.clear()
+            for chunk in self._slot_of:
+                self._rank(chunk)
+        else:
+            for chunk in moved[self._seen[1] :]:
+                if chunk in self._slot_of:
+                    self._rank(chunk)
+        self._seen = generation, len(moved)

@@ -1,0 +1,265 @@
+"""Chunks for the slots of a device, fetched from RAM over the link.
+
+A chunk whose home is in RAM is copied at once. Others are brought to a slot in RAM first, from the
+file or from other ranks, and copied as soon as they are there. Threads wait for both, so compute
+waits for nothing that it does not need yet.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from offload.device.backend import Backend
+from offload.device.shared_cache import HostCopy
+from offload.memory.arena import HostArena
+from offload.memory.operation import Chain, Operation, Worker, wait_quietly
+
+
+class ChunksInRam(Protocol):
+    """Has chunks in RAM, or brings them there. Any thread may use it."""
+
+    def home(self, chunk: int) -> torch.Tensor | None:
+        """The whole chunk, flat, if its home is in RAM."""
+
+    def start(self, chunk: int) -> HostCopy | None:
+        """Starts bringing another chunk to a slot; None if pins leave no room now.
+
+        Raises what starting raises. Does not wait for transfers of what is pinned.
+        """
+
+    def no_room(self, chunk: int) -> Exception:
+        """The error that says that there is no room, with numbers."""
+
+
+class FetchState(enum.Enum):
+    """Where a chunk is on its way, and what it holds."""
+
+    QUEUED = "nothing in RAM; there is no room"
+    STAGING = "a slot in RAM, to which its bytes are on their way"
+    COPYING = "a slot in RAM, from which its bytes are copied to the device"
+    DONE = "nothing in RAM"
+
+
+class ChunkFetch:
+    """A chunk on its way to the device: the Operation that FetchQueue.read() returns."""
+
+    def __init__(self, queue: FetchQueue, chunk: int, to: torch.Tensor) -> None:
+        """Only FetchQueue makes and changes it, under its lock."""
+        self._queue = queue
+        self.chunk = chunk
+        self.to: torch.Tensor | None = to
+        self.state = FetchState.QUEUED
+        self.in_ram: HostCopy | None = None
+        self.chain: Chain | None = None
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Until the chunk is on the device; it is the next one that gets room in RAM.
+
+        Raises:
+            BudgetError: if there is no room in RAM and none will come.
+            OSError: if reading or copying failed.
+        """
+        self._queue.finish(self)
+
+    def cancel(self) -> None:
+        """The chunk is not needed: wait() may end early, with an OSError of ECANCELED."""
+        self._queue.cancel(self)
+
+
+class FetchQueue:
+    """Fetches chunks to slots of a device: the Backing of a cache there.
+
+    Only fetches under way hold slots in RAM, and they end whatever compute does; so a chunk that
+    compute waits for gets its turn, however few slots there are.
+    """
+
+    def __init__(
+        self,
+        arena: HostArena,
+        backend: Backend,
+        source: ChunksInRam,
+        runs: Mapping[int, int],
+        used_bytes: Mapping[int, int],
+    ) -> None:
+        """By chunk: how many slots of `arena` it takes, and how many bytes of them are copied."""
+        self._arena = arena
+        self._backend = backend
+        self._source = source
+        self._runs = runs
+        self._used_bytes = used_bytes
+        self._changed = threading.Condition()  # reentrant; guards all below, and fetches
+        self._queue: deque[ChunkFetch] = deque()
+        self._under_way = 0  # fetches STAGING or COPYING
+        self._last_into: dict[int, ChunkFetch] = {}  # by slot of the device
+        # The last copy from the home of each chunk that is in RAM for good.
+        self._from_home: dict[int, Operation] = {}
+        self._staging = Worker("staging")
+        self._copying = Worker("copying")
+
+    def read(self, chunk: int, slot: int) -> Operation:
+        """Starts fetching a chunk to the slots from `slot` on.
+
+        Raises:
+            OSError: if the copy of a chunk at home in RAM cannot be started.
+        """
+        slots = range(slot, slot + self._runs[chunk])
+        self._end_lost(slots)
+        to = self._arena.view(slot, len(slots), torch.uint8)[: self._used_bytes[chunk]]
+        home = self._source.home(chunk)
+        if home is not None:
+            copy = self._backend.fetch(to, self._bytes(home, chunk))
+            if not self._backend.in_order:
+                return copy
+            self._from_home[chunk] = copy
+            return _OrderedCopy(copy)
+        fetch = ChunkFetch(self, chunk, to)
+        fetch.chain = Chain(
+            (
+                (self._staging, lambda: self._stage(fetch)),
+                (self._copying, lambda: self._copy(fetch)),
+            ),
+            lambda error: self._end(fetch, error),
+        )
+        with self._changed:
+            self._last_into.update(dict.fromkeys(slots, fetch))
+            self._queue.append(fetch)
+            self._start_queued()
+        return fetch
+
+    def write(self, chunk: int, slot: int) -> Operation:
+        """Not used: copies of parameters on the device are never changed."""
+        raise AssertionError("copies of parameters are never written")
+
+    def _bytes(self, flat: torch.Tensor, chunk: int) -> torch.Tensor:
+        return flat.view(torch.uint8)[: self._used_bytes[chunk]]
+
+    def _end_lost(self, slots: range) -> None:
+        """Ends a fetch to one of the slots of which, after KeyboardInterrupt, no cache knows."""
+        with self._changed:
+            for fetch in dict.fromkeys(map(self._last_into.get, slots)):
+                if fetch is not None:
+                    self.cancel(fetch)
+                    while not self._is_ordered(fetch):
+                        self._changed.wait()
+
+    def _is_ordered(self, fetch: ChunkFetch) -> bool:
+        """Whether what the device is given now comes after the fetch. Needs the lock."""
+        copying = fetch.state is FetchState.COPYING and self._backend.in_order
+        return copying or fetch.state is FetchState.DONE
+
+    def _start_queued(self) -> None:
+        """Stages chunks of the queue, in order, as far as there is room. Needs the lock."""
+        while self._queue:
+            fetch = self._queue[0]
+            assert fetch.chain is not None
+            try:
+                in_ram = self._source.start(fetch.chunk)
+            except Exception as error:
+                self._queue.popleft()
+                self._end(fetch, error.with_traceback(None))
+                continue
+            if in_ram is None:
+                return
+            self._queue.popleft()
+            self._under_way += 1
+            fetch.in_ram, fetch.state = in_ram, FetchState.STAGING
+            fetch.chain.start()
+
+    def _stage(self, fetch: ChunkFetch) -> Operation | None:
+        """The first step: until the chunk is in RAM."""
+        assert fetch.in_ram is not None
+        return None if fetch.in_ram.is_ready else fetch.in_ram
+
+    def _copy(self, fetch: ChunkFetch) -> Operation:
+        """The second step: until the chunk is on the device."""
+        assert fetch.in_ram is not None
+        assert fetch.to is not None
+        with self._changed:
+            copy = self._backend.fetch(fetch.to, self._bytes(fetch.in_ram.flat, fetch.chunk))
+            fetch.state = FetchState.COPYING
+            self._changed.notify_all()
+            return copy
+
+    def _end(self, fetch: ChunkFetch, error: BaseException | None) -> None:
+        with self._changed:
+            if fetch.in_ram is not None:
+                fetch.in_ram.release()
+                self._under_way -= 1
+            fetch.state = FetchState.DONE
+            fetch.in_ram = fetch.to = fetch.chain = None
+            fetch.error = error
+            self._start_queued()
+            self._changed.notify_all()
+
+    def cancel(self, fetch: ChunkFetch) -> None:
+        """For ChunkFetch: its chunk is not needed."""
+        with self._changed:
+            if fetch in self._queue:
+                self._queue.remove(fetch)
+            if fetch.chain is not None:
+                fetch.chain.cancel()
+
+    def finish(self, fetch: ChunkFetch) -> None:
+        """For ChunkFetch: until it is done; it is the next to get room."""
+        with self._changed:
+            if fetch in self._queue:
+                self._queue.remove(fetch)
+                self._queue.appendleft(fetch)
+                self._start_queued()
+            while not self._is_ordered(fetch):  # else the device waits for the rest
+                if fetch.state is FetchState.QUEUED and not self._under_way:
+                    # Room comes from fetches alone.
+                    self._queue.remove(fetch)
+                    self._end(fetch, self._source.no_room(fetch.chunk))
+                else:
+                    self._changed.wait()
+        if fetch.error is not None:
+            raise fetch.error
+
+    def wait_home_read(self, chunk: int) -> None:
+        """Until nothing reads the chunk's home in RAM, which is about to change."""
+        # A copy that failed is an error of the device, which its next use raises.
+        wait_quietly(self._from_home.pop(chunk, None))
+
+    def clear(self) -> None:
+        """Until nothing is under way, when no chunk is needed: RAM may then be given back.
+
+        A device that works in order is told to copy, and copies later.
+        """
+        with self._changed:
+            while self._queue or self._under_way:
+                self._changed.wait()
+            self._last_into.clear()
+        for chunk in list(self._from_home):
+            self.wait_home_read(chunk)
+
+    def refit(self) -> None:
+        """The slots were resized while nothing was under way: nothing is known of them here."""
+
+    def close(self) -> None:
+        """Ends the threads, when all fetches are done; idempotent."""
+        self._staging.close()
+        self._copying.close()
+        self._from_home.clear()
+        self._last_into.clear()
+
+
+class _OrderedCopy:
+    """A copy that the device was given: what it is given afterwards comes after the copy."""
+
+    def __init__(self, copy: Operation) -> None:
+        self._copy = copy
+
+    def wait(self) -> None:
+        """Nothing: the host need not wait."""
+
+    def cancel(self) -> None:
+        """Passes it on."""
+        self._copy.cancel()

@@ -1,0 +1,170 @@
+"""What is under way in the background, and what begins when it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+THREAD_PREFIX = "hetero-"  # of the names of all threads of this project
+
+
+class Operation(Protocol):
+    """Something under way: a transfer of a disk or a link, or several one after another."""
+
+    def wait(self) -> None:
+        """Blocks until it is done. Raises an OSError if it failed."""
+
+    def cancel(self) -> None:
+        """Its result is not needed: wait(), which is called nevertheless, may end early."""
+
+
+def in_background() -> bool:
+    """Whether the caller's thread is one of this project's, for whose end closing waits."""
+    return threading.current_thread().name.startswith(THREAD_PREFIX)
+
+
+def cancelled() -> OSError:
+    """The error of an operation that was cancelled."""
+    return OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+
+class Worker:
+    """Does jobs one after another in a thread, which starts with the first job.
+
+    A job must not raise: what goes wrong it tells to those who need what it does.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name` is the thread's, after THREAD_PREFIX."""
+        self._name = THREAD_PREFIX + name
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Does `job` after all that were given before it. Not after close()."""
+        with self._changed:
+            assert not self._closing
+            self._jobs.append(job)
+            if self._thread is None:
+                # A daemon: an engine that was not closed is closed at exit, after other threads.
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs:
+                    if self._closing:
+                        return
+                    self._changed.wait()
+                job = self._jobs.popleft()
+            job()
+            del job  # with all it refers to, before the next one is waited for
+
+    def close(self) -> None:
+        """Does the jobs that are left and ends the thread; idempotent. Not from a job."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+# Starts an operation (None: it is done already), and the worker whose thread waits for it.
+Step = tuple[Worker, Callable[[], Operation | None]]
+
+
+class Chain:
+    """Operations of which each is started when the one before it is done.
+
+    The first one that fails, or cannot be started, ends the chain. A worker waits in the order in
+    which it got operations; so kinds of operations that must not wait for each other need a worker
+    each.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], on_end: Callable[[BaseException | None], object]
+    ) -> None:
+        """Nothing begins before start().
+
+        Args:
+            steps: In their order.
+            on_end: Called once, with the failure or None, by the thread in which the chain ends;
+                the chain calls nothing afterwards.
+        """
+        self._steps = deque(steps)
+        self._on_end: Callable[[BaseException | None], object] | None = on_end
+        self._lock = threading.Lock()  # guards all below
+        self._op: Operation | None = None
+        self._started = False
+        self._cancelled = False
+
+    def start(self) -> None:
+        """Starts the first operation. What starting it raises goes to `on_end`."""
+        with self._lock:
+            self._started = True
+        self._go_on()
+
+    def cancel(self) -> None:
+        """Cancels the operation under way; no other one is started."""
+        with self._lock:
+            self._cancelled = True
+            op, started = self._op, self._started
+        if op is not None:
+            op.cancel()
+        elif not started:
+            self._end(cancelled())
+
+    def _go_on(self) -> None:
+        try:
+            while self._steps:
+                worker, start = self._steps.popleft()
+                if self._cancelled:
+                    raise cancelled()
+                op = start()
+                if op is not None:
+                    with self._lock:
+                        self._op = op
+                    if self._cancelled:  # since it was started
+                        op.cancel()
+                    return worker.do(partial(self._await, op))
+        except BaseException as error:
+            self._end(error)
+            if not isinstance(error, Exception):  # KeyboardInterrupt is the caller's
+                raise
+        else:
+            self._end(None)
+
+    def _await(self, op: Operation) -> None:
+        try:
+            op.wait()
+        except BaseException as error:
+            self._end(error)
+        else:
+            self._go_on()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            on_end, self._on_end = self._on_end, None
+            self._op = None
+            self._steps.clear()
+        if on_end is not None:
+            # Without the frames that the error went through, which hold tensors.
+            on_end(None if error is None else error.with_traceback(None))
+
+
+def wait_quietly(op: Operation | None) -> None:
+    """Waits for an operation of which nobody needs to know whether it failed."""
+    if op is not None:
+        with contextlib.suppress(Exception):
+            op.wait()
