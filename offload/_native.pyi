@@ -423,6 +423,11 @@ class StepPipeline:
         read ahead), read_bytes, written_bytes, adam_s, read_wait_s, write_wait_s"""
     def inject(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
+    def hold(self, nth: int) -> None:
+        """For tests: the nth update from now (from 0) waits for release(), or for close(); its reads
+        are done then. One update is held at a time."""
+    def release(self) -> None:
+        """Lets the update that hold() stopped, or would stop, go on."""
     def close(self) -> None:
         """Abandons queued tasks, waits for transfers in flight, joins the threads; idempotent.
         Records that were not flushed are lost."""

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from offload import _native
 from tests.update_oracle import Hyper
 
 PIECE = 4096  # elements
+LIMIT_S = 120  # after which a wait is taken for one without end
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
 KIND = _native.UpdateKind("bf16", "bf16")
@@ -48,10 +49,18 @@ def ram(array: np.ndarray) -> _native.Location:
     return _native.Location(address=array.ctypes.data)
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what another thread does sooner or later; LIMIT_S only ends a test that fails."""
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
 def pipeline_threads() -> list[str]:
     """Names of this process's threads that belong to a pipeline. The kernel lists a thread for a
     moment after it was joined, so the ones that are about to go get the time."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while True:
         names = []
         for path in Path("/proc/self/task").glob("*/comm"):

@@ -120,6 +120,8 @@ void bind_pipeline(py::module_& module) {
       .def("forget", &BoundPipeline::forget, py::arg("key") = -1, NoGil())
       .def_property_readonly("stats", &stats_dict)
       .def("inject", &BoundPipeline::inject, py::arg("nth"), NoGil())
+      .def("hold", &BoundPipeline::hold, py::arg("nth"), NoGil())
+      .def("release", &BoundPipeline::release, NoGil())
       .def("close", &BoundPipeline::close, NoGil());
 }
 

@@ -78,6 +78,8 @@ class StepPipeline::Impl {
   void forget(std::int64_t key);
   StepStats stats() const;
   void inject(std::uint64_t nth);
+  void hold(std::uint64_t nth);
+  void release();
   void close();
 
  private:
@@ -136,6 +138,7 @@ class StepPipeline::Impl {
   std::optional<Work> current_;  // the updater's; changed by it alone
   StepStats stats_;
   std::optional<std::uint64_t> updates_until_fault_;
+  std::optional<std::uint64_t> updates_until_hold_;  // 0: the update at hand is held
   bool closing_ = false;
   std::exception_ptr failure_;  // the first
 
@@ -257,6 +260,17 @@ StepStats StepPipeline::Impl::stats() const {
 void StepPipeline::Impl::inject(std::uint64_t nth) {
   const Lock lock(mutex_);
   updates_until_fault_ = nth;
+}
+
+void StepPipeline::Impl::hold(std::uint64_t nth) {
+  const Lock lock(mutex_);
+  updates_until_hold_ = nth;
+}
+
+void StepPipeline::Impl::release() {
+  const Lock lock(mutex_);
+  updates_until_hold_.reset();
+  changed_.notify_all();
 }
 
 void StepPipeline::Impl::close() {
@@ -577,6 +591,7 @@ void StepPipeline::Impl::update_tasks() {
     if (stopping()) return;
     current_ = std::move(staged_.front());
     staged_.pop_front();
+    changed_.notify_all();  // the stager may read for one task more
     Buffer* const buffer = current_->buffer;
 
     double read_wait_s = 0, write_wait_s = 0, adam_s = 0;
@@ -595,6 +610,9 @@ void StepPipeline::Impl::update_tasks() {
     stats_.write_wait_s += write_wait_s;
     if (stopping()) return;
     if (buffer != nullptr) buffer->writes.clear();
+    changed_.wait(lock, [&] { return stopping() || updates_until_hold_ != 0U; });
+    if (stopping()) return;
+    if (updates_until_hold_) --*updates_until_hold_;
     if (updates_until_fault_ && (*updates_until_fault_)-- == 0) {
       lock.unlock();
       fail_in_pool(current_->task.key);
@@ -716,6 +734,10 @@ void StepPipeline::forget(std::int64_t key) { impl().forget(key); }
 StepStats StepPipeline::stats() const { return impl().stats(); }
 
 void StepPipeline::inject(std::uint64_t nth) { impl().inject(nth); }
+
+void StepPipeline::hold(std::uint64_t nth) { impl().hold(nth); }
+
+void StepPipeline::release() { impl().release(); }
 
 void StepPipeline::close() {
   if (getpid() == owner_) impl_->close();

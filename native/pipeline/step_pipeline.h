@@ -89,6 +89,11 @@ class StepPipeline {
   // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing.
   void inject(std::uint64_t nth);
 
+  // For tests: the nth update from now (from 0) waits until release(), or until the pipeline stops;
+  // the task's reads are done then. One update is held at a time.
+  void hold(std::uint64_t nth);
+  void release();
+
   // Abandons the tasks not yet being computed, waits for transfers in flight, joins the threads.
   // Idempotent. If tasks were abandoned, later waits throw. Records that were not flushed are lost.
   void close();

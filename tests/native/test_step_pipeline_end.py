@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.step_pieces import (
     pipeline_threads,
     ram,
     train_in_ram,
+    until,
 )
 
 
@@ -77,8 +77,7 @@ def test_the_last_writes_failure_is_not_lost(
     opened.append(filed)
     filed.engine.inject("write", 0, error=errno.EIO)
     filed.pipeline.submit(filed.tasks([0]), hypers(1))
-    while filed.pipeline.stats["tasks"] == 0:
-        time.sleep(0.001)
+    until(lambda: filed.pipeline.stats["tasks"] == 1)
     filed.pipeline.close()
     with pytest.raises(_native.NativeIoError):
         filed.pipeline.wait_written(0)
@@ -88,12 +87,14 @@ def test_the_last_writes_failure_is_not_lost(
 def test_close_in_the_middle_leaves_every_piece_whole(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
-    rounds = 100
+    made = 7
     pieces = Pieces(2, "bf16", "bf16")
     filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
     opened.append(filed)
-    for step in range(1, rounds + 1):
+    filed.pipeline.hold(made)
+    for step in range(1, 6):
         filed.pipeline.submit(filed.tasks([0, 1]), hypers(step))
+    until(lambda: filed.pipeline.stats["tasks"] == made)
     filed.pipeline.close()
     filed.pipeline.close()
     assert pipeline_threads() == []
@@ -103,8 +104,7 @@ def test_close_in_the_middle_leaves_every_piece_whole(
         filed.pipeline.submit(filed.tasks([0]), hypers(1))
     # Every update that was made is whole: in RAM, and in the file but for the record that only the
     # buffer had. That is older by one update, never torn.
-    made = int(filed.pipeline.stats["tasks"])
-    assert made < 2 * rounds
+    assert filed.pipeline.stats["tasks"] == made
     pipeline = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
     older = pieces.records[(made - 1) % 2].copy()
     for task in range(made):

@@ -11,6 +11,7 @@ import pytest
 from offload import _native
 from tests.step_pieces import (
     ENGINES,
+    LIMIT_S,
     PIECE,
     SEGMENTS,
     Filed,
@@ -19,11 +20,11 @@ from tests.step_pieces import (
     pipeline_threads,
     ram,
     train_in_ram,
+    until,
     zig_zag,
 )
 
 BLOCK = 8192  # of the engine that Filed makes
-WAIT_S = 20
 
 
 def within(call: Callable[[], object]) -> None:
@@ -38,7 +39,7 @@ def within(call: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(WAIT_S)
+    thread.join(LIMIT_S)
     assert not thread.is_alive(), "it waits for ever"
     if errors:
         raise errors[0]
@@ -163,9 +164,12 @@ def test_an_engine_closed_too_early_fails_the_wait(
     pieces = Pieces(5, "bf16", "bf16")
     filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
-    for step in range(1, 30):
+    filed.pipeline.hold(3)
+    for step in range(1, 4):
         filed.pipeline.submit(filed.tasks(range(5)), hypers(step))
+    until(lambda: filed.pipeline.stats["tasks"] == 3)
     filed.engine.close()
+    filed.pipeline.release()
     # What was queued in the engine is cancelled, what comes later is refused.
     with pytest.raises((_native.NativeIoError, RuntimeError)):
         within(filed.pipeline.wait_updated)
