@@ -22,12 +22,17 @@
 //     s = fma(g, g, s)
 //     w = fma(-(lr / (1 + (step - 1) * lr_decay)), g / (sqrt(s) + eps), w)
 //
+// and of every rule at last, for each of its states x (m, v, s)
+//     x = +0 where |x| < 2^-126, the smallest normal number
+//
 // with bias_correction{1,2} = 1 - beta{1,2}^step, or 1 without bias correction. Factors that do not
 // depend on the element are computed in double and rounded to fp32 once. Square roots and quotients
 // are IEEE's, not approximations.
 //
-// m, v and s are the values in fp32 as computed; state_codec.inl.h says how they are rounded when
-// they are stored, after w has been updated with the unrounded ones.
+// w is updated with m, v and s as computed. Where the gradient stays 0 a state shrinks with every
+// step, and would end as a subnormal number that rounding keeps from 0 (0.9 * 4 * 2^-149 rounds to
+// itself), at a fraction of the speed. state_codec.inl.h says how states are rounded when they are
+// stored; that comes after, and 0 stays 0.
 #pragma once
 
 #include "update/kernels/kernels.h"
@@ -83,6 +88,8 @@ class UpdateRule<V, Rule::adam> {
     v = V::fma(V::mul(one_minus_beta2_, g), g, V::mul(beta2_, v));
     const F d = V::fma(V::sqrt(v), inv_sqrt_bias_correction2_, eps_);
     w = V::fma(minus_step_size_, V::div(m, d), w);
+    m = V::flush_subnormal(m);
+    v = V::flush_subnormal(v);
   }
 
  private:
@@ -109,7 +116,7 @@ class UpdateRule<V, Rule::lion> {
     first_.apply(g, w);
     const F c = V::fma(one_minus_beta1_, g, V::mul(beta1_, m));
     w = V::fma(minus_step_size_, sign(c), w);
-    m = V::fma(one_minus_beta2_, g, V::mul(beta2_, m));
+    m = V::flush_subnormal(V::fma(one_minus_beta2_, g, V::mul(beta2_, m)));
   }
 
  private:
@@ -136,6 +143,7 @@ class UpdateRule<V, Rule::adagrad> {
     first_.apply(g, w);
     s = V::fma(g, g, s);
     w = V::fma(minus_step_size_, V::div(g, V::add(V::sqrt(s), eps_)), w);
+    s = V::flush_subnormal(s);
   }
 
  private:
