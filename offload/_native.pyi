@@ -37,12 +37,20 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
     workers, which start at first use and sleep between uses.
 
-    Worker i is pinned to cpus[i % len(cpus)]; the caller is not. None: not pinned. Raises
-    ValueError for CPUs that this process cannot run on, with nothing changed.
+    Worker i runs on cpus[i % len(cpus)] alone, and the step pipelines' threads that compute on
+    cpus[(count - 1) % len(cpus)]; other callers stay where they are. None: all run where the kernel
+    lets them. Raises ValueError for CPUs that this process cannot run on, with nothing changed.
     """
 
+def cpu_quota(root: str = "") -> float | None:
+    """The CPU time, in CPUs, that the control groups (version 1 or 2) of this process allow; None
+    without a quota. `root` is put before /proc and /sys."""
+
+def usable_cpus() -> int:
+    """The CPUs that this process may run on, and no more than its quota pays for; at least 1."""
+
 def threads() -> int:
-    """Size of the worker pool; at first the number of CPUs that this process may use."""
+    """Size of the worker pool; at first usable_cpus()."""
 
 def thread_cpus() -> list[int] | None:
     """What set_threads() was given."""

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/usable_cpus.h"
 #include "base/worker_pool.h"
 #include "update/isa/isa.h"
 #include "update/mean.h"
@@ -174,6 +175,8 @@ void bind_choices(py::module_& module) {
         WorkerPool::instance().set_threads(static_cast<unsigned>(count), cpus);
       },
       py::arg("count"), py::arg("cpus") = py::none(), NoGil());
+  module.def("cpu_quota", &cpu_quota, py::arg("root") = "");
+  module.def("usable_cpus", &usable_cpus);
   module.def("threads", [] { return WorkerPool::instance().threads(); });
   module.def("thread_cpus", [] { return WorkerPool::instance().cpus(); });
   module.def("shutdown_workers", [] { WorkerPool::instance().shutdown(); }, NoGil());

@@ -581,6 +581,7 @@ void StepPipeline::Impl::submit_reads(const StepTask& task, Buffer& buffer, bool
 }
 
 void StepPipeline::Impl::update_tasks() {
+  CallerCpu cpu;
   Lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return stopping() || !queued_.empty() || !staged_.empty(); });
@@ -621,6 +622,7 @@ void StepPipeline::Impl::update_tasks() {
     // From here to the submission of the writes nothing stops the task: half of an update in RAM
     // and the other half not in the file would be worse than none.
     lock.unlock();
+    cpu.follow();
     {
       const Stopwatch watch(adam_s);
       update(*current_);
