@@ -12,10 +12,8 @@
 #include "base/usable_cpus.h"
 #include "base/worker_pool.h"
 #include "update/isa/isa.h"
-#include "update/mean.h"
-#include "update/sum_of_squares.h"
+#include "update/reductions.h"
 #include "update/update.h"
-#include "update/yardstick.h"
 
 namespace py = pybind11;
 
@@ -193,7 +191,7 @@ void bind_kind(py::module_& module) {
       .def_property_readonly("state_dtype",
                              [](const UpdateKind& kind) { return name_of(kind.state_dtype); })
       .def_property_readonly("states", &UpdateKind::states)
-      .def_property_readonly("record_bytes", &UpdateKind::record_bytes)
+      .def_property_readonly("record_bytes", &UpdateKind::optim_state_bytes)
       .def_property_readonly("bytes_moved", &UpdateKind::bytes_moved)
       .def(py::self == py::self)
       .def("__hash__", &number_of)
