@@ -62,8 +62,9 @@ class WorkerPool {
       : threads_(threads), cpus_(std::move(cpus)) {}
   ~WorkerPool() = delete;  // lives as long as the process: at exit a worker may still be parked
 
-  // A fork takes the lock so that the child reads no half-changed list of CPUs. (From one function
-  // to the other, which the analysis cannot follow.)
+  // A fork takes the lock of the pool that the process has then (a child's is not its parent's), so
+  // that the child reads no half-changed list of CPUs. (From one function to the other, which the
+  // analysis cannot follow.)
   static void before_fork() NO_THREAD_SAFETY_ANALYSIS;
   static void after_fork() NO_THREAD_SAFETY_ANALYSIS;
   static void in_child() NO_THREAD_SAFETY_ANALYSIS;

@@ -8,27 +8,22 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/python.h"
 #include "io/io_engine.h"
 #include "memory/arena.h"
 #include "pipeline/step_pipeline.h"
 #include "update/tile_layout.h"
 #include "update/update.h"
 
-namespace py = pybind11;
-
 namespace hetero {
 
 namespace {
-
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // Does not hold the GIL while the destructor waits for transfers. A forked child's copy is left
 // alone (step_pipeline.h).
 struct PipelineDeleter {
   void operator()(StepPipeline* pipeline) const {
-    if (!pipeline->belongs_to_this_process()) return;
-    const py::gil_scoped_release release;
-    delete pipeline;
+    if (!pipeline->foreign()) without_gil([&] { delete pipeline; });
   }
 };
 using PipelineHolder = std::unique_ptr<StepPipeline, PipelineDeleter>;
@@ -110,19 +105,19 @@ void bind_pipeline(py::module_& module) {
           [](StepPipeline& self, std::vector<StepTask> tasks, const std::vector<Hyper>& hypers) {
             self.submit(std::move(tasks), hypers);
           },
-          py::arg("tasks"), py::arg("hypers"), NoGil())
-      .def("expect", &expect, py::arg("expected"), py::arg("streaming") = 0, NoGil())
-      .def("wait_updated", &StepPipeline::wait_updated, py::arg("key") = -1, NoGil())
-      .def("is_updated", &StepPipeline::is_updated, py::arg("key") = -1, NoGil())
-      .def("is_written", &StepPipeline::is_written, py::arg("key") = -1, NoGil())
-      .def("wait_written", &StepPipeline::wait_written, py::arg("key") = -1, NoGil())
-      .def("flush", &StepPipeline::flush, py::arg("key") = -1, NoGil())
-      .def("forget", &StepPipeline::forget, py::arg("key") = -1, NoGil())
+          py::arg("tasks"), py::arg("hypers"), ReleaseGil())
+      .def("expect", &expect, py::arg("expected"), py::arg("streaming") = 0, ReleaseGil())
+      .def("wait_updated", &StepPipeline::wait_updated, py::arg("key") = -1, ReleaseGil())
+      .def("is_updated", &StepPipeline::is_updated, py::arg("key") = -1, ReleaseGil())
+      .def("is_written", &StepPipeline::is_written, py::arg("key") = -1, ReleaseGil())
+      .def("wait_written", &StepPipeline::wait_written, py::arg("key") = -1, ReleaseGil())
+      .def("flush", &StepPipeline::flush, py::arg("key") = -1, ReleaseGil())
+      .def("forget", &StepPipeline::forget, py::arg("key") = -1, ReleaseGil())
       .def_property_readonly("stats", &stats_dict)
-      .def("inject", &StepPipeline::inject, py::arg("nth"), NoGil())
-      .def("hold", &StepPipeline::hold, py::arg("nth"), NoGil())
-      .def("release", &StepPipeline::release, NoGil())
-      .def("close", &StepPipeline::close, NoGil());
+      .def("inject", &StepPipeline::inject, py::arg("nth"), ReleaseGil())
+      .def("hold", &StepPipeline::hold, py::arg("nth"), ReleaseGil())
+      .def("release", &StepPipeline::release, ReleaseGil())
+      .def("close", &StepPipeline::close, ReleaseGil());
 }
 
 }  // namespace hetero

@@ -1,8 +1,6 @@
 // The calls of the step pipeline. Its threads are in step_threads.cpp.
 #include "pipeline/step_pipeline.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -37,8 +35,7 @@ std::size_t checked_buffers(bool has_engine, const char* memory, std::size_t mem
 StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, char* memory,
                            std::size_t memory_bytes, std::size_t buffers, const TileLayout& layout,
                            std::shared_ptr<const void> keeper)
-    : owner_(getpid()),
-      layout_(layout),
+    : layout_(layout),
       engine_(std::move(engine)),
       file_(file),
       buffers_(memory, checked_buffers(engine_ != nullptr, memory, memory_bytes, buffers, layout_),
@@ -56,18 +53,10 @@ StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, char* mem
 
 StepPipeline::~StepPipeline() { close(); }
 
-bool StepPipeline::belongs_to_this_process() const { return getpid() == owner_; }
-
-void StepPipeline::check_process() const {
-  if (belongs_to_this_process()) return;
-  throw std::runtime_error("this step pipeline belongs to process " + std::to_string(owner_) +
-                           "; make another one after fork()");
-}
-
 // --- submitting and waiting -----------------------------------------------------------------
 
 void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) {
-  check_process();
+  guard_.require_own();
   for (const StepTask& task : tasks) task.check(layout_, hypers.size(), engine_ != nullptr);
   auto constants = std::make_shared<std::vector<UpdateConstants>>();
   for (const Hyper& hyper : hypers) {
@@ -85,7 +74,7 @@ void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hy
 }
 
 void StepPipeline::expect(std::vector<Expectation> expected, std::size_t streaming) {
-  check_process();
+  guard_.require_own();
   for (const Expectation& each : expected) each.check(layout_, engine_ != nullptr);
   std::erase_if(expected, [](const Expectation& each) { return !each.in_file(); });
   const MutexLock lock(mutex_);
@@ -96,20 +85,20 @@ void StepPipeline::expect(std::vector<Expectation> expected, std::size_t streami
 }
 
 void StepPipeline::wait_updated(std::int64_t key) {
-  check_process();
+  guard_.require_own();
   const MutexLock lock(mutex_);
   wait_until_updated(key);
   settle_all();
 }
 
 bool StepPipeline::is_updated(std::int64_t key) const {
-  check_process();
+  guard_.require_own();
   const MutexLock lock(mutex_);
   return failure_ != nullptr || !is_unfinished(key);
 }
 
 bool StepPipeline::is_written(std::int64_t key) const {
-  check_process();
+  guard_.require_own();
   const MutexLock lock(mutex_);
   if (failure_ != nullptr) return true;
   const Operations writes = writes_of(key);
@@ -118,7 +107,7 @@ bool StepPipeline::is_written(std::int64_t key) const {
 }
 
 void StepPipeline::wait_written(std::int64_t key) {
-  check_process();
+  guard_.require_own();
   const MutexLock lock(mutex_);
   wait_until_updated(key);
   throw_if_failed();
@@ -140,7 +129,7 @@ void StepPipeline::wait_written(std::int64_t key) {
 }
 
 void StepPipeline::flush(std::int64_t key) {
-  check_process();
+  guard_.require_own();
   {
     const MutexLock lock(mutex_);
     wait_until_updated(key);
@@ -156,7 +145,7 @@ void StepPipeline::flush(std::int64_t key) {
 }
 
 void StepPipeline::forget(std::int64_t key) {
-  check_process();
+  guard_.require_own();
   {
     const MutexLock lock(mutex_);
     queued_.forget_expected(key);
@@ -173,32 +162,32 @@ void StepPipeline::forget(std::int64_t key) {
 }
 
 StepStats StepPipeline::stats() const {
-  check_process();
+  guard_.require_own();
   const MutexLock lock(mutex_);
   return stats_;
 }
 
 void StepPipeline::inject(std::uint64_t nth) {
-  check_process();
+  guard_.require_own();
   const MutexLock lock(mutex_);
   updates_until_fault_ = nth;
 }
 
 void StepPipeline::hold(std::uint64_t nth) {
-  check_process();
+  guard_.require_own();
   const MutexLock lock(mutex_);
   updates_until_hold_ = nth;
 }
 
 void StepPipeline::release() {
-  check_process();
+  guard_.require_own();
   const MutexLock lock(mutex_);
   updates_until_hold_.reset();
   changed_.notify_all();
 }
 
 void StepPipeline::close() {
-  if (!belongs_to_this_process()) return;
+  if (foreign()) return;
   const MutexLock closing(closing_mutex_);
   {
     const MutexLock lock(mutex_);

@@ -1,8 +1,6 @@
 // The optimizer step over tiles: read -> update -> write, several tiles in flight.
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -14,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/fork.h"
 #include "base/thread_annotations.h"
 #include "io/io_engine.h"
 #include "pipeline/buffer_policy.h"
@@ -66,8 +65,8 @@ class StepPipeline {
   StepPipeline(const StepPipeline&) = delete;
   StepPipeline& operator=(const StepPipeline&) = delete;
 
-  // Whether the calling process is the one that made the pipeline.
-  bool belongs_to_this_process() const;
+  // Whether this process was forked from the one that made the pipeline.
+  bool foreign() const { return guard_.foreign(); }
 
   // Queues the tasks, each in its place (step_task.h) among those that have no buffer yet; their
   // RAM parts must stay until updated. All or nothing: throws std::invalid_argument if any is not
@@ -116,7 +115,6 @@ class StepPipeline {
  private:
   using Operations = std::vector<std::shared_ptr<IoOp>>;
 
-  void check_process() const;
   void thread_main(void (StepPipeline::*loop)()) EXCLUDES(mutex_);
 
   // The stager.
@@ -155,7 +153,7 @@ class StepPipeline {
   // of them alone; for HETERO_CHECK.
   bool is_consistent() const REQUIRES(mutex_);
 
-  const pid_t owner_;
+  const ForkGuard guard_{"step pipeline", "make another one after fork()"};
   const TileLayout layout_;
   const std::shared_ptr<IoEngine> engine_;
   const int file_;
