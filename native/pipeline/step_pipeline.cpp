@@ -206,14 +206,7 @@ void StepPipeline::close() {
     }
   }
   std::exception_ptr error;
-  for (const auto& read : reads) {
-    engine_->cancel(*read);
-    try {
-      read->wait();
-    } catch (...) {
-      // Nobody wants the bytes any more.
-    }
-  }
+  for (const auto& read : reads) engine_->abandon(*read);
   for (const auto& write : writes) {
     try {
       write->wait();
@@ -321,14 +314,7 @@ bool StepPipeline::settle(Buffer& buffer) {
     buffer.drop();
   }
   const MutexUnlock unlocked(mutex_);
-  for (const auto& read : reads) {
-    engine_->cancel(*read);
-    try {
-      read->wait();
-    } catch (...) {
-      // Nobody wants the bytes.
-    }
-  }
+  for (const auto& read : reads) engine_->abandon(*read);
   for (const auto& write : writes) write->wait();
   return false;
 }
