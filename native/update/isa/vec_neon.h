@@ -51,8 +51,8 @@ struct VecNeon {
   static U if_zero(F x, U then, U otherwise) {
     return vbslq_u32(vceqq_f32(x, vdupq_n_f32(0.0F)), then, otherwise);
   }
-  static F flush_subnormal(F x) {
-    return from_bits(vandq_u32(bits(x), vtstq_u32(bits(x), vdupq_n_u32(0x7f800000))));
+  static U if_normal(F x, U then) {
+    return vandq_u32(then, vtstq_u32(bits(x), vdupq_n_u32(0x7f800000)));
   }
 
   static F load_f16(const char* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(bytes(p)))); }

@@ -31,8 +31,8 @@
 //
 // w is updated with m, v and s as computed. Where the gradient stays 0 a state shrinks with every
 // step, and would end as a subnormal number that rounding keeps from 0 (0.9 * 4 * 2^-149 rounds to
-// itself), at a fraction of the speed. state_codec.inl.h says how states are rounded when they are
-// stored; that comes after, and 0 stays 0.
+// itself), at a fraction of the speed. state_codec.inl.h has this last line, and how states are
+// rounded when they are stored; that comes after, and 0 stays 0.
 #pragma once
 
 #include "update/kernels/kernels.h"
@@ -88,8 +88,6 @@ class UpdateRule<V, Rule::adam> {
     v = V::fma(V::mul(one_minus_beta2_, g), g, V::mul(beta2_, v));
     const F d = V::fma(V::sqrt(v), inv_sqrt_bias_correction2_, eps_);
     w = V::fma(minus_step_size_, V::div(m, d), w);
-    m = V::flush_subnormal(m);
-    v = V::flush_subnormal(v);
   }
 
  private:
@@ -116,7 +114,7 @@ class UpdateRule<V, Rule::lion> {
     first_.apply(g, w);
     const F c = V::fma(one_minus_beta1_, g, V::mul(beta1_, m));
     w = V::fma(minus_step_size_, sign(c), w);
-    m = V::flush_subnormal(V::fma(one_minus_beta2_, g, V::mul(beta2_, m)));
+    m = V::fma(one_minus_beta2_, g, V::mul(beta2_, m));
   }
 
  private:
@@ -143,7 +141,6 @@ class UpdateRule<V, Rule::adagrad> {
     first_.apply(g, w);
     s = V::fma(g, g, s);
     w = V::fma(minus_step_size_, V::div(g, V::add(V::sqrt(s), eps_)), w);
-    s = V::flush_subnormal(s);
   }
 
  private:
