@@ -1,6 +1,8 @@
 // How a rule's states are kept: in fp32, or rounded to bf16; with the carry of the bf16 split in a
 // spare bit, or without.
 //
+// What is no normal number is kept as +0 (update_rules.inl.h).
+//
 // Everything is done on fp32 bits, of which a bf16 array keeps the upper half. The carry is
 //
 //     Carrier::sign     the sign bit of a state that is never negative
