@@ -64,7 +64,7 @@ def start_timeline(capacity: int) -> None:
 
 def stop_timeline() -> tuple[int, int, list[tuple[Any, int, int, int]], int]:
     """Ends it: (begin, end, intervals, dropped), with intervals as (lane, begin, end, bytes) in the
-    order of their ends. Times are nanoseconds of time.perf_counter_ns(). Lanes: "update" (a piece
+    order of their ends. Times are nanoseconds of time.perf_counter_ns(). Lanes: "update" (a tile
     or a whole update), "nvme_read" and "nvme_write" (an operation, from its first block's
     transfer), "h2d" and "d2h" (a copy over a link). What was under way at the beginning counts from
     there on; what still is at the end is missing. RuntimeError if nothing is being recorded."""
@@ -260,8 +260,8 @@ class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.
 
     Rules and their states: "adam" (Adam and AdamW: exp_avg, exp_avg_sq), "lion" (exp_avg),
-    "adagrad" (sum). native/update/kernels/update_rules.inl.h has the formulas and their order. States in bf16 are
-    rounded stochastically.
+    "adagrad" (sum). native/update/kernels/update_rules.inl.h has the formulas and their order.
+    States in bf16 are rounded stochastically.
     """
 
     def __init__(
@@ -285,8 +285,9 @@ class UpdateKind:
     def states(self) -> int:
         """How many states the rule has: 2 or 1."""
     @property
-    def record_bytes(self) -> int:
-        """Bytes per element of what makes the parameter an fp32 master, and of the states."""
+    def optim_state_bytes(self) -> int:
+        """Bytes per element of the optimizer state: what makes the parameter an fp32 master, and
+        the rule's states."""
     @property
     def bytes_moved(self) -> int:
         """Bytes per element that one update reads and writes."""
@@ -335,12 +336,13 @@ def update(
     """
 
 def update_constants(kind: UpdateKind, hyper: Hyper) -> bytes:
-    """UpdateConstants of native/update/kernels/kernels.h: what an update is computed with, rounded to fp32 once.
+    """UpdateConstants of native/update/kernels/kernels.h: what an update is computed with, rounded
+    to fp32 once.
 
     Raises ValueError for weight decay that the rule does not have."""
 
 def cuda_sources() -> dict[str, str]:
-    """native/update/cuda/update.cu and all that it includes, by the names that it includes them by."""
+    """native/update/cuda/update.cu and all that it includes, by the names it includes them by."""
 
 def split_master(
     kind: UpdateKind, source: int, param: int, remainder: int, carrier: int, numel: int
@@ -370,37 +372,37 @@ def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> 
     the threads of an update. Moves 28 bytes per element with next to no arithmetic."""
 
 class Location:
-    """Where a payload of a piece lives: in RAM (`address` != 0) or in the pipeline's file."""
+    """Where one part of a tile lives: in RAM (`address` != 0) or in the pipeline's file."""
 
     def __init__(self, address: int = 0, file_offset: int = -1) -> None: ...
 
 class StepTask:
-    """One piece's update. `segments` are (first element in the piece, numel, index into hypers,
-    number of the first element as in update()). Tasks are made in the order of `due`; those with
-    the same, or of one piece, in the order in which they were submitted."""
+    """One tile's update. `segments` are (first element in the tile, numel, index into hypers,
+    number of the first element as in update()). Tasks are made in the order of `next_use`; those
+    with the same, or of one tile, in the order in which they were submitted."""
 
     def __init__(
         self,
         key: int,
         param: Location,
         grad: Location,
-        record: Location,
+        optim_state: Location,
         segments: Sequence[tuple[int, int, int, int]],
-        due: int = 0,
+        next_use: int = 0,
     ) -> None: ...
 
 class StepPipeline:
-    """read -> update -> write over pieces, on threads of its own.
+    """read -> update -> write over tiles, on threads of its own.
 
-    Every piece has room for `piece_numel` elements. A record is laid out as
-    [master | state 0 | state 1], each `piece_numel` long (no master part for fp32, no state 1 for
+    Every tile has room for `tile_numel` elements. An optimizer state is laid out as
+    [master | state 0 | state 1], each `tile_numel` long (no master part for fp32, no state 1 for
     rules with one state). The buffers
     are slots of `arena`, one after another, each `buffer_bytes(...)` long, and hold
-    [record | param | grad], a part only if the pipeline was made with it.
+    [optimizer state | param | grad], a part only if the pipeline was made with it.
 
     A buffer keeps its content, and a later task with the same key does not read it again. A
-    parameter is written at once; a record only when its buffer is needed for another one, or by
-    flush(). A key's record must not move before forget().
+    parameter is written at once; an optimizer state only when its buffer is needed for another one,
+    or by flush(). A key's optimizer state must not move before forget().
     """
 
     def __init__(
@@ -410,7 +412,7 @@ class StepPipeline:
         arena: Arena | None,
         buffers: int,
         kind: UpdateKind,
-        piece_numel: int,
+        tile_numel: int,
         param_in_file: bool,
         grad_in_file: bool,
     ) -> None:
@@ -419,7 +421,7 @@ class StepPipeline:
     @staticmethod
     def buffer_bytes(
         kind: UpdateKind,
-        piece_numel: int,
+        tile_numel: int,
         param_in_file: bool,
         grad_in_file: bool,
     ) -> int: ...
@@ -430,10 +432,11 @@ class StepPipeline:
     ) -> None:
         """Reads ahead what tasks to come, in this order, will find in the file and no buffer has.
 
-        Each is (key, param, record, due) as in a StepTask. Replaces what was expected before;
-        submit() takes its keys out. With `streaming` 0 it takes buffers whose content nobody wants.
-        Else the order is the same in every step, and all buffers but so many keep what is due
-        first, of that which is due together the last (of nothing: what they kept before). Never
+        Each is (key, param, optim_state, next_use) as in a StepTask. Replaces what was expected
+        before; submit() takes its keys out. With `streaming` 0 it takes buffers whose content no
+        task wants.
+        Else the order is the same in every step, and all buffers but so many keep what is used
+        next first, of what is used together the last (of nothing: what they kept before). Never
         waits; what was read for nothing does no harm. Raises ValueError for what is not valid, and
         the pipeline's failure."""
     def wait_updated(self, key: int = -1) -> None:
@@ -448,8 +451,8 @@ class StepPipeline:
         """Until no write (or none of `key`) is under way: parameters in the file are final. Raises
         like wait_updated."""
     def flush(self, key: int = -1) -> None:
-        """Writes the records (or that of `key`) which only buffers have, and waits: the file has
-        all. Raises like wait_updated."""
+        """Writes the optimizer states (or that of `key`) which only buffers have, and waits: the
+        file has all. Raises like wait_updated."""
     def forget(self, key: int = -1) -> None:
         """flush(), then drops the kept content and what is expected: somebody else is about to
         use the file or the buffers."""
@@ -460,10 +463,10 @@ class StepPipeline:
     def inject(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
     def hold(self, nth: int) -> None:
-        """For tests: the nth update from now (from 0) waits for release(), or for close(); its reads
-        are done then. One update is held at a time."""
+        """For tests: the nth update from now (from 0) waits for release(), or for close(); its
+        reads are done then. One update is held at a time."""
     def release(self) -> None:
         """Lets the update that hold() stopped, or would stop, go on."""
     def close(self) -> None:
         """Abandons queued tasks, waits for transfers in flight, joins the threads; idempotent.
-        Records that were not flushed are lost."""
+        Optimizer states that were not flushed are lost."""

@@ -86,11 +86,11 @@ void bind_pipeline(py::module_& module) {
            py::arg("address") = 0, py::arg("file_offset") = -1);
   py::class_<StepTask>(module, "StepTask")
       .def(py::init(&make_task), py::arg("key"), py::arg("param"), py::arg("grad"),
-           py::arg("record"), py::arg("segments"), py::arg("due") = 0);
+           py::arg("optim_state"), py::arg("segments"), py::arg("next_use") = 0);
   py::class_<StepPipeline, PipelineHolder>(module, "StepPipeline")
       .def(py::init(&make_pipeline), py::arg("engine").none(true), py::arg("file"),
            py::arg("arena").none(true), py::arg("buffers"), py::arg("kind").none(false),
-           py::arg("piece_numel"), py::arg("param_in_file"), py::arg("grad_in_file"),
+           py::arg("tile_numel"), py::arg("param_in_file"), py::arg("grad_in_file"),
            py::keep_alive<1, 2>())
       .def_static(
           "buffer_bytes",
@@ -98,7 +98,7 @@ void bind_pipeline(py::module_& module) {
              bool grad_in_file) {
             return TileLayout(kind, tile_numel, param_in_file, grad_in_file).buffer_bytes();
           },
-          py::arg("kind").none(false), py::arg("piece_numel"), py::arg("param_in_file"),
+          py::arg("kind").none(false), py::arg("tile_numel"), py::arg("param_in_file"),
           py::arg("grad_in_file"))
       .def(
           "submit",

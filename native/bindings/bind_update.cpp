@@ -189,7 +189,7 @@ void bind_kind(py::module_& module) {
       .def_property_readonly("state_dtype",
                              [](const UpdateKind& kind) { return name_of(kind.state_dtype); })
       .def_property_readonly("states", &UpdateKind::states)
-      .def_property_readonly("record_bytes", &UpdateKind::optim_state_bytes)
+      .def_property_readonly("optim_state_bytes", &UpdateKind::optim_state_bytes)
       .def_property_readonly("bytes_moved", &UpdateKind::bytes_moved)
       .def(py::self == py::self)
       .def("__hash__", &number_of)

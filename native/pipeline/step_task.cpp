@@ -43,7 +43,7 @@ void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file
   check_key(key);
   check_location(key, param, "param", layout.param_in_file, has_file);
   check_location(key, grad, "grad", layout.grad_in_file, has_file);
-  check_location(key, optim_state, "record", true, has_file);
+  check_location(key, optim_state, "optim_state", true, has_file);
   std::vector<StepSegment> sorted = segments;
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -52,8 +52,8 @@ void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file
     const std::string segment =
         "segment (" + std::to_string(first) + ", " + std::to_string(numel) + ") ";
     if (numel > layout.tile_numel || first > layout.tile_numel - numel) {
-      refuse(key, segment + "is outside the piece of " + std::to_string(layout.tile_numel) +
-                      " elements");
+      refuse(key,
+             segment + "is outside the tile of " + std::to_string(layout.tile_numel) + " elements");
     }
     if (first < end) {
       refuse(key, segment + "overlaps another that ends at " + std::to_string(end));
@@ -69,7 +69,7 @@ void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file
 void Expectation::check(const TileLayout& layout, bool has_file) const {
   check_key(key);
   check_location(key, param, "param", layout.param_in_file, has_file);
-  check_location(key, optim_state, "record", true, has_file);
+  check_location(key, optim_state, "optim_state", true, has_file);
 }
 
 }  // namespace hetero

@@ -29,7 +29,7 @@ class Stopwatch {
 // Throws where an update computes: on whichever of the pool's threads gets there first.
 void fail_in_pool(std::int64_t key) {
   WorkerPool::instance().run(WorkerPool::instance().threads(), [key](std::size_t) {
-    throw std::runtime_error("the update of piece " + std::to_string(key) + " was made to fail");
+    throw std::runtime_error("the update of tile " + std::to_string(key) + " was made to fail");
   });
 }
 
@@ -139,9 +139,10 @@ Buffer* StepPipeline::acquire(const StepTask& task, QueuePlace place) {
     }
   }
   if (kept->dirty() && kept->dirty_at != task.optim_state.file_offset) {
-    throw std::logic_error("StepTask " + std::to_string(task.key) +
-                           ": its record was moved while a buffer keeps what belongs to offset " +
-                           std::to_string(kept->dirty_at) + "; call forget() before moving it");
+    throw std::logic_error(
+        "StepTask " + std::to_string(task.key) +
+        ": its optimizer state was moved while a buffer keeps what belongs to offset " +
+        std::to_string(kept->dirty_at) + "; call forget() before moving it");
   }
   // (The updater waits for the writes of a kept buffer, and for what is still being read ahead;
   // reads of other parts may start now.)

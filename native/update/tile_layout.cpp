@@ -14,7 +14,7 @@ TileLayout::TileLayout(const UpdateKind& kind, std::size_t tile_numel, bool para
                        bool grad_in_file)
     : kind(kind), tile_numel(tile_numel), param_in_file(param_in_file), grad_in_file(grad_in_file) {
   if (tile_numel == 0 || tile_numel % kTileGranularity != 0) {
-    throw std::invalid_argument("piece_numel is " + std::to_string(tile_numel) +
+    throw std::invalid_argument("tile_numel is " + std::to_string(tile_numel) +
                                 ", must be a positive multiple of " +
                                 std::to_string(kTileGranularity));
   }

@@ -6,7 +6,7 @@ import pytest
 
 from offload import _native
 from tests.io_tools import BLOCK, KINDS
-from tests.step_pieces import Filed, pipeline_threads
+from tests.step_tiles import Filed, pipeline_threads
 
 
 @pytest.fixture(autouse=True)

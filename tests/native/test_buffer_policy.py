@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.native_build import build_program, succeed
-from tests.step_pieces import zig_zag
+from tests.step_tiles import zig_zag
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.step_pieces import (
+from tests.step_tiles import (
     ENGINES,
     KIND,
-    PIECE,
+    TILE,
     Filed,
-    Pieces,
+    Tiles,
     hypers,
     ram,
     train_in_ram,
@@ -26,7 +26,7 @@ from tests.step_pieces import (
 
 
 def expected(
-    filed: Filed, order: Sequence[int], due: Mapping[int, int] = MappingProxyType({})
+    filed: Filed, order: Sequence[int], next_use: Mapping[int, int] = MappingProxyType({})
 ) -> list[tuple]:
     """What is to be read ahead for filed.tasks(order)."""
     return [
@@ -35,8 +35,8 @@ def expected(
             _native.Location(file_offset=filed.param_at[key])
             if filed.param_in_file
             else ram(filed.params[key]),
-            _native.Location(file_offset=filed.record_at[key]),
-            due.get(key, 0),
+            _native.Location(file_offset=filed.optim_state_at[key]),
+            next_use.get(key, 0),
         )
         for key in order
     ]
@@ -50,10 +50,10 @@ def test_reads_ahead_as_many_as_there_are_buffers(
 ) -> None:
     """Nothing is read twice, and what buffers keep from the last step is not read at all."""
     count, steps = 5, 4
-    pieces = Pieces(count, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers, param_in_file)
+    tiles = Tiles(count, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers, param_in_file)
     opened.append(filed)
-    each = pieces.record_bytes + (pieces.param_bytes if param_in_file else 0)
+    each = tiles.optim_state_bytes + (tiles.param_bytes if param_in_file else 0)
     ahead = min(buffers, count)
     for step in range(1, steps + 1):
         order = zig_zag(count, step)
@@ -68,8 +68,8 @@ def test_reads_ahead_as_many_as_there_are_buffers(
     stats = filed.pipeline.stats
     assert (stats["ahead"], stats["hits"]) == (ahead, (steps - 1) * ahead)
     filed.pipeline.flush()
-    train_in_ram(pieces, steps)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -84,10 +84,10 @@ def test_an_order_that_stays_the_same_keeps_its_end(
     buffers: int,
     param_in_file: bool,
 ) -> None:
-    """Tasks come one by one: all but `streaming` buffers keep records from step to step."""
+    """Tasks come one by one: all but `streaming` buffers keep their tiles from step to step."""
     count, steps = 10, 4
-    pieces = Pieces(count, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers, param_in_file)
+    tiles = Tiles(count, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers, param_in_file)
     opened.append(filed)
     random = np.random.default_rng(buffers)
     written = []
@@ -101,25 +101,25 @@ def test_an_order_that_stays_the_same_keeps_its_end(
         filed.pipeline.wait_written()
         written.append(filed.pipeline.stats["written_bytes"])
         if step > 1:
-            params = count * pieces.param_bytes if param_in_file else 0
+            params = count * tiles.param_bytes if param_in_file else 0
             lacking = max(0, count - buffers)
             missed = min(count, lacking + min(streaming, lacking))
-            assert written[-1] - written[-2] == missed * pieces.record_bytes + params
+            assert written[-1] - written[-2] == missed * tiles.optim_state_bytes + params
     filed.pipeline.flush()
-    train_in_ram(pieces, steps)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_what_is_due_first_is_kept(tmp_path: Path, opened: list[Filed], kind: str) -> None:
     """Whatever its place in the order, and whatever comes between."""
-    pieces = Pieces(10, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=5)
+    tiles = Tiles(10, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=5)
     opened.append(filed)
     order = [9, 8, 1, 7, 2, 6, 0, 5, 4, 3]
-    due = {key: key for key in order}
+    next_use = {key: key for key in order}
     for step in range(1, 5):
-        filed.pipeline.expect(expected(filed, order, due), streaming=2)
+        filed.pipeline.expect(expected(filed, order, next_use), streaming=2)
         filed.pipeline.expect([], streaming=2)  # which lets go of nothing
         filed.pipeline.wait_written()
         before = dict(filed.pipeline.stats)
@@ -131,19 +131,19 @@ def test_what_is_due_first_is_kept(tmp_path: Path, opened: list[Filed], kind: st
         filed.pipeline.wait_updated()
         filed.pipeline.wait_written()
         after = filed.pipeline.stats
-        assert after["written_bytes"] - before["written_bytes"] == 7 * pieces.record_bytes
+        assert after["written_bytes"] - before["written_bytes"] == 7 * tiles.optim_state_bytes
     filed.pipeline.expect([])  # an order that alternates: they are as any others
     filed.pipeline.submit(filed.tasks(order), hypers(5))
     filed.pipeline.wait_updated()
     filed.pipeline.flush()
-    train_in_ram(pieces, 5)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, 5)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_what_is_expected_need_not_come(tmp_path: Path, opened: list[Filed], kind: str) -> None:
-    pieces = Pieces(6, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=3)
+    tiles = Tiles(6, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=3)
     opened.append(filed)
     for step, order in enumerate([[5, 4, 1], [0], [2, 3, 4, 5], [1, 0, 5]], start=1):
         filed.pipeline.expect(expected(filed, [0, 1, 2, 3]), streaming=2)
@@ -151,27 +151,27 @@ def test_what_is_expected_need_not_come(tmp_path: Path, opened: list[Filed], kin
         filed.pipeline.wait_updated()
         filed.pipeline.expect([])
     filed.pipeline.flush()
-    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
+    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, TILE, False, False)
     for step, order in enumerate([[5, 4, 1], [0], [2, 3, 4, 5], [1, 0, 5]], start=1):
-        pipeline.submit(pieces.tasks_in_ram(order), hypers(step))
+        pipeline.submit(tiles.tasks_in_ram(order), hypers(step))
         pipeline.wait_updated()
     pipeline.close()
-    assert filed.bytes() == pieces.bytes()
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_reading_ahead_is_given_up(tmp_path: Path, opened: list[Filed], kind: str) -> None:
     """forget() drops what was read ahead, and reads no more: the file may be written behind it."""
-    pieces = Pieces(4, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=4)
+    tiles = Tiles(4, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=4)
     opened.append(filed)
     filed.pipeline.expect(expected(filed, range(4)))
     filed.pipeline.forget()
     read = filed.engine.stats["read_bytes"]
-    pieces.records[2][:] = pieces.records[1]
-    os.pwrite(filed.fd, pieces.records[2].tobytes(), filed.record_at[2])
+    tiles.optim_states[2][:] = tiles.optim_states[1]
+    os.pwrite(filed.fd, tiles.optim_states[2].tobytes(), filed.optim_state_at[2])
     # The thread that reads ahead looks for more as it takes any task, and before it sleeps again.
-    in_ram = Pieces(1, "bf16", "bf16")
+    in_ram = Tiles(1, "bf16", "bf16")
     filed.pipeline.submit(in_ram.tasks_in_ram([0]), hypers(1))
     filed.pipeline.wait_updated()
     assert filed.engine.stats["read_bytes"] == read
@@ -179,15 +179,15 @@ def test_reading_ahead_is_given_up(tmp_path: Path, opened: list[Filed], kind: st
     filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
     filed.pipeline.flush()
     assert filed.pipeline.stats["ahead"] == 0
-    train_in_ram(pieces, 1)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, 1)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_failed_read_ahead_is_made_again(tmp_path: Path, opened: list[Filed], kind: str) -> None:
     """Where its task has not come for it: nothing depended on it."""
-    pieces = Pieces(2, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    tiles = Tiles(2, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
     filed.engine.inject("read", 0, error=errno.EIO)
     filed.pipeline.expect(expected(filed, [0]))
@@ -196,23 +196,23 @@ def test_a_failed_read_ahead_is_made_again(tmp_path: Path, opened: list[Filed], 
     filed.pipeline.wait_written()
     filed.pipeline.submit(filed.tasks(range(2)), hypers(1))
     filed.pipeline.flush()
-    train_in_ram(pieces, 1)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, 1)
+    assert filed.bytes() == tiles.bytes()
 
 
 def test_expectations_are_checked(tmp_path: Path, opened: list[Filed]) -> None:
-    pieces = Pieces(1, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", "threads", buffers=1)
+    tiles = Tiles(1, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", "threads", buffers=1)
     opened.append(filed)
-    place = _native.Location(file_offset=filed.record_at[0])
+    place = _native.Location(file_offset=filed.optim_state_at[0])
     with pytest.raises(ValueError, match="no room for it"):
         filed.pipeline.expect([(0, place, place, 0)])
     with pytest.raises(ValueError, match="at least 0"):
-        filed.pipeline.expect([(-1, ram(pieces.params[0]), place, 0)])
+        filed.pipeline.expect([(-1, ram(tiles.params[0]), place, 0)])
     with pytest.raises(ValueError, match="not a multiple of 4096"):
-        filed.pipeline.expect([(0, ram(pieces.params[0]), _native.Location(file_offset=12), 0)])
+        filed.pipeline.expect([(0, ram(tiles.params[0]), _native.Location(file_offset=12), 0)])
     filed.pipeline.expect(
-        [(0, ram(pieces.params[0]), ram(pieces.records[0]), 0)]
+        [(0, ram(tiles.params[0]), ram(tiles.optim_states[0]), 0)]
     )  # nothing to read
     filed.pipeline.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -221,14 +221,14 @@ def test_expectations_are_checked(tmp_path: Path, opened: list[Filed]) -> None:
 
 
 def test_updates_of_one_key_can_be_waited_for(tmp_path: Path, opened: list[Filed]) -> None:
-    pieces = Pieces(3, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", "threads", buffers=2)
+    tiles = Tiles(3, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", "threads", buffers=2)
     opened.append(filed)
     filed.pipeline.submit(filed.tasks(range(3)), hypers(1))
     filed.pipeline.wait_updated(1)
-    train_in_ram(pieces, 1)
+    train_in_ram(tiles, 1)
     for key in (0, 1):
-        assert filed.params[key].tobytes() == pieces.params[key].tobytes()
+        assert filed.params[key].tobytes() == tiles.params[key].tobytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES[:1])
@@ -239,11 +239,11 @@ def test_what_can_wait_is_transferred_after_all_else(tmp_path: Path, kind: str) 
     reads pipes at an offset; which operation comes next is decided above the engines.)
     """
     block = 4096
-    pieces = Pieces(8, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=8)
+    tiles = Tiles(8, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=8)
     engine = _native.IoEngine(kind, queue_depth=1, block_bytes=block)
     reads_end, writes_end = os.pipe()
-    shape = (pieces.kind, PIECE, False, False)
+    shape = (tiles.kind, TILE, False, False)
     arena = _native.Arena(8 * _native.StepPipeline.buffer_bytes(*shape))
     pipe = engine.add_file(reads_end, "pipe")
     pipeline = _native.StepPipeline(engine, pipe, arena, 8, *shape)

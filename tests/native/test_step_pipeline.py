@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.step_pieces import (
+from tests.step_tiles import (
     BYTES,
     ENGINES,
     KIND,
     MASTER_BYTES,
-    PIECE,
     SEGMENTS,
+    TILE,
     Filed,
-    Pieces,
+    Tiles,
     hypers,
     ram,
     train_in_ram,
@@ -42,8 +42,8 @@ def test_file_and_ram_give_the_same_bytes(
     grad_dtype: str,
 ) -> None:
     count, steps = 5, 4
-    pieces = Pieces(count, dtype, grad_dtype)
-    filed = Filed(pieces, tmp_path / "file", kind, buffers, param_in_file, grad_in_file)
+    tiles = Tiles(count, dtype, grad_dtype)
+    filed = Filed(tiles, tmp_path / "file", kind, buffers, param_in_file, grad_in_file)
     opened.append(filed)
     for step in range(1, steps + 1):
         filed.pipeline.submit(filed.tasks(zig_zag(count, step)), hypers(step, 0.5))
@@ -51,21 +51,21 @@ def test_file_and_ram_give_the_same_bytes(
     # Zig-zag: each step begins with what the one before left in the buffers, and only what the
     # buffers do not hold is read, and written.
     hits = (steps - 1) * min(buffers, count)
-    param_bytes = pieces.param_bytes if param_in_file else 0
+    param_bytes = tiles.param_bytes if param_in_file else 0
     filed.pipeline.wait_written()
-    written = steps * max(0, count - buffers) * pieces.record_bytes
+    written = steps * max(0, count - buffers) * tiles.optim_state_bytes
     written += steps * count * param_bytes
     assert filed.pipeline.stats["written_bytes"] == written == filed.engine.stats["written_bytes"]
     filed.pipeline.flush()
-    written += min(buffers, count) * pieces.record_bytes
+    written += min(buffers, count) * tiles.optim_state_bytes
     assert filed.pipeline.stats["written_bytes"] == written == filed.engine.stats["written_bytes"]
     filed.pipeline.flush()
     assert filed.engine.stats["written_bytes"] == written
-    train_in_ram(pieces, steps, 0.5)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps, 0.5)
+    assert filed.bytes() == tiles.bytes()
 
-    read = (steps * count - hits) * (pieces.record_bytes + param_bytes)
-    read += steps * count * (pieces.grad_bytes if grad_in_file else 0)
+    read = (steps * count - hits) * (tiles.optim_state_bytes + param_bytes)
+    read += steps * count * (tiles.grad_bytes if grad_in_file else 0)
     stats = filed.pipeline.stats
     assert stats["tasks"] == steps * count
     assert stats["hits"] == hits
@@ -81,77 +81,77 @@ def test_file_and_ram_give_the_same_bytes(
 def test_tasks_are_updates_of_the_segments(
     tmp_path: Path, opened: list[Filed], dtype: str, rule: str, state_dtype: str
 ) -> None:
-    """In RAM and through buffers: the parts of a record are where the layout says."""
+    """In RAM and through buffers: the parts of an optimizer state are where the layout says."""
     of = (2, dtype, "bf16", rule, state_dtype)
-    pieces, wanted = Pieces(*of), Pieces(*of)
-    filed = Filed(pieces, tmp_path / "file", "threads", buffers=1, param_in_file=True)
+    tiles, wanted = Tiles(*of), Tiles(*of)
+    filed = Filed(tiles, tmp_path / "file", "threads", buffers=1, param_in_file=True)
     opened.append(filed)
-    kind = pieces.kind
-    pipeline = _native.StepPipeline(None, 0, None, 0, kind, PIECE, False, False)
+    kind = tiles.kind
+    pipeline = _native.StepPipeline(None, 0, None, 0, kind, TILE, False, False)
     master_bytes = MASTER_BYTES[dtype]
     for step in range(1, 4):
         now = hypers(step, decoupled=rule != "adagrad")
-        pipeline.submit(pieces.tasks_in_ram(range(2)), now)
+        pipeline.submit(tiles.tasks_in_ram(range(2)), now)
         pipeline.wait_updated()
         filed.pipeline.submit(filed.tasks(range(2)), now)
         filed.pipeline.flush()
         for key, (first, numel, hyper, index) in itertools.product(range(2), SEGMENTS):
-            record = wanted.records[key].ctypes.data
-            states = record + PIECE * master_bytes
+            optim_state = wanted.optim_states[key].ctypes.data
+            states = optim_state + TILE * master_bytes
             _native.update(
                 kind,
                 wanted.params[key].ctypes.data + first * BYTES[dtype],
                 wanted.grads[key].ctypes.data + first * 2,
-                record + first * master_bytes if master_bytes else 0,
-                [states + (i * PIECE + first) * BYTES[state_dtype] for i in range(kind.states)],
+                optim_state + first * master_bytes if master_bytes else 0,
+                [states + (i * TILE + first) * BYTES[state_dtype] for i in range(kind.states)],
                 numel,
                 now[hyper],
                 index,
             )
     pipeline.close()
-    assert pieces.bytes() == wanted.bytes()
+    assert tiles.bytes() == wanted.bytes()
     assert filed.bytes() == wanted.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_several_steps_queued_at_once(tmp_path: Path, opened: list[Filed], kind: str) -> None:
     """The same key again while its buffer is in use, being written, or given to another."""
-    pieces = Pieces(3, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2, param_in_file=True)
+    tiles = Tiles(3, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2, param_in_file=True)
     opened.append(filed)
     for step in range(1, 9):
         filed.pipeline.submit(filed.tasks([step % 3, 0, 0, (step + 1) % 3]), hypers(step))
     filed.pipeline.flush()
-    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
+    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, TILE, False, False)
     for step in range(1, 9):
         order = [step % 3, 0, 0, (step + 1) % 3]
-        pipeline.submit(pieces.tasks_in_ram(order), hypers(step))
+        pipeline.submit(tiles.tasks_in_ram(order), hypers(step))
     pipeline.wait_updated()
-    assert filed.bytes() == pieces.bytes()
+    assert filed.bytes() == tiles.bytes()
     pipeline.close()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_ram_and_file_tasks_mix(tmp_path: Path, opened: list[Filed], kind: str) -> None:
-    pieces = Pieces(4, "bf16", "fp32")
-    filed = Filed(pieces, tmp_path / "file", kind, 2, param_in_file=True, grad_in_file=True)
+    tiles = Tiles(4, "bf16", "fp32")
+    filed = Filed(tiles, tmp_path / "file", kind, 2, param_in_file=True, grad_in_file=True)
     opened.append(filed)
-    moved = [array.copy() for array in (pieces.params[1], pieces.records[1])]
+    moved = [array.copy() for array in (tiles.params[1], tiles.optim_states[1])]
     tasks = filed.tasks(range(4))
-    tasks[1] = _native.StepTask(1, ram(moved[0]), ram(pieces.grads[1]), ram(moved[1]), SEGMENTS)
-    record = _native.Location(file_offset=filed.record_at[2])
-    tasks[2] = _native.StepTask(2, ram(filed.params[2]), ram(pieces.grads[2]), record, SEGMENTS)
+    tasks[1] = _native.StepTask(1, ram(moved[0]), ram(tiles.grads[1]), ram(moved[1]), SEGMENTS)
+    optim_state = _native.Location(file_offset=filed.optim_state_at[2])
+    tasks[2] = _native.StepTask(2, ram(filed.params[2]), ram(tiles.grads[2]), optim_state, SEGMENTS)
     filed.pipeline.submit(tasks, hypers(1))
     filed.pipeline.flush()
-    train_in_ram(pieces, steps=1)
-    assert moved[0].tobytes() == pieces.params[1].tobytes()
-    assert moved[1].tobytes() == pieces.records[1].tobytes()
-    assert filed.params[2].tobytes() == pieces.params[2].tobytes()
+    train_in_ram(tiles, steps=1)
+    assert moved[0].tobytes() == tiles.params[1].tobytes()
+    assert moved[1].tobytes() == tiles.optim_states[1].tobytes()
+    assert filed.params[2].tobytes() == tiles.params[2].tobytes()
     for key in (0, 2, 3):
-        record = pieces.records[key]
-        assert filed.in_file(record, filed.record_at[key]) == record.tobytes()
+        optim_state = tiles.optim_states[key]
+        assert filed.in_file(optim_state, filed.optim_state_at[key]) == optim_state.tobytes()
     for key in (0, 3):
-        param = pieces.params[key]
+        param = tiles.params[key]
         assert filed.in_file(param, filed.param_at[key]) == param.tobytes()
 
 
@@ -159,37 +159,37 @@ def test_ram_and_file_tasks_mix(tmp_path: Path, opened: list[Filed], kind: str) 
 def test_a_payload_that_was_in_ram_is_not_taken_from_the_buffer(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
-    pieces = Pieces(1, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, 1, param_in_file=True)
+    tiles = Tiles(1, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, 1, param_in_file=True)
     opened.append(filed)
     filed.pipeline.submit(filed.tasks([0]), hypers(1))
     filed.pipeline.flush()
     # The parameter goes to RAM for one step and comes back to the file.
     param = np.frombuffer(filed.in_file(filed.params[0], 0 + filed.param_at[0]), np.uint16).copy()
-    record = _native.Location(file_offset=filed.record_at[0])
-    task = _native.StepTask(0, ram(param), ram(pieces.grads[0]), record, SEGMENTS)
+    optim_state = _native.Location(file_offset=filed.optim_state_at[0])
+    task = _native.StepTask(0, ram(param), ram(tiles.grads[0]), optim_state, SEGMENTS)
     filed.pipeline.submit([task], hypers(2))
     filed.pipeline.flush()
     os.pwrite(filed.fd, param.tobytes(), filed.param_at[0])
     filed.pipeline.submit(filed.tasks([0]), hypers(3))
     filed.pipeline.flush()
-    train_in_ram(pieces, steps=3)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps=3)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_forget_makes_the_next_task_read_the_file(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
-    pieces = Pieces(2, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    tiles = Tiles(2, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
     before = filed.bytes()
     filed.pipeline.submit(filed.tasks([0, 1]), hypers(1))
     filed.pipeline.wait_updated()
     filed.pipeline.forget(1)
-    after = filed.in_file(pieces.records[1], filed.record_at[1])
-    assert after != before[filed.record_at[1] :][: len(after)]
+    after = filed.in_file(tiles.optim_states[1], filed.optim_state_at[1])
+    assert after != before[filed.optim_state_at[1] :][: len(after)]
     filed.pipeline.submit(filed.tasks([0, 1]), hypers(2))
     filed.pipeline.wait_updated()
     assert filed.pipeline.stats["hits"] == 1  # key 0
@@ -197,36 +197,38 @@ def test_forget_makes_the_next_task_read_the_file(
     filed.pipeline.submit(filed.tasks([0, 1]), hypers(3))
     filed.pipeline.flush()
     assert filed.pipeline.stats["hits"] == 1
-    train_in_ram(pieces, steps=3)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps=3)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_key_is_waited_for_or_flushed_alone(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
-    pieces = Pieces(6, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=3, param_in_file=True)
+    tiles = Tiles(6, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=3, param_in_file=True)
     opened.append(filed)
     filed.pipeline.submit(filed.tasks(range(6)), hypers(1))
-    train_in_ram(pieces, steps=1)
+    train_in_ram(tiles, steps=1)
     for key in (2, 0, 5, 1):
         filed.pipeline.wait_written(key)
-        param = pieces.params[key]
+        param = tiles.params[key]
         assert filed.in_file(param, filed.param_at[key]) == param.tobytes()
-    # The last three records are in buffers only.
+    # The last three optimizer states are in buffers only.
     filed.pipeline.wait_written()
-    for key, record in enumerate(pieces.records):
-        assert (filed.in_file(record, filed.record_at[key]) == record.tobytes()) == (key < 3)
+    for key, optim_state in enumerate(tiles.optim_states):
+        assert (filed.in_file(optim_state, filed.optim_state_at[key]) == optim_state.tobytes()) == (
+            key < 3
+        )
     filed.pipeline.flush(4)
-    for key, record in enumerate(pieces.records):
-        assert (filed.in_file(record, filed.record_at[key]) == record.tobytes()) == (
+    for key, optim_state in enumerate(tiles.optim_states):
+        assert (filed.in_file(optim_state, filed.optim_state_at[key]) == optim_state.tobytes()) == (
             key in (0, 1, 2, 4)
         )
     for key in (77, -1):  # 77 was never submitted
         filed.pipeline.wait_written(key)
         filed.pipeline.flush(key)
-    assert filed.bytes() == pieces.bytes()
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -235,14 +237,14 @@ def test_the_next_tasks_are_read_while_an_update_is_computed(
     tmp_path: Path, opened: list[Filed], kind: str, buffers: int, in_flight: int
 ) -> None:
     """Half of the buffers have reads ahead of the update, besides the one being updated."""
-    pieces = Pieces(10, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers)
+    tiles = Tiles(10, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers)
     opened.append(filed)
     filed.pipeline.hold(0)
     filed.pipeline.submit(filed.tasks(range(10)), hypers(1))
-    until(lambda: filed.engine.stats["read_bytes"] == in_flight * pieces.record_bytes)
+    until(lambda: filed.engine.stats["read_bytes"] == in_flight * tiles.optim_state_bytes)
     assert filed.pipeline.stats["tasks"] == 0
     filed.pipeline.release()
     filed.pipeline.flush()
-    train_in_ram(pieces, steps=1)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps=1)
+    assert filed.bytes() == tiles.bytes()

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from offload import _native
-from tests.step_pieces import (
+from tests.step_tiles import (
     ENGINES,
     KIND,
-    PIECE,
+    TILE,
     Filed,
-    Pieces,
+    Tiles,
     hypers,
     pipeline_threads,
     ram,
@@ -28,8 +28,8 @@ from tests.step_pieces import (
 def test_a_failed_read_stops_everything(
     tmp_path: Path, opened: list[Filed], kind: str, nth: int, buffers: int
 ) -> None:
-    pieces = Pieces(4, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers)
+    tiles = Tiles(4, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers)
     opened.append(filed)
     filed.engine.inject("read", nth, error=errno.EIO)
     filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
@@ -54,8 +54,8 @@ def test_a_failed_read_stops_everything(
 def test_a_failed_write_stops_everything(
     tmp_path: Path, opened: list[Filed], kind: str, wait: str
 ) -> None:
-    pieces = Pieces(4, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
+    tiles = Tiles(4, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=1)
     opened.append(filed)
     filed.engine.inject("write", 0, error=errno.ENOSPC)
     filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
@@ -72,8 +72,8 @@ def test_a_failed_write_stops_everything(
 def test_the_last_writes_failure_is_not_lost(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
-    pieces = Pieces(1, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=1, param_in_file=True)
+    tiles = Tiles(1, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=1, param_in_file=True)
     opened.append(filed)
     filed.engine.inject("write", 0, error=errno.EIO)
     filed.pipeline.submit(filed.tasks([0]), hypers(1))
@@ -84,12 +84,12 @@ def test_the_last_writes_failure_is_not_lost(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_close_in_the_middle_leaves_every_piece_whole(
+def test_close_in_the_middle_leaves_every_tile_whole(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
     made = 7
-    pieces = Pieces(2, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=1)
+    tiles = Tiles(2, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=1)
     opened.append(filed)
     filed.pipeline.hold(made)
     for step in range(1, 6):
@@ -102,49 +102,49 @@ def test_close_in_the_middle_leaves_every_piece_whole(
         filed.pipeline.wait_updated()
     with pytest.raises(RuntimeError, match="closed"):
         filed.pipeline.submit(filed.tasks([0]), hypers(1))
-    # Every update that was made is whole: in RAM, and in the file but for the record that only the
+    # Every update that was made is whole: in RAM, and in the file but for the state that only the
     # buffer had. That is older by one update, never torn.
     assert filed.pipeline.stats["tasks"] == made
-    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
-    older = pieces.records[(made - 1) % 2].copy()
+    pipeline = _native.StepPipeline(None, 0, None, 0, KIND, TILE, False, False)
+    older = tiles.optim_states[(made - 1) % 2].copy()
     for task in range(made):
-        older = pieces.records[task % 2].copy()
-        pipeline.submit(pieces.tasks_in_ram([task % 2]), hypers(task // 2 + 1))
+        older = tiles.optim_states[task % 2].copy()
+        pipeline.submit(tiles.tasks_in_ram([task % 2]), hypers(task // 2 + 1))
         pipeline.wait_updated()
     pipeline.close()
-    if filed.bytes() != pieces.bytes():
-        pieces.records[(made - 1) % 2][:] = older
-        assert filed.bytes() == pieces.bytes()
+    if filed.bytes() != tiles.bytes():
+        tiles.optim_states[(made - 1) % 2][:] = older
+        assert filed.bytes() == tiles.bytes()
 
 
 def test_close_of_an_idle_pipeline_lets_waits_return() -> None:
-    pieces = Pieces(1, "fp32", "fp32")
+    tiles = Tiles(1, "fp32", "fp32")
     pipeline = _native.StepPipeline(
-        None, 0, None, 0, _native.UpdateKind("fp32", "fp32"), PIECE, False, False
+        None, 0, None, 0, _native.UpdateKind("fp32", "fp32"), TILE, False, False
     )
-    pipeline.submit(pieces.tasks_in_ram([0]), hypers(1))
+    pipeline.submit(tiles.tasks_in_ram([0]), hypers(1))
     pipeline.wait_updated()
     pipeline.close()
     pipeline.wait_updated()
     pipeline.wait_written()
     with pytest.raises(RuntimeError, match="closed"):
-        pipeline.submit(pieces.tasks_in_ram([0]), hypers(2))
+        pipeline.submit(tiles.tasks_in_ram([0]), hypers(2))
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_the_pipeline_keeps_engine_and_arena_alive(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
-    pieces = Pieces(3, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    tiles = Tiles(3, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     pipeline = filed.pipeline
     tasks = filed.tasks(range(3))
     del filed.engine, filed.arena
     gc.collect()
     pipeline.submit(tasks, hypers(1))
     pipeline.flush()
-    train_in_ram(pieces, steps=1)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps=1)
+    assert filed.bytes() == tiles.bytes()
     pipeline.submit(tasks, hypers(2))
     del filed.pipeline, pipeline  # the destructor closes
     assert pipeline_threads() == []
@@ -155,8 +155,8 @@ def test_the_pipeline_keeps_engine_and_arena_alive(
 def test_a_forked_child_neither_works_nor_hangs(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
-    pieces = Pieces(3, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    tiles = Tiles(3, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
     filed.pipeline.submit(filed.tasks(range(3)), hypers(1))
     child = os.fork()
@@ -171,24 +171,24 @@ def test_a_forked_child_neither_works_nor_hangs(
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     filed.pipeline.flush()
-    train_in_ram(pieces, steps=1)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps=1)
+    assert filed.bytes() == tiles.bytes()
 
 
 def test_bad_pipelines_are_refused() -> None:
-    shape = (KIND, PIECE, False, False)
-    assert _native.StepPipeline.buffer_bytes(*shape) == 10 * PIECE
+    shape = (KIND, TILE, False, False)
+    assert _native.StepPipeline.buffer_bytes(*shape) == 10 * TILE
     for names, nbytes in [
         (("fp32", "fp32"), 16),
         (("fp16", "bf16"), 16),
         (("bf16", "bf16", "lion", "bf16"), 8),
     ]:
         kind = _native.UpdateKind(*names)
-        assert _native.StepPipeline.buffer_bytes(kind, PIECE, True, True) == nbytes * PIECE
-    for numel in (0, 1000, PIECE + 1):
-        with pytest.raises(ValueError, match=f"piece_numel is {numel}"):
+        assert _native.StepPipeline.buffer_bytes(kind, TILE, True, True) == nbytes * TILE
+    for numel in (0, 1000, TILE + 1):
+        with pytest.raises(ValueError, match=f"tile_numel is {numel}"):
             _native.StepPipeline.buffer_bytes(KIND, numel, False, False)
-    engine, arena = _native.IoEngine("threads"), _native.Arena(10 * PIECE)
+    engine, arena = _native.IoEngine("threads"), _native.Arena(10 * TILE)
     with pytest.raises(ValueError, match="2 buffers of 40960 bytes"):
         _native.StepPipeline(engine, 0, arena, 2, *shape)
     with pytest.raises(ValueError, match="buffers is 0"):
@@ -196,44 +196,44 @@ def test_bad_pipelines_are_refused() -> None:
     with pytest.raises(ValueError, match="arena"):
         _native.StepPipeline(engine, 0, None, 1, *shape)
     with pytest.raises(TypeError):
-        _native.StepPipeline(None, 0, None, 0, None, PIECE, False, False)
+        _native.StepPipeline(None, 0, None, 0, None, TILE, False, False)
     engine.close()
 
 
 def test_bad_tasks_are_refused_and_nothing_is_queued() -> None:
-    pieces = Pieces(1, "bf16", "bf16")
-    engine, arena = _native.IoEngine("threads"), _native.Arena(10 * PIECE)
-    pipeline = _native.StepPipeline(engine, 0, arena, 1, KIND, PIECE, False, False)
-    no_engine = _native.StepPipeline(None, 0, None, 0, KIND, PIECE, False, False)
+    tiles = Tiles(1, "bf16", "bf16")
+    engine, arena = _native.IoEngine("threads"), _native.Arena(10 * TILE)
+    pipeline = _native.StepPipeline(engine, 0, arena, 1, KIND, TILE, False, False)
+    no_engine = _native.StepPipeline(None, 0, None, 0, KIND, TILE, False, False)
     lion = _native.StepPipeline(
-        None, 0, None, 0, _native.UpdateKind("bf16", "bf16", "lion"), PIECE, False, False
+        None, 0, None, 0, _native.UpdateKind("bf16", "bf16", "lion"), TILE, False, False
     )
-    param, grad, record = ram(pieces.params[0]), ram(pieces.grads[0]), ram(pieces.records[0])
+    param, grad, optim_state = ram(tiles.params[0]), ram(tiles.grads[0]), ram(tiles.optim_states[0])
     filed = _native.Location(file_offset=8192)
 
-    def task(key=3, param=param, grad=grad, record=record, segments=((0, PIECE, 0, 0),)):
-        return _native.StepTask(key, param, grad, record, segments)
+    def task(key=3, param=param, grad=grad, optim_state=optim_state, segments=((0, TILE, 0, 0),)):
+        return _native.StepTask(key, param, grad, optim_state, segments)
 
-    before = pieces.bytes()
+    before = tiles.bytes()
     for bad, fact in [
         (task(key=-1), "key"),
         (task(param=_native.Location()), "param has neither"),
         (task(grad=_native.Location(64, 4096)), "grad has both"),
-        (task(record=_native.Location(file_offset=100)), "100 is not a multiple of 4096"),
+        (task(optim_state=_native.Location(file_offset=100)), "100 is not a multiple of 4096"),
         (task(param=filed), "no room"),
-        (task(segments=[(1, PIECE, 0, 0)]), "outside the piece of 4096"),
-        (task(segments=[(0, PIECE + 1, 0, 0)]), "outside"),
+        (task(segments=[(1, TILE, 0, 0)]), "outside the tile of 4096"),
+        (task(segments=[(0, TILE + 1, 0, 0)]), "outside"),
         (task(segments=[(10, 10, 0, 0), (0, 11, 0, 0)]), "overlaps"),
         (task(segments=[(0, 10, 2, 0)]), "hyper-parameters 2 of 2"),
     ]:
         with pytest.raises(ValueError, match=rf"StepTask (3|-1): .*{fact}"):
             pipeline.submit([task(), bad], hypers(1))
     with pytest.raises(ValueError, match="no engine"):
-        no_engine.submit([task(record=filed)], hypers(1))
+        no_engine.submit([task(optim_state=filed)], hypers(1))
     with pytest.raises(ValueError, match="decoupled"):
         lion.submit([task()], hypers(1, decoupled=False))
     pipeline.flush()
     assert pipeline.stats["tasks"] == 0
-    assert pieces.bytes() == before
+    assert tiles.bytes() == before
     for closing in (pipeline, no_engine, lion, engine):
         closing.close()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from offload import _native
-from tests.step_pieces import (
+from tests.step_tiles import (
     ENGINES,
     LIMIT_S,
-    PIECE,
     SEGMENTS,
+    TILE,
     Filed,
-    Pieces,
+    Tiles,
     hypers,
     pipeline_threads,
     ram,
@@ -64,28 +64,28 @@ def open_fds() -> int:
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("nth", [0, 2, 4])
-def test_an_update_that_throws_changes_nothing_of_its_piece_and_stops_the_rest(
+def test_an_update_that_throws_changes_nothing_of_its_tile_and_stops_the_rest(
     tmp_path: Path,
     opened: list[Filed],
     kind: str,
     buffers: int,
     nth: int,
 ) -> None:
-    pieces = Pieces(5, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers)
+    tiles = Tiles(5, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers)
     opened.append(filed)
     filed.pipeline.inject(nth)
     filed.pipeline.submit(filed.tasks(range(5)), hypers(1))
-    with pytest.raises(RuntimeError, match=f"the update of piece {nth} was made to fail"):
+    with pytest.raises(RuntimeError, match=f"the update of tile {nth} was made to fail"):
         within(filed.pipeline.wait_updated)
     refuses_everything(filed, RuntimeError, "made to fail")
     assert filed.pipeline.stats["tasks"] == nth
     within(filed.pipeline.close)
     assert pipeline_threads() == []
-    untouched = [param.tobytes() for param in pieces.params]
-    train_in_ram(pieces, steps=1)
+    untouched = [param.tobytes() for param in tiles.params]
+    train_in_ram(tiles, steps=1)
     for key, param in enumerate(filed.params):
-        wanted = pieces.params[key].tobytes() if key < nth else untouched[key]
+        wanted = tiles.params[key].tobytes() if key < nth else untouched[key]
         assert param.tobytes() == wanted
 
 
@@ -99,9 +99,9 @@ def test_any_failed_block_ends_in_a_typed_error(
     op: str,
     nth: int,
 ) -> None:
-    """Blocks of records and parameters alike: 6 a piece, 5 pieces, two steps."""
-    pieces = Pieces(5, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=1, param_in_file=True)
+    """Blocks of optimizer states and parameters alike: 6 a tile, 5 tiles, two steps."""
+    tiles = Tiles(5, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=1, param_in_file=True)
     opened.append(filed)
     filed.engine.inject(op, nth, error=errno.EIO)
     with pytest.raises(_native.NativeIoError) as caught:
@@ -123,8 +123,8 @@ def test_short_transfers_give_the_same_bytes(
     kind: str,
     op: str,
 ) -> None:
-    pieces = Pieces(5, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2, param_in_file=True)
+    tiles = Tiles(5, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2, param_in_file=True)
     opened.append(filed)
     for nth in (0, 3, 11):
         filed.engine.inject(op, nth, short_bytes=BLOCK // 2, count=2)
@@ -133,18 +133,18 @@ def test_short_transfers_give_the_same_bytes(
         filed.pipeline.wait_updated()
     filed.pipeline.flush()
     assert filed.engine.stats["short_transfers"] >= 3
-    train_in_ram(pieces, steps=3)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps=3)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_record_written_late_fails_at_the_flush(
+def test_an_optimizer_state_written_late_fails_at_the_flush(
     tmp_path: Path,
     opened: list[Filed],
     kind: str,
 ) -> None:
-    pieces = Pieces(2, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    tiles = Tiles(2, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
     filed.pipeline.submit(filed.tasks([0, 1]), hypers(1))
     filed.pipeline.wait_written()
@@ -161,8 +161,8 @@ def test_an_engine_closed_too_early_fails_the_wait(
     opened: list[Filed],
     kind: str,
 ) -> None:
-    pieces = Pieces(5, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    tiles = Tiles(5, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
     filed.pipeline.hold(3)
     for step in range(1, 4):
@@ -179,17 +179,18 @@ def test_an_engine_closed_too_early_fails_the_wait(
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("fault", ["read", "write", "update"])
-def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_records_alone(
+def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_tiles_alone(
     tmp_path: Path,
     opened: list[Filed],
     kind: str,
     fault: str,
 ) -> None:
-    """Even keys are one pipeline's, odd keys another's: all records are neighbours in one file."""
-    pieces = Pieces(8, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    """Even keys are one pipeline's, odd keys another's: all optimizer states are neighbours in one
+    file."""
+    tiles = Tiles(8, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
-    shape = (pieces.kind, PIECE, False, False)
+    shape = (tiles.kind, TILE, False, False)
     arena = _native.Arena(2 * _native.StepPipeline.buffer_bytes(*shape))
     other = _native.StepPipeline(filed.engine, filed.file, arena, 2, *shape)
     evens, odds = [0, 2, 4, 6], [1, 3, 5, 7]
@@ -207,10 +208,10 @@ def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_records_alon
         within(other.wait_updated)
     within(other.flush)
     other.close()
-    train_in_ram(pieces, steps=2)
+    train_in_ram(tiles, steps=2)
     for key in odds:
-        record = pieces.records[key]
-        assert filed.in_file(record, filed.record_at[key]) == record.tobytes()
+        optim_state = tiles.optim_states[key]
+        assert filed.in_file(optim_state, filed.optim_state_at[key]) == optim_state.tobytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -219,10 +220,10 @@ def test_two_pipelines_share_an_engine(
     opened: list[Filed],
     kind: str,
 ) -> None:
-    pieces = Pieces(8, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=3)
+    tiles = Tiles(8, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=3)
     opened.append(filed)
-    shape = (pieces.kind, PIECE, False, False)
+    shape = (tiles.kind, TILE, False, False)
     arena = _native.Arena(2 * _native.StepPipeline.buffer_bytes(*shape))
     other = _native.StepPipeline(filed.engine, filed.file, arena, 2, *shape)
     for step in range(1, 4):
@@ -233,16 +234,16 @@ def test_two_pipelines_share_an_engine(
     filed.pipeline.flush()
     other.flush()
     other.close()
-    train_in_ram(pieces, steps=3)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps=3)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_failures_leak_neither_threads_nor_descriptors(tmp_path: Path, kind: str) -> None:
-    pieces = Pieces(4, "bf16", "bf16")
+    tiles = Tiles(4, "bf16", "bf16")
 
     def fail(round_: int) -> None:
-        filed = Filed(pieces, tmp_path / f"file{round_}", kind, buffers=2)
+        filed = Filed(tiles, tmp_path / f"file{round_}", kind, buffers=2)
         if round_ % 3 == 2:
             filed.pipeline.inject(round_ % 4)
         else:
@@ -268,8 +269,8 @@ def test_a_child_forked_with_tasks_in_flight_can_end(
     opened: list[Filed],
     kind: str,
 ) -> None:
-    pieces = Pieces(5, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2)
+    tiles = Tiles(5, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
     steps = 40
     for step in range(1, steps + 1):
@@ -286,24 +287,24 @@ def test_a_child_forked_with_tasks_in_flight_can_end(
         os._exit(0 if refused == 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     within(filed.pipeline.flush)
-    train_in_ram(pieces, steps)
-    assert filed.bytes() == pieces.bytes()
+    train_in_ram(tiles, steps)
+    assert filed.bytes() == tiles.bytes()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_record_moved_without_forget_is_refused(
+def test_an_optimizer_state_moved_without_forget_is_refused(
     tmp_path: Path,
     opened: list[Filed],
     kind: str,
 ) -> None:
-    pieces = Pieces(2, "bf16", "bf16")
-    filed = Filed(pieces, tmp_path / "file", kind, buffers=2, param_in_file=True)
+    tiles = Tiles(2, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers=2, param_in_file=True)
     opened.append(filed)
     filed.pipeline.submit(filed.tasks([0]), hypers(1))
     filed.pipeline.wait_written()
     params = _native.Location(file_offset=filed.param_at[0])
-    record = ram(pieces.records[0].copy())
-    moved = _native.StepTask(0, params, ram(pieces.grads[0]), record, SEGMENTS)
+    optim_state = ram(tiles.optim_states[0].copy())
+    moved = _native.StepTask(0, params, ram(tiles.grads[0]), optim_state, SEGMENTS)
     filed.pipeline.submit([moved], hypers(2))
-    with pytest.raises(RuntimeError, match="StepTask 0: its record was moved.*forget"):
+    with pytest.raises(RuntimeError, match="StepTask 0: its optimizer state was moved.*forget"):
         within(filed.pipeline.wait_updated)

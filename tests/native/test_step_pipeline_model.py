@@ -1,6 +1,6 @@
 """native/step_pipeline against a model: any calls in any order, with and without faults.
 
-The model updates the same pieces in RAM, at once. A wait that returns must have told the truth;
+The model updates the same tiles in RAM, at once. A wait that returns must have told the truth;
 once a call has failed, all later ones must fail.
 """
 
@@ -17,11 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from offload import _native
 from tests.native.test_reading_ahead import expected
-from tests.step_pieces import (
+from tests.step_tiles import (
     ENGINES,
-    PIECE,
+    TILE,
     Filed,
-    Pieces,
+    Tiles,
     hypers,
     pipeline_threads,
 )
@@ -42,10 +42,10 @@ class PipelineMachine(RuleBasedStateMachine):
     @initialize(buffers=st.integers(1, COUNT + 1), param_in_file=st.booleans())
     def start(self, buffers: int, param_in_file: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        self.pieces = Pieces(COUNT, "bf16", "bf16")
+        self.tiles = Tiles(COUNT, "bf16", "bf16")
         path = Path(self.folder.name) / "file"
-        self.filed = Filed(self.pieces, path, self.kind, buffers, param_in_file)
-        self.model = _native.StepPipeline(None, 0, None, 0, self.pieces.kind, PIECE, False, False)
+        self.filed = Filed(self.tiles, path, self.kind, buffers, param_in_file)
+        self.model = _native.StepPipeline(None, 0, None, 0, self.tiles.kind, TILE, False, False)
         self.step = 0
         self.doomed = self.failed = False
 
@@ -60,27 +60,27 @@ class PipelineMachine(RuleBasedStateMachine):
         assert not self.failed
         return True
 
-    @rule(order=st.lists(KEYS, min_size=1, max_size=12), due=st.lists(st.integers(0, 3)))
-    def submit(self, order: list[int], due: list[int]) -> None:
-        """(Tasks of one piece stay in their order, however they are due.)"""
+    @rule(order=st.lists(KEYS, min_size=1, max_size=12), next_use=st.lists(st.integers(0, 3)))
+    def submit(self, order: list[int], next_use: list[int]) -> None:
+        """(Tasks of one tile stay in their order, however they are next_use.)"""
         self.step += 1
         now = hypers(self.step)
-        if self.call(self.filed.pipeline.submit, self.filed.tasks(order, due), now):
-            self.model.submit(self.pieces.tasks_in_ram(order), now)
+        if self.call(self.filed.pipeline.submit, self.filed.tasks(order, next_use), now):
+            self.model.submit(self.tiles.tasks_in_ram(order), now)
             self.model.wait_updated()
 
     @rule(
         order=st.lists(KEYS, max_size=COUNT),
         streaming=st.integers(0, 6),
-        due=st.dictionaries(KEYS, st.integers(0, 3)),
+        next_use=st.dictionaries(KEYS, st.integers(0, 3)),
     )
-    def expect(self, order: list[int], streaming: int, due: dict[int, int]) -> None:
-        self.call(self.filed.pipeline.expect, expected(self.filed, order, due), streaming)
+    def expect(self, order: list[int], streaming: int, next_use: dict[int, int]) -> None:
+        self.call(self.filed.pipeline.expect, expected(self.filed, order, next_use), streaming)
 
     @rule()
     def wait_updated(self) -> None:
         if self.call(self.filed.pipeline.wait_updated) and not self.filed.param_in_file:
-            for mine, wanted in zip(self.filed.params, self.pieces.params, strict=True):
+            for mine, wanted in zip(self.filed.params, self.tiles.params, strict=True):
                 assert mine.tobytes() == wanted.tobytes()
 
     @rule(key=KEYS)
@@ -92,21 +92,21 @@ class PipelineMachine(RuleBasedStateMachine):
     def flush(self, key: int) -> None:
         if self.call(self.filed.pipeline.flush, key):
             self.check_param(key)
-            self.check_record(key)
+            self.check_optim_state(key)
 
     @rule(key=KEYS)
     def rewrite(self, key: int) -> None:
         """forget() is for who writes the file behind the pipeline's back."""
         if self.call(self.filed.pipeline.forget, key):
-            self.check_record(key)
-            record = self.pieces.records[key]
-            record[:] = self.pieces.records[(key + 1) % COUNT]
-            os.pwrite(self.filed.fd, record.tobytes(), self.filed.record_at[key])
+            self.check_optim_state(key)
+            optim_state = self.tiles.optim_states[key]
+            optim_state[:] = self.tiles.optim_states[(key + 1) % COUNT]
+            os.pwrite(self.filed.fd, optim_state.tobytes(), self.filed.optim_state_at[key])
 
     @rule()
     def flush_all(self) -> None:
         if self.call(self.filed.pipeline.flush):
-            assert self.filed.bytes() == self.pieces.bytes()
+            assert self.filed.bytes() == self.tiles.bytes()
 
     @rule(op=st.sampled_from(["read", "write"]), nth=st.integers(0, 20))
     def transfer_is_short(self, op: str, nth: int) -> None:
@@ -126,12 +126,12 @@ class PipelineMachine(RuleBasedStateMachine):
 
     def check_param(self, key: int) -> None:
         if self.filed.param_in_file:
-            wanted = self.pieces.params[key]
+            wanted = self.tiles.params[key]
             assert self.filed.in_file(wanted, self.filed.param_at[key]) == wanted.tobytes()
 
-    def check_record(self, key: int) -> None:
-        wanted = self.pieces.records[key]
-        assert self.filed.in_file(wanted, self.filed.record_at[key]) == wanted.tobytes()
+    def check_optim_state(self, key: int) -> None:
+        wanted = self.tiles.optim_states[key]
+        assert self.filed.in_file(wanted, self.filed.optim_state_at[key]) == wanted.tobytes()
 
     def teardown(self) -> None:
         if not hasattr(self, "filed"):

@@ -14,10 +14,10 @@ from offload import _native
 
 ROUNDS = 24
 REGION = 1 << 18  # bytes of the file that one thread of transfers uses
-PIECE = 4096  # elements
+TILE = 4096  # elements
 KIND = _native.UpdateKind("fp32", "fp32")
-KEYS = 3  # pieces of one thread of updates
-RECORD = PIECE * KIND.record_bytes
+KEYS = 3  # tiles of one thread of updates
+OPTIM_STATE = TILE * KIND.optim_state_bytes
 HYPER = _native.Hyper(lr=1e-2, weight_decay=0.1, decoupled=True)
 
 
@@ -81,16 +81,16 @@ def files_come_and_go(engine: _native.IoEngine, directory: Path) -> None:
 
 
 def update(pipeline: _native.StepPipeline, first_key: int, params: torch.Tensor) -> None:
-    """Steps of KEYS pieces whose parameters are in RAM and whose records are in the file."""
-    grad = torch.full((PIECE,), 0.5)
+    """Steps of KEYS tiles whose parameters are in RAM and whose states are in the file."""
+    grad = torch.full((TILE,), 0.5)
     for _ in range(ROUNDS):
         tasks = [
             _native.StepTask(
                 first_key + i,
                 _native.Location(address=params[i].data_ptr()),
                 _native.Location(address=grad.data_ptr()),
-                _native.Location(file_offset=(first_key + i) * RECORD),
-                [(0, PIECE, 0, 0)],
+                _native.Location(file_offset=(first_key + i) * OPTIM_STATE),
+                [(0, TILE, 0, 0)],
             )
             for i in range(KEYS)
         ]
@@ -117,20 +117,20 @@ def run_at_once(tasks: list[Callable[[], None]]) -> None:
 
 
 def test_everything_at_once(engine: _native.IoEngine, tmp_path: Path) -> None:
-    records = tmp_path / "records"
-    records.write_bytes(bytes(3 * KEYS * RECORD))
-    fd = os.open(records, os.O_RDWR)
-    record_file = engine.add_file(fd, "records")
+    optim_states = tmp_path / "states"
+    optim_states.write_bytes(bytes(3 * KEYS * OPTIM_STATE))
+    fd = os.open(optim_states, os.O_RDWR)
+    state_file = engine.add_file(fd, "states")
     os.close(fd)
     fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)
     file = engine.add_file(fd, "transfers")
     os.close(fd)
-    buffer_bytes = _native.StepPipeline.buffer_bytes(KIND, PIECE, False, False)
+    buffer_bytes = _native.StepPipeline.buffer_bytes(KIND, TILE, False, False)
     arena = _native.Arena(3 * buffer_bytes)
-    pipeline = _native.StepPipeline(engine, record_file, arena, 3, KIND, PIECE, False, False)
-    params = torch.randn(3, KEYS, PIECE, generator=torch.Generator().manual_seed(0))
+    pipeline = _native.StepPipeline(engine, state_file, arena, 3, KIND, TILE, False, False)
+    params = torch.randn(3, KEYS, TILE, generator=torch.Generator().manual_seed(0))
     untrained = params[0].clone()
-    params[1:] = params[0]  # every thread trains the same pieces, under keys of its own
+    params[1:] = params[0]  # every thread trains the same tiles, under keys of its own
     run_at_once(
         [
             *(lambda i=i: transfer(engine, file, i * REGION) for i in range(2)),

@@ -333,7 +333,7 @@ def test_kinds() -> None:
     }
     for names, wanted in sizes.items():
         sized = _native.UpdateKind(*names)
-        assert (sized.record_bytes, sized.bytes_moved) == wanted
+        assert (sized.optim_state_bytes, sized.bytes_moved) == wanted
         assert sized.states == (2 if names[2] == "adam" else 1)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offload import _native
-from tests.step_pieces import LIMIT_S, PIECE, Pieces, hypers, until
+from tests.step_tiles import LIMIT_S, TILE, Tiles, hypers, until
 from tests.update_arrays import Arrays, gradients, masters
 from tests.update_oracle import Hyper
 
@@ -102,12 +102,12 @@ def test_workers_have_cpus_and_the_caller_has_not() -> None:
 
 
 def test_the_thread_that_computes_a_step_has_the_cpu_that_workers_leave() -> None:
-    pieces = Pieces(1, "bf16", "bf16")
+    tiles = Tiles(1, "bf16", "bf16")
     before = set(task_ids("hetero-step"))
-    pipeline = _native.StepPipeline(None, 0, None, 0, pieces.kind, PIECE, False, False)
+    pipeline = _native.StepPipeline(None, 0, None, 0, tiles.kind, TILE, False, False)
     for count, cpus in [(1, CPUS[-1:]), (2, CPUS), (3, CPUS), (3, None), (1, CPUS[:1])]:
         _native.set_threads(count, cpus)
-        pipeline.submit(pieces.tasks_in_ram([0]), hypers(1))
+        pipeline.submit(tiles.tasks_in_ram([0]), hypers(1))
         pipeline.wait_updated()
         (thread,) = set(task_ids("hetero-step")) - before
         wanted = CPUS if cpus is None else [cpus[(count - 1) % len(cpus)]]

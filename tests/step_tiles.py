@@ -1,4 +1,4 @@
-"""Pieces of the optimizer's state in RAM and in a file, for tests of the step pipeline."""
+"""Tiles of the optimizer's state in RAM and in a file, for tests of the step pipeline."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ import pytest
 from offload import _native
 from tests.update_oracle import Hyper
 
-PIECE = 4096  # elements
+TILE = 4096  # elements
 LIMIT_S = 120  # after which a wait is taken for one without end
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
@@ -72,8 +72,8 @@ def pipeline_threads() -> list[str]:
         time.sleep(0.001)
 
 
-class Pieces:
-    """Pieces of one dtype in RAM, with random content and gradients."""
+class Tiles:
+    """Tiles of one dtype in RAM, with random content and gradients."""
 
     def __init__(
         self,
@@ -85,9 +85,11 @@ class Pieces:
     ) -> None:
         self.count = count
         self.kind = _native.UpdateKind(dtype, grad_dtype, rule, state_dtype)
-        self.param_bytes = PIECE * BYTES[dtype]
-        self.grad_bytes = PIECE * BYTES[grad_dtype]
-        self.record_bytes = PIECE * (MASTER_BYTES[dtype] + self.kind.states * BYTES[state_dtype])
+        self.param_bytes = TILE * BYTES[dtype]
+        self.grad_bytes = TILE * BYTES[grad_dtype]
+        self.optim_state_bytes = TILE * (
+            MASTER_BYTES[dtype] + self.kind.states * BYTES[state_dtype]
+        )
         random = np.random.default_rng(0)
         words = {2: np.uint16, 4: np.uint32}
         # Bit patterns of moderate numbers: exponents in the middle, any sign and fraction.
@@ -95,66 +97,72 @@ class Pieces:
         span = {"fp32": 1 << 24, "bf16": 1 << 8, "fp16": 1 << 11}
 
         def numbers(dtype: str) -> np.ndarray:
-            bits = base[dtype] + random.integers(0, span[dtype], PIECE)
+            bits = base[dtype] + random.integers(0, span[dtype], TILE)
             return bits.astype(words[BYTES[dtype]])
 
         self.params = [numbers(dtype) for _ in range(count)]
         self.grads = [numbers(grad_dtype) for _ in range(count)]
-        self.records = []
+        self.optim_states = []
         for param in self.params:
-            record = np.zeros(self.record_bytes, np.uint8)
+            optim_state = np.zeros(self.optim_state_bytes, np.uint8)
             if dtype == "fp16":
-                record[: 4 * PIECE].view(np.float32)[:] = param.view(np.float16)
+                optim_state[: 4 * TILE].view(np.float32)[:] = param.view(np.float16)
             elif dtype == "bf16":
-                record[: 2 * PIECE].view(np.uint16)[:] = random.integers(0, 1 << 15, PIECE)
-            self.records.append(record)
+                optim_state[: 2 * TILE].view(np.uint16)[:] = random.integers(0, 1 << 15, TILE)
+            self.optim_states.append(optim_state)
 
     def tasks_in_ram(self, order: Sequence[int]) -> list[_native.StepTask]:
         return [
             _native.StepTask(
-                key, ram(self.params[key]), ram(self.grads[key]), ram(self.records[key]), SEGMENTS
+                key,
+                ram(self.params[key]),
+                ram(self.grads[key]),
+                ram(self.optim_states[key]),
+                SEGMENTS,
             )
             for key in order
         ]
 
     def bytes(self) -> bytes:
-        return b"".join(array.tobytes() for array in [*self.records, *self.params, *self.grads])
+        return b"".join(
+            array.tobytes() for array in [*self.optim_states, *self.params, *self.grads]
+        )
 
 
 class Filed:
-    """A copy of pieces whose records, and if wanted parameters and gradients, are in a file."""
+    """A copy of tiles whose optim_states, and if wanted parameters and gradients, are in a file."""
 
     def __init__(
         self,
-        pieces: Pieces,
+        tiles: Tiles,
         path: Path,
         kind: str,
         buffers: int,
         param_in_file: bool = False,
         grad_in_file: bool = False,
     ) -> None:
-        self.pieces = pieces
+        self.tiles = tiles
         self.param_in_file, self.grad_in_file = param_in_file, grad_in_file
-        self.params = [param.copy() for param in pieces.params]
+        self.params = [param.copy() for param in tiles.params]
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
-        self.record_at, self.param_at, self.grad_at = [], [], []
+        self.optim_state_at, self.param_at, self.grad_at = [], [], []
         end = 0
         for offsets, payloads in [
-            (self.record_at, pieces.records),
-            (self.param_at, pieces.params),
-            (self.grad_at, pieces.grads),
+            (self.optim_state_at, tiles.optim_states),
+            (self.param_at, tiles.params),
+            (self.grad_at, tiles.grads),
         ]:
             for payload in payloads:
                 offsets.append(end)
                 end += os.pwrite(self.fd, payload.tobytes(), end)
-        shape = (pieces.kind, PIECE, param_in_file, grad_in_file)
+        shape = (tiles.kind, TILE, param_in_file, grad_in_file)
         self.engine = _native.IoEngine(kind, queue_depth=4, block_bytes=8192)
         self.file = self.engine.add_file(self.fd, str(path))
         self.arena = _native.Arena(buffers * _native.StepPipeline.buffer_bytes(*shape))
         self.pipeline = _native.StepPipeline(self.engine, self.file, self.arena, buffers, *shape)
 
-    def tasks(self, order: Sequence[int], due: Sequence[int] = ()) -> list[_native.StepTask]:
-        """In this order, or as they are `due`."""
+    def tasks(self, order: Sequence[int], next_use: Sequence[int] = ()) -> list[_native.StepTask]:
+        """In this order, or as they are `next_use`."""
 
         def payload(in_file: bool, offsets: list[int], arrays: list[np.ndarray], key: int):
             if in_file:
@@ -165,10 +173,10 @@ class Filed:
             _native.StepTask(
                 key,
                 payload(self.param_in_file, self.param_at, self.params, key),
-                payload(self.grad_in_file, self.grad_at, self.pieces.grads, key),
-                _native.Location(file_offset=self.record_at[key]),
+                payload(self.grad_in_file, self.grad_at, self.tiles.grads, key),
+                _native.Location(file_offset=self.optim_state_at[key]),
                 SEGMENTS,
-                *due[place : place + 1],
+                *next_use[place : place + 1],
             )
             for place, key in enumerate(order)
         ]
@@ -177,13 +185,16 @@ class Filed:
         return os.pread(self.fd, array.nbytes, offset)
 
     def bytes(self) -> bytes:
-        pieces = self.pieces
-        records = [self.in_file(*pair) for pair in zip(pieces.records, self.record_at, strict=True)]
+        tiles = self.tiles
+        optim_states = [
+            self.in_file(*pair)
+            for pair in zip(tiles.optim_states, self.optim_state_at, strict=True)
+        ]
         params = [param.tobytes() for param in self.params]
         if self.param_in_file:
             params = [self.in_file(*pair) for pair in zip(self.params, self.param_at, strict=True)]
-        grads = [self.in_file(*pair) for pair in zip(pieces.grads, self.grad_at, strict=True)]
-        return b"".join(records + params + grads)
+        grads = [self.in_file(*pair) for pair in zip(tiles.grads, self.grad_at, strict=True)]
+        return b"".join(optim_states + params + grads)
 
     def close(self) -> None:
         self.pipeline.close()
@@ -191,10 +202,10 @@ class Filed:
         os.close(self.fd)
 
 
-def train_in_ram(pieces: Pieces, steps: int, scale: float = 1.0) -> None:
-    pipeline = _native.StepPipeline(None, 0, None, 0, pieces.kind, PIECE, False, False)
+def train_in_ram(tiles: Tiles, steps: int, scale: float = 1.0) -> None:
+    pipeline = _native.StepPipeline(None, 0, None, 0, tiles.kind, TILE, False, False)
     for step in range(1, steps + 1):
-        pipeline.submit(pieces.tasks_in_ram(range(pieces.count)), hypers(step, scale))
+        pipeline.submit(tiles.tasks_in_ram(range(tiles.count)), hypers(step, scale))
         pipeline.wait_updated()
     pipeline.close()
 
