@@ -64,9 +64,12 @@ def stop_timeline() -> tuple[int, int, list[tuple[Any, int, int, int]], int]:
 class Arena:
     """Anonymous page-aligned memory of exactly `nbytes` (rounded up to the page size), huge pages
     advised. Pages are populated on first touch. Memory lives until the object and every tensor
-    exported from it are gone. Raises MemoryError with the size if it cannot be mapped."""
+    exported from it are gone, and every transfer that uses it is done.
 
-    def __init__(self, nbytes: int) -> None: ...
+    The arena has slots of `slot_bytes` (0: it is one slot), in which transfers are counted."""
+
+    def __init__(self, nbytes: int, slot_bytes: int = 0) -> None:
+        """Raises MemoryError with the size if it cannot be mapped."""
     @property
     def nbytes(self) -> int: ...
     @property
@@ -80,24 +83,42 @@ class Arena:
         views the memory dies (on whichever thread that happens, without the GIL).
         """
     @staticmethod
-    def over(address: int, nbytes: int, device_type: int, device_id: int, owner: object) -> Arena:
+    def over(
+        address: int,
+        nbytes: int,
+        device_type: int,
+        device_id: int,
+        owner: object,
+        slot_bytes: int = 0,
+    ) -> Arena:
         """Memory of somebody else's, whom `owner` keeps alive, on a device (DLPack's numbers).
 
         Nothing here touches it. Raises ValueError for zero bytes or address 0."""
+    @property
+    def transfers(self) -> Leases:
+        """How many transfers of an IoEngine or a Link use each slot now, whoever has the handle."""
+    def wipe_on_fork(self, offset: int, nbytes: int) -> None:
+        """A child that is forked from now on reads zeros from the pages of the range.
+
+        For pages that the kernel or a device has pinned: fork() would copy them at once. Nothing
+        for over()'s. Raises ValueError for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.
 
         Raises RuntimeError for over()'s."""
 
 class Leases:
-    """Atomic counters: how many live exports hold each slot."""
+    """Atomic counters: how many live exports (or transfers) hold each slot."""
 
     def __init__(self, slots: int) -> None: ...
     def __len__(self) -> int: ...
     def __getitem__(self, slot: int) -> int: ...
+    def in_use(self) -> list[int]:
+        """The slots whose count is not zero, in order."""
 
 class IoOp:
-    """One transfer. Keep it until waited for."""
+    """One transfer. It holds the memory until it is done. A handle that goes before is cancel()led
+    and waits for what is in flight."""
 
     def done(self) -> bool: ...
     def wait(self) -> None:
@@ -152,11 +173,16 @@ class IoEngine:
     def remove_file(self, file: int) -> None:
         """Waits for the file's transfers, then closes the duplicates."""
     def register(self, arena: Arena) -> bool:
-        """Registers the arena's memory for fixed-buffer transfers; keeps the arena alive."""
+        """Registers the arena's memory for fixed-buffer transfers; keeps the arena alive.
+
+        A forked child reads zeros there. False, with a note, where the kernel refuses, and False
+        for threads, which have nothing to register with."""
     def unregister(self, arena: Arena) -> None:
         """Waits for the engine's transfers, then undoes register(); nothing if not registered."""
-    def read(self, file: int, address: int, nbytes: int, offset: int) -> IoOp: ...
-    def write(self, file: int, address: int, nbytes: int, offset: int) -> IoOp: ...
+    def read(self, file: int, address: int, nbytes: int, offset: int) -> IoOp:
+        """Starts filling memory from the file. The memory must be in one Arena: ValueError."""
+    def write(self, file: int, address: int, nbytes: int, offset: int) -> IoOp:
+        """Starts writing memory to the file; as read()."""
     @property
     def stats(self) -> dict[str, int]:
         """read_bytes, written_bytes, reads, writes (blocks), short_transfers, retries, errors,
@@ -187,7 +213,8 @@ class NativeLinkError(OSError):
     got_bytes: int  # the first ones
 
 class LinkOp:
-    """One copy. Keep it, and both sides' memory, until waited for."""
+    """One copy. It holds memory of arenas until it is done; keep other memory until then. A handle
+    that goes before is cancel()led and waits."""
 
     def done(self) -> bool: ...
     def wait(self) -> None:
@@ -207,7 +234,8 @@ class Link:
     def __init__(self, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> None:
         """Raises ValueError unless both are finite and at least 1000."""
     def copy(self, direction: Literal["h2d", "d2h"], to: int, source: int, nbytes: int) -> LinkOp:
-        """Starts copying from address `source` to address `to`. RuntimeError after close()."""
+        """Starts copying from address `source` to address `to`. RuntimeError after close();
+        ValueError for what begins in an Arena and reaches past its end."""
     @property
     def stats(self) -> dict[str, float]:
         """h2d_bytes, h2d_copies (complete), h2d_errors (copies not complete), h2d_busy_s, and the

@@ -9,13 +9,14 @@
 namespace hetero {
 
 Operation::Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address,
-                     std::size_t nbytes, std::uint64_t offset, std::uint64_t serial)
+                     std::size_t nbytes, std::uint64_t offset, std::uint64_t serial, Span memory)
     : kind(kind),
       file(std::move(file)),
       address(address),
       nbytes(nbytes),
       offset(offset),
       serial(serial),
+      memory(std::move(memory)),
       owner_(::getpid()) {}
 
 bool Operation::done() const { return settled_.load(std::memory_order_acquire) != 0; }
@@ -48,6 +49,7 @@ void Operation::cancel() {
 void Operation::settle() {
   if (cancelled_) failure_.emplace(Failure{file->path, offset, nbytes, moved, ECANCELED, -1});
   file.reset();
+  memory.release();
   settled_.store(1, std::memory_order_release);
   settled_.notify_all();
 }

@@ -32,7 +32,7 @@ struct Failure {
 class Operation final : public IoOp {
  public:
   Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address, std::size_t nbytes,
-            std::uint64_t offset, std::uint64_t serial);
+            std::uint64_t offset, std::uint64_t serial, Span memory);
 
   bool done() const override;
   void wait() override;
@@ -53,6 +53,7 @@ class Operation final : public IoOp {
   const std::size_t nbytes;
   const std::uint64_t offset;
   const std::uint64_t serial;
+  Span memory;                                  // let go when settled
   std::size_t launched = 0;                     // bytes handed to blocks so far
   std::size_t moved = 0;                        // bytes transferred by blocks that are back
   unsigned in_flight = 0;                       // blocks

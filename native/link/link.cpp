@@ -195,6 +195,8 @@ class Link::Lane {
 
   void settle(LinkOp& op, int error) {
     op.error_ = error;
+    op.to_memory_.reset();
+    op.from_memory_.reset();
     ++(error == 0 ? stats_.copies : stats_.errors);
     op.settled_.store(1, std::memory_order_release);
     op.settled_.notify_all();
@@ -255,6 +257,8 @@ std::shared_ptr<LinkOp> Link::copy(LinkDirection direction, void* to, const void
   op->to_ = static_cast<std::byte*>(to);
   op->from_ = static_cast<const std::byte*>(from);
   op->nbytes_ = nbytes;
+  op->to_memory_.emplace(Span::of_any(to, nbytes));
+  op->from_memory_.emplace(Span::of_any(from, nbytes));
   op->owner_ = owner_;
   way.submit(op);
   return op;
@@ -262,6 +266,15 @@ std::shared_ptr<LinkOp> Link::copy(LinkDirection direction, void* to, const void
 
 void Link::cancel(LinkOp& op) {
   if (!op.done()) lane(op.direction_).cancel(op);
+}
+
+void Link::abandon(LinkOp& op) noexcept {
+  if (::getpid() != owner_) return;
+  try {
+    cancel(op);
+    op.wait();
+  } catch (...) {  // Nobody wants to know how it ended.
+  }
 }
 
 LinkStats Link::stats() const {

@@ -8,7 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
+
+#include "memory/arena.h"
 
 namespace hetero {
 
@@ -37,6 +40,7 @@ class LinkOp {
   std::byte* to_ = nullptr;
   const std::byte* from_ = nullptr;
   std::size_t nbytes_ = 0;
+  std::optional<Span> to_memory_, from_memory_;  // let go when settled
   std::chrono::steady_clock::time_point submitted_;
   pid_t owner_ = 0;
   // The link's, under its direction's mutex; the waiter reads them once the copy is settled.
@@ -71,12 +75,16 @@ class Link {
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
-  // Both sides must stay until the copy is done. Throws std::runtime_error after close().
+  // Memory in an arena is kept, and counts the transfer, until the copy is done; other memory (the
+  // caller's tensors) must stay until then. Throws std::invalid_argument for what begins in an
+  // arena and reaches past its end, std::runtime_error after close().
   std::shared_ptr<LinkOp> copy(LinkDirection direction, void* to, const void* from,
                                std::size_t nbytes);
   // Drops what is not copied yet; wait() then throws ECANCELED. Nothing if all is. `op` is this
   // link's.
   void cancel(LinkOp& op);
+  // cancel(), and waits until the copy is done, however it ends. Nothing in a forked child.
+  void abandon(LinkOp& op) noexcept;
   LinkStats stats() const;
   // For tests: the nth copy of `direction` to begin from now (from 0), and the `count` - 1 after
   // it, fail with `error` and copy nothing. Throws std::invalid_argument for what is no fault.

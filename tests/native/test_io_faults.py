@@ -202,9 +202,17 @@ def test_wrong_mode(engine, tmp_path, mode):
 
 def test_bad_address(engine, tmp_path):
     file = add_file(engine, tmp_path, 4096)
-    with pytest.raises(_native.NativeIoError) as caught:
-        engine.read(file, 4096, 4096, 0).wait()
-    assert caught.value.errno == errno.EFAULT
+    memory = Memory(2 * 4096)
+    for address in (4096, memory.address - 1, memory.address + 2 * 4096):
+        with pytest.raises(ValueError, match="in no arena"):
+            engine.read(file, address, 4096, 0)
+    with pytest.raises(ValueError, match="outside an arena of 8192 bytes"):
+        engine.read(file, memory.address + 1, 2 * 4096, 0)
+    engine.read(file, memory.address + 4096, 4096, 0).wait()
+    address = memory.address
+    del memory
+    with pytest.raises(ValueError, match="in no arena"):
+        engine.read(file, address, 4096, 0)
 
 
 @pytest.mark.parametrize("op", ["read", "write"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,12 +70,12 @@ def transfer(engine: _native.IoEngine, file: int, offset: int) -> None:
 
 
 def files_come_and_go(engine: _native.IoEngine, directory: Path) -> None:
-    buffer = ctypes.create_string_buffer(4096)
+    buffer = _native.Arena(4096)
     for _ in range(ROUNDS):
         fd = os.open(directory, os.O_TMPFILE | os.O_RDWR)
         file = engine.add_file(fd, "short-lived")
         os.close(fd)
-        write = engine.write(file, ctypes.addressof(buffer), len(buffer), 0)
+        write = engine.write(file, buffer.address, buffer.nbytes, 0)
         engine.remove_file(file)
         assert write.done()
 

@@ -109,12 +109,13 @@ std::shared_ptr<IoOp> BlockEngine::submit(IoKind kind, int id, void* address, st
   }
   if (address == nullptr && nbytes != 0) throw std::invalid_argument("a transfer needs an address");
 
+  Span memory = Span::of(address, nbytes);
   const std::lock_guard lock(mutex_);
   require_open();
   const auto found = files_.find(id);
   if (found == files_.end()) throw std::invalid_argument("no file " + std::to_string(id));
   auto op = std::make_shared<Operation>(kind, found->second, static_cast<std::byte*>(address),
-                                        nbytes, offset, next_serial_++);
+                                        nbytes, offset, next_serial_++, std::move(memory));
   unsettled_.insert(op->serial);
   ++op->file->pending;
   if (nbytes == 0) {
@@ -134,6 +135,15 @@ void BlockEngine::cancel(IoOp& handle) {
   if (op.done()) return;
   op.cancel();
   settle_if_finished(op);
+}
+
+void BlockEngine::abandon(IoOp& op) noexcept {
+  if (foreign()) return;
+  try {
+    cancel(op);
+    op.wait();
+  } catch (...) {  // Nobody wants to know how it ended.
+  }
 }
 
 IoStats BlockEngine::stats() const {

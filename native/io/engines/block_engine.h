@@ -30,6 +30,7 @@ class BlockEngine : public IoEngine {
   std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
                                std::uint64_t offset, IoTurn turn = IoTurn::next) override;
   void cancel(IoOp& op) override;
+  void abandon(IoOp& op) noexcept override;
   IoStats stats() const override;
   void inject(const Fault& fault) override;
   void close() override;

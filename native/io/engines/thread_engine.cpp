@@ -16,7 +16,7 @@ constexpr unsigned kMaxThreads = 256;
 
 std::int64_t transfer(const Block& block) {
   const auto offset = static_cast<off_t>(block.rest_offset());
-  const int fd = block.file->fd;
+  const int fd = block.file->fd.get();
   const ssize_t done = block.op->kind == IoKind::read
                            ? ::pread(fd, block.rest_address(), block.rest_bytes(), offset)
                            : ::pwrite(fd, block.rest_address(), block.rest_bytes(), offset);
@@ -40,12 +40,13 @@ ThreadEngine::ThreadEngine(const IoOptions& options) : BlockEngine(options) {
   }
 }
 
-bool ThreadEngine::register_memory(void*, std::size_t, std::shared_ptr<const void>) {
+bool ThreadEngine::register_memory(const Arena& arena) {
   require_own();
+  arena.wipe_on_fork(0, arena.nbytes());  // direct transfers pin it as well, one by one
   return false;
 }
 
-void ThreadEngine::unregister_memory(void*) { require_own(); }
+void ThreadEngine::unregister_memory(const Arena&) { require_own(); }
 
 void ThreadEngine::wake(std::size_t waiting) {
   if (returning_) --waiting;

@@ -16,9 +16,8 @@ class ThreadEngine final : public BlockEngine {
   explicit ThreadEngine(const IoOptions& options);
   std::string kind() const override { return "threads"; }
   // There is nothing to register with: false, and the memory is used as it is.
-  bool register_memory(void* address, std::size_t nbytes,
-                       std::shared_ptr<const void> owner) override;
-  void unregister_memory(void* address) override;
+  bool register_memory(const Arena& arena) override;
+  void unregister_memory(const Arena& arena) override;
 
  private:
   void wake(std::size_t waiting) override;

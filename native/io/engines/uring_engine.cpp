@@ -74,7 +74,8 @@ const Setup* first_setup() {
   return found;
 }
 
-void open_ring(io_uring& ring, unsigned entries) {
+// Its descriptor.
+int open_ring(io_uring& ring, unsigned entries) {
   int rc = -EINVAL;
   for (const Setup* setup = first_setup(); rc == -EINVAL && setup != std::end(kSetups); ++setup) {
     rc = io_uring_queue_init(entries, &ring, setup->flags);
@@ -83,6 +84,7 @@ void open_ring(io_uring& ring, unsigned entries) {
     throw std::system_error(-rc, std::generic_category(),
                             "the kernel refuses io_uring (use the \"threads\" engine)");
   }
+  return ring.ring_fd;
 }
 
 // The piece that begins registered memory of `nbytes`. What ends in less than a huge page is a
@@ -95,9 +97,11 @@ std::size_t first_piece_bytes(std::size_t nbytes) {
 
 }  // namespace
 
-UringEngine::UringEngine(const IoOptions& options) : BlockEngine(options) {
-  // One entry more than blocks, for the bell: an entry is never missing.
-  open_ring(ring_, options.queue_depth + 1);
+UringEngine::UringEngine(const IoOptions& options)
+    : BlockEngine(options),
+      // One entry more than blocks, for the bell: an entry is never missing.
+      ring_fd_(open_ring(ring_, options.queue_depth + 1)),
+      bell_(::eventfd(0, EFD_CLOEXEC)) {
   // A child must not submit to its parent's ring.
   io_uring_ring_dontfork(&ring_);
   if (const int rc = io_uring_register_buffers_sparse(&ring_, kBufferSlots); rc < 0) {
@@ -107,11 +111,10 @@ UringEngine::UringEngine(const IoOptions& options) : BlockEngine(options) {
     for (unsigned index = kBufferSlots; index-- > 0;) free_buffers_.push_back(index);
   }
   try {
-    bell_ = ::eventfd(0, EFD_CLOEXEC);
-    if (bell_ < 0) throw std::system_error(errno, std::generic_category(), "no eventfd");
+    if (bell_.get() < 0) throw std::system_error(errno, std::generic_category(), "no eventfd");
     thread_ = quiet_thread("hetero-uring", [this] { work(); });
   } catch (...) {
-    if (bell_ >= 0) ::close(bell_);
+    ring_fd_.release();
     io_uring_queue_exit(&ring_);
     throw;
   }
@@ -126,7 +129,7 @@ void UringEngine::wake(std::size_t) {
 void UringEngine::ring_bell() {
   const std::uint64_t once = 1;
   // Fails only if the counter is full, and then it has been rung.
-  [[maybe_unused]] const ssize_t written = ::write(bell_, &once, sizeof once);
+  [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &once, sizeof once);
 }
 
 void UringEngine::work() {
@@ -138,7 +141,12 @@ void UringEngine::work() {
       reap();
       rest(lock);
       do_errand(lock);
-      if (stopping_) return;
+      if (stopping_) {
+        lock.unlock();
+        // What has inherited the ring may keep it: its pins must not outlive this.
+        if (registers_) io_uring_unregister_buffers(&ring_);
+        return;
+      }
       arm_bell();
       while (Block* const block = take()) prepare(*block);
       asleep_ = true;
@@ -177,14 +185,14 @@ void UringEngine::reap() {
 void UringEngine::arm_bell() {
   if (bell_armed_) return;
   io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
-  io_uring_prep_read(entry, bell_, &rung_, sizeof rung_, 0);
+  io_uring_prep_read(entry, bell_.get(), &rung_, sizeof rung_, 0);
   io_uring_sqe_set_data64(entry, kBell);
   bell_armed_ = true;
 }
 
 void UringEngine::prepare(Block& block) {
   io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
-  const int fd = block.file->fd;
+  const int fd = block.file->fd.get();
   const auto nbytes = static_cast<unsigned>(block.rest_bytes());
   std::byte* const address = block.rest_address();
   const Piece* piece = piece_of(address, nbytes);
@@ -234,8 +242,9 @@ void UringEngine::stop() {
   }
   thread_.join();
   const std::lock_guard lock(registering_);
+  ring_fd_.release();
   io_uring_queue_exit(&ring_);
-  ::close(bell_);
+  bell_.reset();
   registered_.clear();
 }
 
@@ -262,9 +271,12 @@ void UringEngine::clear_buffers(const std::vector<Piece>& pieces) {
   }
 }
 
-bool UringEngine::register_memory(void* address, std::size_t nbytes,
-                                  std::shared_ptr<const void> owner) {
+bool UringEngine::register_memory(const Arena& arena) {
   require_own();
+  // Before the kernel pins the pages, and also if it refuses: direct transfers pin them one by one.
+  arena.wipe_on_fork(0, arena.nbytes());
+  std::byte* const address = arena.address();
+  const std::size_t nbytes = arena.nbytes();
   const std::lock_guard registering(registering_);
   {
     const std::lock_guard lock(mutex_);
@@ -284,8 +296,7 @@ bool UringEngine::register_memory(void* address, std::size_t nbytes,
       note("registered buffers refused for " + std::to_string(nbytes) + " bytes: no free entries");
       return false;
     }
-    const Piece piece{static_cast<std::byte*>(address) + done, first_piece_bytes(nbytes - done),
-                      free_buffers_.back()};
+    const Piece piece{address + done, first_piece_bytes(nbytes - done), free_buffers_.back()};
     if (const int error = update_buffer(piece.index, piece.begin, piece.nbytes)) {
       clear_buffers(pieces);
       const std::lock_guard lock(mutex_);
@@ -299,14 +310,14 @@ bool UringEngine::register_memory(void* address, std::size_t nbytes,
   }
   const std::lock_guard lock(mutex_);
   for (const Piece& piece : pieces) pieces_.emplace(piece.begin, piece);
-  registered_.emplace(address, Registration{std::move(owner), std::move(pieces)});
+  registered_.emplace(address, Registration{arena.pin(), std::move(pieces)});
   return true;
 }
 
-void UringEngine::unregister_memory(void* address) {
+void UringEngine::unregister_memory(const Arena& arena) {
   require_own();
   const std::lock_guard registering(registering_);
-  const auto found = registered_.find(address);
+  const auto found = registered_.find(arena.address());
   if (found == registered_.end()) return;
   {
     std::unique_lock lock(mutex_);

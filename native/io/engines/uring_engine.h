@@ -23,9 +23,8 @@ class UringEngine final : public BlockEngine {
   // HETERO_URING_SETUP in the environment is not "defer", "coop" or "plain".
   explicit UringEngine(const IoOptions& options);
   std::string kind() const override { return "io_uring"; }
-  bool register_memory(void* address, std::size_t nbytes,
-                       std::shared_ptr<const void> owner) override;
-  void unregister_memory(void* address) override;
+  bool register_memory(const Arena& arena) override;
+  void unregister_memory(const Arena& arena) override;
 
  private:
   // A part of registered memory, as large as one entry of the kernel's table may be.
@@ -63,8 +62,9 @@ class UringEngine final : public BlockEngine {
   void clear_buffers(const std::vector<Piece>& pieces);
 
   io_uring ring_;
+  ParentFd ring_fd_;                    // as ring_ has it; stop() closes it
   bool registers_ = false;              // the kernel has given a table for buffers
-  int bell_ = -1;                       // an eventfd, read through the ring
+  ParentFd bell_;                       // an eventfd, read through the ring
   std::uint64_t rung_ = 0;              // where that goes
   bool bell_armed_ = false;             // the read is in flight
   bool asleep_ = false;                 // nobody has rung since the thread went to wait
