@@ -35,7 +35,7 @@ class HostArena:
         self._memory: Arena | None = self._map(slots * slot_bytes) if slots else None
 
     def _map(self, nbytes: int) -> Arena:
-        return Arena(nbytes)
+        return Arena(nbytes, self.slot_bytes)
 
     @property
     def is_open(self) -> bool:
@@ -101,6 +101,10 @@ class HostArena:
             slot * self.slot_bytes, run * self.slot_bytes, self.leases if leased else None, slot
         )
         return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
+
+    def transferred_slots(self) -> list[int]:
+        """The slots that a transfer of the I/O engine or the emulated link uses now."""
+        return [] if self._memory is None else self._memory.transfers.in_use()
 
     def live_views(self) -> int:
         """How many slots have a leased view that begins there and lives."""

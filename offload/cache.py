@@ -26,6 +26,7 @@ def _never(chunk: int) -> bool:
     return False
 
 
+_POLL_S = 0.001
 _NEVER = 1 << 62  # the next use of what will not be used
 
 
@@ -273,6 +274,8 @@ class SlotCache:
         slot = self._best_window(run, chunk, demand=True)
         if slot is None:
             gc.collect()  # leases may hang in reference cycles, of an exception's frames say
+            while self._lost_transfers():
+                time.sleep(_POLL_S)
             slot = self._best_window(run, chunk, demand=True)
         limit = self._limit
         while slot is None and self._limit < self._arena.slots:
@@ -332,7 +335,20 @@ class SlotCache:
         for slot, run in self._run_at.items():
             if self._arena.leases[slot]:
                 leased[slot : slot + run] = [True] * run
+        for slot in self._lost_transfers():
+            leased[slot] = True
         return leased
+
+    def _lost_transfers(self) -> list[int]:
+        """Slots under a transfer that no entry has, because Ctrl-C came after it had begun."""
+        slots = self._arena.transferred_slots()
+        known = {
+            slot
+            for other, entry in (self._entries.items() if slots else ())
+            if entry.op is not None
+            for slot in range(entry.slot, entry.slot + self._runs[other])
+        }
+        return [slot for slot in slots if slot not in known]
 
     def _overlapping(self, slot: int, run: int) -> list[int]:
         return [

@@ -45,7 +45,8 @@ class DeviceArena(HostArena):
         try:
             block = self._runtime.empty(nbytes)
             self._committed = [True] * self.slots
-            return Arena.over(block.data_ptr(), nbytes, *self._runtime.dlpack_device, block)
+            where = self._runtime.dlpack_device
+            return Arena.over(block.data_ptr(), nbytes, *where, block, self.slot_bytes)
         except RuntimeError as error:
             self._committed = [False] * self.slots
             self._ledger.release(Tier.DEVICE, self._account, nbytes)
@@ -146,6 +147,8 @@ class PinnedArena(HostArena):
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)
         if failure is None:
             self._pinned[slot] = run
+            # fork() would copy pinned pages for the child, which cannot use the device anyway.
+            self.memory.wipe_on_fork(slot * self.slot_bytes, run * self.slot_bytes)
             return
         note = (
             f"RAM cannot be pinned ({failure}), so copies between it and the device are slower "

@@ -1,9 +1,6 @@
 #include "io/io_operation.h"
 
-#include <unistd.h>
-
 #include <cerrno>
-#include <stdexcept>
 #include <utility>
 
 namespace hetero {
@@ -16,19 +13,10 @@ Operation::Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* addre
       nbytes(nbytes),
       offset(offset),
       serial(serial),
-      memory(std::move(memory)),
-      owner_(::getpid()) {}
-
-bool Operation::done() const { return settled_.load(std::memory_order_acquire) != 0; }
+      memory(std::move(memory)) {}
 
 void Operation::wait() {
-  while (!done()) {
-    if (::getpid() != owner_) {
-      throw std::runtime_error("this transfer belongs to process " + std::to_string(owner_) +
-                               ", from which this one was forked");
-    }
-    settled_.wait(0, std::memory_order_acquire);
-  }
+  completion_.wait();
   if (failure_) {
     throw IoError(kind, *failure_->path, failure_->offset, failure_->wanted_bytes,
                   failure_->got_bytes, failure_->error, failure_->free_bytes);
@@ -50,8 +38,7 @@ void Operation::settle() {
   if (cancelled_) failure_.emplace(Failure{file->path, offset, nbytes, moved, ECANCELED, -1});
   file.reset();
   memory.release();
-  settled_.store(1, std::memory_order_release);
-  settled_.notify_all();
+  completion_.settle();
 }
 
 }  // namespace hetero

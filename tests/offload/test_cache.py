@@ -10,7 +10,8 @@ from offload import _native
 from offload.cache import SlotState
 from offload.errors import BudgetError
 from offload.tiers import Account, Tier
-from tests.cache_rig import PAGE, SLOT, UINT8, Rig, pattern  # noqa: F401 (for the fixture)
+from tests.cache_rig import PAGE, SLOT, UINT8, Rig, pattern
+from tests.io_tools import hold
 
 
 class TestReadsAndWrites:
@@ -262,3 +263,65 @@ class TestFailures:
         r.got(1)
         assert (r.got(0) == 4).all()
         assert r.engine.stats["short_transfers"] == 2
+
+
+class TestLostTransfers:
+    """Ctrl-C came between a transfer's start and the note of it; a traceback has the handle."""
+
+    def lose(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str) -> _native.IoOp:
+        backing, lost = rig.cache._backing, []
+        start = getattr(backing, call)
+
+        def interrupted(chunk: int, slot: int) -> None:
+            lost.append(start(chunk, slot))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backing, call, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                if call == "read":
+                    rig.cache.get(0)
+                else:
+                    rig.cache.write_back(0)
+        return lost[0]
+
+    def test_a_slot_is_not_reused_while_a_lost_read_fills_it(self, rig, monkeypatch):
+        r = rig(2, [1, 1])
+        hold(r.engine)
+        lost = self.lose(r, monkeypatch, "read")
+        (busy,) = r.arena.transferred_slots()
+        r.order.note(1)
+        r.cache._start_read(1, r.cache._room_for(1))
+        assert r.cache._entries[1].slot != busy
+        lost.cancel()
+        with pytest.raises(_native.NativeIoError):
+            lost.wait()
+        assert r.cache._lost_transfers() == []
+
+    def test_who_needs_the_slot_waits_for_the_lost_read(self, rig, monkeypatch):
+        r = rig(1, [1, 1])
+        hold(r.engine)
+        lost = self.lose(r, monkeypatch, "read")
+        looked = []
+
+        def look(*_):
+            if looked:
+                lost.cancel()
+            looked.append(r.arena.transferred_slots())
+
+        monkeypatch.setattr("offload.cache.time.sleep", look)
+        slot = r.cache._room_for(1)
+        assert looked[:2] == [[0], [0]]
+        assert (slot, r.arena.transferred_slots()) == (0, [])
+        assert lost.done()
+
+    def test_bytes_are_not_changed_while_a_lost_write_takes_them(self, rig, monkeypatch):
+        r = rig(1, [1, 1])
+        r.got(0)
+        r.cache.dirty(0)
+        r.tensor(0).fill_(5)
+        r.engine.inject("write", 0, error=errno.EAGAIN, count=50)
+        self.lose(r, monkeypatch, "write")
+        assert r.state(0) is SlotState.DIRTY
+        r.got(1)
+        assert (r.on_file(0) == 5).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -170,6 +171,17 @@ class TestPinned:
         assert self.ranges(runtime, arena) == [(0, 2), (2, 3), (5, 3)]
         arena.close()
         assert runtime.pinned == {}
+
+    def test_a_forked_child_has_none_of_it(self, runtime: FakeRuntime) -> None:
+        arena = self.arena(runtime, 3)
+        arena.commit(1)
+        slots = [arena.view(slot, 1, torch.uint8).fill_(7) for slot in range(3)]
+        child = os.fork()
+        if child == 0:
+            # Without torch, whose threads are not here.
+            os._exit(sum((int(s.numpy()[0]) == 7) << i for i, s in enumerate(slots)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0b101
+        arena.close()
 
     def test_what_is_given_back_is_not_pinned(self, runtime: FakeRuntime) -> None:
         arena = self.arena(runtime, 8)

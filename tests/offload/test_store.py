@@ -159,6 +159,24 @@ class TestFile:
         assert refusal.value.filename == str(tmp_path / "none")
 
 
+def test_a_forked_child_does_not_keep_the_file(tmp_path):
+    scratch = ScratchFile(tmp_path, Ledger({}), Account.PARAM)
+    scratch.reserve(PAGE_BYTES)
+    child = os.fork()
+    if child == 0:
+        mine = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 200) if is_open(fd)]
+        scratch.close()
+        os._exit(any(str(tmp_path) in name for name in mine))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert scratch.nbytes == PAGE_BYTES
+    scratch.reserve(PAGE_BYTES)
+    scratch.close()
+
+
+def is_open(fd: int) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
 class TestDirectory:
     def test_missing(self, tmp_path):
         with pytest.raises(StoreError, match=r"nvme_path does not exist.*mkdir -p") as refusal:
