@@ -17,6 +17,9 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope
 
 PYTHON_SOURCES := hetero offload bench tests setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
+# Those that may have locks; without liburing its engine cannot be read.
+LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \
+	$(if $(wildcard /usr/include/liburing.h),,-not -name 'uring_*'))
 
 .PHONY: help train test test-all bench bench-io bench-adam bench-step cuda-check \
 	lint tidy format clean
@@ -71,6 +74,10 @@ lint: $(VENV)/test.stamp
 	$(BIN)/mypy hetero offload bench
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+	@echo "locks: every guarded member is used with its mutex held"
+	@$(BIN)/clang-tidy --quiet --warnings-as-errors='*' \
+		--checks='-*,clang-diagnostic-thread-safety*,bugprone-unused-raii' \
+		$(LOCK_SOURCES) -- -std=c++20 -Inative -Wthread-safety
 
 tidy: $(VENV)/test.stamp
 	$(BIN)/cmake -S. -Bbuild/tidy -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \

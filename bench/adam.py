@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +125,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
             raise ValueError(f"--{option} must be 1 or more, got {value}")
     threads = arguments.threads
     if threads is None:
-        threads = len(os.sched_getaffinity(0))
+        threads = _native.usable_cpus()
     elif threads < 1:
         raise ValueError(f"--threads must be 1 or more, got {threads}")
     kinds = [kind for peer in chosen_peers(arguments.peers, PEERS) for kind in PEER_KINDS[peer]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from offload import _native
@@ -34,4 +33,4 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
 def share_threads(local_ranks: int) -> None:
     """Sets the default for one of `local_ranks` that share the machine; the user's choice stays."""
     if local_ranks > 1 and not _chosen:
-        _native.set_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+        _native.set_threads(max(1, _native.usable_cpus() // local_ranks))

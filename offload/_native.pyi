@@ -37,12 +37,20 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
     workers, which start at first use and sleep between uses.
 
-    Worker i is pinned to cpus[i % len(cpus)]; the caller is not. None: not pinned. Raises
-    ValueError for CPUs that this process cannot run on, with nothing changed.
+    Worker i runs on cpus[i % len(cpus)] alone, and the step pipelines' threads that compute on
+    cpus[(count - 1) % len(cpus)]; other callers stay where they are. None: all run where the kernel
+    lets them. Raises ValueError for CPUs that this process cannot run on, with nothing changed.
     """
 
+def cpu_quota(root: str = "") -> float | None:
+    """The CPU time, in CPUs, that the control groups (version 1 or 2) of this process allow; None
+    without a quota. `root` is put before /proc and /sys."""
+
+def usable_cpus() -> int:
+    """The CPUs that this process may run on, and no more than its quota pays for; at least 1."""
+
 def threads() -> int:
-    """Size of the worker pool; at first the number of CPUs that this process may use."""
+    """Size of the worker pool; at first usable_cpus()."""
 
 def thread_cpus() -> list[int] | None:
     """What set_threads() was given."""
@@ -64,9 +72,12 @@ def stop_timeline() -> tuple[int, int, list[tuple[Any, int, int, int]], int]:
 class Arena:
     """Anonymous page-aligned memory of exactly `nbytes` (rounded up to the page size), huge pages
     advised. Pages are populated on first touch. Memory lives until the object and every tensor
-    exported from it are gone. Raises MemoryError with the size if it cannot be mapped."""
+    exported from it are gone, and every transfer that uses it is done.
 
-    def __init__(self, nbytes: int) -> None: ...
+    The arena has slots of `slot_bytes` (0: it is one slot), in which transfers are counted."""
+
+    def __init__(self, nbytes: int, slot_bytes: int = 0) -> None:
+        """Raises MemoryError with the size if it cannot be mapped."""
     @property
     def nbytes(self) -> int: ...
     @property
@@ -78,24 +89,42 @@ class Arena:
         views the memory dies (on whichever thread that happens, without the GIL).
         """
     @staticmethod
-    def over(address: int, nbytes: int, device_type: int, device_id: int, owner: object) -> Arena:
+    def over(
+        address: int,
+        nbytes: int,
+        device_type: int,
+        device_id: int,
+        owner: object,
+        slot_bytes: int = 0,
+    ) -> Arena:
         """Memory of somebody else's, whom `owner` keeps alive, on a device (DLPack's numbers).
 
         Nothing here touches it. Raises ValueError for zero bytes or address 0."""
+    @property
+    def transfers(self) -> Pins:
+        """How many transfers of an IoEngine or a Link use each slot now, whoever has the handle."""
+    def wipe_on_fork(self, offset: int, nbytes: int) -> None:
+        """A child that is forked from now on reads zeros from the pages of the range.
+
+        For pages that the kernel or a device has pinned: fork() would copy them at once. Nothing
+        for over()'s. Raises ValueError for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.
 
         Raises RuntimeError for over()'s."""
 
 class Pins:
-    """Atomic counters: how many live exports hold each slot."""
+    """Atomic counters: how many live exports (or transfers) hold each slot."""
 
     def __init__(self, slots: int) -> None: ...
     def __len__(self) -> int: ...
     def __getitem__(self, slot: int) -> int: ...
+    def in_use(self) -> list[int]:
+        """The slots whose count is not zero, in order."""
 
 class IoOp:
-    """One transfer. Keep it until waited for."""
+    """One transfer. It holds the memory until it is done. A handle that goes before is cancel()led
+    and waits for what is in flight."""
 
     def done(self) -> bool: ...
     def wait(self) -> None:
@@ -150,11 +179,16 @@ class IoEngine:
     def remove_file(self, file: int) -> None:
         """Waits for the file's transfers, then closes the duplicates."""
     def register(self, arena: Arena) -> bool:
-        """Registers the arena's memory for fixed-buffer transfers; keeps the arena alive."""
+        """Registers the arena's memory for fixed-buffer transfers; keeps the arena alive.
+
+        A forked child reads zeros there. False, with a note, where the kernel refuses, and False
+        for threads, which have nothing to register with."""
     def unregister(self, arena: Arena) -> None:
         """Waits for the engine's transfers, then undoes register(); nothing if not registered."""
-    def read(self, file: int, address: int, nbytes: int, offset: int) -> IoOp: ...
-    def write(self, file: int, address: int, nbytes: int, offset: int) -> IoOp: ...
+    def read(self, file: int, address: int, nbytes: int, offset: int) -> IoOp:
+        """Starts filling memory from the file. The memory must be in one Arena: ValueError."""
+    def write(self, file: int, address: int, nbytes: int, offset: int) -> IoOp:
+        """Starts writing memory to the file; as read()."""
     @property
     def stats(self) -> dict[str, Any]:
         """read_bytes, written_bytes, reads, writes (blocks), short_transfers, retries, errors, and
@@ -186,7 +220,8 @@ class NativeLinkError(OSError):
     got_bytes: int  # the first ones
 
 class LinkOp:
-    """One copy. Keep it, and both sides' memory, until waited for."""
+    """One copy. It holds memory of arenas until it is done; keep other memory until then. A handle
+    that goes before is cancel()led and waits."""
 
     def done(self) -> bool: ...
     def wait(self) -> None:
@@ -206,7 +241,8 @@ class Link:
     def __init__(self, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> None:
         """Raises ValueError unless both are finite and at least 1000."""
     def copy(self, direction: Literal["h2d", "d2h"], to: int, source: int, nbytes: int) -> LinkOp:
-        """Starts copying from address `source` to address `to`. RuntimeError after close()."""
+        """Starts copying from address `source` to address `to`. RuntimeError after close();
+        ValueError for what begins in an Arena and reaches past its end."""
     @property
     def stats(self) -> dict[str, float]:
         """h2d_bytes, h2d_copies (complete), h2d_errors (copies not complete), h2d_busy_s, and the
@@ -249,7 +285,8 @@ class UpdateKind:
         """How many states the rule has: 2 or 1."""
     @property
     def optim_state_bytes(self) -> int:
-        """Bytes per element of what makes the parameter an fp32 master, and of the states."""
+        """Bytes per element of the optimizer state: what makes the parameter an fp32 master, and
+        the rule's states."""
     @property
     def bytes_moved(self) -> int:
         """Bytes per element that one update reads and writes."""
@@ -304,7 +341,7 @@ def update_constants(kind: UpdateKind, hyper: Hyper) -> bytes:
     Raises ValueError for weight decay that the rule does not have."""
 
 def cuda_sources() -> dict[str, str]:
-    """native/update/cuda/update.cu and all that it includes, by the names in its #include lines."""
+    """native/update/cuda/update.cu and all that it includes, by the names it includes them by."""
 
 def split_master(
     kind: UpdateKind, source: int, param: int, remainder: int, carrier: int, numel: int
@@ -334,7 +371,7 @@ def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> 
     the threads of an update. Moves 28 bytes per element with next to no arithmetic."""
 
 class Location:
-    """Where a payload of a tile lives: in RAM (`address` != 0) or in the pipeline's file."""
+    """Where one part of a tile lives: in RAM (`address` != 0) or in the pipeline's file."""
 
     def __init__(self, address: int = 0, file_offset: int = -1) -> None: ...
 
@@ -360,11 +397,11 @@ class StepPipeline:
     [master | state 0 | state 1], each `tile_numel` long (no master part for fp32, no state 1 for
     rules with one state). The buffers
     are slots of `arena`, one after another, each `buffer_bytes(...)` long, and hold
-    [optim_state | param | grad], a part only if the pipeline was made with it.
+    [optimizer state | param | grad], a part only if the pipeline was made with it.
 
     A buffer keeps its content, and a later task with the same key does not read it again. A
-    parameter is written at once; an optimizer state only when its buffer is needed for another
-    one, or by flush(). A key's optimizer state must not move before forget().
+    parameter is written at once; an optimizer state only when its buffer is needed for another one,
+    or by flush(). A key's optimizer state must not move before forget().
     """
 
     def __init__(
@@ -394,10 +431,11 @@ class StepPipeline:
     ) -> None:
         """Reads ahead what tasks to come, in this order, will find in the file and no buffer has.
 
-        Each is (key, param, optim_state, next_use) as in a StepTask. Replaces what was expected;
-        submit() takes its keys out. With `streaming` 0 it takes buffers whose content nobody wants.
-        Else the order is the same in every step, and all buffers but so many keep what is due
-        first, of that which is due together the last (of nothing: what they kept before). Never
+        Each is (key, param, optim_state, next_use) as in a StepTask. Replaces what was expected
+        before; submit() takes its keys out. With `streaming` 0 it takes buffers whose content no
+        task wants.
+        Else the order is the same in every step, and all buffers but so many keep what is used
+        next first, of what is used together the last (of nothing: what they kept before). Never
         waits; what was read for nothing does no harm. Raises ValueError for what is not valid, and
         the pipeline's failure."""
     def wait_updated(self, key: int = -1) -> None:
@@ -412,8 +450,8 @@ class StepPipeline:
         """Until no write (or none of `key`) is under way: parameters in the file are final. Raises
         like wait_updated."""
     def flush(self, key: int = -1) -> None:
-        """Writes the optimizer states (or that of `key`) that only buffers have; then the file
-        has all. Raises like wait_updated."""
+        """Writes the optimizer states (or that of `key`) which only buffers have, and waits: the
+        file has all. Raises like wait_updated."""
     def forget(self, key: int = -1) -> None:
         """flush(), then drops the kept content and what is expected: somebody else is about to
         use the file or the buffers."""
@@ -423,6 +461,11 @@ class StepPipeline:
         read ahead), read_bytes, written_bytes, adam_s, read_wait_s, write_wait_s"""
     def inject(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
+    def hold(self, nth: int) -> None:
+        """For tests: the nth update from now (from 0) waits for release(), or for close(); its
+        reads are done then. One update is held at a time."""
+    def release(self) -> None:
+        """Lets the update that hold() stopped, or would stop, go on."""
     def close(self) -> None:
         """Abandons queued tasks, waits for transfers in flight, joins the threads; idempotent.
-        Records that were not flushed are lost."""
+        Optimizer states that were not flushed are lost."""

@@ -9,13 +9,17 @@
 
 namespace hetero {
 
-// A named thread with all signals blocked: signals are for the threads that run Python.
+// A named thread with all signals blocked, which are for the threads that run Python; except those
+// that tell of a fault of the thread itself: blocked, they would end the process without a word.
 template <typename Body>
 std::thread quiet_thread(const char* name, Body body) {
-  sigset_t all, before;
-  sigfillset(&all);
+  sigset_t blocked, before;
+  sigfillset(&blocked);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) {
+    sigdelset(&blocked, fault);
+  }
   // Set before the start, because the new thread inherits the mask.
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_sigmask(SIG_SETMASK, &blocked, &before);
   std::thread thread;
   try {
     thread = std::thread(std::move(body));

@@ -1,11 +1,11 @@
 #include "base/timeline.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <mutex>
 #include <stdexcept>
 #include <utility>
+
+#include "base/fork.h"
+#include "base/thread_annotations.h"
 
 namespace hetero::timeline {
 
@@ -15,11 +15,26 @@ std::atomic<bool> recording{false};
 
 namespace {
 
-std::mutex mutex;
-// Under the mutex, and meaningful while a recording is under way.
-Recording current;
-// Whose recording it is: a forked child has the flag, and perhaps the mutex in a locked state.
-std::atomic<pid_t> owner{0};
+struct Recorder {
+  Mutex mutex;
+  Recording current GUARDED_BY(mutex);  // meaningful while a recording is under way
+};
+
+// Held for ever: at exit other threads may still note something.
+Recorder& recorder() {
+  static Recorder* const made = [] {
+    auto* const fresh = new Recorder;
+    // A child has no recording: who makes it is the parent.
+    hold_across_fork(fresh->mutex, [] {
+      Recorder& all = recorder();
+      all.mutex.assert_held();
+      detail::recording.store(false, std::memory_order_relaxed);
+      all.current = {};
+    });
+    return fresh;
+  }();
+  return *made;
+}
 
 }  // namespace
 
@@ -39,28 +54,33 @@ const char* name_of(Lane lane) {
   throw std::logic_error("unknown lane");
 }
 
+// `recording` changes with the mutex held, under which those who saw it look again; so its own
+// loads and stores need no order.
 void start(std::size_t capacity) {
-  const std::lock_guard lock(mutex);
+  Recorder& all = recorder();
+  const MutexLock lock(all.mutex);
   if (on()) throw std::logic_error("a timeline is being recorded already");
-  current = {};
-  current.intervals.reserve(capacity);
-  current.begin = Clock::now();
-  owner.store(::getpid(), std::memory_order_relaxed);
+  all.current = {};
+  all.current.intervals.reserve(capacity);
+  all.current.begin = Clock::now();
   detail::recording.store(true, std::memory_order_relaxed);
 }
 
 Recording stop() {
-  const std::lock_guard lock(mutex);
+  Recorder& all = recorder();
+  const MutexLock lock(all.mutex);
   if (!on()) throw std::logic_error("no timeline is being recorded");
   detail::recording.store(false, std::memory_order_relaxed);
-  current.end = Clock::now();
-  return std::exchange(current, {});
+  all.current.end = Clock::now();
+  return std::exchange(all.current, {});
 }
 
 void note(Lane lane, Clock::time_point begin, std::uint64_t bytes, Clock::time_point end) noexcept {
-  if (owner.load(std::memory_order_relaxed) != ::getpid()) return;
-  const std::lock_guard lock(mutex);
   if (!on()) return;
+  Recorder& all = recorder();
+  const MutexLock lock(all.mutex);
+  if (!on()) return;
+  Recording& current = all.current;
   if (current.intervals.size() == current.intervals.capacity()) {
     ++current.dropped;
     return;

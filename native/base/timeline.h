@@ -35,7 +35,7 @@ struct Recording {
 // Room for `capacity` intervals is taken here and nowhere else. Throws std::logic_error if a
 // recording is under way.
 void start(std::size_t capacity);
-// Throws std::logic_error if none is.
+// Throws std::logic_error if none is, as in a forked child, which has none.
 Recording stop();
 
 namespace detail {

@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <sched.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 #include <string>
@@ -11,18 +10,10 @@
 
 #include "base/float_state.h"
 #include "base/quiet_thread.h"
+#include "base/usable_cpus.h"
 
 namespace hetero {
 namespace {
-
-unsigned usable_cpus() {
-  cpu_set_t mask;
-  if (sched_getaffinity(0, sizeof mask, &mask) == 0) {
-    return static_cast<unsigned>(std::max(1, CPU_COUNT(&mask)));
-  }
-  // More CPUs than cpu_set_t has bits.
-  return std::max(1U, std::thread::hardware_concurrency());
-}
 
 // Returns 0, or the errno that says why not.
 int run_on(pthread_t thread, int cpu) {
@@ -34,11 +25,11 @@ int run_on(pthread_t thread, int cpu) {
 }
 
 // Asks the kernel, on a thread that is there for nothing else: the caller's own mask would not do,
-// because who pins the workers often pins the caller to another CPU.
+// because a program that gives the workers CPUs often gives the caller another one.
 void check_usable(const std::vector<int>& cpus) {
   if (cpus.empty()) {
     throw std::invalid_argument(
-        "set_threads: cpus is empty, must name at least one CPU; None does not pin");
+        "set_threads: cpus is empty, must name at least one CPU; None gives none");
   }
   const int* refused = nullptr;
   int error = 0;
@@ -67,48 +58,57 @@ WorkerPool& WorkerPool::instance() {
   // may be held by nobody; the old object is left alone for ever.
   static const bool made = [] {
     instance_ = new WorkerPool(usable_cpus(), std::nullopt);
-    // The locks are taken before the fork so that the child reads no half-changed CPU list.
-    pthread_atfork([] { instance_.load()->mutex_.lock(); },
-                   [] { instance_.load()->mutex_.unlock(); },
-                   [] {
-                     const WorkerPool& parents = *instance_.load();
-                     instance_ = new WorkerPool(parents.threads(), parents.cpus_);
-                   });
+    pthread_atfork(before_fork, after_fork, in_child);
     return true;
   }();
   static_cast<void>(made);
   return *instance_;
 }
 
+void WorkerPool::before_fork() { instance_.load()->mutex_.lock(); }
+
+void WorkerPool::after_fork() { instance_.load()->mutex_.unlock(); }
+
+void WorkerPool::in_child() {
+  const WorkerPool& parents = *instance_.load();
+  instance_ = new WorkerPool(parents.threads(), parents.cpus_);
+}
+
 std::optional<std::vector<int>> WorkerPool::cpus() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return cpus_;
+}
+
+std::optional<int> WorkerPool::caller_cpu() const {
+  const MutexLock lock(mutex_);
+  if (!cpus_) return std::nullopt;
+  return (*cpus_)[(threads() - 1) % cpus_->size()];
 }
 
 void WorkerPool::set_threads(unsigned count, const std::optional<std::vector<int>>& cpus) {
   if (count == 0) throw std::invalid_argument("set_threads: count is 0, must be at least 1");
   if (cpus) check_usable(*cpus);
-  const std::lock_guard turn(turn_);
+  const MutexLock running(running_);
   if (count == threads() && cpus == this->cpus()) return;
   join_workers();
+  const MutexLock lock(mutex_);
   threads_ = count;
-  const std::lock_guard lock(mutex_);
   cpus_ = cpus;
 }
 
 void WorkerPool::shutdown() {
-  const std::lock_guard turn(turn_);
+  const MutexLock running(running_);
   join_workers();
 }
 
 void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& body) {
-  const std::lock_guard turn(turn_);
+  const MutexLock running(running_);
   Job job{&body, count};
   const bool alone = count <= 1 || threads() == 1;
   if (!alone) {
     start_workers();
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       job_ = &job;
       ++jobs_posted_;
     }
@@ -116,9 +116,9 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
   }
   take_part(job);
   if (!alone) {
-    std::unique_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     job_ = nullptr;  // a worker that wakes up only now finds nothing to join
-    helper_left_.wait(lock, [&] { return job.helpers == 0; });
+    while (job.helpers != 0) helper_left_.wait(mutex_);
   }
   if (job.error) std::rethrow_exception(job.error);
 }
@@ -137,28 +137,29 @@ void WorkerPool::start_workers() {
 
 void WorkerPool::join_workers() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     stopping_ = true;
   }
   job_posted_.notify_all();
   for (std::thread& worker : workers_) worker.join();
   workers_.clear();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   stopping_ = false;
 }
 
 void WorkerPool::worker_main() {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   std::size_t seen = 0;
   for (;;) {
-    job_posted_.wait(lock, [&] { return stopping_ || (job_ != nullptr && jobs_posted_ != seen); });
+    while (!stopping_ && (job_ == nullptr || jobs_posted_ == seen)) job_posted_.wait(mutex_);
     if (stopping_) return;
     seen = jobs_posted_;
     Job& job = *job_;
     ++job.helpers;
-    lock.unlock();
-    take_part(job);
-    lock.lock();
+    {
+      const MutexUnlock unlocked(mutex_);
+      take_part(job);
+    }
     // Under the lock, so that the job is not gone before the notification.
     if (--job.helpers == 0) helper_left_.notify_one();
   }
@@ -168,15 +169,33 @@ void WorkerPool::take_part(Job& job) {
   const FloatState ieee;
   try {
     for (;;) {
+      // Relaxed: mutex_ publishes the job to its helpers, and what they have done to the caller.
       const std::size_t i = job.next.fetch_add(1, std::memory_order_relaxed);
       if (i >= job.count) return;
       (*job.body)(i);
     }
   } catch (...) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!job.error) job.error = std::current_exception();
     job.next = job.count;
   }
+}
+
+void CallerCpu::follow() {
+  const std::optional<int> cpu = WorkerPool::instance().caller_cpu();
+  if (cpu == cpu_) return;
+  if (!own_) {
+    cpu_set_t mask;
+    if (sched_getaffinity(0, sizeof mask, &mask) != 0) return;  // it could not be undone
+    own_ = mask;
+  }
+  // As with workers: where the kernel refuses, the thread runs on.
+  if (cpu) {
+    run_on(pthread_self(), *cpu);
+  } else {
+    pthread_setaffinity_np(pthread_self(), sizeof *own_, &*own_);
+  }
+  cpu_ = cpu;
 }
 
 }  // namespace hetero

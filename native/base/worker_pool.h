@@ -2,16 +2,18 @@
 // cost nothing while torch's threads compute.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "base/thread_annotations.h"
 
 namespace hetero {
 
@@ -21,57 +23,84 @@ class WorkerPool {
  public:
   static WorkerPool& instance();
 
-  // Threads of a run, the caller included. At first the number of CPUs this process may use.
+  // Threads of a run, the caller included. At first usable_cpus(). (Relaxed: a number that says
+  // nothing about other memory.)
   unsigned threads() const { return threads_.load(std::memory_order_relaxed); }
 
-  // CPUs that the workers, not the callers, are pinned to; none if they are not pinned.
-  std::optional<std::vector<int>> cpus() const;
+  // The CPUs that set_threads() was given; none if threads run where the kernel lets them.
+  std::optional<std::vector<int>> cpus() const EXCLUDES(mutex_);
 
-  // `count` threads, the caller included; worker i is pinned to cpus[i % size]. Waits for the run
-  // in progress. Throws std::invalid_argument for 0 threads, and for CPUs that this process cannot
-  // run on; nothing is changed then.
-  void set_threads(unsigned count, const std::optional<std::vector<int>>& cpus = std::nullopt);
+  // `count` threads, the caller included. Worker i runs on cpus[i % size] alone; cpus[(count - 1) %
+  // size] is for callers (CallerCpu). Waits for the run in progress. Throws std::invalid_argument
+  // for 0 threads, and for CPUs that this process cannot run on; nothing is changed then.
+  void set_threads(unsigned count, const std::optional<std::vector<int>>& cpus = std::nullopt)
+      EXCLUDES(running_, mutex_);
 
   // Joins the workers after the run in progress; the next run starts them again.
-  void shutdown();
+  void shutdown() EXCLUDES(running_, mutex_);
 
   // Calls body(i) for every i in [0, count), in no fixed order and on several threads, with IEEE's
   // default floating-point mode. Rethrows the first exception; the indices not yet begun are then
   // left out. Concurrent callers take turns. The body must not call run().
-  void run(std::size_t count, const std::function<void(std::size_t)>& body);
+  void run(std::size_t count, const std::function<void(std::size_t)>& body)
+      EXCLUDES(running_, mutex_);
 
  private:
-  // One run: a worker that joins it takes indices until none is left.
+  friend class CallerCpu;
+
+  // One run: a worker that joins it takes indices until none is left. `helpers` (the workers
+  // inside) and `error` are guarded by mutex_.
   struct Job {
     const std::function<void(std::size_t)>* body;
     std::size_t count;
     std::atomic<std::size_t> next{0};
-    unsigned helpers = 0;        // workers inside; guarded by mutex_
-    std::exception_ptr error{};  // guarded by mutex_
+    unsigned helpers = 0;
+    std::exception_ptr error{};
   };
 
   WorkerPool(unsigned threads, std::optional<std::vector<int>> cpus)
       : threads_(threads), cpus_(std::move(cpus)) {}
   ~WorkerPool() = delete;  // lives as long as the process: at exit a worker may still be parked
 
-  void start_workers();
-  void join_workers();
-  void worker_main();
-  void take_part(Job& job);
+  // A fork takes the lock of the pool that the process has then (a child's is not its parent's), so
+  // that the child reads no half-changed list of CPUs. (From one function to the other, which the
+  // analysis cannot follow.)
+  static void before_fork() NO_THREAD_SAFETY_ANALYSIS;
+  static void after_fork() NO_THREAD_SAFETY_ANALYSIS;
+  static void in_child() NO_THREAD_SAFETY_ANALYSIS;
+
+  void start_workers() REQUIRES(running_) EXCLUDES(mutex_);
+  void join_workers() REQUIRES(running_) EXCLUDES(mutex_);
+  void worker_main() EXCLUDES(mutex_);
+  void take_part(Job& job) EXCLUDES(mutex_);
+  std::optional<int> caller_cpu() const EXCLUDES(mutex_);
 
   static std::atomic<WorkerPool*> instance_;
 
   std::atomic<unsigned> threads_;
-  std::mutex turn_;                   // held during a run, and to change the set of workers
-  std::vector<std::thread> workers_;  // guarded by turn_
+  Mutex running_;  // held during a run, and to change the set of workers
+  std::vector<std::thread> workers_ GUARDED_BY(running_);
 
-  mutable std::mutex mutex_;
-  std::optional<std::vector<int>> cpus_;  // guarded by mutex_
-  std::condition_variable job_posted_;
-  std::condition_variable helper_left_;
-  Job* job_ = nullptr;
-  std::size_t jobs_posted_ = 0;  // tells a worker a new job from the one it has just left
-  bool stopping_ = false;
+  mutable Mutex mutex_;
+  std::optional<std::vector<int>> cpus_ GUARDED_BY(mutex_);
+  Condition job_posted_;
+  Condition helper_left_;
+  Job* job_ GUARDED_BY(mutex_) = nullptr;
+  // Tells a worker a new job from the one it has just left.
+  std::size_t jobs_posted_ GUARDED_BY(mutex_) = 0;
+  bool stopping_ GUARDED_BY(mutex_) = false;
+};
+
+// Keeps a thread that calls run() again and again on the CPU that the pool has for callers.
+class CallerCpu {
+ public:
+  // To be called on that thread before a run: takes over what set_threads() has changed since.
+  // Without a CPU for callers the thread runs where it could before the first call.
+  void follow();
+
+ private:
+  std::optional<int> cpu_;
+  std::optional<cpu_set_t> own_;  // where the thread could run before it had a CPU of the pool's
 };
 
 }  // namespace hetero

@@ -1,6 +1,4 @@
 // The emulated link.
-#include <pybind11/pybind11.h>
-
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -11,15 +9,12 @@
 #include <system_error>
 #include <utility>
 
+#include "bindings/python.h"
 #include "link/link.h"
-
-namespace py = pybind11;
 
 namespace hetero {
 
 namespace {
-
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 const char* name_of(LinkDirection direction) {
   return direction == LinkDirection::h2d ? "h2d" : "d2h";
@@ -31,20 +26,7 @@ LinkDirection direction_of(const std::string& name) {
   throw std::invalid_argument("direction must be \"h2d\" or \"d2h\", not \"" + name + "\"");
 }
 
-// Never released: exceptions may be translated until the interpreter is gone.
 PyObject* link_error_type = nullptr;
-
-void make_link_error_type(py::module_& module) {
-  link_error_type = PyErr_NewExceptionWithDoc(
-      "offload._native.NativeLinkError",
-      "A failed copy over the link: which way, how far it came, and why.", PyExc_OSError, nullptr);
-  if (link_error_type == nullptr) throw py::error_already_set();
-  const auto type = py::reinterpret_borrow<py::object>(link_error_type);
-  type.attr("__str__") =
-      py::cpp_function([](const py::object& self) { return self.attr("message"); },
-                       py::is_method(type), py::name("__str__"));
-  module.attr("NativeLinkError") = type;
-}
 
 void translate(std::exception_ptr caught) {
   try {
@@ -60,21 +42,20 @@ void translate(std::exception_ptr caught) {
   }
 }
 
-// Letting go of a link waits for its threads, so it does that without the GIL.
 std::shared_ptr<Link> make_link(double h2d_bytes_per_s, double d2h_bytes_per_s) {
-  auto link = std::make_unique<Link>(h2d_bytes_per_s, d2h_bytes_per_s);
-  return {link.release(), [](Link* done) {
-            if (PyGILState_Check()) {
-              const py::gil_scoped_release released;
-              delete done;
-            } else {
-              delete done;
-            }
-          }};
+  return released_without_gil(std::make_shared<Link>(h2d_bytes_per_s, d2h_bytes_per_s));
 }
 
-// The handle holds the link, so that a copy still held can finish.
+// The handle holds the link, so that a copy still held can finish. One that nobody holds any more
+// is cancelled, and over when the handle is gone.
 struct Copy {
+  Copy(std::shared_ptr<Link> link, std::shared_ptr<LinkOp> op)
+      : link(std::move(link)), op(std::move(op)) {}
+  Copy(Copy&&) = default;
+  ~Copy() {
+    if (op && !op->done()) without_gil([&] { link->abandon(*op); });
+  }
+
   std::shared_ptr<Link> link;
   std::shared_ptr<LinkOp> op;
 };
@@ -105,7 +86,9 @@ py::dict stats_of(const Link& link) {
 }  // namespace
 
 void bind_link(py::module_& module) {
-  make_link_error_type(module);
+  link_error_type =
+      make_os_error(module, "NativeLinkError",
+                    "A failed copy over the link: which way, how far it came, and why.");
   py::register_local_exception_translator(&translate);
 
   py::class_<Copy>(module, "LinkOp")

@@ -1,5 +1,4 @@
 // Arena, Leases, IoEngine and IoOp as Python sees them, and the exceptions of failed transfers.
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <exception>
@@ -10,21 +9,23 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/python.h"
 #include "io/io_engine.h"
 #include "io/stripe_map.h"
 #include "memory/arena.h"
-
-namespace py = pybind11;
 
 namespace hetero {
 
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-
 py::object export_capsule(const Arena& arena, std::size_t offset, std::size_t nbytes,
                           std::shared_ptr<Leases> leases, std::size_t slot) {
   dlpack::ManagedTensor* managed = arena.export_tensor(offset, nbytes, std::move(leases), slot);
+  managed->deleter = [](dlpack::ManagedTensor* self) {
+    // Unmapping takes long; letting go of the GIL whenever any tensor dies would, too.
+    std::shared_ptr<const void> memory = Arena::end_export(self);
+    if (memory.use_count() == 1) without_gil([&] { memory.reset(); });
+  };
   PyObject* capsule = PyCapsule_New(managed, dlpack::kCapsuleName, [](PyObject* self) {
     // A consumer renames the capsule; one that still has its name was never consumed.
     if (!PyCapsule_IsValid(self, dlpack::kCapsuleName)) return;
@@ -63,13 +64,13 @@ class Owner {
 };
 
 std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, int device_type,
-                                  int device_id, py::object owner) {
+                                  int device_id, py::object owner, std::size_t slot_bytes) {
   if (address == 0) throw std::invalid_argument("an arena cannot be over address 0");
   const Owner held(std::move(owner));
   try {
-    return std::make_shared<Arena>(reinterpret_cast<std::byte*>(address), nbytes,
-                                   dlpack::Device{device_type, device_id},
-                                   [held] { held.release(); });
+    return released_without_gil(std::make_shared<Arena>(
+        reinterpret_cast<std::byte*>(address), nbytes, dlpack::Device{device_type, device_id},
+        [held] { held.release(); }, slot_bytes));
   } catch (...) {
     held.release();
     throw;
@@ -80,18 +81,25 @@ void bind_memory(py::module_& module) {
   py::class_<Leases, std::shared_ptr<Leases>>(module, "Pins")
       .def(py::init<std::size_t>(), py::arg("slots"))
       .def("__len__", &Leases::size)
-      .def("__getitem__", &Leases::count, py::arg("slot"));
+      .def("__getitem__", &Leases::count, py::arg("slot"))
+      .def("in_use", &Leases::in_use);
 
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
-      .def(py::init<std::size_t>(), py::arg("nbytes"))
+      .def(py::init([](std::size_t nbytes, std::size_t slot_bytes) {
+             return released_without_gil(std::make_shared<Arena>(nbytes, slot_bytes));
+           }),
+           py::arg("nbytes"), py::arg("slot_bytes") = 0)
       .def_static("over", &arena_over, py::arg("address"), py::arg("nbytes"),
-                  py::arg("device_type"), py::arg("device_id"), py::arg("owner"))
+                  py::arg("device_type"), py::arg("device_id"), py::arg("owner"),
+                  py::arg("slot_bytes") = 0)
       .def_property_readonly("nbytes", &Arena::nbytes)
       .def_property_readonly(
           "address",
           [](const Arena& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
       .def("export", &export_capsule, py::arg("offset"), py::arg("nbytes"),
            py::arg("pins") = nullptr, py::arg("slot") = 0)
+      .def_property_readonly("transfers", &Arena::transfers)
+      .def("wipe_on_fork", &Arena::wipe_on_fork, py::arg("offset"), py::arg("nbytes"), ReleaseGil())
       .def("discard", &Arena::discard, py::arg("offset"), py::arg("nbytes"), ReleaseGil());
 }
 
@@ -103,21 +111,7 @@ IoKind kind_of(const std::string& name) {
   throw std::invalid_argument("op must be \"read\" or \"write\", not \"" + name + "\"");
 }
 
-// Never released: exceptions may be translated until the interpreter is gone.
 PyObject* io_error_type = nullptr;
-
-void make_io_error_type(py::module_& module) {
-  io_error_type = PyErr_NewExceptionWithDoc(
-      "offload._native.NativeIoError",
-      "A failed transfer: which, of what file, how far it came, and why.", PyExc_OSError, nullptr);
-  if (io_error_type == nullptr) throw py::error_already_set();
-  const auto type = py::reinterpret_borrow<py::object>(io_error_type);
-  // OSError's own text has errno and file only.
-  type.attr("__str__") =
-      py::cpp_function([](const py::object& self) { return self.attr("message"); },
-                       py::is_method(type), py::name("__str__"));
-  module.attr("NativeIoError") = type;
-}
 
 void raise_io_error(const IoError& failure) {
   const std::string reason = failure.error == 0 ? "unexpected end of file"
@@ -148,24 +142,22 @@ void translate(std::exception_ptr caught) {
   }
 }
 
-// Letting go of an engine may wait for its transfers, so it does that without the GIL.
 std::shared_ptr<IoEngine> make_engine(const std::string& kind, unsigned queue_depth,
                                       std::size_t block_bytes, unsigned threads) {
-  auto engine = make_io_engine(kind, {queue_depth, block_bytes, threads});
-  IoEngine* const raw = engine.get();
-  return {raw, [engine = std::move(engine)](IoEngine*) mutable {
-            if (PyGILState_Check()) {
-              const py::gil_scoped_release released;
-              engine.reset();
-            } else {
-              engine.reset();
-            }
-          }};
+  return released_without_gil(make_io_engine(kind, {queue_depth, block_bytes, threads}));
 }
 
-// The handle holds the engine, so that an operation still held can finish. (py::keep_alive would
-// say the same, but with pybind11 3.1.0 a call with wrong argument types then crashes.)
+// The handle holds the engine, so that an operation still held can finish. One that nobody holds
+// any more is cancelled, and over when the handle is gone. (py::keep_alive would say the first, but
+// with pybind11 3.1.0 a call with wrong argument types then crashes.)
 struct Transfer {
+  Transfer(std::shared_ptr<IoEngine> engine, std::shared_ptr<IoOp> op)
+      : engine(std::move(engine)), op(std::move(op)) {}
+  Transfer(Transfer&&) = default;
+  ~Transfer() {
+    if (op && !op->done()) without_gil([&] { engine->abandon(*op); });
+  }
+
   std::shared_ptr<IoEngine> engine;
   std::shared_ptr<IoOp> op;
 };
@@ -173,7 +165,8 @@ struct Transfer {
 template <IoKind kind>
 Transfer submit(const std::shared_ptr<IoEngine>& engine, int file, std::uintptr_t address,
                 std::size_t nbytes, std::uint64_t offset) {
-  return {engine, engine->submit(kind, file, reinterpret_cast<void*>(address), nbytes, offset)};
+  return Transfer(engine,
+                  engine->submit(kind, file, reinterpret_cast<void*>(address), nbytes, offset));
 }
 
 int add_striped_file(IoEngine& engine, const std::vector<std::pair<int, std::string>>& sources,
@@ -202,7 +195,8 @@ py::dict stats_of(const IoEngine& engine) {
 }
 
 void bind_io(py::module_& module) {
-  make_io_error_type(module);
+  io_error_type = make_os_error(
+      module, "NativeIoError", "A failed transfer: which, of what file, how far it came, and why.");
   py::register_local_exception_translator(&translate);
 
   py::class_<Transfer>(module, "IoOp")
@@ -242,16 +236,8 @@ void bind_io(py::module_& module) {
       .def("add_striped_file", &add_striped_file, py::arg("members"), py::arg("stripes"),
            ReleaseGil())
       .def("remove_file", &IoEngine::remove_file, py::arg("file"), ReleaseGil())
-      .def(
-          "register",
-          [](IoEngine& self, const Arena& arena) {
-            return self.register_memory(arena.address(), arena.nbytes(), arena.pin());
-          },
-          py::arg("arena"), ReleaseGil())
-      .def(
-          "unregister",
-          [](IoEngine& self, const Arena& arena) { self.unregister_memory(arena.address()); },
-          py::arg("arena"), ReleaseGil())
+      .def("register", &IoEngine::register_memory, py::arg("arena"), ReleaseGil())
+      .def("unregister", &IoEngine::unregister_memory, py::arg("arena"), ReleaseGil())
       .def("read", &submit<IoKind::read>, py::arg("file"), py::arg("address"), py::arg("nbytes"),
            py::arg("offset"), ReleaseGil())
       .def("write", &submit<IoKind::write>, py::arg("file"), py::arg("address"), py::arg("nbytes"),

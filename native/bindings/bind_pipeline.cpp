@@ -8,37 +8,33 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/python.h"
 #include "io/io_engine.h"
 #include "memory/arena.h"
 #include "pipeline/step_pipeline.h"
-#include "update/state_layout.h"
+#include "update/tile_layout.h"
 #include "update/update.h"
-
-namespace py = pybind11;
 
 namespace hetero {
 
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
-
-// A pipeline that does not hold the GIL while its destructor waits for transfers.
-class BoundPipeline : public StepPipeline {
- public:
-  using StepPipeline::StepPipeline;
-  ~BoundPipeline() {
-    const py::gil_scoped_release release;
-    close();
+// Does not hold the GIL while the destructor waits for transfers. A forked child's copy is left
+// alone (step_pipeline.h).
+struct PipelineDeleter {
+  void operator()(StepPipeline* pipeline) const {
+    if (!pipeline->foreign()) without_gil([&] { delete pipeline; });
   }
 };
+using PipelineHolder = std::unique_ptr<StepPipeline, PipelineDeleter>;
 
 using ExpectationTuple = std::tuple<std::int64_t, Location, Location, std::uint32_t>;
 using SegmentTuple = std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t>;
 
 StepTask make_task(std::int64_t key, const Location& param, const Location& grad,
-                   const Location& record, const std::vector<SegmentTuple>& segments,
-                   std::uint32_t due) {
-  StepTask task = {key, due, param, grad, record, {}};
+                   const Location& optim_state, const std::vector<SegmentTuple>& segments,
+                   std::uint32_t next_use) {
+  StepTask task = {key, next_use, param, grad, optim_state, {}};
   task.segments.reserve(segments.size());
   for (const auto& [first, numel, hyper, index] : segments) {
     task.segments.push_back({first, numel, hyper, index});
@@ -46,28 +42,27 @@ StepTask make_task(std::int64_t key, const Location& param, const Location& grad
   return task;
 }
 
-void expect(BoundPipeline& pipeline, const std::vector<ExpectationTuple>& expected,
+void expect(StepPipeline& pipeline, const std::vector<ExpectationTuple>& expected,
             std::size_t streaming) {
   std::vector<Expectation> made;
   made.reserve(expected.size());
-  for (const auto& [key, param, record, due] : expected) {
-    made.push_back({key, due, param, record});
+  for (const auto& [key, param, optim_state, next_use] : expected) {
+    made.push_back({key, next_use, param, optim_state});
   }
   pipeline.expect(std::move(made), streaming);
 }
 
-std::unique_ptr<BoundPipeline> make_pipeline(std::shared_ptr<IoEngine> engine, int file,
-                                             const Arena* arena, std::size_t buffers,
-                                             const UpdateKind& kind, std::size_t piece_numel,
-                                             bool param_in_file, bool grad_in_file) {
+PipelineHolder make_pipeline(std::shared_ptr<IoEngine> engine, int file, const Arena* arena,
+                             std::size_t buffers, const UpdateKind& kind, std::size_t tile_numel,
+                             bool param_in_file, bool grad_in_file) {
   char* const memory = arena == nullptr ? nullptr : reinterpret_cast<char*>(arena->address());
-  return std::make_unique<BoundPipeline>(
-      std::move(engine), file, memory, arena == nullptr ? 0 : arena->nbytes(), buffers,
-      PieceLayout(kind, piece_numel, param_in_file, grad_in_file),
-      arena == nullptr ? nullptr : arena->pin());
+  return PipelineHolder(new StepPipeline(std::move(engine), file, memory,
+                                         arena == nullptr ? 0 : arena->nbytes(), buffers,
+                                         TileLayout(kind, tile_numel, param_in_file, grad_in_file),
+                                         arena == nullptr ? nullptr : arena->pin()));
 }
 
-py::dict stats_dict(const BoundPipeline& pipeline) {
+py::dict stats_dict(const StepPipeline& pipeline) {
   const StepStats stats = pipeline.stats();
   py::dict dict;
   dict["tasks"] = stats.tasks;
@@ -92,35 +87,37 @@ void bind_pipeline(py::module_& module) {
   py::class_<StepTask>(module, "StepTask")
       .def(py::init(&make_task), py::arg("key"), py::arg("param"), py::arg("grad"),
            py::arg("optim_state"), py::arg("segments"), py::arg("next_use") = 0);
-  py::class_<BoundPipeline>(module, "StepPipeline")
+  py::class_<StepPipeline, PipelineHolder>(module, "StepPipeline")
       .def(py::init(&make_pipeline), py::arg("engine").none(true), py::arg("file"),
            py::arg("arena").none(true), py::arg("buffers"), py::arg("kind").none(false),
            py::arg("tile_numel"), py::arg("param_in_file"), py::arg("grad_in_file"),
            py::keep_alive<1, 2>())
       .def_static(
           "buffer_bytes",
-          [](const UpdateKind& kind, std::size_t piece_numel, bool param_in_file,
+          [](const UpdateKind& kind, std::size_t tile_numel, bool param_in_file,
              bool grad_in_file) {
-            return PieceLayout(kind, piece_numel, param_in_file, grad_in_file).buffer_bytes();
+            return TileLayout(kind, tile_numel, param_in_file, grad_in_file).buffer_bytes();
           },
           py::arg("kind").none(false), py::arg("tile_numel"), py::arg("param_in_file"),
           py::arg("grad_in_file"))
       .def(
           "submit",
-          [](BoundPipeline& self, std::vector<StepTask> tasks, const std::vector<Hyper>& hypers) {
+          [](StepPipeline& self, std::vector<StepTask> tasks, const std::vector<Hyper>& hypers) {
             self.submit(std::move(tasks), hypers);
           },
-          py::arg("tasks"), py::arg("hypers"), NoGil())
-      .def("expect", &expect, py::arg("expected"), py::arg("streaming") = 0, NoGil())
-      .def("wait_updated", &BoundPipeline::wait_updated, py::arg("key") = -1, NoGil())
-      .def("is_updated", &BoundPipeline::is_updated, py::arg("key") = -1, NoGil())
-      .def("is_written", &BoundPipeline::is_written, py::arg("key") = -1, NoGil())
-      .def("wait_written", &BoundPipeline::wait_written, py::arg("key") = -1, NoGil())
-      .def("flush", &BoundPipeline::flush, py::arg("key") = -1, NoGil())
-      .def("forget", &BoundPipeline::forget, py::arg("key") = -1, NoGil())
+          py::arg("tasks"), py::arg("hypers"), ReleaseGil())
+      .def("expect", &expect, py::arg("expected"), py::arg("streaming") = 0, ReleaseGil())
+      .def("wait_updated", &StepPipeline::wait_updated, py::arg("key") = -1, ReleaseGil())
+      .def("is_updated", &StepPipeline::is_updated, py::arg("key") = -1, ReleaseGil())
+      .def("is_written", &StepPipeline::is_written, py::arg("key") = -1, ReleaseGil())
+      .def("wait_written", &StepPipeline::wait_written, py::arg("key") = -1, ReleaseGil())
+      .def("flush", &StepPipeline::flush, py::arg("key") = -1, ReleaseGil())
+      .def("forget", &StepPipeline::forget, py::arg("key") = -1, ReleaseGil())
       .def_property_readonly("stats", &stats_dict)
-      .def("inject", &BoundPipeline::inject, py::arg("nth"), NoGil())
-      .def("close", &BoundPipeline::close, NoGil());
+      .def("inject", &StepPipeline::inject, py::arg("nth"), ReleaseGil())
+      .def("hold", &StepPipeline::hold, py::arg("nth"), ReleaseGil())
+      .def("release", &StepPipeline::release, ReleaseGil())
+      .def("close", &StepPipeline::close, ReleaseGil());
 }
 
 }  // namespace hetero

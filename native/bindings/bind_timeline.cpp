@@ -1,13 +1,10 @@
 // The timeline's recorder.
-#include <pybind11/pybind11.h>
-
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 
 #include "base/timeline.h"
-
-namespace py = pybind11;
+#include "bindings/python.h"
 
 namespace hetero {
 
@@ -33,8 +30,7 @@ py::tuple stop() {
 }  // namespace
 
 void bind_timeline(py::module_& module) {
-  module.def("start_timeline", &timeline::start, py::arg("capacity"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def("start_timeline", &timeline::start, py::arg("capacity"), ReleaseGil());
   module.def("stop_timeline", &stop);
 }
 

@@ -9,20 +9,17 @@
 #include <string>
 #include <vector>
 
+#include "base/usable_cpus.h"
 #include "base/worker_pool.h"
+#include "bindings/python.h"
 #include "update/isa/isa.h"
-#include "update/mean.h"
-#include "update/sum_of_squares.h"
+#include "update/reductions.h"
 #include "update/update.h"
-#include "update/yardstick.h"
-
-namespace py = pybind11;
 
 namespace hetero {
 
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
 using Address = std::uintptr_t;
 
 Dtype parse_dtype(const std::string& name, const char* parameter = "dtype") {
@@ -173,10 +170,12 @@ void bind_choices(py::module_& module) {
         }
         WorkerPool::instance().set_threads(static_cast<unsigned>(count), cpus);
       },
-      py::arg("count"), py::arg("cpus") = py::none(), NoGil());
+      py::arg("count"), py::arg("cpus") = py::none(), ReleaseGil());
+  module.def("cpu_quota", &cpu_quota, py::arg("root") = "");
+  module.def("usable_cpus", &usable_cpus);
   module.def("threads", [] { return WorkerPool::instance().threads(); });
   module.def("thread_cpus", [] { return WorkerPool::instance().cpus(); });
-  module.def("shutdown_workers", [] { WorkerPool::instance().shutdown(); }, NoGil());
+  module.def("shutdown_workers", [] { WorkerPool::instance().shutdown(); }, ReleaseGil());
 }
 
 void bind_kind(py::module_& module) {
@@ -190,7 +189,7 @@ void bind_kind(py::module_& module) {
       .def_property_readonly("state_dtype",
                              [](const UpdateKind& kind) { return name_of(kind.state_dtype); })
       .def_property_readonly("states", &UpdateKind::states)
-      .def_property_readonly("optim_state_bytes", &UpdateKind::record_bytes)
+      .def_property_readonly("optim_state_bytes", &UpdateKind::optim_state_bytes)
       .def_property_readonly("bytes_moved", &UpdateKind::bytes_moved)
       .def(py::self == py::self)
       .def("__hash__", &number_of)
@@ -209,20 +208,21 @@ void bind_kernels(py::module_& module) {
            py::arg("grad_scale") = defaults.grad_scale);
   module.def("update", &bound_update, py::arg("kind").none(false), py::arg("param"),
              py::arg("grad"), py::arg("master"), py::arg("states"), py::arg("numel"),
-             py::arg("hyper").none(false), py::arg("index") = 0, NoGil());
+             py::arg("hyper").none(false), py::arg("index") = 0, ReleaseGil());
   module.def("update_constants", &constants_of, py::arg("kind").none(false),
              py::arg("hyper").none(false));
   module.def("split_master", &bound_split_master, py::arg("kind").none(false), py::arg("source"),
-             py::arg("param"), py::arg("remainder"), py::arg("carrier"), py::arg("numel"), NoGil());
+             py::arg("param"), py::arg("remainder"), py::arg("carrier"), py::arg("numel"),
+             ReleaseGil());
   module.def("join_master", &bound_join_master, py::arg("kind").none(false), py::arg("param"),
              py::arg("remainder"), py::arg("carrier"), py::arg("target"), py::arg("numel"),
-             NoGil());
+             ReleaseGil());
   module.def("sum_of_squares", &bound_sum_of_squares, py::arg("dtype"), py::arg("address"),
-             py::arg("numel"), NoGil());
+             py::arg("numel"), ReleaseGil());
   module.def("mean", &bound_mean, py::arg("dtype"), py::arg("sources"), py::arg("target"),
-             py::arg("numel"), NoGil());
+             py::arg("numel"), ReleaseGil());
   module.def("stream", &bound_stream, py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
-             py::arg("exp_avg_sq"), py::arg("numel"), NoGil());
+             py::arg("exp_avg_sq"), py::arg("numel"), ReleaseGil());
 }
 
 }  // namespace

@@ -6,9 +6,10 @@
 #include <system_error>
 #include <utility>
 
-#include "io/engines/thread_engine.h"
+#include "io/engines/block_engine.h"
+#include "io/engines/thread_driver.h"
 #ifdef HETERO_LIBURING
-#include "io/engines/uring_engine.h"
+#include "io/engines/uring_driver.h"
 #endif
 
 namespace hetero {
@@ -33,9 +34,8 @@ std::string describe(IoKind kind, const std::string& path, std::uint64_t offset,
   return text;
 }
 
-template <typename Engine>
-std::shared_ptr<IoEngine> make(const IoOptions& options) {
-  return {new Engine(options), [](Engine* engine) {
+std::shared_ptr<IoEngine> make(const IoOptions& options, BlockEngine::MakeDriver* driver) {
+  return {new BlockEngine(options, driver), [](BlockEngine* engine) {
             engine->close();
             if (engine->disposable()) delete engine;
           }};
@@ -55,10 +55,10 @@ IoError::IoError(IoKind kind, std::string path, std::uint64_t offset, std::size_
       free_bytes(free_bytes) {}
 
 std::shared_ptr<IoEngine> make_io_engine(const std::string& kind, const IoOptions& options) {
-  if (kind == "threads") return make<ThreadEngine>(options);
+  if (kind == "threads") return make(options, &ThreadDriver::make);
   if (kind == "io_uring") {
 #ifdef HETERO_LIBURING
-    return make<UringEngine>(options);
+    return make(options, &UringDriver::make);
 #else
     throw std::system_error(ENOSYS, std::generic_category(),
                             "the io_uring engine was not built (install liburing-dev and reinstall "

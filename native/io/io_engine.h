@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "io/stripe_map.h"
+#include "memory/arena.h"
 
 namespace hetero {
 
@@ -83,17 +84,21 @@ class IoEngine {
   virtual int add_file(const std::vector<FileMember>& members, const StripeMap& stripes) = 0;
   // Waits for the file's operations, then closes the duplicates.
   virtual void remove_file(int file) = 0;
-  // `owner` keeps the memory alive and is let go by unregister_memory() or close(). False, with a
-  // note, when the kernel refuses; false without a note when this engine has no use for it.
-  virtual bool register_memory(void* address, std::size_t nbytes,
-                               std::shared_ptr<const void> owner) = 0;
-  virtual void unregister_memory(void* address) = 0;
-  // Throws std::invalid_argument for a bad file id, std::runtime_error after close().
+  // Keeps the arena's memory and pages until unregister_memory() or close(); a child that is forked
+  // from now on reads zeros there. False, with a note, when the kernel refuses; false without a
+  // note when this engine has nothing to register with.
+  virtual bool register_memory(const Arena& arena) = 0;
+  virtual void unregister_memory(const Arena& arena) = 0;
+  // The memory must be in an arena, which keeps it, and counts the transfer, until the operation is
+  // done. Throws std::invalid_argument otherwise and for a bad file id, std::runtime_error after
+  // close().
   virtual std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
                                        std::uint64_t offset, IoTurn turn = IoTurn::next) = 0;
   // Drops the blocks of `op` that are not in flight; wait() throws an IoError of ECANCELED as soon
   // as those in flight are done. Nothing if it is done or was cancelled. `op` is this engine's.
   virtual void cancel(IoOp& op) = 0;
+  // cancel(), and waits until the operation is done, however it ends. Nothing in a forked child.
+  virtual void abandon(IoOp& op) noexcept = 0;
   virtual IoStats stats() const = 0;
   virtual void inject(const Fault& fault) = 0;
   // Cancels what is not in flight and waits for the rest.

@@ -20,24 +20,23 @@ constexpr std::size_t kDirectAlignment = 4096;
 
 OpenFile::OpenFile(int source, const std::string& name)
     : fd(::fcntl(source, F_DUPFD_CLOEXEC, 0)), path(std::make_shared<const std::string>(name)) {
-  if (fd < 0) throw std::system_error(errno, std::generic_category(), "cannot add file " + name);
+  if (fd.get() < 0)
+    throw std::system_error(errno, std::generic_category(), "cannot add file " + name);
   struct stat status;
-  regular = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
-  const int flags = ::fcntl(fd, F_GETFL);
+  regular = ::fstat(fd.get(), &status) == 0 && S_ISREG(status.st_mode);
+  const int flags = ::fcntl(fd.get(), F_GETFL);
   if (flags >= 0 && (flags & O_DIRECT) != 0) alignment = kDirectAlignment;
 }
 
-OpenFile::~OpenFile() { ::close(fd); }
-
 bool OpenFile::ends_at(std::uint64_t position) const {
   struct stat status;
-  return regular && ::fstat(fd, &status) == 0 &&
+  return regular && ::fstat(fd.get(), &status) == 0 &&
          position >= static_cast<std::uint64_t>(status.st_size);
 }
 
 std::int64_t OpenFile::free_bytes() const {
   struct statvfs status;
-  if (::fstatvfs(fd, &status) != 0) return -1;
+  if (::fstatvfs(fd.get(), &status) != 0) return -1;
   return static_cast<std::int64_t>(status.f_bavail * status.f_frsize);
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fork.h"
 #include "io/io_engine.h"
 #include "io/stripe_map.h"
 
@@ -18,13 +19,12 @@ struct OpenFile {
   OpenFile(int fd, const std::string& path);
   OpenFile(const OpenFile&) = delete;
   OpenFile& operator=(const OpenFile&) = delete;
-  ~OpenFile();
 
   // Whether `position` is at or past the end; false for what has no size (devices, pipes).
   bool ends_at(std::uint64_t position) const;
   std::int64_t free_bytes() const;  // of the filesystem; -1 if unknown
 
-  const int fd;
+  const ParentFd fd;
   const std::shared_ptr<const std::string> path;  // shared with errors, which outlive the file
   bool regular = false;
   std::size_t alignment = 1;  // transfers resume at multiples of this

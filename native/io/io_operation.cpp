@@ -1,33 +1,22 @@
 #include "io/io_operation.h"
 
-#include <unistd.h>
-
 #include <cerrno>
-#include <stdexcept>
 #include <utility>
 
 namespace hetero {
 
 Operation::Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address,
-                     std::size_t nbytes, std::uint64_t offset, std::uint64_t serial)
+                     std::size_t nbytes, std::uint64_t offset, std::uint64_t serial, Span memory)
     : kind(kind),
       file(std::move(file)),
       address(address),
       nbytes(nbytes),
       offset(offset),
       serial(serial),
-      owner_(::getpid()) {}
-
-bool Operation::done() const { return settled_.load(std::memory_order_acquire) != 0; }
+      memory(std::move(memory)) {}
 
 void Operation::wait() {
-  while (!done()) {
-    if (::getpid() != owner_) {
-      throw std::runtime_error("this transfer belongs to process " + std::to_string(owner_) +
-                               ", from which this one was forked");
-    }
-    settled_.wait(0, std::memory_order_acquire);
-  }
+  completion_.wait();
   if (failure_) {
     throw IoError(kind, *failure_->path, failure_->offset, failure_->wanted_bytes,
                   failure_->got_bytes, failure_->error, failure_->free_bytes);
@@ -48,8 +37,8 @@ void Operation::cancel() {
 void Operation::settle() {
   if (cancelled_) failure_.emplace(Failure{file->path, offset, nbytes, moved, ECANCELED, -1});
   file.reset();
-  settled_.store(1, std::memory_order_release);
-  settled_.notify_all();
+  memory.release();
+  completion_.settle();
 }
 
 }  // namespace hetero

@@ -1,9 +1,6 @@
-// The pieces an engine works with: operations and the blocks they are split into.
+// The parts an engine works with: operations and the blocks they are split into.
 #pragma once
 
-#include <sys/types.h>
-
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -11,8 +8,10 @@
 #include <optional>
 #include <string>
 
+#include "base/completion.h"
 #include "io/io_engine.h"
 #include "io/io_file.h"
+#include "memory/arena.h"
 
 namespace hetero {
 
@@ -27,14 +26,14 @@ struct Failure {
   std::int64_t free_bytes;
 };
 
-// One submitted operation. Its plain members belong to the engine (under its mutex); the waiter
-// sees the error through the release/acquire pair on `settled_`.
+// One submitted operation. All but the completion belongs to the queue, under its engine's mutex;
+// the waiter reads the failure once the operation is settled.
 class Operation final : public IoOp {
  public:
   Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address, std::size_t nbytes,
-            std::uint64_t offset, std::uint64_t serial);
+            std::uint64_t offset, std::uint64_t serial, Span memory);
 
-  bool done() const override;
+  bool done() const override { return completion_.done(); }
   void wait() override;
 
   bool all_launched() const { return launched == nbytes; }
@@ -53,21 +52,29 @@ class Operation final : public IoOp {
   const std::size_t nbytes;
   const std::uint64_t offset;
   const std::uint64_t serial;
+  Span memory;                                  // let go when settled
   std::size_t launched = 0;                     // bytes handed to blocks so far
   std::size_t moved = 0;                        // bytes transferred by blocks that are back
   unsigned in_flight = 0;                       // blocks
   std::chrono::steady_clock::time_point begun;  // for the timeline: the first block's transfer
 
  private:
-  const pid_t owner_;
   bool cancelled_ = false;
   std::optional<Failure> failure_;
-  std::atomic<int> settled_{0};
+  Completion completion_{"transfer"};
 };
 
-// A place in the queue: the block that occupies it, or nothing (`op` is null).
+enum class BlockState {
+  free,          // of no operation
+  queued,        // to be taken by a thread of the engine
+  transferring,  // taken: the memory belongs to the kernel
+  resting,       // made no progress, and is queued again after a pause
+};
+
+// A place in the queue, and the block that occupies it.
 struct Block {
-  std::size_t slot = 0;
+  std::size_t index = 0;
+  BlockState state = BlockState::free;
   std::shared_ptr<Operation> op;
   const OpenFile* file = nullptr;  // the member, which `op` keeps open
   std::byte* address = nullptr;
@@ -76,7 +83,7 @@ struct Block {
   std::size_t done_bytes = 0;
   unsigned stalls = 0;                               // attempts since the last progress
   std::chrono::steady_clock::time_point give_up_at;  // if stalls != 0
-  Block* next = nullptr;                             // in the one list that has it
+  Block* next = nullptr;                             // in the list of those queued, or resting
 
   std::byte* rest_address() const { return address + done_bytes; }
   std::uint64_t rest_offset() const { return offset + done_bytes; }

@@ -35,45 +35,45 @@ StripeMap::StripeMap(const std::vector<unsigned>& weights, std::uint64_t unit_by
     }
     const auto next = static_cast<unsigned>(std::ranges::max_element(credit) - credit.begin());
     credit[next] -= static_cast<std::int64_t>(places);
-    turns_.push_back({next, static_cast<unsigned>(positions_[next].size()), 1});
+    cycle_.push_back({next, static_cast<unsigned>(positions_[next].size()), 1});
     positions_[next].push_back(position);
   }
-  for (std::size_t position = turns_.size() - 1; position-- > 0;) {
-    const Turn& after = turns_[position + 1];
-    if (after.member == turns_[position].member) turns_[position].run = after.run + 1;
+  for (std::size_t position = cycle_.size() - 1; position-- > 0;) {
+    const PatternUnit& after = cycle_[position + 1];
+    if (after.member == cycle_[position].member) cycle_[position].run = after.run + 1;
   }
 }
 
 std::vector<unsigned> StripeMap::pattern() const {
   std::vector<unsigned> members;
-  members.reserve(turns_.size());
-  for (const Turn& turn : turns_) members.push_back(turn.member);
+  members.reserve(cycle_.size());
+  for (const PatternUnit& at : cycle_) members.push_back(at.member);
   return members;
 }
 
 StripeMap::Place StripeMap::place(std::uint64_t offset) const {
   if (members() == 1) return {0, offset, std::numeric_limits<std::uint64_t>::max() - offset};
   const std::uint64_t unit = offset / unit_bytes_, within = offset % unit_bytes_;
-  const Turn& turn = turns_[unit % turns_.size()];
-  const std::uint64_t rank = unit / turns_.size() * positions_[turn.member].size() + turn.rank;
-  return {turn.member, rank * unit_bytes_ + within, turn.run * unit_bytes_ - within};
+  const PatternUnit& at = cycle_[unit % cycle_.size()];
+  const std::uint64_t rank = unit / cycle_.size() * positions_[at.member].size() + at.rank;
+  return {at.member, rank * unit_bytes_ + within, at.run * unit_bytes_ - within};
 }
 
 std::uint64_t StripeMap::offset_of(std::size_t member, std::uint64_t member_offset) const {
   const std::vector<unsigned>& mine = positions_.at(member);
   const std::uint64_t rank = member_offset / unit_bytes_;
-  const std::uint64_t unit = rank / mine.size() * turns_.size() + mine[rank % mine.size()];
+  const std::uint64_t unit = rank / mine.size() * cycle_.size() + mine[rank % mine.size()];
   return unit * unit_bytes_ + member_offset % unit_bytes_;
 }
 
 std::uint64_t StripeMap::member_bytes(std::size_t member, std::uint64_t nbytes) const {
   const std::vector<unsigned>& mine = positions_.at(member);
   const std::uint64_t unit = nbytes / unit_bytes_;
-  const std::uint64_t position = unit % turns_.size();
+  const std::uint64_t position = unit % cycle_.size();
   const auto before = std::ranges::lower_bound(mine, position) - mine.begin();
   const std::uint64_t whole =
-      unit / turns_.size() * mine.size() + static_cast<std::uint64_t>(before);
-  const bool last_is_mine = turns_[position].member == member;
+      unit / cycle_.size() * mine.size() + static_cast<std::uint64_t>(before);
+  const bool last_is_mine = cycle_[position].member == member;
   return whole * unit_bytes_ + (last_is_mine ? nbytes % unit_bytes_ : 0);
 }
 

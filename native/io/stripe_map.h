@@ -39,14 +39,14 @@ class StripeMap {
  private:
   static constexpr std::uint64_t kUnitMultiple = 4096;
 
-  struct Turn {
+  struct PatternUnit {
     unsigned member;
     unsigned rank;  // among the member's places in the pattern
     unsigned run;   // places from here to the next of another member, or to the pattern's end
   };
 
   std::uint64_t unit_bytes_;
-  std::vector<Turn> turns_;
+  std::vector<PatternUnit> cycle_;
   std::vector<std::vector<unsigned>> positions_;  // of each member's places in the pattern
 };
 

@@ -1,14 +1,16 @@
 // An emulated link between host and device memory: background copies at a settable bandwidth.
 #pragma once
 
-#include <sys/types.h>
-
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
+
+#include "base/completion.h"
+#include "base/fork.h"
+#include "memory/arena.h"
 
 namespace hetero {
 
@@ -27,39 +29,41 @@ struct LinkError : std::runtime_error {
 // The handle of one copy. Shared by the submitter and the link.
 class LinkOp {
  public:
-  bool done() const { return settled_.load(std::memory_order_acquire) != 0; }
+  LinkOp(LinkDirection direction, std::byte* to, const std::byte* from, std::size_t nbytes);
+
+  bool done() const { return completion_.done(); }
   void wait();  // blocks; throws LinkError if the copy failed
 
  private:
   friend class Link;
 
-  LinkDirection direction_{};
-  std::byte* to_ = nullptr;
-  const std::byte* from_ = nullptr;
-  std::size_t nbytes_ = 0;
+  const LinkDirection direction_;
+  std::byte* const to_;
+  const std::byte* const from_;
+  const std::size_t nbytes_;
+  Span to_memory_, from_memory_;  // let go when settled
   std::chrono::steady_clock::time_point submitted_;
-  pid_t owner_ = 0;
   // The link's, under its direction's mutex; the waiter reads them once the copy is settled.
   std::size_t moved_ = 0;
   int error_ = 0;
   bool cancelled_ = false;
-  std::atomic<int> settled_{0};
+  Completion completion_{"copy"};
 };
 
 // Counters since the link was made.
 struct LinkStats {
-  struct Way {
+  struct Direction {
     std::uint64_t bytes = 0;   // copied
     std::uint64_t copies = 0;  // that came to their end
     std::uint64_t errors = 0;  // copies that did not
     double busy_s = 0;         // that copies took, waiting for the end of their time included
   };
-  Way h2d, d2h;
+  Direction h2d, d2h;
 };
 
 // Two directions, each with a thread and a first-in-first-out queue of its own. A copy is done not
 // before nbytes / bandwidth after it was submitted and the one before it was due, so copies add up
-// and idle time is not saved up. Its bytes arrive piece by piece over that time.
+// and idle time is not saved up. Its bytes arrive part by part over that time.
 //
 // All members may be called from any thread. After fork() a link belongs to the parent alone: in
 // the child every use throws and close() does nothing.
@@ -71,12 +75,16 @@ class Link {
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
-  // Both sides must stay until the copy is done. Throws std::runtime_error after close().
+  // Memory in an arena is kept, and counts the transfer, until the copy is done; other memory (the
+  // caller's tensors) must stay until then. Throws std::invalid_argument for what begins in an
+  // arena and reaches past its end, std::runtime_error after close().
   std::shared_ptr<LinkOp> copy(LinkDirection direction, void* to, const void* from,
                                std::size_t nbytes);
   // Drops what is not copied yet; wait() then throws ECANCELED. Nothing if all is. `op` is this
   // link's.
   void cancel(LinkOp& op);
+  // cancel(), and waits until the copy is done, however it ends. Nothing in a forked child.
+  void abandon(LinkOp& op) noexcept;
   LinkStats stats() const;
   // For tests: the nth copy of `direction` to begin from now (from 0), and the `count` - 1 after
   // it, fail with `error` and copy nothing. Throws std::invalid_argument for what is no fault.
@@ -85,12 +93,12 @@ class Link {
   void close();
 
  private:
-  class Lane;
+  class Way;
 
-  Lane& lane(LinkDirection direction) const;  // throws in a forked child
+  Way& way(LinkDirection direction) const;  // throws in a forked child
 
-  pid_t owner_;
-  std::unique_ptr<Lane> h2d_, d2h_;
+  const ForkGuard fork_{"link", "make a new link here"};
+  std::unique_ptr<Way> h2d_, d2h_;
 };
 
 }  // namespace hetero

@@ -3,15 +3,19 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
 
+#include "base/fork.h"
+#include "base/thread_annotations.h"
 #include "memory/huge_page.h"
 
 namespace hetero {
@@ -67,8 +71,18 @@ void Leases::take(std::size_t slot) { counter(slot).fetch_add(1, std::memory_ord
 // Release: what the last holder wrote is visible to whoever sees the count fall.
 void Leases::drop(std::size_t slot) { counter(slot).fetch_sub(1, std::memory_order_release); }
 
-struct Arena::Mapping {
-  explicit Mapping(std::size_t wanted) : nbytes(round_up(wanted, page_bytes())) {
+std::vector<std::size_t> Leases::in_use() const {
+  std::vector<std::size_t> found;
+  for (std::size_t slot = 0; slot < slots_; ++slot) {
+    if (count(slot) != 0) found.push_back(slot);
+  }
+  return found;
+}
+
+// The memory, and how many transfers and pins use it. A registry has all that are alive.
+struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
+  Mapping(std::size_t wanted, std::size_t slot_bytes_or_0)
+      : nbytes(round_up(wanted, page_bytes())), slot_bytes(slot_bytes_or_0), ours(true) {
     if (wanted == 0) throw std::invalid_argument("an arena needs at least one byte");
     if (nbytes == 0) throw MapError(wanted, ENOMEM);
     // Only addresses aligned to the huge page can get one, and not every kernel aligns by itself:
@@ -76,6 +90,7 @@ struct Arena::Mapping {
     const bool huge = nbytes >= kHugePageBytes &&
                       nbytes <= std::numeric_limits<std::size_t>::max() - kHugePageBytes;
     const std::size_t mapped = huge ? nbytes + kHugePageBytes : nbytes;
+    count_slots();
     auto* start = static_cast<std::byte*>(map_anonymous(mapped));
     if (start == nullptr) throw MapError(wanted, errno);
     base = start;
@@ -87,33 +102,106 @@ struct Arena::Mapping {
     if (head != kHugePageBytes) ::munmap(base + nbytes, kHugePageBytes - head);
     ::madvise(base, nbytes, MADV_HUGEPAGE);  // advice only: refused, small pages do as well
   }
-  Mapping(std::byte* address, std::size_t wanted, dlpack::Device where,
-          std::function<void()> release)
-      : nbytes(wanted), base(address), device(where), release_others(std::move(release)) {
+  Mapping(std::byte* address, std::size_t wanted, dlpack::Device where, std::size_t slot_bytes_or_0)
+      : nbytes(wanted), slot_bytes(slot_bytes_or_0), ours(false), base(address), device(where) {
     if (wanted == 0) throw std::invalid_argument("an arena needs at least one byte");
+    count_slots();
   }
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping() {
-    if (release_others) {
-      release_others();
-    } else {
-      ::munmap(base, nbytes);
+    {
+      Registry& all = registry();
+      const MutexLock lock(all.mutex);
+      const auto [first, last] = all.mappings.equal_range(base);
+      const auto mine = std::find_if(first, last, [&](const auto& e) { return e.second == this; });
+      if (mine != last) all.mappings.erase(mine);
     }
+    if (ours) ::munmap(base, nbytes);
+    if (release_others) release_others();
   }
 
-  std::size_t nbytes;
+  // From now on find() knows it. Not in the constructor, before which it has no shared_ptr.
+  void enlist() {
+    Registry& all = registry();
+    const MutexLock lock(all.mutex);
+    all.mappings.emplace(base, this);
+  }
+
+  // The one that has the byte, or null.
+  static std::shared_ptr<const Mapping> find(const void* address) {
+    const auto* const byte = static_cast<const std::byte*>(address);
+    Registry& all = registry();
+    const MutexLock lock(all.mutex);
+    // Nearly always the first one: ranges overlap only if somebody else's memory is given twice.
+    for (auto next = all.mappings.upper_bound(byte); next != all.mappings.begin();) {
+      const Mapping& candidate = *(--next)->second;
+      if (byte - candidate.base >= static_cast<std::ptrdiff_t>(candidate.nbytes)) continue;
+      if (auto found = candidate.weak_from_this().lock()) return found;
+    }
+    return nullptr;
+  }
+
+  // The memory is never given back.
+  static void keep(std::shared_ptr<const Mapping> mapping) {
+    const MutexLock lock(registry().mutex);
+    const Mapping& kept = *mapping;
+    kept.for_ever = std::move(mapping);
+  }
+
+  const std::size_t nbytes;
+  std::size_t slot_bytes;
+  const bool ours;  // mapped here
   std::byte* base = nullptr;
-  dlpack::Device device = {dlpack::kCpu, 0};
-  std::function<void()> release_others;  // of memory that this did not map
+  const dlpack::Device device = {dlpack::kCpu, 0};
+  std::function<void()> release_others;  // of memory that was not mapped here
   std::atomic<int> pins{0};
+  std::shared_ptr<Leases> transfers;  // by slot
+
+ private:
+  struct Registry {
+    Mutex mutex;
+    std::multimap<const std::byte*, const Mapping*> mappings GUARDED_BY(mutex);  // by base
+  };
+
+  mutable std::shared_ptr<const Mapping> for_ever;  // itself, under the registry's mutex
+
+  // Held for ever: at exit tensors may still die.
+  static Registry& registry() {
+    static Registry* const made = [] {
+      auto* const fresh = new Registry;
+      hold_across_fork(fresh->mutex);
+      return fresh;
+    }();
+    return *made;
+  }
+
+  void count_slots() {
+    if (slot_bytes == 0) slot_bytes = nbytes;
+    transfers = std::make_shared<Leases>((nbytes - 1) / slot_bytes + 1);
+  }
 };
 
-Arena::Arena(std::size_t nbytes) : mapping_(std::make_shared<Mapping>(nbytes)) {}
+struct Arena::Export {
+  dlpack::ManagedTensor managed;
+  std::int64_t shape;
+  std::int64_t stride;
+  std::shared_ptr<Mapping> mapping;
+  std::shared_ptr<Leases> leases;
+  std::size_t slot;
+};
+
+Arena::Arena(std::size_t nbytes, std::size_t slot_bytes)
+    : mapping_(std::make_shared<Mapping>(nbytes, slot_bytes)) {
+  mapping_->enlist();
+}
 
 Arena::Arena(std::byte* address, std::size_t nbytes, dlpack::Device device,
-             std::function<void()> release)
-    : mapping_(std::make_shared<Mapping>(address, nbytes, device, std::move(release))) {}
+             std::function<void()> release, std::size_t slot_bytes)
+    : mapping_(std::make_shared<Mapping>(address, nbytes, device, slot_bytes)) {
+  mapping_->enlist();
+  mapping_->release_others = std::move(release);  // last: an exception leaves it to the caller
+}
 
 std::size_t Arena::nbytes() const { return mapping_->nbytes; }
 
@@ -132,14 +220,6 @@ dlpack::ManagedTensor* Arena::export_tensor(std::size_t offset, std::size_t nbyt
                                             std::size_t slot) const {
   check_range(offset, nbytes);
 
-  struct Export {
-    dlpack::ManagedTensor managed;
-    std::int64_t shape;
-    std::int64_t stride;
-    std::shared_ptr<Mapping> mapping;
-    std::shared_ptr<Leases> leases;
-    std::size_t slot;
-  };
   auto holder = std::make_unique<Export>();
   holder->shape = static_cast<std::int64_t>(nbytes);
   holder->stride = 1;
@@ -155,16 +235,30 @@ dlpack::ManagedTensor* Arena::export_tensor(std::size_t offset, std::size_t nbyt
                             .strides = &holder->stride,
                             .byte_offset = 0};
   holder->managed.manager_context = holder.get();
-  holder->managed.deleter = [](dlpack::ManagedTensor* self) {
-    std::unique_ptr<Export> done(static_cast<Export*>(self->manager_context));
-    if (done->leases) done->leases->drop(done->slot);
-  };
+  holder->managed.deleter = [](dlpack::ManagedTensor* self) { end_export(self); };
   return &holder.release()->managed;
+}
+
+std::shared_ptr<const Leases> Arena::transfers() const { return mapping_->transfers; }
+
+void Arena::wipe_on_fork(std::size_t offset, std::size_t nbytes) const {
+  check_range(offset, nbytes);
+  if (!mapping_->ours || nbytes == 0) return;
+  const std::size_t begin = offset / page_bytes() * page_bytes();
+  // Advice only: Linux before 4.14 does not know it, and copies.
+  ::madvise(mapping_->base + begin, round_up(offset + nbytes, page_bytes()) - begin,
+            MADV_WIPEONFORK);
+}
+
+std::shared_ptr<const void> Arena::end_export(dlpack::ManagedTensor* tensor) {
+  const std::unique_ptr<Export> done(static_cast<Export*>(tensor->manager_context));
+  if (done->leases) done->leases->drop(done->slot);
+  return std::move(done->mapping);
 }
 
 void Arena::discard(std::size_t offset, std::size_t nbytes) {
   check_range(offset, nbytes);
-  if (mapping_->release_others) {
+  if (!mapping_->ours) {
     throw std::logic_error("the arena's memory is somebody else's: it has no pages to give back");
   }
   // A registered buffer holds the physical pages: after a discard the transfers would go to the
@@ -185,6 +279,49 @@ std::shared_ptr<const void> Arena::pin() const {
   return {mapping_->base, [mapping = mapping_](const void*) {
             mapping->pins.fetch_sub(1, std::memory_order_acq_rel);
           }};
+}
+
+Span::Span(std::shared_ptr<const Arena::Mapping> mapping, const void* address, std::size_t nbytes)
+    : mapping_(std::move(mapping)) {
+  const auto offset =
+      static_cast<std::size_t>(static_cast<const std::byte*>(address) - mapping_->base);
+  if (nbytes > mapping_->nbytes - offset) {
+    throw std::invalid_argument(std::to_string(nbytes) + " bytes at offset " +
+                                std::to_string(offset) + " are outside an arena of " +
+                                std::to_string(mapping_->nbytes) + " bytes");
+  }
+  first_slot_ = offset / mapping_->slot_bytes;
+  past_slot_ = (offset + nbytes - 1) / mapping_->slot_bytes + 1;
+  for (std::size_t slot = first_slot_; slot < past_slot_; ++slot) mapping_->transfers->take(slot);
+}
+
+Span Span::of_any(const void* address, std::size_t nbytes) {
+  auto mapping = nbytes == 0 ? nullptr : Arena::Mapping::find(address);
+  return mapping ? Span(std::move(mapping), address, nbytes) : Span();
+}
+
+Span Span::of(const void* address, std::size_t nbytes) {
+  Span found = of_any(address, nbytes);
+  if (nbytes != 0 && !found.mapping_) {
+    throw std::invalid_argument("the " + std::to_string(nbytes) +
+                                " bytes of a transfer are in no arena");
+  }
+  return found;
+}
+
+Span::Span(Span&& other) noexcept
+    : mapping_(std::move(other.mapping_)),
+      first_slot_(other.first_slot_),
+      past_slot_(other.past_slot_) {}
+
+void Span::release() {
+  if (!mapping_) return;
+  for (std::size_t slot = first_slot_; slot < past_slot_; ++slot) mapping_->transfers->drop(slot);
+  mapping_.reset();
+}
+
+void Span::leak() {
+  if (mapping_) Arena::Mapping::keep(std::move(mapping_));
 }
 
 }  // namespace hetero

@@ -1,8 +1,9 @@
 // Memory that is exported piecewise as tensors: an anonymous mapping of the host's, or what
 // somebody else has, on a device say.
 //
-// Vocabulary: a *lease* is one live export that holds a slot; a *pin* is a user of the physical
-// pages (a registered buffer) that would go on using the old pages if they were discarded.
+// Vocabulary: a *lease* is one live export that holds a slot; a *transfer* is an operation that
+// reads or writes slots in the background; a *pin* is a user of the physical pages (a registered
+// buffer) that would go on using the old pages if they were discarded.
 #pragma once
 
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "memory/dlpack.h"
 
@@ -24,6 +26,8 @@ class Leases {
   std::int64_t count(std::size_t slot) const;
   void take(std::size_t slot);
   void drop(std::size_t slot);
+  // The slots whose count is not zero, in order.
+  std::vector<std::size_t> in_use() const;
 
  private:
   std::atomic<std::int64_t>& counter(std::size_t slot) const;
@@ -37,13 +41,14 @@ class Leases {
 // it are gone.
 class Arena {
  public:
-  // Throws std::invalid_argument for zero bytes and std::bad_alloc (its text has the size) when
-  // the memory cannot be mapped.
-  explicit Arena(std::size_t nbytes);
+  // Of slots of `slot_bytes`, the last one perhaps shorter; 0: of one slot. Throws
+  // std::invalid_argument for zero bytes and std::bad_alloc (its text has the size) when the memory
+  // cannot be mapped.
+  explicit Arena(std::size_t nbytes, std::size_t slot_bytes = 0);
   // Over `nbytes` at `address` on `device`, which nothing here touches. `release` is called when
   // nobody needs them any more, on any thread. Throws std::invalid_argument for zero bytes.
   Arena(std::byte* address, std::size_t nbytes, dlpack::Device device,
-        std::function<void()> release);
+        std::function<void()> release, std::size_t slot_bytes = 0);
 
   std::size_t nbytes() const;  // what it maps itself is rounded up to the page size
   std::byte* address() const;
@@ -53,6 +58,18 @@ class Arena {
   dlpack::ManagedTensor* export_tensor(std::size_t offset, std::size_t nbytes,
                                        std::shared_ptr<Leases> leases, std::size_t slot) const;
 
+  // How many transfers use each slot now.
+  std::shared_ptr<const Leases> transfers() const;
+
+  // A child that is forked from now on reads zeros from the pages that overlap the range. For pages
+  // that the kernel has pinned, which it would otherwise copy for the child, one by one, during the
+  // fork. Nothing for memory that is somebody else's.
+  void wipe_on_fork(std::size_t offset, std::size_t nbytes) const;
+
+  // What the deleter of an exported tensor does, but for giving back the memory: its caller may let
+  // go of that later.
+  static std::shared_ptr<const void> end_export(dlpack::ManagedTensor* tensor);
+
   // Gives the pages wholly inside the range back to the system; they read zero afterwards.
   // Throws std::logic_error while the arena is pinned, and for memory that is somebody else's.
   void discard(std::size_t offset, std::size_t nbytes);
@@ -61,11 +78,37 @@ class Arena {
   std::shared_ptr<const void> pin() const;
 
  private:
+  friend class Span;
   struct Mapping;
+  struct Export;
 
   void check_range(std::size_t offset, std::size_t nbytes) const;
 
   std::shared_ptr<Mapping> mapping_;
+};
+
+// Memory of one arena that a transfer uses: it stays mapped and its slots count as used by a
+// transfer until release(), whatever becomes of the arena and of the transfer's handle.
+class Span {
+ public:
+  Span() = default;  // of no memory
+  // Throws std::invalid_argument unless the bytes lie in one arena that is alive.
+  static Span of(const void* address, std::size_t nbytes);
+  // Likewise, but of no memory if the first byte is in no arena.
+  static Span of_any(const void* address, std::size_t nbytes);
+  Span(Span&& other) noexcept;
+  Span& operator=(Span&&) = delete;
+  ~Span() { release(); }
+
+  void release();
+  // Never releases it: the kernel may write to the memory at any time.
+  void leak();
+
+ private:
+  Span(std::shared_ptr<const Arena::Mapping> mapping, const void* address, std::size_t nbytes);
+
+  std::shared_ptr<const Arena::Mapping> mapping_;
+  std::size_t first_slot_ = 0, past_slot_ = 0;
 };
 
 }  // namespace hetero

@@ -1,16 +1,24 @@
-// The optimizer step over pieces: read -> update -> write, several pieces in flight.
+// The optimizer step over tiles: read -> update -> write, several tiles in flight.
 #pragma once
-
-#include <sys/types.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <exception>
 #include <memory>
+#include <optional>
 #include <span>
+#include <thread>
+#include <unordered_map>
 #include <vector>
 
+#include "base/fork.h"
+#include "base/thread_annotations.h"
 #include "io/io_engine.h"
+#include "pipeline/buffer_policy.h"
+#include "pipeline/buffer_pool.h"
 #include "pipeline/step_task.h"
+#include "pipeline/work_queue.h"
 #include "update/update.h"
 
 namespace hetero {
@@ -25,81 +33,151 @@ struct StepStats {
   double write_wait_s = 0;  // waiting for a buffer, that is for an earlier task's write
 };
 
-// Works on two threads: one gives buffers to the tasks in order and submits their reads, as far
-// ahead as there are buffers; the other computes and submits the writes.
+// Works on two threads: the stager gives buffers to the tasks in order and submits their reads, as
+// far ahead as there are buffers; the updater computes and submits the writes.
 //
 // A buffer keeps its content, so that a later task with the same key need not read it. A parameter
-// is written at once, because the next forward reads it from the file; a record only when its
-// buffer is needed for another one (step_buffers.h), or by flush(). Until then the file is behind,
-// so a key's record must not move before forget().
+// is written at once, because the next forward reads it from the file; an optimizer state only when
+// its buffer is needed for another one (buffer_policy.h), or by flush(). Until then the file is
+// behind, so a key's optimizer state must not move before forget().
 //
 // What later tasks are expected to find in the file is read ahead of them when no task waits for a
-// buffer. Nobody has to wait for that, or to end it: what buffers keep is what the file has,
-// whether its task comes or not. All transfers take their turns after those of others
+// buffer. No caller has to wait for such reads, or to end them: what buffers keep is what the file
+// has, whether its task comes or not. All transfers take their turns after those of others
 // (IoTurn::idle): a backward that reads parameters meanwhile does not wait for more than is in
 // flight.
 //
 // The first failure, of a transfer or anything else, stops the pipeline: queued tasks are dropped
 // and every later call but close() and stats() rethrows it.
 //
-// After fork() the child's copy refuses all work and is left alone by close() and the destructor.
+// After fork() the child's copy refuses all work (std::runtime_error) and close() does nothing. It
+// must not be destroyed there: its threads are gone, and a lock may be held for ever.
 class StepPipeline {
  public:
-  // `memory` (page-aligned) holds `buffers` buffers one after another; `keeper` keeps it alive and
-  // is let go by close(). Without an engine only tasks that live in RAM are allowed. Throws
+  static constexpr std::int64_t kAnyKey = -1;
+
+  // `memory` (page-aligned) holds `buffers` buffers one after another; `keeper` keeps it alive
+  // until close(). Without an engine only tasks that live in RAM are allowed. Throws
   // std::invalid_argument for what does not fit together.
   StepPipeline(std::shared_ptr<IoEngine> engine, int file, char* memory, std::size_t memory_bytes,
-               std::size_t buffers, const PieceLayout& layout, std::shared_ptr<const void> keeper);
+               std::size_t buffers, const TileLayout& layout, std::shared_ptr<const void> keeper);
   ~StepPipeline();
   StepPipeline(const StepPipeline&) = delete;
   StepPipeline& operator=(const StepPipeline&) = delete;
 
-  // Queues the tasks, each in its turn (step_task.h) among those that have no buffer yet; their RAM
-  // parts must stay until updated. All or nothing: throws std::invalid_argument if any is not
+  // Whether this process was forked from the one that made the pipeline.
+  bool foreign() const { return guard_.foreign(); }
+
+  // Queues the tasks, each in its place (step_task.h) among those that have no buffer yet; their
+  // RAM parts must stay until updated. All or nothing: throws std::invalid_argument if any is not
   // valid.
-  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers);
+  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) EXCLUDES(mutex_);
 
   // From now on reads ahead what `expected`, in this order, find in the file and no buffer has;
-  // replaces what was expected before. With `streaming` 0 it takes buffers whose content nobody
+  // replaces what was expected before. With `streaming` 0 it takes buffers whose content no task
   // wants. Else the order is the same in every step, and all buffers but `streaming` keep what is
-  // due first (step_buffers.h). Throws std::invalid_argument if any is not valid.
-  void expect(std::vector<Expectation> expected, std::size_t streaming);
+  // used next first (buffer_policy.h). Throws std::invalid_argument if any is not valid.
+  void expect(std::vector<Expectation> expected, std::size_t streaming) EXCLUDES(mutex_);
 
-  // Until every submitted update, or those of `key`, are computed: parameters in RAM are final,
-  // gradients free.
-  void wait_updated(std::int64_t key = -1);
-
+  // Waits until every submitted update, or those of `key`, are computed: parameters in RAM are
+  // final, gradients free.
+  void wait_updated(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
   // Whether wait_updated(key) would return, or throw, at once.
-  bool is_updated(std::int64_t key = -1) const;
-  // Likewise of wait_written(key).
-  bool is_written(std::int64_t key = -1) const;
+  bool is_updated(std::int64_t key = kAnyKey) const EXCLUDES(mutex_);
 
-  // Until no write, or none of `key` (-1: any), is under way: parameters in the file are final.
-  void wait_written(std::int64_t key = -1);
+  // Waits until no write, or none of `key`, is under way: parameters in the file are final.
+  void wait_written(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
+  // Whether wait_written(key) would return, or throw, at once.
+  bool is_written(std::int64_t key = kAnyKey) const EXCLUDES(mutex_);
 
-  // Writes the records that only buffers have, then wait_written: the file has all.
-  void flush(std::int64_t key = -1);
+  // Writes the optimizer states that only buffers have, then wait_written: the file has all.
+  void flush(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
 
-  // flush, then drops the kept content, and expects nothing any more: somebody else is about to use
-  // the file or the buffers.
-  void forget(std::int64_t key = -1);
+  // flush, then drops the kept content, and expects nothing any more: for a caller that is about to
+  // use the file or the buffers itself.
+  void forget(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
 
-  StepStats stats() const;
+  StepStats stats() const EXCLUDES(mutex_);
 
   // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing.
-  void inject(std::uint64_t nth);
+  void inject(std::uint64_t nth) EXCLUDES(mutex_);
+
+  // For tests: the nth update from now (from 0) waits until release(), or until the pipeline stops;
+  // the task's reads are done then. One update is held at a time.
+  void hold(std::uint64_t nth) EXCLUDES(mutex_);
+  void release() EXCLUDES(mutex_);
 
   // Abandons the tasks not yet being computed, waits for transfers in flight, joins the threads.
-  // Idempotent. If tasks were abandoned, later waits throw. Records that were not flushed are lost.
-  void close();
+  // Idempotent. If tasks were abandoned, later waits throw. Optimizer states that were not flushed
+  // are lost.
+  void close() EXCLUDES(closing_mutex_, mutex_);
 
  private:
-  class Impl;
+  using Operations = std::vector<std::shared_ptr<IoOp>>;
 
-  Impl& impl() const;  // throws std::runtime_error in a forked child
+  void thread_main(void (StepPipeline::*loop)()) EXCLUDES(mutex_);
 
-  pid_t owner_;
-  std::unique_ptr<Impl> impl_;
+  // The stager.
+  void stage_tasks() EXCLUDES(mutex_);
+  void stage_first() REQUIRES(mutex_);
+  bool read_ahead() REQUIRES(mutex_);
+  Buffer* acquire(const StepTask& task, QueuePlace place) REQUIRES(mutex_);
+  Buffer* take_another(std::int64_t key, QueuePlace place) REQUIRES(mutex_);
+  bool settle(Buffer& buffer) REQUIRES(mutex_);
+
+  // The updater.
+  void update_tasks() EXCLUDES(mutex_);
+  bool wait_for_transfers(Buffer* buffer) REQUIRES(mutex_);
+  void update(const Work& work) const EXCLUDES(mutex_);
+  void submit_writes(const StepTask& task, Buffer& buffer) REQUIRES(mutex_);
+
+  bool stopping() const REQUIRES(mutex_) { return closing_ || failure_ != nullptr; }
+  bool is_first(QueuePlace place) const REQUIRES(mutex_) {
+    return !stopping() && !queued_.empty() && queued_.front().place == place;
+  }
+  bool is_unfinished(std::int64_t key) const REQUIRES(mutex_);
+  void wait_until_updated(std::int64_t key) REQUIRES(mutex_);
+  void throw_if_closed() const REQUIRES(mutex_);
+  void throw_if_failed() const REQUIRES(mutex_);
+  void fail(std::exception_ptr error) REQUIRES(mutex_);
+  void settle_all() REQUIRES(mutex_);
+  Operations writes_of(std::int64_t key) const REQUIRES(mutex_);
+  // Starts a transfer of part of the buffer.
+  std::shared_ptr<IoOp> transfer(IoKind kind, const Buffer& buffer, std::size_t at,
+                                 std::size_t nbytes, std::int64_t offset) const;
+  void submit_write(Buffer& buffer, std::size_t at, std::size_t nbytes, std::int64_t offset)
+      REQUIRES(mutex_);
+  void submit_state_write(Buffer& buffer) REQUIRES(mutex_);
+  void write_back(Buffer& buffer) REQUIRES(mutex_);
+  // Whether every assigned buffer is the held front's, a staged task's or the updater's, and of one
+  // of them alone; for HETERO_CHECK.
+  bool is_consistent() const REQUIRES(mutex_);
+
+  const ForkGuard guard_{"step pipeline", "make another one after fork()"};
+  const TileLayout layout_;
+  const std::shared_ptr<IoEngine> engine_;
+  const int file_;
+
+  mutable Mutex mutex_;
+  Condition changed_;  // any of what follows
+  BufferPool buffers_ GUARDED_BY(mutex_);
+  WorkQueue queued_ GUARDED_BY(mutex_);  // tasks without a buffer
+  BufferPolicy policy_ GUARDED_BY(mutex_);
+  std::deque<Work> staged_ GUARDED_BY(mutex_);  // reads submitted
+  std::size_t staged_with_buffers_ GUARDED_BY(mutex_) = 0;
+  std::optional<Work> current_ GUARDED_BY(mutex_);  // the updater's
+  // By key, the tasks in queued_, staged_ and current_.
+  std::unordered_map<std::int64_t, std::size_t> unfinished_ GUARDED_BY(mutex_);
+  StepStats stats_ GUARDED_BY(mutex_);
+  std::optional<std::uint64_t> updates_until_fault_ GUARDED_BY(mutex_);
+  std::optional<std::uint64_t> updates_until_hold_ GUARDED_BY(mutex_);  // 0: that update is held
+  bool closing_ GUARDED_BY(mutex_) = false;
+  std::exception_ptr failure_ GUARDED_BY(mutex_);          // the first
+  std::shared_ptr<const void> keeper_ GUARDED_BY(mutex_);  // of the buffers' memory
+
+  Mutex closing_mutex_;  // held by the one caller that closes
+  std::thread stager_ GUARDED_BY(closing_mutex_);
+  std::thread updater_ GUARDED_BY(closing_mutex_);
 };
 
 }  // namespace hetero

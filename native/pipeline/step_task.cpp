@@ -39,11 +39,11 @@ void check_location(std::int64_t key, const Location& location, const char* name
 
 }  // namespace
 
-void StepTask::check(const PieceLayout& layout, std::size_t hypers, bool has_file) const {
+void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file) const {
   check_key(key);
   check_location(key, param, "param", layout.param_in_file, has_file);
   check_location(key, grad, "grad", layout.grad_in_file, has_file);
-  check_location(key, record, "record", true, has_file);
+  check_location(key, optim_state, "optim_state", true, has_file);
   std::vector<StepSegment> sorted = segments;
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -51,9 +51,9 @@ void StepTask::check(const PieceLayout& layout, std::size_t hypers, bool has_fil
   for (const auto& [first, numel, hyper, index] : sorted) {
     const std::string segment =
         "segment (" + std::to_string(first) + ", " + std::to_string(numel) + ") ";
-    if (numel > layout.piece_numel || first > layout.piece_numel - numel) {
-      refuse(key, segment + "is outside the piece of " + std::to_string(layout.piece_numel) +
-                      " elements");
+    if (numel > layout.tile_numel || first > layout.tile_numel - numel) {
+      refuse(key,
+             segment + "is outside the tile of " + std::to_string(layout.tile_numel) + " elements");
     }
     if (first < end) {
       refuse(key, segment + "overlaps another that ends at " + std::to_string(end));
@@ -66,10 +66,10 @@ void StepTask::check(const PieceLayout& layout, std::size_t hypers, bool has_fil
   }
 }
 
-void Expectation::check(const PieceLayout& layout, bool has_file) const {
+void Expectation::check(const TileLayout& layout, bool has_file) const {
   check_key(key);
   check_location(key, param, "param", layout.param_in_file, has_file);
-  check_location(key, record, "record", true, has_file);
+  check_location(key, optim_state, "optim_state", true, has_file);
 }
 
 }  // namespace hetero

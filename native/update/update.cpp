@@ -124,11 +124,11 @@ UpdateArrays advanced(UpdateArrays at, const UpdateKind& kind, std::size_t numel
 }
 
 void update(const UpdateKind& kind, std::span<const UpdateSlice> slices) {
-  struct Block {
+  struct SliceBlock {
     const UpdateSlice* slice;
     std::size_t first;
   };
-  std::vector<Block> blocks;
+  std::vector<SliceBlock> blocks;
   std::size_t numel = 0;
   for (const UpdateSlice& slice : slices) {
     numel += slice.numel;

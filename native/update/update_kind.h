@@ -39,15 +39,16 @@ struct UpdateKind {
     return rule == Rule::lion ? Carrier::lowest : Carrier::sign;
   }
 
-  // Bytes per element of the record: what makes the parameter an fp32 master, and the states.
-  constexpr std::size_t record_bytes() const {
+  // Bytes per element of the optimizer state: what makes the parameter an fp32 master, and the
+  // states.
+  constexpr std::size_t optim_state_bytes() const {
     return master_bytes(dtype) + states() * element_bytes(state_dtype);
   }
 
-  // Bytes per element that one update moves: record and parameter in and out, the gradient in. (An
-  // fp16 parameter is not read, but storing to it brings it in.)
+  // Bytes per element that one update moves: optimizer state and parameter in and out, the gradient
+  // in. (An fp16 parameter is not read, but storing to it brings it in.)
   constexpr std::size_t bytes_moved() const {
-    return 2 * (record_bytes() + element_bytes(dtype)) + element_bytes(grad_dtype);
+    return 2 * (optim_state_bytes() + element_bytes(dtype)) + element_bytes(grad_dtype);
   }
 
   bool operator==(const UpdateKind&) const = default;

@@ -64,7 +64,8 @@ class DeviceArena(HostArena):
             allocated = self._runtime.record(self._runtime.current_stream())
             with self._lock:
                 self._unused_after = {slot: [allocated] for slot in range(self.slots)}
-            return Arena.over(block.data_ptr(), nbytes, *self._runtime.dlpack_device, block)
+            where = self._runtime.dlpack_device
+            return Arena.over(block.data_ptr(), nbytes, *where, block, self.slot_bytes)
         except RuntimeError as error:
             self._committed = [False] * self.slots
             self._ledger.release(Tier.DEVICE, self._account, nbytes)
@@ -166,6 +167,8 @@ class PageLockedArena(HostArena):
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)
         if failure is None:
             self._page_locked[slot] = run
+            # fork() would copy page-locked memory for the child, which cannot use the device.
+            self.memory.wipe_on_fork(slot * self.slot_bytes, run * self.slot_bytes)
             return
         note = (
             f"RAM cannot be page-locked ({failure}), so copies between it and the device are "

@@ -36,6 +36,7 @@ class MemberFile:
                 error.errno, f"cannot make a scratch file: {error.strerror}", directory
             ) from error
         self._closer = weakref.finalize(self, os.close, self.fd)
+        _open_files.add(self)
 
     def resize(self, nbytes: int) -> None:
         """Allocates or gives back space at the end, so that `nbytes` are allocated.
@@ -138,3 +139,13 @@ class MemberFile:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+def _close_in_child() -> None:
+    for file in list(_open_files):
+        file.close()
+
+
+# A forked child would keep the space of an unlinked file allocated for as long as it lives.
+_open_files: weakref.WeakSet[MemberFile] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)

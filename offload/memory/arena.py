@@ -35,7 +35,7 @@ class HostArena:
         self._memory: Arena | None = self._map(slots * slot_bytes) if slots else None
 
     def _map(self, nbytes: int) -> Arena:
-        return Arena(nbytes)
+        return Arena(nbytes, self.slot_bytes)
 
     @property
     def is_open(self) -> bool:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.support.native.step_tiles import Filed, pipeline_threads
 
 from offload import _native
 from tests.support.native.io_tools import BLOCK, KINDS
+from tests.support.native.step_tiles import Filed, pipeline_threads
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,7 @@
 """native/io_engine: operations that are cancelled."""
 
 import errno
-import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,34 +11,13 @@ from offload import _native
 from tests.support.native.io_tools import (
     BLOCK,
     Memory,
+    Pipe,
     add_file,
     needs_uring,
     run_script,
     stall,
     threads_since,
 )
-
-
-class Pipe:
-    """A file whose reads stay in flight until they are fed. Threads cannot read it: no offsets."""
-
-    def __init__(self, engine) -> None:
-        source, self.sink = os.pipe()
-        self.file = engine.add_file(source, "pipe")
-        os.close(source)
-
-    def feed(self, nbytes: int) -> None:
-        os.write(self.sink, bytes(nbytes))
-
-    def feed_first(self, engine) -> None:
-        """One block, until it is back: the next ones are then in flight for certain."""
-        self.feed(4096)
-        deadline = time.monotonic() + 20
-        while engine.stats["reads"] == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    def close(self) -> None:
-        os.close(self.sink)
 
 
 @pytest.fixture

@@ -202,9 +202,17 @@ def test_wrong_mode(engine, tmp_path, mode):
 
 def test_bad_address(engine, tmp_path):
     file = add_file(engine, tmp_path, 4096)
-    with pytest.raises(_native.NativeIoError) as caught:
-        engine.read(file, 4096, 4096, 0).wait()
-    assert caught.value.errno == errno.EFAULT
+    memory = Memory(2 * 4096)
+    for address in (4096, memory.address - 1, memory.address + 2 * 4096):
+        with pytest.raises(ValueError, match="in no arena"):
+            engine.read(file, address, 4096, 0)
+    with pytest.raises(ValueError, match="outside an arena of 8192 bytes"):
+        engine.read(file, memory.address + 1, 2 * 4096, 0)
+    engine.read(file, memory.address + 4096, 4096, 0).wait()
+    address = memory.address
+    del memory
+    with pytest.raises(ValueError, match="in no arena"):
+        engine.read(file, address, 4096, 0)
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
@@ -508,7 +516,7 @@ def test_a_ring_that_takes_nothing_fails_its_operations_for_good(tmp_path):
             with pytest.raises(_native.NativeIoError) as caught:
                 op.wait()
             assert caught.value.errno == errno.EOPNOTSUPP
-    # What was in flight may still arrive, so nobody may believe this engine again.
+    # Nobody may believe this engine again.
     with pytest.raises(_native.NativeIoError) as caught:
         engine.write(file, memory.address, 64 * BLOCK, 0).wait()
     assert caught.value.errno == errno.EOPNOTSUPP
@@ -551,3 +559,54 @@ def test_lost_ring_fails_operations_instead_of_hanging(tmp_path):
     os.close(sink)
     engine.close()
     assert not thread_names()
+
+
+@needs_uring
+def test_a_ring_that_takes_nothing_more_is_waited_for(tmp_path):
+    """What is in flight may still be written by the kernel: its memory must not get another use."""
+    out = run_script(f"""
+        import ctypes, errno, os, struct
+        from offload import _native
+        arena = _native.Arena(2 * 4096, 4096)
+        engine = _native.IoEngine("io_uring", queue_depth=8, block_bytes=4096)
+        source, sink = os.pipe()
+        pipe = engine.add_file(source, "pipe")
+        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
+        os.truncate(fd, 4096)
+        file = engine.add_file(fd, "scratch")
+        reading = engine.read(pipe, arena.address, 4096, 0)
+        engine.read(file, arena.address + 4096, 4096, 0).wait()  # so the one before is in flight
+        # A filter for all threads: io_uring_enter() that submits something has ENOMEM.
+        LOAD, EQUAL, RETURN, ALLOW, ERRNO = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+        steps = [
+            (LOAD, 0, 0, 0),  # the number of the system call
+            (EQUAL, 0, 3, 426),
+            (LOAD, 0, 0, 24),  # how many entries it submits
+            (EQUAL, 1, 0, 0),
+            (RETURN, 0, 0, ERRNO | errno.ENOMEM),
+            (RETURN, 0, 0, ALLOW),
+        ]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *s) for s in steps))
+        program = ctypes.create_string_buffer(
+            struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code))
+        )
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.prctl(38, 1, 0, 0, 0) == 0  # NO_NEW_PRIVS
+        seccomp = 317 if os.uname().machine == "x86_64" else 277
+        if libc.syscall(seccomp, 1, 1, program) != 0:  # SET_MODE_FILTER, FILTER_FLAG_TSYNC
+            print("no seccomp")
+            raise SystemExit
+        for _ in range(2):
+            op = engine.read(file, arena.address + 4096, 4096, 0)
+            try:
+                op.wait()
+            except _native.NativeIoError as error:
+                print(errno.errorcode[error.errno], reading.done(), arena.transfers.in_use())
+        os.write(sink, bytes([7]) * 4096)
+        reading.wait()
+        print(ctypes.c_ubyte.from_address(arena.address).value, arena.transfers.in_use())
+        engine.close()
+        """)
+    if out.startswith("no seccomp"):
+        pytest.skip("no seccomp here")
+    assert out.splitlines() == ["ENOMEM False [0]", "ENOMEM False [0]", "7 []"]

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ from tests.support.native.io_tools import (
     NO_URING,
     Memory,
     add_file,
+    descriptors,
+    in_time,
     needs_uring,
     run_script,
     stall,
@@ -45,7 +46,7 @@ def test_two_engines_in_one_process(tmp_path):
 
 def test_remove_file_waits_and_closes(engine, tmp_path):
     memory = Memory(32 * BLOCK)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     file = add_file(engine, tmp_path)
     other = add_file(engine, tmp_path)
     ops = [engine.write(file, memory.address, 32 * BLOCK, 0) for _ in range(4)]
@@ -57,7 +58,7 @@ def test_remove_file_waits_and_closes(engine, tmp_path):
         engine.read(file, memory.address, 4096, 0)
     engine.write(other, memory.address, 4096, 0).wait()
     engine.remove_file(other)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert in_time(descriptors, before) == before
 
 
 def test_more_files_than_the_kernel_table_has_room_for(engine, tmp_path):
@@ -146,11 +147,11 @@ def test_operation_keeps_the_engine(kind, tmp_path):
     op.wait()
     del op
     gc.collect()
-    assert not thread_names()
+    assert threads_since([]) == []
 
 
 def test_nothing_is_left_after_close(kind, tmp_path):
-    fds, threads = len(os.listdir("/proc/self/fd")), thread_names()
+    fds, threads = descriptors(), thread_names()
     for _ in range(10):
         engine = _native.IoEngine(kind, block_bytes=BLOCK)
         memory = Memory(8 * BLOCK)
@@ -161,19 +162,19 @@ def test_nothing_is_left_after_close(kind, tmp_path):
         assert len(thread_names()) > len(threads)
         engine.close()
         assert op.done()
-        assert len(os.listdir("/proc/self/fd")) == fds
+        assert in_time(descriptors, fds) == fds
         assert threads_since(threads) == threads
 
 
 def test_unclosed_engine_is_closed_with_its_object(kind, tmp_path):
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = descriptors()
     engine = _native.IoEngine(kind, block_bytes=BLOCK)
     memory = Memory(64 * BLOCK)
     engine.write(add_file(engine, tmp_path), memory.address, 64 * BLOCK, 0)
     del engine
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == fds
-    assert not thread_names()
+    assert in_time(descriptors, fds) == fds
+    assert threads_since([]) == []
 
 
 def test_waiting_releases_the_gil(engine, tmp_path):
@@ -251,7 +252,7 @@ def test_interpreter_exit_with_transfers_in_flight(kind, tmp_path):
 def test_every_setup_of_the_ring(tmp_path, monkeypatch, setup, registered):
     """Each falls back to the next where the kernel does not know it, so all must work."""
     monkeypatch.setenv("HETERO_URING_SETUP", setup)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=BLOCK)
     memory = Memory(40 * BLOCK)
     if registered:
@@ -269,8 +270,8 @@ def test_every_setup_of_the_ring(tmp_path, monkeypatch, setup, registered):
     engine.unregister(memory.arena)
     assert engine.notes == []
     engine.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert not thread_names()
+    assert in_time(descriptors, before) == before
+    assert threads_since([]) == []
 
 
 @needs_uring

@@ -1,6 +1,5 @@
 """native/io_engine: random sequences of calls against a model of files and operations."""
 
-import contextlib
 import errno
 import gc
 import os
@@ -20,7 +19,14 @@ from hypothesis.stateful import (
 )
 
 from offload import _native
-from tests.support.native.io_tools import KINDS, Memory, add_file
+from tests.support.native.io_tools import (
+    KINDS,
+    Memory,
+    add_file,
+    descriptors,
+    in_time,
+    thread_names,
+)
 
 UNIT = 4096
 FILE_BYTES = 10 * UNIT
@@ -52,18 +58,8 @@ def test_file_behaves_like_bytes(any_kind, tmp_path_factory, data):
     engine.close()
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def tasks() -> int:
-    """Threads of this project, except the optimizer's, which belong to the process."""
-    count = 0
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/comm") as comm:
-            name = comm.read().strip()
-            count += name.startswith("hetero") and name != "hetero-worker"
-    return count
+    return len(thread_names())
 
 
 def failure(op: _native.IoOp) -> _native.NativeIoError | None:
@@ -112,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.before = (descriptors(), tasks())
+        self.memory = Memory(UNIT)
         self.directory = tempfile.gettempdir()
         self.engine = _native.IoEngine(self.kind, queue_depth=3, block_bytes=2 * UNIT, threads=2)
         self.files: list[ModelFile] = []
@@ -148,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.settle(op)
         self.drop(file)
         with pytest.raises(ValueError, match="no file"):
-            self.engine.read(file.id, Memory(UNIT).address, UNIT, 0)
+            self.engine.read(file.id, self.memory.address, UNIT, 0)
 
     @precondition(has_files)
     @rule(data=st.data(), kind=st.sampled_from(["read", "write"]), value=st.integers(0, 255))
@@ -276,7 +273,7 @@ class EngineMachine(RuleBasedStateMachine):
         for file in list(self.files):
             self.drop(file)
         assert self.engine.stats["in_flight"] == 0
-        assert (descriptors(), tasks()) == self.before
+        assert in_time(lambda: (descriptors(), tasks()), self.before) == self.before
 
 
 @pytest.mark.parametrize("any_kind", KINDS)

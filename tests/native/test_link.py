@@ -215,6 +215,13 @@ def test_calls_are_checked(link):
         link.copy("h2d", 0, buffer.data_ptr(), 64)
     with pytest.raises(ValueError, match="two addresses"):
         link.copy("h2d", buffer.data_ptr(), 0, 64)
+    arena = _native.Arena(4096)
+    for to, source in [
+        (arena.address + 4033, buffer.data_ptr()),
+        (buffer.data_ptr(), arena.address + 4033),
+    ]:
+        with pytest.raises(ValueError, match="outside an arena of 4096 bytes"):
+            link.copy("h2d", to, source, 64)
     with pytest.raises(ValueError, match="positive errno"):
         link.inject("h2d", 0, error=0)
     with pytest.raises(ValueError, match="count of at least 1"):

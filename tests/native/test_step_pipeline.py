@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from offload import _native
 from tests.support.native.step_tiles import (
     BYTES,
     ENGINES,
@@ -18,10 +20,9 @@ from tests.support.native.step_tiles import (
     hypers,
     ram,
     train_in_ram,
+    until,
     zig_zag,
 )
-
-from offload import _native
 
 PLACES = [(False, False), (True, False), (True, True)]
 
@@ -227,4 +228,23 @@ def test_a_key_is_waited_for_or_flushed_alone(
     for key in (77, -1):  # 77 was never submitted
         filed.pipeline.wait_written(key)
         filed.pipeline.flush(key)
+    assert filed.bytes() == tiles.bytes()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(("buffers", "in_flight"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (8, 5)])
+def test_the_next_tasks_are_read_while_an_update_is_computed(
+    tmp_path: Path, opened: list[Filed], kind: str, buffers: int, in_flight: int
+) -> None:
+    """Half of the buffers have reads ahead of the update, besides the one being updated."""
+    tiles = Tiles(10, "bf16", "bf16")
+    filed = Filed(tiles, tmp_path / "file", kind, buffers)
+    opened.append(filed)
+    filed.pipeline.hold(0)
+    filed.pipeline.submit(filed.tasks(range(10)), hypers(1))
+    until(lambda: filed.engine.stats["read_bytes"] == in_flight * tiles.optim_state_bytes)
+    assert filed.pipeline.stats["tasks"] == 0
+    filed.pipeline.release()
+    filed.pipeline.flush()
+    train_in_ram(tiles, steps=1)
     assert filed.bytes() == tiles.bytes()

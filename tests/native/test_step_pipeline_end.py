@@ -3,10 +3,11 @@
 import errno
 import gc
 import os
-import time
 from pathlib import Path
 
 import pytest
+
+from offload import _native
 from tests.support.native.step_tiles import (
     ENGINES,
     KIND,
@@ -17,9 +18,8 @@ from tests.support.native.step_tiles import (
     pipeline_threads,
     ram,
     train_in_ram,
+    until,
 )
-
-from offload import _native
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -77,23 +77,24 @@ def test_the_last_writes_failure_is_not_lost(
     opened.append(filed)
     filed.engine.inject("write", 0, error=errno.EIO)
     filed.pipeline.submit(filed.tasks([0]), hypers(1))
-    while filed.pipeline.stats["tasks"] == 0:
-        time.sleep(0.001)
+    until(lambda: filed.pipeline.stats["tasks"] == 1)
     filed.pipeline.close()
     with pytest.raises(_native.NativeIoError):
         filed.pipeline.wait_written(0)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_close_in_the_middle_leaves_every_piece_whole(
+def test_close_in_the_middle_leaves_every_tile_whole(
     tmp_path: Path, opened: list[Filed], kind: str
 ) -> None:
-    rounds = 100
+    made = 7
     tiles = Tiles(2, "bf16", "bf16")
     filed = Filed(tiles, tmp_path / "file", kind, buffers=1)
     opened.append(filed)
-    for step in range(1, rounds + 1):
+    filed.pipeline.hold(made)
+    for step in range(1, 6):
         filed.pipeline.submit(filed.tasks([0, 1]), hypers(step))
+    until(lambda: filed.pipeline.stats["tasks"] == made)
     filed.pipeline.close()
     filed.pipeline.close()
     assert pipeline_threads() == []
@@ -101,10 +102,9 @@ def test_close_in_the_middle_leaves_every_piece_whole(
         filed.pipeline.wait_updated()
     with pytest.raises(RuntimeError, match="closed"):
         filed.pipeline.submit(filed.tasks([0]), hypers(1))
-    # Every update that was made is whole: in RAM, and in the file but for the optimizer state that
-    # only the buffer had. That is older by one update, never torn.
-    made = int(filed.pipeline.stats["tasks"])
-    assert made < 2 * rounds
+    # Every update that was made is whole: in RAM, and in the file but for the state that only the
+    # buffer had. That is older by one update, never torn.
+    assert filed.pipeline.stats["tasks"] == made
     pipeline = _native.StepPipeline(None, 0, None, 0, KIND, TILE, False, False)
     older = tiles.optim_states[(made - 1) % 2].copy()
     for task in range(made):
@@ -186,7 +186,7 @@ def test_bad_pipelines_are_refused() -> None:
         kind = _native.UpdateKind(*names)
         assert _native.StepPipeline.buffer_bytes(kind, TILE, True, True) == nbytes * TILE
     for numel in (0, 1000, TILE + 1):
-        with pytest.raises(ValueError, match=f"piece_numel is {numel}"):
+        with pytest.raises(ValueError, match=f"tile_numel is {numel}"):
             _native.StepPipeline.buffer_bytes(KIND, numel, False, False)
     engine, arena = _native.IoEngine("threads"), _native.Arena(10 * TILE)
     with pytest.raises(ValueError, match="2 buffers of 40960 bytes"):

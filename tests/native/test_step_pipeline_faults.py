@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from offload import _native
 from tests.support.native.step_tiles import (
     ENGINES,
+    LIMIT_S,
     SEGMENTS,
     TILE,
     Filed,
@@ -17,13 +20,11 @@ from tests.support.native.step_tiles import (
     pipeline_threads,
     ram,
     train_in_ram,
+    until,
     zig_zag,
 )
 
-from offload import _native
-
 BLOCK = 8192  # of the engine that Filed makes
-WAIT_S = 20
 
 
 def within(call: Callable[[], object]) -> None:
@@ -38,7 +39,7 @@ def within(call: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(WAIT_S)
+    thread.join(LIMIT_S)
     assert not thread.is_alive(), "it waits for ever"
     if errors:
         raise errors[0]
@@ -63,7 +64,7 @@ def open_fds() -> int:
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("nth", [0, 2, 4])
-def test_an_update_that_throws_changes_nothing_of_its_piece_and_stops_the_rest(
+def test_an_update_that_throws_changes_nothing_of_its_tile_and_stops_the_rest(
     tmp_path: Path,
     opened: list[Filed],
     kind: str,
@@ -137,7 +138,7 @@ def test_short_transfers_give_the_same_bytes(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_record_written_late_fails_at_the_flush(
+def test_an_optimizer_state_written_late_fails_at_the_flush(
     tmp_path: Path,
     opened: list[Filed],
     kind: str,
@@ -163,9 +164,12 @@ def test_an_engine_closed_too_early_fails_the_wait(
     tiles = Tiles(5, "bf16", "bf16")
     filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
-    for step in range(1, 30):
+    filed.pipeline.hold(3)
+    for step in range(1, 4):
         filed.pipeline.submit(filed.tasks(range(5)), hypers(step))
+    until(lambda: filed.pipeline.stats["tasks"] == 3)
     filed.engine.close()
+    filed.pipeline.release()
     # What was queued in the engine is cancelled, what comes later is refused.
     with pytest.raises((_native.NativeIoError, RuntimeError)):
         within(filed.pipeline.wait_updated)
@@ -175,15 +179,14 @@ def test_an_engine_closed_too_early_fails_the_wait(
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("fault", ["read", "write", "update"])
-def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_records_alone(
+def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_tiles_alone(
     tmp_path: Path,
     opened: list[Filed],
     kind: str,
     fault: str,
 ) -> None:
     """Even keys are one pipeline's, odd keys another's: all optimizer states are neighbours in one
-    file.
-    """
+    file."""
     tiles = Tiles(8, "bf16", "bf16")
     filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     opened.append(filed)
@@ -289,7 +292,7 @@ def test_a_child_forked_with_tasks_in_flight_can_end(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_record_moved_without_forget_is_refused(
+def test_an_optimizer_state_moved_without_forget_is_refused(
     tmp_path: Path,
     opened: list[Filed],
     kind: str,

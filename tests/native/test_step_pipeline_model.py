@@ -14,6 +14,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from offload import _native
+from tests.native.test_reading_ahead import expected
 from tests.support.native.step_tiles import (
     ENGINES,
     TILE,
@@ -22,9 +25,6 @@ from tests.support.native.step_tiles import (
     hypers,
     pipeline_threads,
 )
-
-from offload import _native
-from tests.native.test_reading_ahead import expected
 
 COUNT = 4
 KEYS = st.integers(0, COUNT - 1)
@@ -60,22 +60,22 @@ class PipelineMachine(RuleBasedStateMachine):
         assert not self.failed
         return True
 
-    @rule(order=st.lists(KEYS, min_size=1, max_size=12), due=st.lists(st.integers(0, 3)))
-    def submit(self, order: list[int], due: list[int]) -> None:
-        """(Tasks of one tile stay in their order, however they are due.)"""
+    @rule(order=st.lists(KEYS, min_size=1, max_size=12), next_use=st.lists(st.integers(0, 3)))
+    def submit(self, order: list[int], next_use: list[int]) -> None:
+        """(Tasks of one tile stay in their order, however they are next_use.)"""
         self.step += 1
         now = hypers(self.step)
-        if self.call(self.filed.pipeline.submit, self.filed.tasks(order, due), now):
+        if self.call(self.filed.pipeline.submit, self.filed.tasks(order, next_use), now):
             self.model.submit(self.tiles.tasks_in_ram(order), now)
             self.model.wait_updated()
 
     @rule(
         order=st.lists(KEYS, max_size=COUNT),
         streaming=st.integers(0, 6),
-        due=st.dictionaries(KEYS, st.integers(0, 3)),
+        next_use=st.dictionaries(KEYS, st.integers(0, 3)),
     )
-    def expect(self, order: list[int], streaming: int, due: dict[int, int]) -> None:
-        self.call(self.filed.pipeline.expect, expected(self.filed, order, due), streaming)
+    def expect(self, order: list[int], streaming: int, next_use: dict[int, int]) -> None:
+        self.call(self.filed.pipeline.expect, expected(self.filed, order, next_use), streaming)
 
     @rule()
     def wait_updated(self) -> None:
@@ -92,13 +92,13 @@ class PipelineMachine(RuleBasedStateMachine):
     def flush(self, key: int) -> None:
         if self.call(self.filed.pipeline.flush, key):
             self.check_param(key)
-            self.check_record(key)
+            self.check_optim_state(key)
 
     @rule(key=KEYS)
     def rewrite(self, key: int) -> None:
         """forget() is for who writes the file behind the pipeline's back."""
         if self.call(self.filed.pipeline.forget, key):
-            self.check_record(key)
+            self.check_optim_state(key)
             optim_state = self.tiles.optim_states[key]
             optim_state[:] = self.tiles.optim_states[(key + 1) % COUNT]
             os.pwrite(self.filed.fd, optim_state.tobytes(), self.filed.optim_state_at[key])
@@ -129,7 +129,7 @@ class PipelineMachine(RuleBasedStateMachine):
             wanted = self.tiles.params[key]
             assert self.filed.in_file(wanted, self.filed.param_at[key]) == wanted.tobytes()
 
-    def check_record(self, key: int) -> None:
+    def check_optim_state(self, key: int) -> None:
         wanted = self.tiles.optim_states[key]
         assert self.filed.in_file(wanted, self.filed.optim_state_at[key]) == wanted.tobytes()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,20 +70,18 @@ def transfer(engine: _native.IoEngine, file: int, offset: int) -> None:
 
 
 def files_come_and_go(engine: _native.IoEngine, directory: Path) -> None:
-    buffer = ctypes.create_string_buffer(4096)
+    buffer = _native.Arena(4096)
     for _ in range(ROUNDS):
         fd = os.open(directory, os.O_TMPFILE | os.O_RDWR)
         file = engine.add_file(fd, "short-lived")
         os.close(fd)
-        write = engine.write(file, ctypes.addressof(buffer), len(buffer), 0)
+        write = engine.write(file, buffer.address, buffer.nbytes, 0)
         engine.remove_file(file)
         assert write.done()
 
 
 def update(pipeline: _native.StepPipeline, first_key: int, params: torch.Tensor) -> None:
-    """Steps of KEYS tiles whose parameters are in RAM and whose optimizer states are in the
-    file.
-    """
+    """Steps of KEYS tiles whose parameters are in RAM and whose states are in the file."""
     grad = torch.full((TILE,), 0.5)
     for _ in range(ROUNDS):
         tasks = [
@@ -120,17 +117,17 @@ def run_at_once(tasks: list[Callable[[], None]]) -> None:
 
 
 def test_everything_at_once(engine: _native.IoEngine, tmp_path: Path) -> None:
-    optim_states = tmp_path / "optim_states"
+    optim_states = tmp_path / "states"
     optim_states.write_bytes(bytes(3 * KEYS * OPTIM_STATE))
     fd = os.open(optim_states, os.O_RDWR)
-    optim_state_file = engine.add_file(fd, "optim_states")
+    state_file = engine.add_file(fd, "states")
     os.close(fd)
     fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)
     file = engine.add_file(fd, "transfers")
     os.close(fd)
     buffer_bytes = _native.StepPipeline.buffer_bytes(KIND, TILE, False, False)
     arena = _native.Arena(3 * buffer_bytes)
-    pipeline = _native.StepPipeline(engine, optim_state_file, arena, 3, KIND, TILE, False, False)
+    pipeline = _native.StepPipeline(engine, state_file, arena, 3, KIND, TILE, False, False)
     params = torch.randn(3, KEYS, TILE, generator=torch.Generator().manual_seed(0))
     untrained = params[0].clone()
     params[1:] = params[0]  # every thread trains the same tiles, under keys of its own

@@ -1,6 +1,7 @@
 """native/timeline: when the core's resources are busy."""
 
 import os
+import signal
 import threading
 import time
 from itertools import pairwise
@@ -87,10 +88,10 @@ def test_a_failed_operation_shows_what_it_moved(kind, tmp_path):
 @pytest.mark.parametrize("way", ["h2d", "d2h"])
 def test_a_copy_takes_the_time_of_its_bytes(way):
     link = _native.Link(1e9, 1e9)
-    a, b = torch.zeros(MIB, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
+    a, b = _native.Arena(MIB), _native.Arena(MIB)
 
     def run():
-        ops = [link.copy(way, a.data_ptr(), b.data_ptr(), MIB) for _ in range(3)]
+        ops = [link.copy(way, a.address, b.address, MIB) for _ in range(3)]
         for op in ops:
             op.wait()
 
@@ -111,8 +112,8 @@ def test_an_update_is_one_interval():
 
 def test_what_began_before_counts_from_the_beginning_on():
     link = _native.Link(1e7, 1e7)  # so slow that the copy outlasts what comes before the recording
-    a, b = torch.zeros(4 * MIB, dtype=torch.uint8), torch.zeros(4 * MIB, dtype=torch.uint8)
-    op = link.copy("h2d", a.data_ptr(), b.data_ptr(), 4 * MIB)
+    a, b = _native.Arena(4 * MIB), _native.Arena(4 * MIB)
+    op = link.copy("h2d", a.address, b.address, 4 * MIB)
     begin, _, lanes, _ = record(op.wait)
     link.close()
     assert [i[0] for i in lanes["h2d"]] == [begin]
@@ -180,3 +181,31 @@ def test_a_forked_child_notes_nothing():
 
     _, _, lanes, _ = record(run)
     assert lanes == {}
+
+
+def test_a_forked_child_has_no_recording_and_may_make_its_own():
+    stop = threading.Event()
+
+    def note():
+        arena, link = _native.Arena(4096), _native.Link(1e12, 1e12)
+        while not stop.is_set():
+            link.copy("h2d", arena.address, arena.address, 64).wait()
+        link.close()
+
+    def run():
+        for _ in range(20):  # at any moment of another thread, which notes all the time
+            child = os.fork()
+            if child == 0:
+                _native.set_threads(1)
+                signal.alarm(20)
+                _, _, lanes, _ = record(update)
+                os._exit(0 if set(lanes) == {"update"} else 1)
+            assert os.waitpid(child, 0)[1] == 0
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    try:
+        record(run)
+    finally:
+        stop.set()
+        thread.join()

@@ -135,14 +135,48 @@ def test_every_kind_has_the_same_bits_on_every_isa(kind: _native.UpdateKind) -> 
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.grad_dtype == "fp32"], ids=repr)
+def test_states_too_small_to_be_normal_become_zero(kind: _native.UpdateKind, isa: str) -> None:
+    """As those of rows that are not used: they shrink with every step, and cost as long as the
+    processor computes with subnormal numbers."""
+    _native.set_isa(isa)
+    numel, tiny = 1003, np.finfo(np.float32).tiny
+    arrays, w = Arrays(kind, masters(numel)), masters(numel)
+    random = np.random.default_rng(0)
+    for i, state in enumerate(arrays.states):
+        values = (random.uniform(0.0, 3.0, numel) * tiny).astype(np.float32)
+        if i < len(arrays.states) - 1 or kind.rule == "lion":
+            values *= random.choice(np.float32([-1, 1]), numel)
+        state[:] = values.view(np.uint32) >> (16 if kind.state_dtype == "bf16" else 0)
+    if arrays.master is not None and kind.dtype == "bf16":
+        arrays.split(w)
+    states = arrays.fp32_states()
+    for step in range(5000, 5003):
+        grad = np.zeros(numel, np.float32)
+        now = dataclasses.replace(some_hyper(kind), step=step, grad_scale=1.0, weight_decay=0.0)
+        arrays.step(grad.view(np.uint32), now)
+        w, states = update(kind.rule, w, states, grad, now)
+        states = stored(kind.rule, kind.dtype, kind.state_dtype, states, step)
+        assert equal_bits(arrays.fp32_master(), w)
+        for found, wanted in zip(arrays.fp32_states(), states, strict=True):
+            assert equal_bits(found, wanted)
+            zero = found == 0
+            assert (zero | (np.abs(found) >= tiny)).all()
+            assert 0 < zero.sum() < numel
+            assert not np.signbit(found[zero]).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_half_precision_gradient_is_converted_exactly(isa: str) -> None:
     _native.set_isa(isa)
     for dtype in ("bf16", "fp16"):
         grad = np.arange(1 << 16, dtype=np.uint16)
         arrays = Arrays(_native.UpdateKind("fp32", dtype), np.zeros(len(grad), np.float32))
-        arrays.step(grad, Hyper(lr=0.0, beta1=0.0))  # exp_avg = 1 * g + 0
+        # exp_avg = 1 * (scale * g) + 0; scaled, or a subnormal's would become 0.
+        arrays.step(grad, Hyper(lr=0.0, beta1=0.0, grad_scale=2.0**16))
         exp_avg = arrays.fp32_states()[0]
-        values = to_fp32(grad, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = to_fp32(grad, dtype) * np.float32(2.0**16)
         values[values == 0] = 0  # -0 + 0 = 0
         number = ~np.isnan(values)
         assert equal_bits(exp_avg[number], values[number])
@@ -190,10 +224,10 @@ def test_subnormals_survive_the_callers_flush_to_zero() -> None:
     arrays = Arrays(_native.UpdateKind("fp32", "fp32"), np.zeros(1000, np.float32))
     torch.set_flush_denormal(True)
     try:
-        arrays.step(grad, Hyper(beta1=0.0, lr=0.0))
+        arrays.step(grad, Hyper(beta1=0.0, lr=0.0, grad_scale=2.0**20))
     finally:
         torch.set_flush_denormal(False)
-    assert equal_bits(arrays.fp32_states()[0], grad)
+    assert equal_bits(arrays.fp32_states()[0], grad * np.float32(2.0**20))
 
 
 TORCH_RULES = {

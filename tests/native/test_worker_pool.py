@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from offload import _native
+from tests.support.native.step_tiles import LIMIT_S, TILE, Tiles, hypers, until
 from tests.support.native.update_arrays import Arrays, gradients, masters
 from tests.support.native.update_oracle import Hyper
 
@@ -21,20 +22,24 @@ FP32 = _native.UpdateKind("fp32", "fp32")
 CPUS = sorted(os.sched_getaffinity(0))
 
 
-def workers() -> list[int]:
-    """Thread ids."""
+def task_ids(name: str) -> list[int]:
+    """Of the threads of that name."""
     found = []
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if path.read_text().strip() == "hetero-worker":
+            if path.read_text().strip() == name:
                 found.append(int(path.parent.name))
     return sorted(found)
+
+
+def workers() -> list[int]:
+    return task_ids("hetero-worker")
 
 
 def workers_become(count: int) -> bool:
     """Waits until that many workers live: the kernel lists a thread for a moment after its end, and
     a new one has its name a moment after its start."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         if len(workers()) == count:
             return True
@@ -75,7 +80,7 @@ def test_workers_start_at_first_use_and_stop_when_told() -> None:
             _native.set_threads(count)
 
 
-def test_workers_are_pinned_and_the_caller_is_not() -> None:
+def test_workers_have_cpus_and_the_caller_has_not() -> None:
     trained = Trained()
     _native.set_threads(4, CPUS[-1:])
     assert (_native.threads(), _native.thread_cpus()) == (4, CPUS[-1:])
@@ -96,7 +101,72 @@ def test_workers_are_pinned_and_the_caller_is_not() -> None:
     assert all(sorted(os.sched_getaffinity(worker)) == CPUS for worker in workers())
 
 
-def test_a_caller_that_is_pinned_elsewhere_may_name_other_cpus() -> None:
+def test_the_thread_that_computes_a_step_has_the_cpu_that_workers_leave() -> None:
+    tiles = Tiles(1, "bf16", "bf16")
+    before = set(task_ids("hetero-step"))
+    pipeline = _native.StepPipeline(None, 0, None, 0, tiles.kind, TILE, False, False)
+    for count, cpus in [(1, CPUS[-1:]), (2, CPUS), (3, CPUS), (3, None), (1, CPUS[:1])]:
+        _native.set_threads(count, cpus)
+        pipeline.submit(tiles.tasks_in_ram([0]), hypers(1))
+        pipeline.wait_updated()
+        (thread,) = set(task_ids("hetero-step")) - before
+        wanted = CPUS if cpus is None else [cpus[(count - 1) % len(cpus)]]
+        assert sorted(os.sched_getaffinity(thread)) == wanted
+    pipeline.close()
+
+
+V1 = "3:memory:/box\n2:cpu,cpuacct:/outer/inner\n1:name=systemd:/\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/\n", {}, None),
+        ("", {"cpu.max": "100000 100000"}, None),
+        ("0::/\n", {"cpu.max": "800000 100000\n"}, 8.0),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/a/b\n", {"a/b/cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "9 3\n", "a/cpu.max": "4 2\n", "cpu.max": "5 1\n"}, 2.0),
+        # In a container without a namespace of its own the path is the host's.
+        ("0::/docker/1f\n", {"cpu.max": "300000 100000\n"}, 3.0),
+        ("0::/a\n", {"a/cpu.max": "nonsense\n"}, None),
+        (
+            V1,
+            {
+                "cpu,cpuacct/outer/cpu.cfs_quota_us": "250000\n",
+                "cpu,cpuacct/outer/cpu.cfs_period_us": "100000\n",
+                "cpu,cpuacct/outer/inner/cpu.cfs_quota_us": "-1\n",
+                "cpu,cpuacct/outer/inner/cpu.cfs_period_us": "100000\n",
+                "memory/box/cpu.max": "1 1\n",
+            },
+            2.5,
+        ),
+        (V1, {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n"}, None),
+    ],
+)
+def test_quotas_of_control_groups(
+    tmp_path: Path, groups: str, files: dict[str, str], quota: float | None
+) -> None:
+    groups_of = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for path, text in {"proc/self/cgroup": groups, **groups_of}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert _native.cpu_quota(str(tmp_path)) == quota
+
+
+def test_the_default_is_the_cpus_that_this_process_may_use() -> None:
+    quota = _native.cpu_quota()
+    allowed = len(CPUS) if quota is None else min(len(CPUS), int(quota))
+    assert _native.usable_cpus() == max(1, allowed)
+    script = "from offload import _native; print(_native.threads())"
+    root = str(Path(_native.__file__).parents[1])
+    run = [sys.executable, "-c", script]
+    found = subprocess.check_output(run, env={**os.environ, "PYTHONPATH": root}, text=True)
+    assert int(found) == _native.usable_cpus()
+
+
+def test_a_caller_with_a_cpu_of_its_own_may_name_other_cpus() -> None:
     os.sched_setaffinity(0, CPUS[:1])
     try:
         _native.set_threads(2, CPUS[-1:])
@@ -123,18 +193,17 @@ def test_idle_workers_use_no_time() -> None:
     Trained().step()
     assert workers_become(2)
 
-    def ticks() -> int:
-        fields = [
-            Path(f"/proc/self/task/{worker}/stat").read_text().rsplit(")", 1)[1].split()
-            for worker in workers()
-        ]
-        return sum(int(f[11]) + int(f[12]) for f in fields)
+    def of_each(name: str, field: int) -> list[str]:
+        texts = [Path(f"/proc/self/task/{worker}/{name}").read_text() for worker in workers()]
+        return [text.rsplit(")", 1)[-1].split()[field] for text in texts]
 
-    time.sleep(0.05)
-    before = ticks()
+    until(lambda: of_each("stat", 0) == ["S", "S"])  # asleep; one that spins never is
+    # How often each was given a CPU, which does not depend on how busy the machine is.
+    before = of_each("schedstat", 2)
     time.sleep(0.3)
-    # In ticks of 10 ms: one that spun would have used 30, on an idle machine.
-    assert ticks() - before <= 1
+    after = of_each("schedstat", 2)
+    # One that polled would have woken hundreds of times; one may have been on its way to sleep.
+    assert all(int(b) - int(a) <= 3 for a, b in zip(before, after, strict=True))
 
 
 def test_concurrent_callers_take_turns() -> None:

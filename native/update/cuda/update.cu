@@ -66,8 +66,6 @@ struct SumBatch {
 };
 static_assert(sizeof(SumSegment) == 24 && sizeof(SumBatch) == 16 + 24 * kMostSegments);
 
-inline constexpr std::size_t kSumNumel = 32 * 1024;  // of a block; part of the result's definition
-
 // The last segment that begins at `block` or before it.
 template <class Batch>
 unsigned segment_of(const Batch& batch, unsigned block) {

@@ -38,6 +38,7 @@ constexpr Isa kIsas[] = {
     {"scalar", always, &scalar_kernels},
 };
 
+// Relaxed throughout: it points to constants, which need no publication.
 std::atomic<const Isa*> current{nullptr};
 
 const Isa& find(const std::string& name, const char* asked_by) {
@@ -64,11 +65,11 @@ const Isa& choose() {
 }
 
 const Isa& in_use() {
-  const Isa* chosen = current.load(std::memory_order_acquire);
+  const Isa* chosen = current.load(std::memory_order_relaxed);
   if (chosen == nullptr) {
     const Isa* first = &choose();
-    // Somebody may have called set_isa meanwhile: that choice stands.
-    if (current.compare_exchange_strong(chosen, first)) chosen = first;
+    // If another thread has called set_isa() meanwhile, its choice stands.
+    if (current.compare_exchange_strong(chosen, first, std::memory_order_relaxed)) chosen = first;
   }
   return *chosen;
 }
@@ -86,7 +87,7 @@ std::vector<std::string> isa_available() {
 std::string isa() { return in_use().name; }
 
 void set_isa(const std::string& name) {
-  current.store(&find(name, "set_isa"), std::memory_order_release);
+  current.store(&find(name, "set_isa"), std::memory_order_relaxed);
 }
 
 const Kernels& kernels() { return *in_use().kernels; }

@@ -57,6 +57,10 @@ struct VecAvx2 {
     const __m256 zero = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_EQ_OQ);
     return _mm256_blendv_epi8(otherwise, then, _mm256_castps_si256(zero));
   }
+  static U if_normal(F x, U then) {
+    const __m256i exponent = _mm256_and_si256(bits(x), _mm256_set1_epi32(0x7f800000));
+    return _mm256_andnot_si256(_mm256_cmpeq_epi32(exponent, _mm256_setzero_si256()), then);
+  }
 
   static F load_f16(const char* p) { return _mm256_cvtph_ps(load_halves(p)); }
   static void store_f16(char* p, F x) {

@@ -54,6 +54,10 @@ struct VecAvx512 {
     const __mmask16 zero = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ);
     return _mm512_mask_blend_epi32(zero, otherwise, then);
   }
+  static U if_normal(F x, U then) {
+    const __mmask16 normal = _mm512_test_epi32_mask(bits(x), _mm512_set1_epi32(0x7f800000));
+    return _mm512_maskz_mov_epi32(normal, then);
+  }
 
   static F load_f16(const char* p) { return _mm512_cvtph_ps(load_halves(p)); }
   static void store_f16(char* p, F x) {

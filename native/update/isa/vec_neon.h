@@ -51,6 +51,9 @@ struct VecNeon {
   static U if_zero(F x, U then, U otherwise) {
     return vbslq_u32(vceqq_f32(x, vdupq_n_f32(0.0F)), then, otherwise);
   }
+  static U if_normal(F x, U then) {
+    return vandq_u32(then, vtstq_u32(bits(x), vdupq_n_u32(0x7f800000)));
+  }
 
   static F load_f16(const char* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(bytes(p)))); }
   static void store_f16(char* p, F x) { vst1_u8(bytes(p), vreinterpret_u8_f16(vcvt_f16_f32(x))); }

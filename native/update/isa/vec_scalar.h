@@ -49,6 +49,8 @@ struct VecScalar {
   }
   static U if_nan(F x, U then, U otherwise) { return x != x ? then : otherwise; }
   static U if_zero(F x, U then, U otherwise) { return x == 0 ? then : otherwise; }
+  // 0 where x is zero or subnormal, which is where its exponent's bits are all 0.
+  static U if_normal(F x, U then) { return (bits(x) & 0x7f800000) != 0 ? then : 0; }
 
   static F load_f16(const char* p) {
     const U half = get<std::uint16_t>(p);

@@ -49,6 +49,8 @@ struct SplitArrays {
 
 // Sums of squares are made in this many lanes: lane j takes the elements i = j (mod kNormLanes).
 inline constexpr std::size_t kNormLanes = 32;
+// Elements whose lanes become one sum by a tree; the sums are added in order.
+inline constexpr std::size_t kSumNumel = 32 * 1024;
 
 struct Kernels {
   // `index` is the number of the first element, for its random bits.

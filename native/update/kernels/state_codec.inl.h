@@ -1,6 +1,8 @@
 // How a rule's states are kept: in fp32, or rounded to bf16; with the carry of the bf16 split in a
 // spare bit, or without.
 //
+// What is no normal number is kept as +0 (update_rules.inl.h).
+//
 // Everything is done on fp32 bits, of which a bf16 array keeps the upper half. The carry is
 //
 //     Carrier::sign     the sign bit of a state that is never negative
@@ -56,12 +58,14 @@ struct StateCodec {
     return V::from_bits(V::bit_and(bits, V::set_bits(~carry_mask)));
   }
 
-  // Bits to store, but for the carry. `random` is used from bit 0 on.
+  // Bits to store, but for the carry: 0 for what is no normal number. `random` is used from bit 0
+  // on.
   static U round(F x, U random) {
-    if constexpr (dtype != Dtype::bf16) return V::bits(x);
+    if constexpr (dtype != Dtype::bf16) return V::if_normal(x, V::bits(x));
     constexpr std::uint32_t low = (std::uint32_t{1} << dropped) - 1;
     const U sum = V::add(V::bits(x), V::bit_and(random, V::set_bits(low)));
-    return V::if_nan(x, V::set_bits(0x7fc00000), V::bit_and(sum, V::set_bits(~low)));
+    const U kept = V::if_normal(x, V::bit_and(sum, V::set_bits(~low)));
+    return V::if_nan(x, V::set_bits(0x7fc00000), kept);
   }
 
   static U with_carry(U bits, U carry) {

@@ -1,4 +1,4 @@
-// Sums of squares of blocks, written once over a vector type.
+// Sums of squares of runs of elements, written once over a vector type.
 #pragma once
 
 #include <cstddef>

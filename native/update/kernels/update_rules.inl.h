@@ -22,12 +22,17 @@
 //     s = fma(g, g, s)
 //     w = fma(-(lr / (1 + (step - 1) * lr_decay)), g / (sqrt(s) + eps), w)
 //
+// and of every rule at last, for each of its states x (m, v, s)
+//     x = +0 where |x| < 2^-126, the smallest normal number
+//
 // with bias_correction{1,2} = 1 - beta{1,2}^step, or 1 without bias correction. Factors that do not
 // depend on the element are computed in double and rounded to fp32 once. Square roots and quotients
 // are IEEE's, not approximations.
 //
-// m, v and s are the values in fp32 as computed; state_codec.inl.h says how they are rounded when
-// they are stored, after w has been updated with the unrounded ones.
+// w is updated with m, v and s as computed. Where the gradient stays 0 a state shrinks with every
+// step, and would end as a subnormal number that rounding keeps from 0 (0.9 * 4 * 2^-149 rounds to
+// itself), at a fraction of the speed. state_codec.inl.h has this last line, and how states are
+// rounded when they are stored; that comes after, and 0 stays 0.
 #pragma once
 
 #include "update/kernels/kernels.h"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hetero.runtime.relocation.replanner import Replanner
 
 import hetero
 from hetero.api.module_state_dict import StateDictHooks
-from hetero.runtime.relocation.replanner import Replanner
 from hetero.setup import initialize as setup
 from offload.errors import HeteroError, PeerError
 from tests.support.training.small_net import SETTINGS, Net

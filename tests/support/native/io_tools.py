@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from offload import _native
 # Small, so that few bytes make many blocks.
 BLOCK = 1 << 16
 MIB = 1 << 20
+T = TypeVar("T")
 
 
 def io_uring_refusal() -> str:
@@ -56,6 +59,33 @@ def add_file(engine, directory, nbytes=0, direct=False) -> int:
         os.close(fd)
 
 
+class Pipe:
+    """A file whose reads stay in flight until they are fed. Threads cannot read it: no offsets."""
+
+    def __init__(self, engine) -> None:
+        source, self.sink = os.pipe()
+        self.file = engine.add_file(source, "pipe")
+        os.close(source)
+
+    def feed(self, nbytes: int) -> None:
+        os.write(self.sink, bytes(nbytes))
+
+    def feed_first(self, engine) -> None:
+        """One block, until it is back: the next ones are then in flight for certain."""
+        self.feed(4096)
+        deadline = time.monotonic() + 20
+        while engine.stats["reads"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        os.close(self.sink)
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def thread_names() -> list[str]:
     names = []
     for task in os.listdir("/proc/self/task"):
@@ -69,12 +99,17 @@ def thread_names() -> list[str]:
 
 
 def threads_since(before: list[str]) -> list[str]:
-    """thread_names(), after time for those beyond `before` to go: the kernel lists a thread for a
-    moment after it was joined."""
-    deadline = time.monotonic() + 30
-    while (names := thread_names()) != before and time.monotonic() < deadline:
+    """thread_names(), after time for those beyond `before` to go."""
+    return in_time(thread_names, before)
+
+
+def in_time(look: Callable[[], T], wanted: T) -> T:
+    """What `look` finds, after time for it to become `wanted`: the kernel lists a thread, and what
+    it has open, for a moment after it was joined."""
+    deadline = time.monotonic() + 20
+    while (found := look()) != wanted and time.monotonic() < deadline:
         time.sleep(0.001)
-    return names
+    return found
 
 
 def run_script(script: str, timeout: float = 300) -> str:
@@ -93,3 +128,8 @@ def stall(engine, milliseconds: int = 150) -> None:
 
     An engine gives a transfer up that makes no progress for a second."""
     engine.inject("read", 0, error=errno.EAGAIN, count=milliseconds)
+
+
+def hold(engine) -> None:
+    """Keeps the next read in flight until it is cancelled, or for a second."""
+    engine.inject("read", 0, error=errno.EAGAIN, count=1 << 40)

@@ -50,6 +50,11 @@ def fma(a: Fp32 | np.float32, b: Fp32 | np.float32, c: Fp32) -> Fp32:
     return np.where(inexact & even, odd, total).astype(np.float32)
 
 
+def flush(state: Fp32) -> Fp32:
+    """The state with +0 for what is smaller than the smallest normal number."""
+    return np.where(np.abs(state) < np.finfo(np.float32).tiny, f32(0), state)
+
+
 def update(rule: str, w: Fp32, states: States, grad: Fp32, hyper: Hyper) -> tuple[Fp32, States]:
     """The new (w, states), before the states are stored. `w` is the fp32 master, `grad` in fp32."""
     with np.errstate(all="ignore"):
@@ -58,7 +63,8 @@ def update(rule: str, w: Fp32, states: States, grad: Fp32, hyper: Hyper) -> tupl
             w = w * f32(1.0 - hyper.lr * hyper.weight_decay)
         elif hyper.weight_decay != 0:
             g = fma(f32(hyper.weight_decay), w, g)
-        return {"adam": _adam, "lion": _lion, "adagrad": _adagrad}[rule](w, states, g, hyper)
+        w, states = {"adam": _adam, "lion": _lion, "adagrad": _adagrad}[rule](w, states, g, hyper)
+        return w, tuple(flush(state) for state in states)
 
 
 def _adam(w: Fp32, states: States, g: Fp32, hyper: Hyper) -> tuple[Fp32, States]:

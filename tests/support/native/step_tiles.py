@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from offload import _native
 from tests.support.native.update_oracle import Hyper
 
 TILE = 4096  # elements
+LIMIT_S = 120  # after which a wait is taken for one without end
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
 KIND = _native.UpdateKind("bf16", "bf16")
@@ -48,10 +49,18 @@ def ram(array: np.ndarray) -> _native.Location:
     return _native.Location(address=array.ctypes.data)
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what another thread does sooner or later; LIMIT_S only ends a test that fails."""
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
 def pipeline_threads() -> list[str]:
     """Names of this process's threads that belong to a pipeline. The kernel lists a thread for a
     moment after it was joined, so the ones that are about to go get the time."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT_S
     while True:
         names = []
         for path in Path("/proc/self/task").glob("*/comm"):
@@ -121,9 +130,7 @@ class Tiles:
 
 
 class Filed:
-    """A copy of tiles whose optimizer states, and if wanted parameters and gradients, are in a
-    file.
-    """
+    """A copy of tiles whose optim_states, and if wanted parameters and gradients, are in a file."""
 
     def __init__(
         self,
@@ -154,8 +161,8 @@ class Filed:
         self.arena = _native.Arena(buffers * _native.StepPipeline.buffer_bytes(*shape))
         self.pipeline = _native.StepPipeline(self.engine, self.file, self.arena, buffers, *shape)
 
-    def tasks(self, order: Sequence[int], due: Sequence[int] = ()) -> list[_native.StepTask]:
-        """In this order, or as they are `due`."""
+    def tasks(self, order: Sequence[int], next_use: Sequence[int] = ()) -> list[_native.StepTask]:
+        """In this order, or as they are `next_use`."""
 
         def state_kind(in_file: bool, offsets: list[int], arrays: list[np.ndarray], key: int):
             if in_file:
@@ -169,7 +176,7 @@ class Filed:
                 state_kind(self.grad_in_file, self.grad_at, self.tiles.grads, key),
                 _native.Location(file_offset=self.optim_state_at[key]),
                 SEGMENTS,
-                *due[place : place + 1],
+                *next_use[place : place + 1],
             )
             for place, key in enumerate(order)
         ]

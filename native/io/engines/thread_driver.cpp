@@ -1,4 +1,4 @@
-#include "io/engines/thread_engine.h"
+#include "io/engines/thread_driver.h"
 
 #include <unistd.h>
 
@@ -16,7 +16,7 @@ constexpr unsigned kMaxThreads = 256;
 
 std::int64_t transfer(const Block& block) {
   const auto offset = static_cast<off_t>(block.rest_offset());
-  const int fd = block.file->fd;
+  const int fd = block.file->fd.get();
   const ssize_t done = block.op->kind == IoKind::read
                            ? ::pread(fd, block.rest_address(), block.rest_bytes(), offset)
                            : ::pwrite(fd, block.rest_address(), block.rest_bytes(), offset);
@@ -25,7 +25,11 @@ std::int64_t transfer(const Block& block) {
 
 }  // namespace
 
-ThreadEngine::ThreadEngine(const IoOptions& options) : BlockEngine(options) {
+std::unique_ptr<Driver> ThreadDriver::make(SharedQueue& shared, const IoOptions& options) {
+  return std::make_unique<ThreadDriver>(shared, options);
+}
+
+ThreadDriver::ThreadDriver(SharedQueue& shared, const IoOptions& options) : shared_(shared) {
   if (options.threads == 0 || options.threads > kMaxThreads) {
     throw std::invalid_argument("threads must be from 1 to " + std::to_string(kMaxThreads) +
                                 ", not " + std::to_string(options.threads));
@@ -40,43 +44,44 @@ ThreadEngine::ThreadEngine(const IoOptions& options) : BlockEngine(options) {
   }
 }
 
-bool ThreadEngine::register_memory(void*, std::size_t, std::shared_ptr<const void>) {
-  require_own();
-  return false;
-}
-
-void ThreadEngine::unregister_memory(void*) { require_own(); }
-
-void ThreadEngine::wake(std::size_t waiting) {
-  if (returning_) --waiting;
+void ThreadDriver::wake(std::size_t waiting) {
+  shared_.mutex.assert_held();
   for (std::size_t n = std::min(idle_, waiting); n > 0; --n) wanted_.notify_one();
 }
 
-void ThreadEngine::work() {
-  std::unique_lock lock(mutex_);
+void ThreadDriver::work() {
+  const MutexLock lock(shared_.mutex);
   for (;;) {
-    Block* const block = take();
+    Block* const block = shared_.queue.take();
     if (block == nullptr) {
       if (stopping_) return;
       ++idle_;
-      wanted_.wait(lock);
+      wanted_.wait(shared_.mutex);
       --idle_;
       continue;
     }
-    lock.unlock();
-    const std::int64_t result = transfer(*block);
-    lock.lock();
-    complete(*block, result);
-    returning_ = !resting();
-    pump();
-    returning_ = false;
-    rest(lock);
+    std::int64_t result = 0;
+    {
+      const MutexUnlock unlocked(shared_.mutex);
+      result = transfer(*block);
+    }
+    shared_.queue.complete(*block, result);
+    Block* const resting = shared_.queue.begin_pause();
+    // Of what may be taken this thread takes one itself, unless it pauses.
+    const std::size_t mine = resting == nullptr ? 1 : 0;
+    if (const std::size_t waiting = shared_.queue.waiting(); waiting > mine) wake(waiting - mine);
+    if (resting == nullptr) continue;
+    {
+      const MutexUnlock unlocked(shared_.mutex);
+      std::this_thread::sleep_for(kStallPause);
+    }
+    shared_.queue.end_pause(resting);
   }
 }
 
-void ThreadEngine::stop() {
+void ThreadDriver::stop() {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(shared_.mutex);
     stopping_ = true;
   }
   wanted_.notify_all();

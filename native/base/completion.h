@@ -1,0 +1,35 @@
+// The end of an operation, which comes once.
+#pragma once
+
+#include <atomic>
+
+#include "base/fork.h"
+
+namespace hetero {
+
+class Completion {
+ public:
+  // `what` is done, for the message of an exception: "transfer".
+  explicit Completion(const char* what) : fork_(what) {}
+
+  bool done() const { return settled_.load(std::memory_order_acquire) != 0; }
+  // Blocks until done(). Throws std::runtime_error in a forked child, where nobody will settle it.
+  void wait() const {
+    while (!done()) {
+      fork_.require_own();
+      settled_.wait(0, std::memory_order_acquire);
+    }
+  }
+  // Once. Release: the result, and the bytes, are visible to whoever sees done(). The caller shares
+  // ownership of the operation, which waiters may let go of before they are notified.
+  void settle() {
+    settled_.store(1, std::memory_order_release);
+    settled_.notify_all();
+  }
+
+ private:
+  const ForkGuard fork_;
+  std::atomic<int> settled_{0};
+};
+
+}  // namespace hetero

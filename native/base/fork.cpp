@@ -1,0 +1,119 @@
+#include "base/fork.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace hetero {
+
+namespace {
+
+// What hold_across_fork() was told. Kept for ever: at exit other threads may still fork.
+struct HeldMutex {
+  Mutex* mutex;
+  void (*in_child)();
+};
+struct AcrossFork {
+  Mutex mutex;
+  std::vector<HeldMutex> held GUARDED_BY(mutex);
+};
+
+AcrossFork& across_fork() {
+  static AcrossFork* const made = [] {
+    // The analysis cannot follow a lock that one function takes and another one lets go.
+    pthread_atfork(
+        []() NO_THREAD_SAFETY_ANALYSIS {
+          across_fork().mutex.lock();
+          for (const HeldMutex& each : across_fork().held) each.mutex->lock();
+        },
+        []() NO_THREAD_SAFETY_ANALYSIS {
+          for (const HeldMutex& each : across_fork().held) each.mutex->unlock();
+          across_fork().mutex.unlock();
+        },
+        []() NO_THREAD_SAFETY_ANALYSIS {
+          for (const HeldMutex& each : across_fork().held) {
+            if (each.in_child != nullptr) each.in_child();
+            each.mutex->unlock();
+          }
+          across_fork().mutex.unlock();
+        });
+    return new AcrossFork;
+  }();
+  return *made;
+}
+
+struct ParentFds {
+  Mutex mutex;
+  std::set<int*> open GUARDED_BY(mutex);  // where a ParentFd has its number
+};
+
+ParentFds& parent_fds() {
+  static ParentFds* const made = [] {
+    auto* const fresh = new ParentFds;
+    hold_across_fork(fresh->mutex, [] {
+      ParentFds& all = parent_fds();
+      all.mutex.assert_held();
+      for (int* const fd : all.open) {
+        ::close(*fd);
+        *fd = -1;
+      }
+      all.open.clear();
+    });
+    return fresh;
+  }();
+  return *made;
+}
+
+}  // namespace
+
+void hold_across_fork(Mutex& mutex, void (*in_child)()) {
+  AcrossFork& all = across_fork();
+  const MutexLock lock(all.mutex);
+  all.held.push_back({&mutex, in_child});
+}
+
+ForkGuard::ForkGuard(const char* what, const char* advice)
+    : what_(what), advice_(advice), owner_(::getpid()) {}
+
+bool ForkGuard::foreign() const { return ::getpid() != owner_; }
+
+void ForkGuard::require_own() const {
+  if (!foreign()) return;
+  std::string text = std::string("this ") + what_ + " belongs to process " +
+                     std::to_string(owner_) + ", from which this one was forked";
+  if (advice_ != nullptr) text += std::string(": ") + advice_;
+  throw std::runtime_error(text);
+}
+
+ParentFd::ParentFd(int fd) : fd_(fd) {
+  if (fd < 0) return;
+  try {
+    ParentFds& all = parent_fds();
+    const MutexLock lock(all.mutex);
+    all.open.insert(&fd_);
+  } catch (...) {
+    ::close(fd);
+    throw;
+  }
+}
+
+void ParentFd::reset() {
+  if (const int fd = release(); fd >= 0) ::close(fd);
+}
+
+// Out of the registry first: a closed number may soon be another file's.
+int ParentFd::release() {
+  if (fd_ < 0) return -1;
+  ParentFds& all = parent_fds();
+  const MutexLock lock(all.mutex);
+  all.open.erase(&fd_);
+  const int fd = fd_;
+  fd_ = -1;
+  return fd;
+}
+
+}  // namespace hetero

@@ -1,0 +1,108 @@
+// What every engine does alike: operations split into blocks, the blocks in flight bounded, their
+// completions checked, retried and settled. A state machine without threads or locks: its
+// owner has a mutex for it, and transfers what it take()s.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "base/faults.h"
+#include "base/thread_annotations.h"
+#include "io/io_engine.h"
+#include "io/io_operation.h"
+
+namespace hetero {
+
+inline constexpr std::chrono::milliseconds kStallPause{1};
+
+class BlockQueue {
+ public:
+  // `settled` is notified whenever an operation is. Throws std::invalid_argument for an option out
+  // of range.
+  BlockQueue(const IoOptions& options, Condition& settled);
+
+  // Throws std::bad_alloc, and has then forgotten the operation.
+  std::shared_ptr<Operation> submit(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address,
+                                    std::size_t nbytes, std::uint64_t offset, Span memory,
+                                    IoTurn turn);
+  // Drops the blocks that are not in flight. Nothing if `op` is done.
+  void cancel(Operation& op);
+  // The same of all operations that are not in flight as a whole; each counts as an error.
+  void cancel_backlog();
+
+  // How many blocks may be taken now.
+  std::size_t waiting();
+  // The block that has waited longest, or null. The caller transfers it and tells complete().
+  Block* take();
+  // The result of a transfer: bytes or -errno. Throws nothing, because a thread of an engine has
+  // nobody to throw to: the operation fails instead.
+  void complete(Block& block, std::int64_t result) noexcept;
+  // Takes the blocks that complete() found to make no progress, or null. The caller gives them back
+  // after a pause of kStallPause.
+  Block* begin_pause() { return std::exchange(resting_, nullptr); }
+  void end_pause(Block* resting);
+
+  // The engine lost its kernel object: all that is not being transferred fails, now and from now
+  // on.
+  void lose(int error);
+  bool lost() const { return lost_error_ != 0; }
+  // Nothing will ever be heard of what is being transferred: it fails, and its memory, to which the
+  // kernel may still write, is never given back.
+  void abandon(int error);
+
+  Block& block(std::size_t index) { return blocks_[index]; }
+  std::size_t transferring() const { return transferring_; }
+  // Serial numbers of operations grow; whether all before `end` are settled.
+  std::uint64_t next_serial() const { return next_serial_; }
+  bool settled_before(std::uint64_t end) const {
+    return unsettled_.empty() || *unsettled_.begin() >= end;
+  }
+  IoStats stats() const;
+  // Throws std::invalid_argument for a fault that does nothing.
+  void inject(const Fault& fault);
+  // Aborts if an invariant does not hold; see base/check.h.
+  void check() const;
+
+ private:
+  double busy_seconds() const;  // since busy_since_
+  using Backlog = std::deque<std::shared_ptr<Operation>>;
+
+  void launch_all();
+  bool launch_next();
+  Backlog* backlog();
+  bool retry(Block& block);
+  void enqueue(Block& block);
+  std::int64_t with_faults(IoKind kind, std::int64_t result);
+  void judge(Block& block, std::int64_t result);
+  void continue_short(Block& block, std::size_t got);
+  void fail(Block& block, int error, std::size_t got_bytes);
+  void release(Block& block);
+  void settle_if_finished(Operation& op);
+
+  const std::size_t block_bytes_;
+  Condition& settled_;
+  std::vector<Block> blocks_;
+  std::vector<Block*> free_;
+  // Blocks to be taken, oldest first, linked by `next`.
+  Block* first_ = nullptr;
+  Block* last_ = nullptr;
+  std::size_t queued_ = 0;
+  Block* resting_ = nullptr;
+  std::size_t transferring_ = 0;
+  int lost_error_ = 0;
+  // Operations with bytes not yet in flight, those of IoTurn::next and those of IoTurn::idle.
+  Backlog next_, idle_;
+  std::set<std::uint64_t> unsettled_;  // serial numbers
+  std::uint64_t next_serial_ = 0;
+  Faults<Fault> read_faults_, write_faults_;
+  IoStats stats_;
+  std::chrono::steady_clock::time_point busy_since_;  // when blocks began to be in flight
+};
+
+}  // namespace hetero

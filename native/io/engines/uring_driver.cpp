@@ -1,0 +1,381 @@
+#include "io/engines/uring_driver.h"
+
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "base/quiet_thread.h"
+#include "memory/huge_page.h"
+
+namespace hetero {
+
+namespace {
+
+// How a ring may be set up, best first; a kernel that does not know one refuses it with EINVAL.
+// The thread that submits is the one that waits, so its completions need no interrupt
+// (COOP_TASKRUN, Linux 5.19) and may be left until it waits (DEFER_TASKRUN, 6.1, which wants the
+// one issuer declared; the ring is enabled by it). IOPOLL is not among them: it refuses files
+// without O_DIRECT and devices without poll queues, and keeps a core busy.
+struct Setup {
+  const char* name;
+  unsigned flags;
+};
+constexpr Setup kSetups[] = {
+#ifdef IORING_SETUP_DEFER_TASKRUN
+    {"defer", IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED},
+#endif
+#ifdef IORING_SETUP_COOP_TASKRUN
+    {"coop", IORING_SETUP_COOP_TASKRUN},
+#endif
+    {"plain", 0},
+};
+
+constexpr unsigned kBufferEntries = 4096;
+constexpr std::size_t kEntryBytes = std::size_t{1} << 30;  // the kernel's limit for one buffer
+
+// The completion of the bell; blocks use their slot's number.
+constexpr std::uint64_t kBell = ~std::uint64_t{0};
+
+// A submission refused for want of resources is tried again for about a second.
+constexpr unsigned kSubmitTries = 1000;
+constexpr std::chrono::milliseconds kSubmitPause{1};
+
+// Whether the kernel may do later what it refuses now.
+bool passing(int rc) { return rc == -EAGAIN || rc == -EBUSY || rc == -ENOMEM; }
+
+std::string reason(int error) {
+  return std::generic_category().message(error) + " (errno " + std::to_string(error) + ")";
+}
+
+std::string memlock_limit() {
+  rlimit limit;
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "unknown";
+  if (limit.rlim_cur == RLIM_INFINITY) return "unlimited";
+  return std::to_string(limit.rlim_cur) + " bytes";
+}
+
+// The first setup to try: the best one, or for comparisons the one that the environment names.
+const Setup* first_setup() {
+  // NOLINTNEXTLINE(concurrency-mt-unsafe): nothing here changes the environment
+  const char* const wanted = std::getenv("HETERO_URING_SETUP");
+  if (wanted == nullptr) return std::begin(kSetups);
+  const auto found =
+      std::ranges::find(kSetups, std::string(wanted), [](const Setup& s) { return s.name; });
+  if (found == std::end(kSetups)) {
+    throw std::invalid_argument("HETERO_URING_SETUP is \"" + std::string(wanted) +
+                                "\", which is none of this build's defer, coop and plain");
+  }
+  return found;
+}
+
+// Its descriptor.
+int open_ring(io_uring& ring, unsigned entries) {
+  int rc = -EINVAL;
+  for (const Setup* setup = first_setup(); rc == -EINVAL && setup != std::end(kSetups); ++setup) {
+    rc = io_uring_queue_init(entries, &ring, setup->flags);
+  }
+  if (rc < 0) {
+    throw std::system_error(-rc, std::generic_category(),
+                            "the kernel refuses io_uring (use the \"threads\" engine)");
+  }
+  return ring.ring_fd;
+}
+
+// The size of the entry that begins registered memory of `nbytes`. What ends in less than a huge
+// page has an entry of its own: the kernel keeps a buffer in large units only if all its pages are
+// of one size, and transfers of a buffer in small units are slower (measured: 5 % to 7 %).
+std::size_t first_entry_bytes(std::size_t nbytes) {
+  const std::size_t whole = nbytes - nbytes % kHugePageBytes;
+  return whole == 0 ? nbytes : std::min(kEntryBytes, whole);
+}
+
+}  // namespace
+
+std::unique_ptr<Driver> UringDriver::make(SharedQueue& shared, const IoOptions& options) {
+  return std::make_unique<UringDriver>(shared, options);
+}
+
+UringDriver::UringDriver(SharedQueue& shared, const IoOptions& options)
+    : shared_(shared),
+      // One entry more than blocks, for the bell: an entry is never missing.
+      ring_fd_(open_ring(ring_, options.queue_depth + 1)),
+      bell_(::eventfd(0, EFD_CLOEXEC)) {
+  // A child must not submit to its parent's ring.
+  io_uring_ring_dontfork(&ring_);
+  try {
+    if (bell_.get() < 0) throw std::system_error(errno, std::generic_category(), "no eventfd");
+    unsubmitted_.reserve(options.queue_depth + 1);
+    if (const int rc = io_uring_register_buffers_sparse(&ring_, kBufferEntries); rc < 0) {
+      const MutexLock lock(shared_.mutex);
+      shared_.note("registered buffers refused: " + reason(-rc));
+    } else {
+      registers_ = true;
+      const MutexLock registering(registering_);
+      for (unsigned index = kBufferEntries; index-- > 0;) free_entries_.push_back(index);
+    }
+    thread_ = quiet_thread("hetero-uring", [this] { work(); });
+  } catch (...) {
+    ring_fd_.release();
+    io_uring_queue_exit(&ring_);
+    throw;
+  }
+}
+
+void UringDriver::wake(std::size_t) {
+  shared_.mutex.assert_held();
+  if (!asleep_) return;  // it looks for blocks before it waits
+  asleep_ = false;
+  ring_bell();
+}
+
+void UringDriver::ring_bell() {
+  const std::uint64_t once = 1;
+  // Fails only if the counter is full, and then it has been rung.
+  [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &once, sizeof once);
+}
+
+void UringDriver::work() {
+  int rc = (ring_.flags & IORING_SETUP_R_DISABLED) != 0 ? io_uring_enable_rings(&ring_) : 0;
+  for (unsigned tries = 0; tries < kSubmitTries;) {
+    if (!prepare_all()) {
+      // Whoever has inherited the ring may keep it: its pins must not outlive this.
+      if (registers_) io_uring_unregister_buffers(&ring_);
+      return;
+    }
+    rc = io_uring_submit_and_wait(&ring_, 1);
+    if (rc >= 0) {
+      tries = 0;
+      unsubmitted_.erase(unsubmitted_.begin(), unsubmitted_.begin() + rc);
+    } else if (rc == -EINTR) {
+      tries = 0;
+    } else if (passing(rc)) {
+      ++tries;
+      std::this_thread::sleep_for(kSubmitPause);
+    } else {
+      break;
+    }
+  }
+  lose(-rc);
+}
+
+bool UringDriver::prepare_all() {
+  const MutexLock lock(shared_.mutex);
+  asleep_ = false;
+  reap();
+  if (Block* const resting = shared_.queue.begin_pause()) {
+    {
+      const MutexUnlock unlocked(shared_.mutex);
+      std::this_thread::sleep_for(kStallPause);
+    }
+    shared_.queue.end_pause(resting);
+  }
+  do_errand();
+  if (stopping_) return false;
+  arm_bell();
+  while (Block* const block = shared_.queue.take()) prepare(*block);
+  asleep_ = true;
+  return true;
+}
+
+void UringDriver::lose(int error) {
+  {
+    const MutexLock lock(shared_.mutex);
+    shared_.queue.lose(error);
+    // What the kernel was never given fails at once; to the rest it may still write.
+    for (const std::uint64_t user_data : unsubmitted_) {
+      if (user_data != kBell) shared_.queue.complete(shared_.queue.block(user_data), -error);
+    }
+    errand_done_.notify_all();
+  }
+  // Waiting submits nothing, so the kernel needs nothing for it that it could be short of.
+  for (unsigned tries = 0; tries < kSubmitTries;) {
+    {
+      const MutexLock lock(shared_.mutex);
+      reap();
+      if (shared_.queue.transferring() == 0) return;
+    }
+    io_uring_cqe* completion = nullptr;
+    const int rc = io_uring_wait_cqe(&ring_, &completion);
+    if (rc == 0 || rc == -EINTR) {
+      tries = 0;
+    } else if (passing(rc)) {
+      ++tries;
+      std::this_thread::sleep_for(kSubmitPause);
+    } else {
+      break;
+    }
+  }
+  const MutexLock lock(shared_.mutex);
+  shared_.queue.abandon(error);
+}
+
+void UringDriver::reap() {
+  io_uring_cqe* completion = nullptr;
+  unsigned head, seen = 0;
+  io_uring_for_each_cqe(&ring_, head, completion) {
+    ++seen;
+    if (completion->user_data == kBell) {
+      bell_armed_ = false;
+    } else {
+      shared_.queue.complete(shared_.queue.block(completion->user_data), completion->res);
+    }
+  }
+  io_uring_cq_advance(&ring_, seen);
+}
+
+io_uring_sqe* UringDriver::next_entry(std::uint64_t user_data) {
+  io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
+  unsubmitted_.push_back(user_data);
+  return entry;
+}
+
+void UringDriver::arm_bell() {
+  if (bell_armed_) return;
+  io_uring_sqe* const entry = next_entry(kBell);
+  io_uring_prep_read(entry, bell_.get(), &rung_, sizeof rung_, 0);
+  io_uring_sqe_set_data64(entry, kBell);
+  bell_armed_ = true;
+}
+
+void UringDriver::prepare(Block& block) {
+  io_uring_sqe* const entry = next_entry(block.index);
+  const int fd = block.file->fd.get();
+  const auto nbytes = static_cast<unsigned>(block.rest_bytes());
+  std::byte* const address = block.rest_address();
+  const BufferEntry* const buffer = buffer_of(address, nbytes);
+  const bool read = block.op->kind == IoKind::read;
+  if (buffer != nullptr) {
+    const auto index = static_cast<int>(buffer->index);
+    if (read) {
+      io_uring_prep_read_fixed(entry, fd, address, nbytes, block.rest_offset(), index);
+    } else {
+      io_uring_prep_write_fixed(entry, fd, address, nbytes, block.rest_offset(), index);
+    }
+  } else if (read) {
+    io_uring_prep_read(entry, fd, address, nbytes, block.rest_offset());
+  } else {
+    io_uring_prep_write(entry, fd, address, nbytes, block.rest_offset());
+  }
+  io_uring_sqe_set_data64(entry, block.index);
+}
+
+void UringDriver::do_errand() {
+  if (errand_ == nullptr) return;
+  Errand& errand = *std::exchange(errand_, nullptr);
+  {
+    const MutexUnlock unlocked(shared_.mutex);
+    errand.result = errand.run();
+  }
+  errand.done = true;
+  errand_done_.notify_all();
+}
+
+int UringDriver::in_ring_thread(std::function<int()> run) {
+  Errand errand{std::move(run)};
+  const MutexLock lock(shared_.mutex);
+  if (stopping_ || shared_.queue.lost()) return ECANCELED;
+  errand_ = &errand;
+  asleep_ = false;
+  ring_bell();
+  while (!errand.done && !shared_.queue.lost()) errand_done_.wait(shared_.mutex);
+  errand_ = nullptr;
+  return errand.done ? errand.result : ECANCELED;
+}
+
+void UringDriver::stop() {
+  {
+    const MutexLock lock(shared_.mutex);
+    stopping_ = true;
+    ring_bell();
+  }
+  thread_.join();
+  const MutexLock lock(registering_);
+  ring_fd_.release();
+  io_uring_queue_exit(&ring_);
+  bell_.reset();
+  registered_.clear();
+}
+
+const UringDriver::BufferEntry* UringDriver::buffer_of(std::byte* address,
+                                                       std::size_t nbytes) const {
+  auto next = buffers_.upper_bound(address);
+  if (next == buffers_.begin()) return nullptr;
+  const BufferEntry& buffer = std::prev(next)->second;
+  const auto into = static_cast<std::size_t>(address - buffer.begin);
+  return into < buffer.nbytes && nbytes <= buffer.nbytes - into ? &buffer : nullptr;
+}
+
+int UringDriver::update_entry(unsigned index, void* address, std::size_t nbytes) {
+  return in_ring_thread([&] {
+    const iovec part{address, nbytes};
+    const int rc = io_uring_register_buffers_update_tag(&ring_, index, &part, nullptr, 1);
+    return rc < 0 ? -rc : 0;
+  });
+}
+
+void UringDriver::clear_entries(const std::vector<BufferEntry>& entries) {
+  for (const BufferEntry& entry : entries) {
+    update_entry(entry.index, nullptr, 0);
+    free_entries_.push_back(entry.index);
+  }
+}
+
+bool UringDriver::register_memory(const Arena& arena) {
+  const MutexLock registering(registering_);
+  if (!registers_) return false;  // noted by the constructor
+  std::byte* const address = arena.address();
+  const std::size_t nbytes = arena.nbytes();
+  if (registered_.contains(address)) return true;
+#ifdef MADV_POPULATE_WRITE
+  // Pinning populates as well, but in the ring's thread, which has transfers to look after.
+  ::madvise(address, nbytes, MADV_POPULATE_WRITE);
+#endif
+  std::vector<BufferEntry> entries;
+  for (std::size_t done = 0; done < nbytes;) {
+    std::string refusal = "no free entries";
+    if (!free_entries_.empty()) {
+      const BufferEntry entry{address + done, first_entry_bytes(nbytes - done),
+                              free_entries_.back()};
+      const int error = update_entry(entry.index, entry.begin, entry.nbytes);
+      if (error == 0) {
+        free_entries_.pop_back();
+        entries.push_back(entry);
+        done += entry.nbytes;
+        continue;
+      }
+      refusal = reason(error) + "; the locked-memory limit (ulimit -l) is " + memlock_limit();
+    }
+    clear_entries(entries);
+    const MutexLock lock(shared_.mutex);
+    shared_.note("registered buffers refused for " + std::to_string(nbytes) + " bytes: " + refusal);
+    return false;
+  }
+  const MutexLock lock(shared_.mutex);
+  for (const BufferEntry& entry : entries) buffers_.emplace(entry.begin, entry);
+  registered_.emplace(address, Registration{arena.pin(), std::move(entries)});
+  return true;
+}
+
+void UringDriver::unregister_memory(const Arena& arena) {
+  const MutexLock registering(registering_);
+  const auto found = registered_.find(arena.address());
+  if (found == registered_.end()) return;
+  {
+    const MutexLock lock(shared_.mutex);
+    for (const BufferEntry& entry : found->second.entries) buffers_.erase(entry.begin);
+    shared_.wait_for_earlier();
+  }
+  clear_entries(found->second.entries);
+  registered_.erase(found);
+}
+
+}  // namespace hetero

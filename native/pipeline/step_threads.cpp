@@ -1,0 +1,279 @@
+// The step pipeline's two threads: the stager and the updater.
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "base/worker_pool.h"
+#include "pipeline/step_pipeline.h"
+
+namespace hetero {
+namespace {
+
+// Adds the time a scope takes to a figure.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
+  ~Stopwatch() {
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& seconds_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// Throws where an update computes: on whichever of the pool's threads gets there first.
+void fail_in_pool(std::int64_t key) {
+  WorkerPool::instance().run(WorkerPool::instance().threads(), [key](std::size_t) {
+    throw std::runtime_error("the update of tile " + std::to_string(key) + " was made to fail");
+  });
+}
+
+}  // namespace
+
+void StepPipeline::thread_main(void (StepPipeline::*loop)()) {
+  try {
+    (this->*loop)();
+  } catch (...) {
+    const MutexLock lock(mutex_);
+    fail(std::current_exception());
+  }
+}
+
+// --- the stager -----------------------------------------------------------------------------
+
+void StepPipeline::stage_tasks() {
+  const MutexLock lock(mutex_);
+  while (!stopping()) {
+    if ((queued_.empty() || policy_.reads_ahead_first()) && read_ahead()) continue;
+    if (queued_.empty() ||
+        (queued_.front().task.needs_buffer() && staged_with_buffers_ >= policy_.most_staged())) {
+      changed_.wait(mutex_);  // another task may be the first then
+    } else {
+      stage_first();
+    }
+  }
+}
+
+// Gives the first task its buffer and submits its reads; or nothing, if meanwhile the pipeline
+// stops or another task becomes the first.
+void StepPipeline::stage_first() {
+  if (queued_.front().task.needs_buffer()) {
+    const StepTask task = queued_.front().task;
+    Buffer* const buffer = acquire(task, queued_.front().place);
+    if (buffer == nullptr || stopping()) return;
+    // It stays in the queue until it is staged: it is one of those that waiters wait for.
+    queued_.hold_front();
+    const bool read_state = task.optim_state.in_file() && !buffer->keeps_optim_state;
+    const bool read_param = task.param.in_file() && !buffer->keeps_param;
+    const bool cacheable = task.optim_state.in_file() || task.param.in_file();
+    if (cacheable && !read_state && !read_param) {
+      ++(buffer->read_ahead ? stats_.ahead : stats_.hits);
+    }
+    buffer->read_ahead = false;
+    if (read_state) stats_.read_bytes += layout_.optim_state_bytes();
+    if (read_param) stats_.read_bytes += layout_.param_bytes();
+    if (task.grad.in_file()) stats_.read_bytes += layout_.grad_bytes();
+    {
+      const MutexUnlock unlocked(mutex_);
+      const auto read = [&](const Location& from, std::size_t at, std::size_t nbytes) {
+        buffer->reads.push_back(transfer(IoKind::read, *buffer, at, nbytes, from.file_offset));
+      };
+      if (read_state) read(task.optim_state, 0, layout_.optim_state_bytes());
+      if (read_param) read(task.param, layout_.param_at(), layout_.param_bytes());
+      if (task.grad.in_file()) read(task.grad, layout_.grad_at(), layout_.grad_bytes());
+    }
+    if (stopping()) return;
+    queued_.front().buffer = buffer;
+    ++staged_with_buffers_;
+  }
+  staged_.push_back(queued_.pop());
+  HETERO_CHECK(is_consistent());
+  changed_.notify_all();
+}
+
+// Takes one step of reading ahead; false if there is none to take before something changes.
+bool StepPipeline::read_ahead() {
+  const auto [next, buffer] = policy_.choose_read_ahead();
+  if (buffer == nullptr) return false;
+  if (buffer->dirty()) write_back(*buffer);
+  if (!settle(*buffer)) return true;
+  buffers_.rename(*buffer, next->key);
+  // (Under the lock, so that close() sees every read that was started.)
+  buffer->state = BufferState::reading;
+  buffer->read_ahead = true;
+  buffer->keeps_optim_state = next->optim_state.in_file();
+  buffer->keeps_param = next->param.in_file();
+  buffer->reads.clear();
+  if (buffer->keeps_optim_state) {
+    buffer->reads.push_back(transfer(IoKind::read, *buffer, 0, layout_.optim_state_bytes(),
+                                     next->optim_state.file_offset));
+    stats_.read_bytes += layout_.optim_state_bytes();
+  }
+  if (buffer->keeps_param) {
+    buffer->reads.push_back(transfer(IoKind::read, *buffer, layout_.param_at(),
+                                     layout_.param_bytes(), next->param.file_offset));
+    stats_.read_bytes += layout_.param_bytes();
+  }
+  return true;
+}
+
+// The buffer that keeps the content of the first task's key, or one to give up; nullptr if the
+// pipeline stops, or if another task becomes the first.
+Buffer* StepPipeline::acquire(const StepTask& task, QueuePlace place) {
+  Buffer* kept = nullptr;
+  for (;;) {
+    if (!is_first(place)) return nullptr;
+    kept = buffers_.find(task.key);
+    if (kept == nullptr) return take_another(task.key, place);
+    if (kept->state == BufferState::assigned) {
+      changed_.wait(mutex_);  // while an earlier task with the same key has it, the file is behind
+    } else if (kept->state == BufferState::reading && !kept->read_ahead) {
+      settle(*kept);  // its reads were cut off, for forget()
+    } else {
+      break;
+    }
+  }
+  if (kept->dirty() && kept->dirty_at != task.optim_state.file_offset) {
+    throw std::logic_error(
+        "StepTask " + std::to_string(task.key) +
+        ": its optimizer state was moved while a buffer keeps what belongs to offset " +
+        std::to_string(kept->dirty_at) + "; call forget() before moving it");
+  }
+  // (The updater waits for the writes of a kept buffer, and for what is still being read ahead;
+  // reads of other parts may start now.)
+  if (kept->state != BufferState::reading) kept->reads.clear();
+  kept->state = BufferState::assigned;
+  return kept;
+}
+
+// A buffer for the content of `key`, which none has; nullptr as from acquire().
+Buffer* StepPipeline::take_another(std::int64_t key, QueuePlace place) {
+  while (is_first(place)) {
+    const auto [buffer, dirty] = policy_.choose(place);
+    if (buffer == nullptr) {
+      for (Buffer* each : dirty) write_back(*each);
+      if (dirty.empty()) changed_.wait(mutex_);
+      continue;
+    }
+    if (buffer->dirty()) write_back(*buffer);
+    if (settle(*buffer)) {
+      buffers_.rename(*buffer, key);
+      buffer->state = BufferState::assigned;
+      buffer->reads.clear();
+      return buffer;
+    }
+  }
+  return nullptr;
+}
+
+// --- the updater ----------------------------------------------------------------------------
+
+void StepPipeline::update_tasks() {
+  CallerCpu cpu;
+  const MutexLock lock(mutex_);
+  for (;;) {
+    while (!stopping() && queued_.empty() && staged_.empty()) changed_.wait(mutex_);
+    {
+      const Stopwatch watch(stats_.write_wait_s);
+      while (!stopping() && staged_.empty()) changed_.wait(mutex_);
+    }
+    if (stopping()) return;
+    current_ = std::move(staged_.front());
+    staged_.pop_front();
+    Buffer* const buffer = current_->buffer;
+    if (buffer != nullptr) --staged_with_buffers_;
+    changed_.notify_all();  // the stager may read for one task more
+
+    if (!wait_for_transfers(buffer)) return;
+    while (!stopping() && updates_until_hold_ == 0U) changed_.wait(mutex_);
+    if (stopping()) return;
+    if (updates_until_hold_) --*updates_until_hold_;
+    if (updates_until_fault_ && (*updates_until_fault_)-- == 0) {
+      const std::int64_t key = current_->task.key;
+      const MutexUnlock unlocked(mutex_);
+      fail_in_pool(key);
+    }
+
+    // From here to the submission of the writes nothing stops the task: half of an update in RAM
+    // and the other half not in the file would be worse than none.
+    double adam_s = 0;
+    const Work& work = *current_;
+    {
+      const MutexUnlock unlocked(mutex_);
+      cpu.follow();
+      const Stopwatch watch(adam_s);
+      update(work);
+    }
+    stats_.adam_s += adam_s;
+    ++stats_.tasks;
+    if (buffer != nullptr) submit_writes(work.task, *buffer);
+    const auto unfinished = unfinished_.find(work.task.key);  // none after a failure
+    if (unfinished != unfinished_.end() && --unfinished->second == 0) unfinished_.erase(unfinished);
+    current_.reset();
+    HETERO_CHECK(stopping() || is_consistent());
+    changed_.notify_all();
+  }
+}
+
+// Waits without the lock for a task's reads, and for the writes of what its buffer kept before;
+// false if the pipeline stops.
+bool StepPipeline::wait_for_transfers(Buffer* buffer) {
+  double read_wait_s = 0, write_wait_s = 0;
+  if (buffer != nullptr) {
+    const MutexUnlock unlocked(mutex_);
+    {
+      const Stopwatch watch(read_wait_s);
+      for (const auto& read : buffer->reads) read->wait();
+    }
+    const Stopwatch watch(write_wait_s);
+    for (const auto& write : buffer->writes) write->wait();
+  }
+  stats_.read_wait_s += read_wait_s;
+  stats_.write_wait_s += write_wait_s;
+  if (stopping()) return false;
+  if (buffer != nullptr) buffer->writes.clear();
+  return true;
+}
+
+void StepPipeline::update(const Work& work) const {
+  const StepTask& task = work.task;
+  const auto part = [&](const Location& location, std::size_t at) {
+    return location.in_file() ? work.buffer->memory + at : location.address;
+  };
+  char* const optim_state = part(task.optim_state, 0);
+  char* const param = part(task.param, layout_.param_at());
+  char* const grad = part(task.grad, layout_.grad_at());
+  UpdateArrays whole = {.param = param, .grad = grad, .master = optim_state};
+  for (std::size_t i = 0; i < layout_.kind.states(); ++i) {
+    whole.states[i] = optim_state + layout_.state_at(i);
+  }
+  std::vector<UpdateSlice> slices;
+  slices.reserve(task.segments.size());
+  for (const auto& [first, numel, hyper, index] : task.segments) {
+    slices.push_back(
+        {advanced(whole, layout_.kind, first), numel, (*work.constants)[hyper], index});
+  }
+  hetero::update(layout_.kind, slices);
+}
+
+// With the lock held, so that close() sees every write that was started.
+void StepPipeline::submit_writes(const StepTask& task, Buffer& buffer) {
+  buffer.keeps_optim_state = task.optim_state.in_file();
+  buffer.keeps_param = task.param.in_file();
+  if (buffer.keeps_optim_state) {
+    buffer.dirty_at = task.optim_state.file_offset;
+    if (policy_.writes_at_once(buffer.key)) submit_state_write(buffer);
+  }
+  if (buffer.keeps_param) {
+    submit_write(buffer, layout_.param_at(), layout_.param_bytes(), task.param.file_offset);
+  }
+  buffer.state = buffer.writes.empty() ? BufferState::idle : BufferState::writing;
+  buffers_.touch(buffer);
+}
+
+}  // namespace hetero

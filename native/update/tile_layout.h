@@ -1,0 +1,36 @@
+// Where the parts of a tile are.
+//
+// An optimizer state is laid out as [master | state 0 | state 1], a buffer as
+// [optimizer state | param | grad]; every part is as long as a whole tile.
+#pragma once
+
+#include <cstddef>
+
+#include "update/update_kind.h"
+
+namespace hetero {
+
+// What all tiles of a pipeline have in common, and where the parts of a buffer are, in bytes.
+struct TileLayout {
+  // Throws std::invalid_argument unless tile_numel is a positive multiple of 2048, which makes
+  // every part a multiple of a page and so fit for direct I/O.
+  TileLayout(const UpdateKind& kind, std::size_t tile_numel, bool param_in_file, bool grad_in_file);
+
+  std::size_t state_bytes() const { return tile_numel * element_bytes(kind.state_dtype); }
+  std::size_t state_at(std::size_t i) const {
+    return tile_numel * master_bytes(kind.dtype) + i * state_bytes();
+  }
+  std::size_t optim_state_bytes() const { return state_at(kind.states()); }
+  std::size_t param_bytes() const { return tile_numel * element_bytes(kind.dtype); }
+  std::size_t grad_bytes() const { return tile_numel * element_bytes(kind.grad_dtype); }
+  std::size_t param_at() const { return optim_state_bytes(); }
+  std::size_t grad_at() const { return param_at() + (param_in_file ? param_bytes() : 0); }
+  std::size_t buffer_bytes() const { return grad_at() + (grad_in_file ? grad_bytes() : 0); }
+
+  UpdateKind kind;
+  std::size_t tile_numel;
+  bool param_in_file;  // buffers have room for parameters
+  bool grad_in_file;
+};
+
+}  // namespace hetero
