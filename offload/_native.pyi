@@ -75,11 +75,11 @@ class Arena:
     @property
     def address(self) -> int: ...
     def export(
-        self, offset: int, nbytes: int, leases: Leases | None = None, slot: int = 0
+        self, offset: int, nbytes: int, pins: Pins | None = None, slot: int = 0
     ) -> object:
         """DLPack capsule of uint8[nbytes] at `offset`; torch.from_dlpack makes a tensor of it.
 
-        With `leases` the count of `slot` is raised now and lowered when the last tensor that
+        With `pins` the count of `slot` is raised now and lowered when the last tensor that
         views the memory dies (on whichever thread that happens, without the GIL).
         """
     @staticmethod
@@ -95,19 +95,19 @@ class Arena:
 
         Nothing here touches it. Raises ValueError for zero bytes or address 0."""
     @property
-    def transfers(self) -> Leases:
+    def transfers(self) -> Pins:
         """How many transfers of an IoEngine or a Link use each slot now, whoever has the handle."""
     def wipe_on_fork(self, offset: int, nbytes: int) -> None:
         """A child that is forked from now on reads zeros from the pages of the range.
 
-        For pages that the kernel or a device has pinned: fork() would copy them at once. Nothing
+        For pages that are page-locked: fork() would copy them at once. Nothing
         for over()'s. Raises ValueError for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.
 
         Raises RuntimeError for over()'s."""
 
-class Leases:
+class Pins:
     """Atomic counters: how many live exports (or transfers) hold each slot."""
 
     def __init__(self, slots: int) -> None: ...

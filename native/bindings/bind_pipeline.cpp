@@ -64,7 +64,7 @@ std::unique_ptr<BoundPipeline> make_pipeline(std::shared_ptr<IoEngine> engine, i
   return std::make_unique<BoundPipeline>(
       std::move(engine), file, memory, arena == nullptr ? 0 : arena->nbytes(), buffers,
       PieceLayout(kind, piece_numel, param_in_file, grad_in_file),
-      arena == nullptr ? nullptr : arena->pin());
+      arena == nullptr ? nullptr : arena->hold_pages());
 }
 
 py::dict stats_dict(const BoundPipeline& pipeline) {

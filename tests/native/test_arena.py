@@ -1,4 +1,4 @@
-"""native/arena: mapped memory, its exports as tensors, and the leases they hold."""
+"""native/arena: mapped memory, its exports as tensors, and the pins they hold."""
 
 import gc
 import mmap
@@ -33,9 +33,9 @@ def resident_bytes(address: int, nbytes: int) -> int:
     return total
 
 
-def view(arena, offset=0, nbytes=None, leases=None, slot=0):
+def view(arena, offset=0, nbytes=None, pins=None, slot=0):
     nbytes = arena.nbytes - offset if nbytes is None else nbytes
-    return torch.from_dlpack(arena.export(offset, nbytes, leases, slot))
+    return torch.from_dlpack(arena.export(offset, nbytes, pins, slot))
 
 
 @pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE, HUGE - 1, HUGE, 3 * HUGE + 5])
@@ -127,75 +127,75 @@ def test_export_and_discard_outside_are_refused(offset, nbytes):
         arena.discard(offset, nbytes)
 
 
-def test_leases_follow_the_last_view():
-    arena, leases = _native.Arena(1 << 16), _native.Leases(3)
-    assert len(leases) == 3
-    first = view(arena, 0, 64, leases, 1)
-    second = view(arena, 64, 64, leases, 1)
-    assert [leases[i] for i in range(3)] == [0, 2, 0]
+def test_pins_follow_the_last_view():
+    arena, pins = _native.Arena(1 << 16), _native.Pins(3)
+    assert len(pins) == 3
+    first = view(arena, 0, 64, pins, 1)
+    second = view(arena, 64, 64, pins, 1)
+    assert [pins[i] for i in range(3)] == [0, 2, 0]
     part = first.view(torch.float32)[3:]
     del first
-    assert leases[1] == 2
+    assert pins[1] == 2
     del part
-    assert leases[1] == 1
+    assert pins[1] == 1
     del second
-    assert leases[1] == 0
+    assert pins[1] == 0
 
 
-def test_capsule_that_is_never_consumed_gives_its_lease_back():
-    arena, leases = _native.Arena(4096), _native.Leases(1)
-    capsule = arena.export(0, 16, leases, 0)
-    assert leases[0] == 1
+def test_capsule_that_is_never_consumed_gives_its_pin_back():
+    arena, pins = _native.Arena(4096), _native.Pins(1)
+    capsule = arena.export(0, 16, pins, 0)
+    assert pins[0] == 1
     del capsule
-    assert leases[0] == 0
+    assert pins[0] == 0
 
 
-def test_leases_outside_are_refused():
-    arena, leases = _native.Arena(4096), _native.Leases(2)
+def test_pins_outside_are_refused():
+    arena, pins = _native.Arena(4096), _native.Pins(2)
     with pytest.raises(IndexError):
-        leases[2]
+        pins[2]
     with pytest.raises(IndexError):
-        arena.export(0, 16, leases, 2)
+        arena.export(0, 16, pins, 2)
 
 
-def test_leases_end_in_autograd_and_on_other_threads():
-    arena, leases = _native.Arena(1 << 16), _native.Leases(1)
-    saved = view(arena, 0, 64, leases).view(torch.float32)
+def test_pins_end_in_autograd_and_on_other_threads():
+    arena, pins = _native.Arena(1 << 16), _native.Pins(1)
+    saved = view(arena, 0, 64, pins).view(torch.float32)
     weight = torch.ones(16, requires_grad=True)
     loss = (weight * saved).sum()
     del saved
-    assert leases[0] == 1  # autograd keeps it
+    assert pins[0] == 1  # autograd keeps it
     loss.backward()
-    assert leases[0] == 0
+    assert pins[0] == 0
 
-    held = [view(arena, 0, 64, leases)]
+    held = [view(arena, 0, 64, pins)]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    assert leases[0] == 0
+    assert pins[0] == 0
 
 
-def test_lease_count_is_atomic():
-    arena, leases = _native.Arena(1 << 16), _native.Leases(1)
+def test_pin_count_is_atomic():
+    arena, pins = _native.Arena(1 << 16), _native.Pins(1)
 
     def churn():
         for _ in range(2000):
-            view(arena, 0, 64, leases)
+            view(arena, 0, 64, pins)
 
     threads = [threading.Thread(target=churn) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert leases[0] == 0
+    assert pins[0] == 0
 
 
 def test_memory_outlives_the_arena():
     arena = _native.Arena(8 * HUGE)
-    leases = _native.Leases(1)
-    tensor = view(arena, 0, arena.nbytes, leases)
-    counts = leases
-    del arena, leases
+    pins = _native.Pins(1)
+    tensor = view(arena, 0, arena.nbytes, pins)
+    counts = pins
+    del arena, pins
     gc.collect()
     tensor.fill_(9)
     assert int(tensor[-1]) == 9
@@ -233,15 +233,15 @@ class TestOthersMemory:
     def test_tensors_keep_the_owner_alive(self):
         block = torch.arange(64, dtype=torch.uint8)
         alive = weakref.ref(block)
-        arena, leases = self.over(block), _native.Leases(2)
+        arena, pins = self.over(block), _native.Pins(2)
         assert (arena.address, arena.nbytes) == (block.data_ptr(), 64)
-        view = torch.from_dlpack(arena.export(16, 8, leases, 1))
+        view = torch.from_dlpack(arena.export(16, 8, pins, 1))
         del block, arena
         assert alive() is not None
         assert view.tolist() == list(range(16, 24))
-        assert leases[1] == 1
+        assert pins[1] == 1
         del view
-        assert leases[1] == 0
+        assert pins[1] == 0
         assert alive() is None
 
     def test_the_last_tensor_may_die_in_any_thread(self):

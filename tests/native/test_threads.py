@@ -48,9 +48,9 @@ def threads_as_before() -> Iterator[None]:
 def transfer(engine: _native.IoEngine, file: int, offset: int) -> None:
     """Writes and reads a region that nobody else uses, in memory registered now and then."""
     arena = _native.Arena(REGION)
-    leases = _native.Leases(1)
+    pins = _native.Pins(1)
     for number in range(ROUNDS):
-        tensor = torch.from_dlpack(arena.export(0, REGION, leases, 0))
+        tensor = torch.from_dlpack(arena.export(0, REGION, pins, 0))
         tensor.fill_(number)
         if number % 2:
             engine.register(arena)
@@ -63,9 +63,9 @@ def transfer(engine: _native.IoEngine, file: int, offset: int) -> None:
         assert bool((tensor == number).all())
         engine.unregister(arena)
         assert engine.stats["errors"] == 0
-        assert leases[0] == 1
+        assert pins[0] == 1
         del tensor
-        assert leases[0] == 0
+        assert pins[0] == 0
         arena.discard(0, REGION)
 
 
