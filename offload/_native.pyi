@@ -106,7 +106,7 @@ class Arena:
     def wipe_on_fork(self, offset: int, nbytes: int) -> None:
         """A child that is forked from now on reads zeros from the pages of the range.
 
-        For pages that the kernel or a device has pinned: fork() would copy them at once. Nothing
+        For pages that are page-locked: fork() would copy them at once. Nothing
         for over()'s. Raises ValueError for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.

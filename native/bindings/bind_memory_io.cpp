@@ -1,4 +1,4 @@
-// Arena, Leases, IoEngine and IoOp as Python sees them, and the exceptions of failed transfers.
+// Arena, Pins, IoEngine and IoOp as Python sees them, and the exceptions of failed transfers.
 #include <pybind11/stl.h>
 
 #include <exception>
@@ -19,8 +19,8 @@ namespace hetero {
 namespace {
 
 py::object export_capsule(const Arena& arena, std::size_t offset, std::size_t nbytes,
-                          std::shared_ptr<Leases> leases, std::size_t slot) {
-  dlpack::ManagedTensor* managed = arena.export_tensor(offset, nbytes, std::move(leases), slot);
+                          std::shared_ptr<Pins> pins, std::size_t slot) {
+  dlpack::ManagedTensor* managed = arena.export_tensor(offset, nbytes, std::move(pins), slot);
   managed->deleter = [](dlpack::ManagedTensor* self) {
     // Unmapping takes long; letting go of the GIL whenever any tensor dies would, too.
     std::shared_ptr<const void> memory = Arena::end_export(self);
@@ -78,11 +78,11 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
 }
 
 void bind_memory(py::module_& module) {
-  py::class_<Leases, std::shared_ptr<Leases>>(module, "Pins")
+  py::class_<Pins, std::shared_ptr<Pins>>(module, "Pins")
       .def(py::init<std::size_t>(), py::arg("slots"))
-      .def("__len__", &Leases::size)
-      .def("__getitem__", &Leases::count, py::arg("slot"))
-      .def("in_use", &Leases::in_use);
+      .def("__len__", &Pins::size)
+      .def("__getitem__", &Pins::count, py::arg("slot"))
+      .def("in_use", &Pins::in_use);
 
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init([](std::size_t nbytes, std::size_t slot_bytes) {

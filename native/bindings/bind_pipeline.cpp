@@ -59,7 +59,7 @@ PipelineHolder make_pipeline(std::shared_ptr<IoEngine> engine, int file, const A
   return PipelineHolder(new StepPipeline(std::move(engine), file, memory,
                                          arena == nullptr ? 0 : arena->nbytes(), buffers,
                                          TileLayout(kind, tile_numel, param_in_file, grad_in_file),
-                                         arena == nullptr ? nullptr : arena->pin()));
+                                         arena == nullptr ? nullptr : arena->hold_pages()));
 }
 
 py::dict stats_dict(const StepPipeline& pipeline) {

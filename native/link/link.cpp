@@ -253,15 +253,6 @@ void Link::abandon(LinkOp& op) noexcept {
   }
 }
 
-void Link::abandon(LinkOp& op) noexcept {
-  if (::getpid() != owner_) return;
-  try {
-    cancel(op);
-    op.wait();
-  } catch (...) {  // Nobody wants to know how it ended.
-  }
-}
-
 LinkStats Link::stats() const {
   return {way(LinkDirection::h2d).stats(), way(LinkDirection::d2h).stats()};
 }

@@ -52,26 +52,25 @@ void* map_anonymous(std::size_t nbytes) {
 
 }  // namespace
 
-Leases::Leases(std::size_t slots)
-    : slots_(slots), counts_(new std::atomic<std::int64_t>[slots]()) {}
+Pins::Pins(std::size_t slots) : slots_(slots), counts_(new std::atomic<std::int64_t>[slots]()) {}
 
-std::atomic<std::int64_t>& Leases::counter(std::size_t slot) const {
+std::atomic<std::int64_t>& Pins::counter(std::size_t slot) const {
   if (slot >= slots_) {
     throw std::out_of_range("slot " + std::to_string(slot) + " of " + std::to_string(slots_));
   }
   return counts_[slot];
 }
 
-std::int64_t Leases::count(std::size_t slot) const {
+std::int64_t Pins::count(std::size_t slot) const {
   return counter(slot).load(std::memory_order_acquire);
 }
 
-void Leases::take(std::size_t slot) { counter(slot).fetch_add(1, std::memory_order_relaxed); }
+void Pins::take(std::size_t slot) { counter(slot).fetch_add(1, std::memory_order_relaxed); }
 
 // Release: what the last holder wrote is visible to whoever sees the count fall.
-void Leases::drop(std::size_t slot) { counter(slot).fetch_sub(1, std::memory_order_release); }
+void Pins::drop(std::size_t slot) { counter(slot).fetch_sub(1, std::memory_order_release); }
 
-std::vector<std::size_t> Leases::in_use() const {
+std::vector<std::size_t> Pins::in_use() const {
   std::vector<std::size_t> found;
   for (std::size_t slot = 0; slot < slots_; ++slot) {
     if (count(slot) != 0) found.push_back(slot);
@@ -79,7 +78,7 @@ std::vector<std::size_t> Leases::in_use() const {
   return found;
 }
 
-// The memory, and how many transfers and pins use it. A registry has all that are alive.
+// The memory, and how many transfers and page holders use it. A registry has all that are alive.
 struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
   Mapping(std::size_t wanted, std::size_t slot_bytes_or_0)
       : nbytes(round_up(wanted, page_bytes())), slot_bytes(slot_bytes_or_0), ours(true) {
@@ -155,8 +154,8 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
   std::byte* base = nullptr;
   const dlpack::Device device = {dlpack::kCpu, 0};
   std::function<void()> release_others;  // of memory that was not mapped here
-  std::atomic<int> pins{0};
-  std::shared_ptr<Leases> transfers;  // by slot
+  std::atomic<int> page_holders{0};
+  std::shared_ptr<Pins> transfers;  // by slot
 
  private:
   struct Registry {
@@ -178,7 +177,7 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
 
   void count_slots() {
     if (slot_bytes == 0) slot_bytes = nbytes;
-    transfers = std::make_shared<Leases>((nbytes - 1) / slot_bytes + 1);
+    transfers = std::make_shared<Pins>((nbytes - 1) / slot_bytes + 1);
   }
 };
 
@@ -187,7 +186,7 @@ struct Arena::Export {
   std::int64_t shape;
   std::int64_t stride;
   std::shared_ptr<Mapping> mapping;
-  std::shared_ptr<Leases> leases;
+  std::shared_ptr<Pins> pins;
   std::size_t slot;
 };
 
@@ -216,8 +215,7 @@ void Arena::check_range(std::size_t offset, std::size_t nbytes) const {
 }
 
 dlpack::ManagedTensor* Arena::export_tensor(std::size_t offset, std::size_t nbytes,
-                                            std::shared_ptr<Leases> leases,
-                                            std::size_t slot) const {
+                                            std::shared_ptr<Pins> pins, std::size_t slot) const {
   check_range(offset, nbytes);
 
   auto holder = std::make_unique<Export>();
@@ -225,8 +223,8 @@ dlpack::ManagedTensor* Arena::export_tensor(std::size_t offset, std::size_t nbyt
   holder->stride = 1;
   holder->mapping = mapping_;
   holder->slot = slot;
-  if (leases) leases->take(slot);
-  holder->leases = std::move(leases);
+  if (pins) pins->take(slot);
+  holder->pins = std::move(pins);
   holder->managed.tensor = {.data = mapping_->base + offset,
                             .device = mapping_->device,
                             .ndim = 1,
@@ -239,7 +237,7 @@ dlpack::ManagedTensor* Arena::export_tensor(std::size_t offset, std::size_t nbyt
   return &holder.release()->managed;
 }
 
-std::shared_ptr<const Leases> Arena::transfers() const { return mapping_->transfers; }
+std::shared_ptr<const Pins> Arena::transfers() const { return mapping_->transfers; }
 
 void Arena::wipe_on_fork(std::size_t offset, std::size_t nbytes) const {
   check_range(offset, nbytes);
@@ -252,7 +250,7 @@ void Arena::wipe_on_fork(std::size_t offset, std::size_t nbytes) const {
 
 std::shared_ptr<const void> Arena::end_export(dlpack::ManagedTensor* tensor) {
   const std::unique_ptr<Export> done(static_cast<Export*>(tensor->manager_context));
-  if (done->leases) done->leases->drop(done->slot);
+  if (done->pins) done->pins->drop(done->slot);
   return std::move(done->mapping);
 }
 
@@ -263,7 +261,7 @@ void Arena::discard(std::size_t offset, std::size_t nbytes) {
   }
   // A registered buffer holds the physical pages: after a discard the transfers would go to the
   // old pages and the program would read the new ones.
-  if (mapping_->pins.load(std::memory_order_acquire) != 0) {
+  if (mapping_->page_holders.load(std::memory_order_acquire) != 0) {
     throw std::logic_error("the arena is registered with an I/O engine: unregister it first");
   }
   const std::size_t begin = round_up(offset, page_bytes());
@@ -274,10 +272,10 @@ void Arena::discard(std::size_t offset, std::size_t nbytes) {
   }
 }
 
-std::shared_ptr<const void> Arena::pin() const {
-  mapping_->pins.fetch_add(1, std::memory_order_acq_rel);
+std::shared_ptr<const void> Arena::hold_pages() const {
+  mapping_->page_holders.fetch_add(1, std::memory_order_acq_rel);
   return {mapping_->base, [mapping = mapping_](const void*) {
-            mapping->pins.fetch_sub(1, std::memory_order_acq_rel);
+            mapping->page_holders.fetch_sub(1, std::memory_order_acq_rel);
           }};
 }
 

@@ -1,9 +1,9 @@
 // Memory that is exported piecewise as tensors: an anonymous mapping of the host's, or what
-// somebody else has, on a device say.
+// another library has allocated, on a device for example.
 //
-// Vocabulary: a *lease* is one live export that holds a slot; a *transfer* is an operation that
-// reads or writes slots in the background; a *pin* is a user of the physical pages (a registered
-// buffer) that would go on using the old pages if they were discarded.
+// Vocabulary: a *pin* is one live export that holds a slot; a *transfer* is an operation that reads
+// or writes slots in the background; a *page holder* (a registered buffer) uses the physical pages,
+// and would go on using the old ones if they were discarded. Page-locked memory is called that.
 #pragma once
 
 #include <atomic>
@@ -18,9 +18,9 @@
 namespace hetero {
 
 // Atomic counters: how many live exports hold each slot.
-class Leases {
+class Pins {
  public:
-  explicit Leases(std::size_t slots);
+  explicit Pins(std::size_t slots);
   std::size_t size() const { return slots_; }
   // The accessors throw std::out_of_range for a slot that does not exist.
   std::int64_t count(std::size_t slot) const;
@@ -37,7 +37,7 @@ class Leases {
 };
 
 // Memory of a fixed size. What it maps itself is anonymous and page-aligned, huge pages advised,
-// populated on first touch. The memory lives until the arena and everything exported or pinned from
+// populated on first touch. The memory lives until the arena and everything exported or held from
 // it are gone.
 class Arena {
  public:
@@ -53,17 +53,17 @@ class Arena {
   std::size_t nbytes() const;  // what it maps itself is rounded up to the page size
   std::byte* address() const;
 
-  // A uint8[nbytes] tensor at `offset` that keeps the memory alive. With `leases`, `slot` is held
+  // A uint8[nbytes] tensor at `offset` that keeps the memory alive. With `pins`, `slot` is held
   // until the deleter runs, which may be on any thread.
   dlpack::ManagedTensor* export_tensor(std::size_t offset, std::size_t nbytes,
-                                       std::shared_ptr<Leases> leases, std::size_t slot) const;
+                                       std::shared_ptr<Pins> pins, std::size_t slot) const;
 
   // How many transfers use each slot now.
-  std::shared_ptr<const Leases> transfers() const;
+  std::shared_ptr<const Pins> transfers() const;
 
   // A child that is forked from now on reads zeros from the pages that overlap the range. For pages
-  // that the kernel has pinned, which it would otherwise copy for the child, one by one, during the
-  // fork. Nothing for memory that is somebody else's.
+  // that the kernel has page-locked, which it would otherwise copy for the child, one by one,
+  // during the fork. Nothing for memory that is somebody else's.
   void wipe_on_fork(std::size_t offset, std::size_t nbytes) const;
 
   // What the deleter of an exported tensor does, but for giving back the memory: its caller may let
@@ -71,11 +71,11 @@ class Arena {
   static std::shared_ptr<const void> end_export(dlpack::ManagedTensor* tensor);
 
   // Gives the pages wholly inside the range back to the system; they read zero afterwards.
-  // Throws std::logic_error while the arena is pinned, and for memory that is somebody else's.
+  // Throws std::logic_error while its pages are held, and for memory that is somebody else's.
   void discard(std::size_t offset, std::size_t nbytes);
 
   // Keeps the memory mapped, and its pages in place, for as long as the result lives.
-  std::shared_ptr<const void> pin() const;
+  std::shared_ptr<const void> hold_pages() const;
 
  private:
   friend class Span;

@@ -127,7 +127,7 @@ def test_export_and_discard_outside_are_refused(offset, nbytes):
         arena.discard(offset, nbytes)
 
 
-def test_leases_follow_the_last_view():
+def test_pins_follow_the_last_view():
     arena, pins = _native.Arena(1 << 16), _native.Pins(3)
     assert len(pins) == 3
     first = view(arena, 0, 64, pins, 1)
@@ -142,7 +142,7 @@ def test_leases_follow_the_last_view():
     assert pins[1] == 0
 
 
-def test_capsule_that_is_never_consumed_gives_its_lease_back():
+def test_capsule_that_is_never_consumed_gives_its_pin_back():
     arena, pins = _native.Arena(4096), _native.Pins(1)
     capsule = arena.export(0, 16, pins, 0)
     assert pins[0] == 1
@@ -150,7 +150,7 @@ def test_capsule_that_is_never_consumed_gives_its_lease_back():
     assert pins[0] == 0
 
 
-def test_leases_outside_are_refused():
+def test_pins_outside_are_refused():
     arena, pins = _native.Arena(4096), _native.Pins(2)
     with pytest.raises(IndexError):
         pins[2]
@@ -158,7 +158,7 @@ def test_leases_outside_are_refused():
         arena.export(0, 16, pins, 2)
 
 
-def test_leases_end_in_autograd_and_on_other_threads():
+def test_pins_end_in_autograd_and_on_other_threads():
     arena, pins = _native.Arena(1 << 16), _native.Pins(1)
     saved = view(arena, 0, 64, pins).view(torch.float32)
     weight = torch.ones(16, requires_grad=True)
@@ -175,7 +175,7 @@ def test_leases_end_in_autograd_and_on_other_threads():
     assert pins[0] == 0
 
 
-def test_lease_count_is_atomic():
+def test_pin_count_is_atomic():
     arena, pins = _native.Arena(1 << 16), _native.Pins(1)
 
     def churn():

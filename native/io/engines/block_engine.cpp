@@ -47,7 +47,7 @@ bool BlockEngine::register_memory(const Arena& arena) {
     const MutexLock lock(shared_.mutex);
     require_open();
   }
-  // Before the kernel pins the pages, and whether it does: direct transfers pin them one by one.
+  // Before the kernel locks the pages, and whether it does: direct transfers lock them one by one.
   arena.wipe_on_fork(0, arena.nbytes());
   return driver_->register_memory(arena);
 }

@@ -147,7 +147,7 @@ void UringDriver::work() {
   int rc = (ring_.flags & IORING_SETUP_R_DISABLED) != 0 ? io_uring_enable_rings(&ring_) : 0;
   for (unsigned tries = 0; tries < kSubmitTries;) {
     if (!prepare_all()) {
-      // Whoever has inherited the ring may keep it: its pins must not outlive this.
+      // Whoever has inherited the ring may keep it: its page locks must not outlive this.
       if (registers_) io_uring_unregister_buffers(&ring_);
       return;
     }
@@ -361,7 +361,7 @@ bool UringDriver::register_memory(const Arena& arena) {
   }
   const MutexLock lock(shared_.mutex);
   for (const BufferEntry& entry : entries) buffers_.emplace(entry.begin, entry);
-  registered_.emplace(address, Registration{arena.pin(), std::move(entries)});
+  registered_.emplace(address, Registration{arena.hold_pages(), std::move(entries)});
   return true;
 }
 

@@ -39,7 +39,7 @@ class UringDriver final : public Driver {
     unsigned index;
   };
   struct Registration {
-    std::shared_ptr<const void> pin;
+    std::shared_ptr<const void> pages;
     std::vector<BufferEntry> entries;
   };
   // A call that only the ring's thread may make.
