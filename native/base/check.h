@@ -3,7 +3,11 @@
 // For what a bug of this library would break, never for what a caller or the system may do wrong.
 #pragma once
 
-#if defined(HETERO_CHECKS) || !defined(NDEBUG)
+#if !defined(NDEBUG) && !defined(HETERO_CHECKS)
+#define HETERO_CHECKS
+#endif
+
+#ifdef HETERO_CHECKS
 
 #include <cstdio>
 #include <cstdlib>
