@@ -5,9 +5,9 @@ A *lane* is a resource: "compute" (what the training loop calls forward, backwar
 CPU), "nvme_read", "nvme_write", "h2d", "d2h" (the link). An *interval* is a time in which a lane
 was busy with one thing; intervals of a lane may overlap, as transfers in flight do.
 
-The native core records its own lanes. Python's are noted here, by note() and span(). Nobody is
-known by a recording, so it shows whatever goes on in the process; and if none is under way, nothing
-is kept.
+The native core records its own lanes; Python's are recorded by note() and span(). A recording
+belongs to the process, not to an engine, so it shows all engines. Without a recording under way
+nothing is kept.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class DeviceUpdater:
         carrier: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        """As _native.join_master(), likewise."""
+        """As _native.join_master(); all on the device, flat and contiguous."""
         at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
         arguments = [at, c_void_p(target.data_ptr()), c_uint64(target.numel())]
         self._one_each("hetero_join", target.numel(), arguments)

@@ -15,7 +15,7 @@ from offload.device.backend import Backend
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
-from offload.memory.operation import Operation
+from offload.memory.operation import THREAD_PREFIX, Operation
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
@@ -116,9 +116,8 @@ class GradOffload:
                 if straight:
                     item.op = self._backend.grad_offload(kept, grad, item.after)
                 if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._work, name="hetero-drain", daemon=True
-                    )
+                    name = THREAD_PREFIX + "grad-offload"
+                    self._thread = threading.Thread(target=self._work, name=name, daemon=True)
                     self._thread.start()
             except BaseException:
                 self._ledger.release(Tier.DEVICE, Account.GRAD_SLOT, grad.nbytes)

@@ -1,4 +1,4 @@
-"""Whole homes on their way between DEVICE and RAM or the file, tile by tile."""
+"""Copies of whole homes between DEVICE and RAM or the file, through two buffers in RAM."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from offload.disk.backing import FileTransfers
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation
 
-# Starts moving bytes [first, first + len(buffer)) to the buffer or from it; None: it is done.
+# Starts moving bytes [first, first + len(buffer)) of a home to the buffer or from it. None: it is
+# done already.
 _Part = Callable[[int, torch.Tensor], Operation | None]
 
 
 class HomeCopier:
     """Copies through buffers in RAM, one of which is filled while another is emptied.
 
-    Also between DEVICE and homes in RAM: these need not be fit for copies of the device. Who calls
-    it waits, and takes care that nobody else uses the buffers, or what is copied. All tensors are
-    flat bytes. Raises OSError if a transfer fails; nothing is under way then.
+    Homes in RAM need not be page-locked, so copies between them and DEVICE use the buffers, too.
+    All calls return when the copy is done; meanwhile the caller keeps others from using the buffers
+    and what is copied. All tensors are flat bytes. Calls raise an OSError if a transfer fails;
+    nothing is under way then.
     """
 
     def __init__(self, backend: Backend, buffers: HostArena, file: FileTransfers) -> None:
@@ -32,7 +34,7 @@ class HomeCopier:
         self._file = file
 
     def to_ram(self, source: torch.Tensor, to: torch.Tensor) -> None:
-        """From DEVICE."""
+        """Copies `source`, on DEVICE, to `to`, in RAM."""
 
         def put(first: int, buffer: torch.Tensor) -> None:
             to[first : first + len(buffer)] = buffer
@@ -40,7 +42,7 @@ class HomeCopier:
         self._run(len(source), self._from_device(source), put)
 
     def to_file(self, source: torch.Tensor, offset: int) -> None:
-        """From DEVICE to the file's bytes from `offset` on; whole pages."""
+        """Writes `source`, on DEVICE, to the file from byte `offset` on; whole pages."""
 
         def write(first: int, buffer: torch.Tensor) -> Operation:
             return self._file.write(buffer.data_ptr(), len(buffer), offset + first)
@@ -48,7 +50,7 @@ class HomeCopier:
         self._run(len(source), self._from_device(source), write)
 
     def from_ram(self, source: torch.Tensor, to: torch.Tensor) -> None:
-        """To DEVICE."""
+        """Copies `source`, in RAM, to `to`, on DEVICE."""
 
         def get(first: int, buffer: torch.Tensor) -> None:
             buffer.copy_(source[first : first + len(buffer)])
@@ -56,7 +58,7 @@ class HomeCopier:
         self._run(len(to), get, self._to_device(to))
 
     def from_file(self, offset: int, to: torch.Tensor) -> None:
-        """To DEVICE from the file's bytes from `offset` on; whole pages."""
+        """Reads the file from byte `offset` on to `to`, on DEVICE; whole pages."""
 
         def read(first: int, buffer: torch.Tensor) -> Operation:
             return self._file.read(buffer.data_ptr(), len(buffer), offset + first)
@@ -77,8 +79,8 @@ class HomeCopier:
         filling: dict[int, tuple[int, torch.Tensor, Operation | None]] = {}  # by buffer
         emptying: dict[int, Operation | None] = {}
 
-        def turn(number: int) -> None:
-            """The buffer, if something is on its way there, is emptied from now on."""
+        def start_emptying(number: int) -> None:
+            """Waits until the buffer is full, if it is being filled, and starts emptying it."""
             if number in filling:
                 first, buffer, op = filling[number]
                 _wait(op)
@@ -91,15 +93,16 @@ class HomeCopier:
                 _wait(emptying.pop(number, None))
                 buffer = self._buffers.view(number, 1, torch.uint8)[: min(length, nbytes - first)]
                 filling[number] = first, buffer, fill(first, buffer)
-                turn((count + 1) % BUFFERS)  # the one before, while this one is filled
+                start_emptying((count + 1) % BUFFERS)  # the one before, while this one is filled
             for number in list(filling):
-                turn(number)
+                start_emptying(number)
             for op in emptying.values():
                 _wait(op)
         except BaseException:
             for op in (*emptying.values(), *(op for _, _, op in filling.values())):
                 with suppress(Exception):
                     _wait(op)  # its memory gets another use
+            self._backend.synchronize()  # a copy whose handle KeyboardInterrupt has lost
             raise
 
 

@@ -36,7 +36,7 @@ class FileTransfers(Protocol):
         """Starts reading to `address`. Raises NativeIoError if it cannot be started."""
 
     def write(self, address: int, nbytes: int, offset: int) -> Operation:
-        """Starts writing from `address`, likewise."""
+        """Starts writing from `address`. Raises NativeIoError if it cannot be started."""
 
 
 class FileBacking:
@@ -73,7 +73,7 @@ class FileBacking:
         return self._transfers.read(self._arena.address(slot), extent.nbytes, extent.offset)
 
     def write(self, chunk: int, slot: int) -> Operation:
-        """Starts a write, likewise."""
+        """Starts a write. Raises NativeIoError if it cannot be started."""
         if self._before_write is not None:
             self._before_write(chunk)
         extent = self._extents[chunk]

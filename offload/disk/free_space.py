@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FreeSpace:
-    """Free ranges of bytes, of which first fit gives some away; neighbours become one."""
+    """First-fit allocation of ranges of bytes; neighbouring free ranges become one."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # (begin, end), ascending, never touching
@@ -15,7 +15,7 @@ class FreeSpace:
         return sum(end - begin for begin, end in self._ranges)
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of `nbytes` that are free no more; None if no range is as long."""
+        """Allocates `nbytes`. Returns their offset, or None if no free range is as long."""
         for index, (begin, end) in enumerate(self._ranges):
             if end - begin >= nbytes:
                 rest = (begin + nbytes, end)
@@ -24,7 +24,7 @@ class FreeSpace:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Bytes [offset, offset + nbytes) are free from now on."""
+        """Frees bytes [offset, offset + nbytes)."""
         begin, end = offset, offset + nbytes
         kept = []
         for other in self._ranges:
