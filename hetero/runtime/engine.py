@@ -41,15 +41,11 @@ from offload.device.waiter import PREFIX, in_background
 from offload.errors import ClosedError, HeteroError, UnmanagedParameterError
 
 
-class Removable(Protocol):
-    """Something that was put on the model."""
+class ModelHooks(Protocol):
+    """Hooks on the model's modules."""
 
     def remove(self) -> None:
-        """Takes it off again."""
-
-
-class ModelHooks(Removable, Protocol):
-    """Hooks on the model's modules."""
+        """Takes them off."""
 
     def cover(self, model: torch.nn.Module) -> None:
         """Takes account of parameters whose homes have moved, and of modules that are new."""
@@ -251,7 +247,12 @@ class Engine:
         return self.chunk_groups[0].placement
 
     def find(self, param: torch.Tensor) -> ManagedParam:
-        """What is known of `param`. Raises UnmanagedParameterError if it is not this engine's."""
+        """The ManagedParam of a parameter.
+
+        Raises:
+            UnmanagedParameterError: this engine does not manage it.
+            ClosedError: the engine was closed.
+        """
         self._check_open()
         managed = self._managed.get(id(param))
         if managed is None:
@@ -262,7 +263,7 @@ class Engine:
         return managed
 
     def find_all(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
-        """find() for each of `params` that has elements and can have a gradient."""
+        """find() of those of `params` that have elements and can have gradients."""
         return [self.find(p) for p in params if p.numel() and can_train(p)]
 
     # Gradients
@@ -379,7 +380,7 @@ class Engine:
 
     @property
     def changes(self) -> list[Change]:
-        """When homes moved, which, and why."""
+        """The moves of homes so far, each with its step, its bytes and its reason."""
         return list(self.replanner.changes)
 
     @property
@@ -397,7 +398,7 @@ class Engine:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes moved so far. Between DEVICE and HOST none if they are the same memory."""
+        """Bytes moved so far; between DEVICE and HOST none if they are the same memory."""
         return traffic_of(self.chunk_groups, self.backend)
 
     @property
