@@ -296,14 +296,19 @@ class Engine:
     # Steps
 
     def step(self, param_groups: Sequence[dict[str, Any]], hyper_of: HyperOf) -> None:
-        """One optimizer update of all parameters that have gradients.
+        """Makes one optimizer update of all parameters that have gradients.
 
-        Raises HeteroError, before anything is changed, for what would be lost silently: parameters
-        moved or unfrozen after initialize(), a step inside gathered().
+        Homes may move after it. If they cannot, that is a note, unless it could not be undone.
 
-        Once the step is made, and says so: BudgetError if the process needs more than
-        process_memory. Homes that could not move after it are a note; only what could not be undone
-        is raised: a read that failed, or a rank.
+        Args:
+            param_groups: the optimizer's param groups.
+            hyper_of: what their options mean.
+
+        Raises:
+            HeteroError: a change would be lost: a parameter was moved or unfrozen after
+                initialize(), or this is inside gathered(). Nothing is changed.
+            BudgetError: the process needs more than process_memory. The step is made.
+            NativeIoError, PeerError: a transfer, or a rank, failed.
         """
         self._check_open()
         self.unwind()
@@ -317,7 +322,18 @@ class Engine:
         self.replanner.end_step()
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """Until all ranks are here, and nobody reads old values any more; what each said."""
+        """Waits for all ranks, so that none of them still reads values that are about to change.
+
+        Args:
+            said: what this rank tells the others: a tensor of the same shape and dtype on each.
+            what: what the ranks are about to do, for errors.
+
+        Returns:
+            What each rank said, in their order.
+
+        Raises:
+            PeerError: a rank did not come.
+        """
         self.schedule.wait_all()
         self.params.settle()
         return self.world.all_gather(said, what)
@@ -332,7 +348,7 @@ class Engine:
                     f"param group has it; add it with optimizer.add_param_group()"
                 )
 
-    # Parameters that come later
+    # Calls of the model
 
     def unwind(self) -> None:
         """Ends forwards and loads of the model that an exception has interrupted."""
@@ -350,7 +366,7 @@ class Engine:
             self.added_params.take_in_unfrozen()
 
     def synchronize(self) -> None:
-        """Until no transfer or update of the last step is under way. Raises what one met.
+        """Waits until no transfer or update of the last step is under way. Raises what one met.
 
         All parameters in RAM have values then, whatever overlap_updates is. Optimizer states that
         buffers keep for the next step are not written by this.
