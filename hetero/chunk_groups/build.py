@@ -1,8 +1,7 @@
-"""From a plan to a chunk group: homes, pools, what backs gathered copies, and connections, in that
-order.
+"""From a plan to a chunk group: its memory, what accesses its state, and its connections.
 
-What gathered copies come from (this rank's homes, the file, other ranks) is decided in one place,
-`_BankBuilder._gathered_copies`.
+What fills the slots of gathered copies (this rank's homes, the file, other ranks) is decided in one
+place, `_ChunkGroupBuilder._make_copies`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class StateMemory:
 class StateAccess:
     """What reads and changes each kind of state, and the stepper, which updates all three.
 
-    `updates` has the states of chunks in the optimizer step, and makes those wait who need a chunk.
+    `updates` has the states of chunks in the optimizer step: uses of a chunk wait for its update.
     """
 
     params: Params

@@ -43,15 +43,11 @@ from offload.errors import ClosedError, HeteroError, UnmanagedParameterError
 from offload.memory.operation import THREAD_PREFIX, in_background
 
 
-class Removable(Protocol):
-    """Something that was put on the model."""
+class ModelHooks(Protocol):
+    """Hooks on the model's modules."""
 
     def remove(self) -> None:
-        """Takes it off again."""
-
-
-class ModelHooks(Removable, Protocol):
-    """Hooks on the model's modules."""
+        """Takes them off."""
 
     def cover(self, model: torch.nn.Module) -> None:
         """Takes account of parameters whose homes have moved, and of modules that are new."""
@@ -259,7 +255,12 @@ class Engine:
         return self.chunk_groups[0].placement
 
     def find(self, param: torch.Tensor) -> ManagedParam:
-        """What is known of `param`. Raises UnmanagedParameterError if it is not this engine's."""
+        """The ManagedParam of a parameter.
+
+        Raises:
+            UnmanagedParameterError: this engine does not manage it.
+            ClosedError: the engine was closed.
+        """
         self._check_open()
         managed = self._managed.get(id(param))
         if managed is None:
@@ -270,7 +271,7 @@ class Engine:
         return managed
 
     def find_all(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
-        """find() for each of `params` that has elements and can have a gradient."""
+        """find() of those of `params` that have elements and can have gradients."""
         return [self.find(p) for p in params if p.numel() and can_train(p)]
 
     # Gradients
@@ -303,14 +304,19 @@ class Engine:
     # Steps
 
     def step(self, param_groups: Sequence[dict[str, Any]], hyper_of: HyperOf) -> None:
-        """One optimizer update of all parameters that have gradients.
+        """Makes one optimizer update of all parameters that have gradients.
 
-        Raises HeteroError, before anything is changed, for what would be lost silently: parameters
-        moved or unfrozen after initialize(), a step inside gathered().
+        Homes may move after it. If they cannot, that is a note, unless it could not be undone.
 
-        Once the step is made, and says so: BudgetError if the process needs more than
-        process_memory. Homes that could not move after it are a note; only what could not be undone
-        is raised: a read that failed, or a rank.
+        Args:
+            param_groups: the optimizer's param groups.
+            hyper_of: what their options mean.
+
+        Raises:
+            HeteroError: a change would be lost: a parameter was moved or unfrozen after
+                initialize(), or this is inside gathered(). Nothing is changed.
+            BudgetError: the process needs more than process_memory. The step is made.
+            NativeIoError, PeerError: a transfer, or a rank, failed.
         """
         self._check_open()
         self.unwind()
@@ -337,7 +343,18 @@ class Engine:
         self.budget_moves.end_step(host_bytes, device_bytes)
 
     def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """Until all ranks are here, and nobody reads old values any more; what each said."""
+        """Waits for all ranks, so that none of them still reads values that are about to change.
+
+        Args:
+            said: what this rank tells the others: a tensor of the same shape and dtype on each.
+            what: what the ranks are about to do, for errors.
+
+        Returns:
+            What each rank said, in their order.
+
+        Raises:
+            PeerError: a rank did not come.
+        """
         self.schedule.wait_all()
         self.params.settle()
         return self.world.all_gather(said, what)
@@ -352,7 +369,7 @@ class Engine:
                     f"param group has it; add it with optimizer.add_param_group()"
                 )
 
-    # Parameters that come later
+    # Calls of the model
 
     def unwind(self) -> None:
         """Ends forwards and loads of the model that an exception has interrupted."""
@@ -370,7 +387,7 @@ class Engine:
             self.added_params.take_in_unfrozen()
 
     def synchronize(self) -> None:
-        """Until no transfer or update of the last step is under way. Raises what one met.
+        """Waits until no transfer or update of the last step is under way. Raises what one met.
 
         All parameters in RAM have values then, whatever overlap_updates is. Optimizer states that
         buffers keep for the next step are not written by this.
@@ -411,7 +428,7 @@ class Engine:
 
     @property
     def changes(self) -> list[Change]:
-        """When homes moved, which, and why."""
+        """The moves of homes so far, each with its step, its bytes and its reason."""
         return list(self.budget_moves.changes)
 
     @property
@@ -437,7 +454,7 @@ class Engine:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes moved so far. Between DEVICE and HOST none if they are the same memory."""
+        """Bytes moved so far; between DEVICE and HOST none if they are the same memory."""
         return traffic_of(self.chunk_groups, self.backend)
 
     @property

@@ -140,7 +140,7 @@ def _make_chunk_groups(
     )
     kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, dtypes)
     shard, first = engine.layout.shard, len(engine.chunk_groups)
-    # The chunk group with most to train averages early.
+    # The chunk group with most to train reduces gradients during backward, the others at its end.
     trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]
     early = None
     if max(trained) > max(
@@ -149,7 +149,7 @@ def _make_chunk_groups(
         if not chunk_group.reduce_at_end
     ):
         early = first + trained.index(max(trained))
-    budgets = _budgets(engine, held=early is not None)
+    budgets = _budgets(engine, reduce_at_end=early is not None)
     plans = plan_chunk_groups(model, kinds, by_index, engine.config, budgets, shard, first, early)
     _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
@@ -159,7 +159,7 @@ def _make_chunk_groups(
         for plan in plans:
             chunk_groups.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
         if early is not None:
-            # What is under way in a chunk group must not meet another chunk group's backward.
+            # What is under way in one chunk group must not meet another one's backward.
             engine.gradients.average(force=True)
             for chunk_group in engine.chunk_groups:
                 chunk_group.begin_reducing_at_end()
@@ -221,7 +221,7 @@ def _on_all_ranks(world: ProcessGroups, what: str, do: Callable[[], Made]) -> Ma
 def _begin_alike(
     engine: Engine, model: torch.nn.Module, params: Iterable[torch.nn.Parameter]
 ) -> None:
-    """New parameters, and the buffers beside them, become those of the first rank."""
+    """Makes new parameters, and the buffers beside them, those of the first rank."""
     everyone = engine.world.everyone
     if everyone is None:
         return
@@ -238,7 +238,12 @@ def _begin_alike(
 def _specs(
     engine: Engine, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]
 ) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
-    """In the model's order; what is new comes after all others."""
+    """The specs of `params`, in the model's order; new parameters come after all others.
+
+    Raises:
+        ValueError: a parameter is not the model's.
+        HeteroError: a new one cannot be managed.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     group_of = groups_of(model, engine.config.shard_strategy)
     found = []
@@ -284,17 +289,19 @@ def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> Non
             )
 
 
-def _budgets(engine: Engine, held: bool) -> Budgets:
-    """What the budgets are, and what is taken of them: planned, or, if that is more, in use.
+def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
+    """The engine's budgets, less what its chunk groups have planned or, if that is more, use.
 
-    `held`: all chunk groups that are there are going to be held.
+    Args:
+        reduce_at_end: all present chunk groups are going to keep gradients whole until the end of
+            backward.
     """
     ledger, chunk_groups = engine.ledger, engine.chunk_groups
     for chunk_group in chunk_groups:
         chunk_group.params.shrink()
     limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
     placements = [
-        chunk_group.placement_if_reducing_at_end() if held else chunk_group.placement
+        chunk_group.placement_if_reducing_at_end() if reduce_at_end else chunk_group.placement
         for chunk_group in chunk_groups
     ]
     budgets = Budgets(
@@ -321,16 +328,16 @@ def _budgets(engine: Engine, held: bool) -> Budgets:
 
 
 class _FromModel:
-    """Values of parameters where they are now: in their old chunk, or in the module's own RAM."""
+    """First values from where parameters are now: their old chunk, or the module's own tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
-        """Nothing: every rank can see the whole."""
+        """Nothing: every rank can read the whole parameters."""
 
     def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        """Elements `wanted` of the flat parameter."""
+        """As FirstValues.blocks()."""
         old = self._engine.known(managed.param)
         values = managed.param.data
         if old is not None:
@@ -340,4 +347,4 @@ class _FromModel:
             yield begin, flat[begin : min(begin + _BLOCK_NUMEL, wanted.stop)].float()
 
     def done(self, managed: ManagedParam) -> None:
-        """Nothing: the parameter moves when all have got their values."""
+        """Nothing: the engine places the parameters when all of them have values."""

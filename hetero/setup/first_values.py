@@ -13,24 +13,25 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import Part, TileState, parts_of
 
 
-class Source(Protocol):
-    """Where parameters are before they have a chunk."""
+class FirstValues(Protocol):
+    """Where the values of parameters are before they have a chunk."""
 
     def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
-        """This rank's parts of a chunk's parameters will be asked for. All ranks do so."""
+        """Called before blocks() of a chunk's parameters, `members`, on all ranks."""
 
     def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        """Elements `wanted` of the flat parameter.
+        """Yields the elements `wanted` of the flat parameter.
 
-        As (first element, flat fp32 tensor) blocks; a block is valid until the next one.
+        Yields:
+            (first element, values as a flat fp32 tensor); a tensor is valid until the next one.
         """
 
     def done(self, managed: ManagedParam) -> None:
-        """The parameter has found its home."""
+        """The chunk has the parameter's values."""
 
 
-def fill(chunk_group: ChunkGroup, source: Source) -> None:
-    """Moves every parameter of the chunk group to its chunk. All ranks must do so."""
+def fill(chunk_group: ChunkGroup, source: FirstValues) -> None:
+    """Writes all parameters' values, and zero moments, to their chunks. All ranks call it."""
     members: dict[int, list[ManagedParam]] = {}
     for m in chunk_group.members:
         members.setdefault(m.chunk.id, []).append(m)
@@ -39,7 +40,7 @@ def fill(chunk_group: ChunkGroup, source: Source) -> None:
 
 
 def _fill_chunk(
-    chunk_group: ChunkGroup, chunk: Chunk, members: Sequence[ManagedParam], source: Source
+    chunk_group: ChunkGroup, chunk: Chunk, members: Sequence[ManagedParam], source: FirstValues
 ) -> None:
     layout = chunk_group.layout
     source.prepare(members, layout)
@@ -63,9 +64,12 @@ def _fill_part(
     into: torch.Tensor,
     chunk_group: ChunkGroup,
     optim_state: TileState | None,
-    source: Source,
+    source: FirstValues,
 ) -> None:
-    """Writes one part's values to the tile `into` and, if it is trained, to its optimizer state."""
+    """Writes one part's values to `into`, a tile of this rank's shard in the compute dtype.
+
+    The optimizer state of the tile (None: frozen) gets what completes them to the fp32 master.
+    """
     shift = part.in_tile.start - part.in_param.start
     for begin, values in source.blocks(managed, part.in_param):
         where = slice(begin + shift, begin + shift + values.numel())

@@ -19,7 +19,10 @@ from offload.memory.sizes import format_bytes
 
 
 class _DispatchMode(TorchDispatchMode):
-    """Every operator that touches an absent parameter gets its value, and writes reach it."""
+    """Replaces offloaded parameters by their values in every operator's arguments.
+
+    An operator that writes to one thus changes the values, not the stand-in.
+    """
 
     def __init__(self, construction: ConstructionArena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -29,7 +32,7 @@ class _DispatchMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._construction.any_absent:
+        if not self._construction.any_offloaded:
             return func(*args, **kwargs)
         stands_for: dict[int, torch.Tensor] = {}
 
@@ -48,16 +51,21 @@ class _DispatchMode(TorchDispatchMode):
 class ZeroInitContext:
     """Inside the block, parameters of modules are built within the host budget.
 
-    Takes a Config, a mapping, the path of a JSON file, or Config's fields as keywords. Weights come
-    out bit for bit as in plain construction under the same seed, whatever initialisation the
-    modules do. With torch.distributed all ranks (or those of `process_group` or `mesh`, as in
-    hetero.initialize) build the model together.
+    Weights come out bit for bit as in plain construction under the same seed, whatever
+    initialisation the modules do. With torch.distributed all ranks build the model together.
 
         with hetero.ZeroInitContext(placement_policy="nvme", nvme_path="/mnt/nvme"):
             model = GPT2LMHeadModel(config)
 
-    Raises ValueError or a hetero error for options that cannot work, BudgetError if one parameter
-    alone does not fit.
+    Args:
+        config: a Config, a mapping, or the path of a JSON file.
+        process_group: the ranks, if not all; as hetero.initialize() takes it.
+        mesh: a device mesh of the ranks; as hetero.initialize() takes it.
+        options: Config's fields as keywords.
+
+    Raises:
+        ValueError, HeteroError: the options cannot work.
+        BudgetError: in the block: a parameter alone does not fit the host budget.
     """
 
     _active: ZeroInitContext | None = None
@@ -116,9 +124,9 @@ class ZeroInitContext:
             torch.set_rng_state(self._random)
 
     def _draw_alike(self) -> None:
-        """All ranks draw the first rank's random numbers inside the block.
+        """Makes all ranks draw the first rank's random numbers inside the block.
 
-        Each may keep only a part of a parameter, and the parts must be of the same one.
+        Each rank may keep only a part of a parameter, and all parts must be of the same values.
         """
         own = torch.get_rng_state()
         states = self.construction.world.all_gather(own, "ZeroInitContext")

@@ -45,20 +45,31 @@ def initialize(
 ) -> tuple[Model, Optimizer]:
     """Places the model's state and connects model and optimizer to the engine that runs it.
 
-    The model may have been built inside ZeroInitContext (whose options then hold) or outside (then
-    give the options here, as ZeroInitContext takes them). Parameters become the compute dtype;
-    those that are frozen or not in the optimizer get no gradient and no optimizer state. Returns
-    the same two objects.
+    Parameters become the compute dtype; those that are frozen or not in the optimizer get no
+    gradient and no optimizer state. With torch.distributed (torchrun) the state is sharded over the
+    ranks, which all must call this; they then have the values of the first of them. A process of
+    torchrun's that has no default process group yet gets one (gloo), and its threads for optimizer
+    updates become its share of the machine's CPUs (setup/join_ranks.py).
 
-    With torch.distributed (torchrun) the state is sharded over all ranks, or those of
-    `process_group`, or of `mesh`: one dimension shards, two replicate and shard (FSDP's hybrid
-    sharding). All of these ranks must call this. They then have the values of the first of them.
-    A process of torchrun's that has no default process group yet gets one (gloo), and its threads
-    for optimizer updates become its share of the machine's CPUs (setup/join_ranks.py).
+    Args:
+        model: built inside ZeroInitContext, whose options then hold, or outside of it.
+        optimizer: made from the model's parameters.
+        config: for a model that was built outside: a Config, a mapping, or the path of a JSON file.
+        process_group: the ranks to shard over, if not all.
+        mesh: instead of `process_group`: one dimension shards, two replicate and shard (FSDP's
+            hybrid sharding).
+        options: Config's fields as keywords.
 
-    Raises BudgetError with the smallest budget that works, ValueError for an optimizer that does
-    not fit the model, StoreError if the NVMe directory cannot be used. The model is then as
-    before; only after a failed transfer, when state is already on its way, it must be built again.
+    Returns:
+        The same model and the same optimizer.
+
+    Raises:
+        BudgetError: the state does not fit; it says the smallest budget that works.
+        ValueError: the optimizer does not fit the model, or options contradict each other.
+        StoreError: an NVMe directory cannot be used.
+        HeteroError: the ranks' models or options differ.
+            The model is then as before; only where a transfer, or a rank, failed when state was on
+            its way already, it must be built again.
     """
     if not isinstance(optimizer, HybridOptimizer):
         raise ValueError(
@@ -101,7 +112,7 @@ def initialize(
                 construction.device_bytes,
             )
             start_alike(model, arrangement, construction)
-            construction.scatter()
+            construction.keep_own_parts()
             engine = _build(model, arrangement, construction, optimizer, resources)
             added_params = AddedParams(engine, optimizer.view().param_groups)
             engine.attach(StateDictHooks(model, engine), added_params)
@@ -123,7 +134,12 @@ def _context_construction(
     config: Config | Mapping[str, Any] | str | PathLike[str] | None,
     options: dict[str, Any],
 ) -> ConstructionArena | None:
-    """The stage of the ZeroInitContext that built the model, or None."""
+    """The arena of the ZeroInitContext that built the model, or None.
+
+    Raises:
+        HeteroError: several contexts built it.
+        ValueError: other options are given than the context has.
+    """
     constructions = {
         id(construction): construction
         for p in model.parameters()
@@ -219,23 +235,24 @@ def _build(
 
 
 class _FromConstruction:
-    """The stage as where a chunk group's first values come from."""
+    """First values from the construction arena."""
 
     def __init__(self, construction: ConstructionArena) -> None:
         self._construction = construction
 
     def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
-        """Brings this rank's parts from the others."""
+        """Brings the elements of this rank's shard from the other ranks."""
         ranks = range(layout.shard.ranks)
         if len(ranks) > 1:
             for m in members:
-                self._construction.fetch(m.param, [m.in_shard(layout, rank)[1] for rank in ranks])
+                elements = [m.in_shard(layout, rank)[1] for rank in ranks]
+                self._construction.bring_elements(m.param, elements)
 
     def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        """Elements `wanted` of the flat parameter."""
+        """As FirstValues.blocks()."""
         return self._construction.blocks(managed.param, wanted)
 
     def done(self, managed: ManagedParam) -> None:
-        """Gives up its bytes."""
+        """Frees the bytes under construction: the chunk has them."""
         self._construction.release(managed.param)
         managed.unload()

@@ -14,9 +14,10 @@ from hetero.setup.construction import ConstructionArena
 def start_alike(
     model: torch.nn.Module, arrangement: Arrangement, construction: ConstructionArena
 ) -> None:
-    """Parameters and buffers become those of the first rank, where they are not that already.
+    """Makes parameters and buffers those of the first rank, where they differ. All ranks call it.
 
-    Raises HeteroError, naming the first difference, if the ranks' models or options differ.
+    Raises:
+        HeteroError: the ranks' models or options differ; it names the first difference.
     """
     everyone = construction.world.everyone
     if everyone is None:
@@ -31,13 +32,13 @@ def start_alike(
         for key, value in vars(construction.config).items()
         if key not in ("nvme_path", "profile")
     }
-    facts["absent parameters"] = str(sum(map(construction.is_away, model.parameters())))
+    facts["offloaded parameters"] = str(sum(map(construction.is_offloaded, model.parameters())))
     layouts = [plan.layout for plan in arrangement.chunk_groups]
     facts["slot_numel"] = str([layout.slot_numel for layout in layouts])
     facts["trained"] = str([[c.trainable for c in layout.chunks] for layout in layouts])
     construction.world.require_equal(facts, "the models or options")
-    # What is absent is made of parts of all ranks, and so the same.
-    params = [p for p in model.parameters() if p.numel() and not construction.is_away(p)]
+    # An offloaded parameter is made of all ranks' parts, and so the same everywhere.
+    params = [p for p in model.parameters() if p.numel() and not construction.is_offloaded(p)]
     sums = torch.tensor([_checksum(p, construction) for p in params], dtype=torch.int64)
     found = everyone.all_gather(sums, "the comparison of first values")
     differs = torch.stack(found).ne(found[0]).any(dim=0)
@@ -50,6 +51,7 @@ def start_alike(
 
 
 def _checksum(param: torch.nn.Parameter, construction: ConstructionArena) -> int:
+    """CRC-32 of the whole parameter's values in fp32."""
     total = 0
     for _, block in construction.blocks(param, slice(0, param.numel())):
         total = zlib.crc32(block.contiguous().view(torch.uint8).numpy().data, total)
@@ -57,7 +59,7 @@ def _checksum(param: torch.nn.Parameter, construction: ConstructionArena) -> int
 
 
 def take_from_first(values: torch.Tensor, everyone: Communicator) -> None:
-    """Values become those of the first rank. All ranks must call it."""
+    """Copies the first rank's `values`, of any shape, over this rank's. All ranks call it."""
     flat = values.detach().contiguous()
     everyone.broadcast(flat, 0, "the first rank's values")
     if flat.data_ptr() != values.data_ptr():

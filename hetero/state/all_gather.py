@@ -1,4 +1,4 @@
-"""Whole chunks from the shards of all ranks."""
+"""The all-gather: whole chunks from the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from offload.memory.operation import Operation
 
 
 class Gather:
-    """A chunk on its way: the others' shards arrive by themselves, this rank's is copied."""
+    """A chunk whose shards are on their way; wait() copies this rank's own.
+
+    The other ranks' shards arrive in the memory without this rank's doing.
+    """
 
     def __init__(
         self,
@@ -28,16 +31,29 @@ class Gather:
         mine: slice,
         waited: Callable[[float], None],
     ) -> None:
+        """A gather that has begun.
+
+        Args:
+            whole: where to, flat, the whole chunk.
+            replies: those of the other ranks, each of which fills its part of `whole`.
+            mine: the elements of `whole` that are this rank's shard.
+            waited: called with the seconds that wait() took.
+        """
         self._whole: torch.Tensor | None = whole
         self._chunk = chunk
         self._shards = shards
         self._replies = replies
         self._mine = mine
         self._waited = waited
-        self._lock = threading.Lock()  # who stages chunks for a device waits in another thread
+        self._lock = threading.Lock()  # copies to a device are waited for in another thread
 
     def wait(self) -> None:
-        """Until the chunk is whole. Raises PeerError or what reading the own shard raises."""
+        """Waits until the chunk is whole.
+
+        Raises:
+            PeerError: another rank's shard did not come.
+            BudgetError, NativeIoError: this rank's shard cannot be read.
+        """
         with self._lock:
             if self._whole is not None:
                 self._wait()
@@ -61,11 +77,11 @@ class Gather:
                 own.copy_(shard)
 
     def cancel(self) -> None:
-        """The others' shards come anyway."""
+        """No-op: the other ranks' shards come anyway, so wait() must be called."""
 
 
 class Gathering:
-    """The ranks as what backs gathered copies."""
+    """Starts all-gathers; a Backing of gathered copies."""
 
     def __init__(
         self,
@@ -75,13 +91,20 @@ class Gathering:
         arena: HostArena | None,
         dtype: torch.dtype,
     ) -> None:
-        """`arena` has the slots of gathered copies; None if there are none (stages 1 and 2)."""
+        """All-gathers of one chunk group.
+
+        Args:
+            server: answers the other ranks, and asks them for their shards.
+            shards: this rank's.
+            arena: the slots of gathered copies; None if there are none (stages 1 and 2).
+            dtype: of the parameters.
+        """
         self._layout = layout
         self._server = server
         self._shards = shards
         self._arena = arena
         self._dtype = dtype
-        self.wait_s = 0.0  # what was not hidden by prefetch
+        self.wait_s = 0.0  # seconds of waiting, which prefetch did not hide
 
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts gathering a chunk into the slots from `slot` on."""
@@ -90,11 +113,15 @@ class Gathering:
         return self.gather(found, self._arena.view(slot, found.slots, self._dtype))
 
     def write(self, chunk: int, slot: int) -> Operation:
-        """Never: gathered copies are clean."""
+        """Not used: gathered copies are never changed."""
         raise AssertionError("gathered copies are never written")
 
     def gather(self, chunk: Chunk, whole: torch.Tensor) -> Gather:
-        """Starts gathering into `whole`, flat, where this rank's shard may be already."""
+        """Starts gathering a chunk.
+
+        Args:
+            whole: where to, flat, the whole chunk; this rank's shard may be there already.
+        """
         shard = self._layout.shard
         replies = [
             self._server.request(

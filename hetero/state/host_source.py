@@ -1,4 +1,4 @@
-"""Where chunks are in RAM before they are copied to the device."""
+"""Whole chunks in RAM, from where they are copied to a DEVICE with memory of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload.device.shared_cache import HostCopy, SharedCache
 
 
 class HostSource:
-    """Whole chunks: at home in RAM, or in slots there, which the file or all ranks fill."""
+    """Whole chunks in RAM: at home there, or in slots that the file or all ranks fill."""
 
     def __init__(self, layout: Layout, homes: Homes, slots: SharedCache | None) -> None:
         """`slots` are for chunks that have no whole home in RAM; None if all have."""
@@ -19,16 +19,16 @@ class HostSource:
         self._slots = slots
 
     def home(self, chunk: int) -> torch.Tensor | None:
-        """The chunk, flat, if it is in RAM for good."""
+        """The whole chunk, flat, if its home is in RAM; else None."""
         found = self._layout.chunks[chunk]
         return self._homes.flat(found) if self._homes.whole and found in self._homes else None
 
     def start(self, chunk: int) -> HostCopy | None:
-        """Starts bringing another chunk to a slot; None if there is no room now."""
+        """Starts filling slots with a chunk whose home is not in RAM; None if there is no room."""
         assert self._slots is not None
         return self._slots.start(chunk)
 
     def no_room(self, chunk: int) -> Exception:
-        """The error that says so."""
+        """The error to raise if room for the chunk is waited for no longer."""
         assert self._slots is not None
         return self._slots.no_room(chunk)

@@ -220,7 +220,7 @@ class ManagedParam:
 
         Returns:
             Whether user code had changed the parameter, or pointed it elsewhere, meanwhile. That
-            is lost where `home` is given; where not, whoever uses the parameter next is told.
+            is lost where `home` is given; where not, the parameter's next use raises.
         """
         if self._state is not ParamState.UPDATING:
             return False
@@ -236,7 +236,7 @@ class ManagedParam:
         return changed
 
     def begin_move(self) -> None:
-        """RESIDENT -> MOVING, so that who else views the home can be seen."""
+        """RESIDENT -> MOVING, so that the home's pins show whether another tensor views it."""
         self._become(ParamState.MOVING, self.stand_in, ParamState.RESIDENT)
 
     def end_move(self, home: torch.Tensor | None, moved: bool) -> None:

@@ -14,12 +14,17 @@ from offload.device.shared_cache import SharedCache
 
 
 class ParamShards:
-    """Gives and takes the values of shards. Several threads may use it at once.
-
-    With one rank a shard is the whole chunk, and `slots` may be those of gathered copies.
-    """
+    """Reads and writes the values of this rank's shards. Several threads may use it at once."""
 
     def __init__(self, homes: Homes, slots: SharedCache | None, updates: ChunkUpdates) -> None:
+        """Access to the shards of one chunk group.
+
+        Args:
+            homes: those that are at home in RAM or on DEVICE.
+            slots: copies of those on DISK. With one rank a shard is the whole chunk, and the slots
+                are those of gathered copies.
+            updates: the updates under way, which other ranks' reads wait for.
+        """
         self._homes = homes
         self._slots = slots
         self._updates = updates

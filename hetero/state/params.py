@@ -1,4 +1,4 @@
-"""PARAM kinds of state: resident where compute happens, or gathered there while needed."""
+"""Parameters: resident where compute happens, or gathered there while they are used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offload.memory.arena import HostArena
 
 @dataclass(frozen=True)
 class SavedView:
-    """A view of a gathered copy that autograd saved: enough to make it again."""
+    """A view of a gathered copy that autograd saved: enough to make the view again."""
 
     chunk: Chunk
     version: int
@@ -74,12 +74,11 @@ class ParamCopies:
 
 
 class Params:
-    """Brings one chunk group's parameters in and lets them go.
+    """Gives one chunk group's parameters their values, and takes them back.
 
-    A resident parameter is a view of its home for good: one in RAM if compute happens there, one on
-    DEVICE if not. Of the others, `acquire` points the
-    parameter to a gathered copy and `release` makes it absent again; copies stay pinned while any
-    tensor over them lives, whoever holds it.
+    A resident parameter is always a view of its home, which is in RAM if compute happens there and
+    on DEVICE if not. acquire() points another one to a gathered copy of its chunk, and release()
+    offloads it again. A copy's slot is pinned as long as any tensor over it lives.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Params:
 
     @property
     def wait_s(self) -> float:
-        """Seconds for which copies that were needed have been waited for."""
+        """Seconds for which compute has waited for gathered copies."""
         return 0.0 if self._cache is None else self._cache.wait_s
 
     def is_resident(self, chunk: Chunk) -> bool:
@@ -221,9 +220,9 @@ class Params:
         return self._shards.open(chunk)
 
     def filled(self, chunk: Chunk) -> None:
-        """The shard's values changed; returns when they are home, and whole where they must be.
+        """Brings changed values of the shard home, and to the ranks that have the chunk whole.
 
-        All ranks must do so.
+        Returns when they are there. All ranks call it.
         """
         self.versions.change(chunk)
         self.drop_copies(chunk)
@@ -237,7 +236,7 @@ class Params:
         self._shards.invalidate(chunk)
 
     def drop_copies(self, chunk: Chunk) -> None:
-        """Forgets copies of the chunk, once none is being made any more."""
+        """Forgets the chunk's whole copies, once none is being made any more."""
         for drop in self._copies.drops:
             drop(chunk.id)
 
@@ -322,12 +321,12 @@ class Params:
             gather.wait()
 
     def settle(self) -> None:
-        """Until nothing that was asked of other ranks is under way."""
+        """Waits until nothing that was asked of other ranks is under way."""
         if self._gathering is not None and self._cache is not None:
             self._cache.settle()
 
     def pack(self, tensor: torch.Tensor) -> SavedView | None:
-        """How to remake `tensor`, if it is a view of a gathered copy of this chunk group."""
+        """How to make `tensor` again if it is a view of a gathered copy; else None."""
         if tensor.dtype is not self._dtype:
             return None
         slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
@@ -343,7 +342,11 @@ class Params:
         )
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
-        """The tensor that was packed. Raises StaleGraphError if it was changed since."""
+        """Makes the tensor that was packed again, over a copy that is gathered if need be.
+
+        Raises:
+            StaleGraphError: the parameters were changed since.
+        """
         self._updates.require_unchanged(saved.chunk)
         if saved.version != self.versions[saved.chunk]:
             raise StaleGraphError(
@@ -388,7 +391,7 @@ class Params:
         return self._arena.live_views()
 
     def stop(self) -> None:
-        """Ends what is under way: nothing will be gathered any more."""
+        """Ends what is under way; nothing can be gathered any more."""
         if self._cache is not None:
             self._cache.close()
 

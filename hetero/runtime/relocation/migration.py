@@ -29,9 +29,10 @@ from offload.memory.tiers import StateKind, Tier
 
 
 class Migration:
-    """One chunk group's way from a placement to another."""
+    """Moves one chunk group's homes from its present placement to another one."""
 
     def __init__(self, chunk_group: ChunkGroup, after: Placement) -> None:
+        """Moves nothing yet: call prepare(), leave() and arrive(), or abandon() before leave()."""
         self._chunk_group = chunk_group
         self._before, self._after = chunk_group.placement, after
         self._homes = chunk_group.memory.homes
@@ -53,7 +54,7 @@ class Migration:
 
     @property
     def moved_bytes(self) -> Counter[tuple[Tier, Tier]]:
-        """Of homes, by where they were and where they are."""
+        """Bytes of the homes that move, by (tier before, tier after)."""
         found: Counter[tuple[Tier, Tier]] = Counter()
         for move in self._moves:
             nbytes = move.chunk.slots * getattr(self._slot, move.state_kind.value)
@@ -61,11 +62,14 @@ class Migration:
         return found
 
     def prepare(self) -> None:
-        """Brings what leaves where it goes. Between steps, outside of gathered(), with no graph
-        alive.
+        """Writes or copies the homes that leave memory, or come to DEVICE, to where they go.
 
-        Raises InUseError for what is in use, BudgetError or StoreError for want of file space or of
-        room to move in, an OSError if a transfer failed; with nothing changed.
+        To be called between steps, outside of gathered(), when no graph is alive.
+
+        Raises:
+            InUseError: a home, or a copy, is in use.
+            BudgetError, StoreError: there is no file space, or no room for second homes.
+            OSError: a transfer failed. Nothing is changed in any case.
         """
         chunk_group = self._chunk_group
         self._require_idle()
@@ -78,8 +82,8 @@ class Migration:
             try:
                 for move in self._moves:
                     if move.of is not Tier.DISK:
-                        self._let_go(move)
-                self._take_ram()
+                        self._drop_views(move)
+                self._allocate_ram()
                 self._write_out(ops)
                 self._copy_to_ram()
                 self._copy_to_device()
@@ -136,7 +140,7 @@ class Migration:
                 m.end_move(home, moved)
 
     def _quiesce(self) -> None:
-        """Nothing is under way any more, and homes alone have the latest."""
+        """Waits for all transfers, and brings the latest values home."""
         chunk_group = self._chunk_group
         self._arenas.pipeline.wait_updated()
         self._arenas.forget_read_ahead()
@@ -152,8 +156,12 @@ class Migration:
         assert self._chunk_group.device is not None
         return self._chunk_group.device
 
-    def _let_go(self, move: Move) -> None:
-        """Raises InUseError if somebody views the home that is to move."""
+    def _drop_views(self, move: Move) -> None:
+        """Drops this chunk group's own views of a home that is to move.
+
+        Raises:
+            InUseError: another tensor, or a graph, views it.
+        """
         chunk, chunk_group = move.chunk, self._chunk_group
         free = True
         if move.state_kind is StateKind.PARAM:
@@ -166,8 +174,14 @@ class Migration:
                 f"still views it"
             )
 
-    def _take_ram(self) -> None:
-        """Second homes for what comes from DEVICE to RAM; what has no room goes to the file."""
+    def _allocate_ram(self) -> None:
+        """Allocates second homes for what comes from DEVICE to RAM, as far as there is room.
+
+        What has no room there goes through the file.
+
+        Raises:
+            BudgetError: there is no room, and no file.
+        """
         for move in self._moves:
             if (move.of, move.to) == (Tier.DEVICE, Tier.HOST):
                 try:
@@ -182,7 +196,7 @@ class Migration:
                 self._copied.append(move)
 
     def _write_out(self, ops: list[IoOp]) -> None:
-        """Writes what leaves memory, or starts to: `ops`."""
+        """Writes what leaves memory to the file; appends the writes under way to `ops`."""
         chunk_group, copied = self._chunk_group, set(self._copied)
         out = [m for m in self._moves if m.of is not Tier.DISK and m.to is not Tier.DEVICE]
         out = [move for move in out if move not in copied]
@@ -200,7 +214,7 @@ class Migration:
                 self._device.home_copier.to_file(home, extent.offset)
 
     def _copy_to_ram(self) -> None:
-        """What comes from DEVICE to second homes in RAM."""
+        """Copies what comes from DEVICE to its second homes in RAM."""
         for move in self._copied:
             home = self._homes[move.state_kind]
             if self._has_bytes(move):
@@ -208,7 +222,7 @@ class Migration:
                 self._device.home_copier.to_ram(home.bytes(move.chunk), to)
 
     def _copy_to_device(self) -> None:
-        """What comes to DEVICE, to second homes there, for which slots make room."""
+        """Copies what comes to DEVICE to second homes there, in the room of slots that it frees."""
         moves = [move for move in self._moves if move.to is Tier.DEVICE]
         if not moves:
             return
@@ -229,7 +243,7 @@ class Migration:
                     self._device.home_copier.from_file(extent.offset, to[: extent.nbytes])
 
     def _has_bytes(self, move: Move) -> bool:
-        """Whether what comes to memory has bytes where it is."""
+        """Whether the home that moves has values: a gradient may not be there."""
         return move.state_kind is not StateKind.GRAD or self._chunk_group.grads.comes_to_memory(
             move.chunk
         )
@@ -241,7 +255,11 @@ class Migration:
         return Extent(offset, size.transfer_bytes, move.chunk.slots)
 
     def abandon(self) -> None:
-        """Undoes prepare(); idempotent. Raises BudgetError if others have the DEVICE's room now."""
+        """Undoes prepare(); idempotent.
+
+        Raises:
+            BudgetError: the room on DEVICE was taken for something else meanwhile.
+        """
         chunk_group = self._chunk_group
         for move, extent in self._written.items():
             self._give_back(move, extent)
@@ -266,7 +284,7 @@ class Migration:
         ).space_bytes
 
     def leave(self) -> None:
-        """Gives back all memory that is not a home of `after`, or a home that stays."""
+        """Makes second homes the homes, and frees all slots and the memory of homes that left."""
         for move, extent in self._written.items():
             self._extents[move.state_kind][move.chunk.id] = extent
             self._homes[move.state_kind].free(move.chunk)
@@ -279,19 +297,25 @@ class Migration:
             self._grad_reducer.resize(0, 0)
 
     def arrive(self, spare_bytes: int) -> BaseException | None:
-        """Brings what comes to RAM, and notes the new placement. Returns what went wrong.
+        """Reads what comes to RAM, and allocates the slots of the new placement.
 
         What cannot be read stays in the file; the chunk group works nevertheless, if RAM suffices
         for the slots which that takes.
+
+        Args:
+            spare_bytes: RAM that no placement counts on, for gathered copies while it is free.
+
+        Returns:
+            The first error, or None.
         """
-        chunk_group, error = self._chunk_group, self._bring()
+        chunk_group, error = self._chunk_group, self._read_in()
         made = self._after
         for move in self._stayed:
             tiers = list(getattr(made, move.state_kind.value))
             tiers[move.chunk.id] = Tier.DISK
             made = replace(made, **{move.state_kind.value: tuple(tiers)})  # type: ignore[arg-type]
         if error is not None:
-            made = self._with_pools_for(made)
+            made = self._with_slots_for(made)
         try:
             self._arenas.allocate(made, spare_bytes)
             if self._grad_reducer is not None:
@@ -308,8 +332,8 @@ class Migration:
         chunk_group.note_placement(made)
         return error
 
-    def _bring(self) -> BaseException | None:
-        """Reads what comes from the file to RAM; returns the first error."""
+    def _read_in(self) -> BaseException | None:
+        """Reads what comes from the file to RAM. Returns the first error, or None."""
         first_error: BaseException | None = None
         reads: list[tuple[Move, IoOp | None]] = []
         for move in self._moves:
@@ -343,8 +367,8 @@ class Migration:
                 self._give_back(move, self._extents[move.state_kind].pop(move.chunk.id))
         return first_error
 
-    def _with_pools_for(self, made: Placement) -> Placement:
-        """`made` with enough RAM for whatever is on DISK now, be it from before, or on its way."""
+    def _with_slots_for(self, made: Placement) -> Placement:
+        """`made` with enough slots for all that is on DISK now, whether it was to stay or not."""
         names = ["grad_slots", "buffers", "shard_slots", "staged_slots"]
         if self._chunk_group.device is None:
             names.append("gathered_slots")

@@ -85,7 +85,7 @@ def test_weights_equal_plain_construction(
         model = make()
         after = torch.rand(1)
     assert torch.equal(after, after_plain), "the random numbers drawn are the same"
-    was_absent = context.construction.any_absent
+    was_absent = context.construction.any_offloaded
     total = sum(p.numel() * 4 for p in plain.parameters())
     assert was_absent == (total > parse_bytes(host_memory))
     optimizer = hetero.HybridAdam(model.parameters())
@@ -130,7 +130,7 @@ def test_memory_somebody_else_holds_is_not_moved(tmp_path: Path) -> None:
         second = torch.nn.Linear(64, 64, bias=False)
         third = torch.nn.Linear(32, 64, bias=False)
         view.fill_(5.0)
-        assert context.construction.any_absent
+        assert context.construction.any_offloaded
         assert torch.equal(first.weight[0], torch.full((64,), 5.0))
         del second, third
 
@@ -162,7 +162,7 @@ def test_notes_of_the_file_of_construction_reach_the_engine_once(tmp_path: Path)
         placement_policy="nvme", nvme_path=[str(path) for path in paths], host_memory="600KiB"
     ) as context:
         model = tiny_gpt2()
-    assert context.construction.any_absent
+    assert context.construction.any_offloaded
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
     notes = optimizer.engine.notes
     built = [note for note in notes if note.startswith("while the model was built: ")]

@@ -217,19 +217,21 @@ def watch_takes(engine: Any, refuse: int = 0) -> list[BudgetError]:
     """
     met: list[BudgetError] = []
     for homes in engine.chunk_groups[0].memory.homes.values():
-        taken, take = [0], homes.take
+        taken, allocate = [0], homes.allocate
 
-        def watched(chunk: Any, tier: Tier, take: Any = take, taken: list[int] = taken) -> None:
+        def watched(
+            chunk: Any, tier: Tier, allocate: Any = allocate, taken: list[int] = taken
+        ) -> None:
             try:
                 taken[0] += tier is Tier.HOST
                 if tier is Tier.HOST and taken[0] <= refuse:
                     raise BudgetError("no room")
-                take(chunk, tier)
+                allocate(chunk, tier)
             except BudgetError as error:
                 met.append(error)
                 raise
 
-        homes.take = watched
+        homes.allocate = watched
     return met
 
 
