@@ -275,6 +275,8 @@ class SlotCache:
             entry.unwanted = True
             with contextlib.suppress(Exception):
                 entry.op.wait()
+        else:  # Ctrl-C took the handle of a read that may still fill the slots
+            self._arena.wait_transfers(self._table.slot_of(chunk), self._runs[chunk])
         self._release(chunk)
 
     def _room_for(self, chunk: int) -> int:
