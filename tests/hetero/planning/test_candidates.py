@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 
+from hetero.overlap import STREAMING_BUFFERS
 from hetero.planning.candidates import place, smallest_budgets
 from hetero.planning.placement import (
-    STREAMING_BUFFERS,
     Budgets,
     PlacementError,
     SlotBytes,

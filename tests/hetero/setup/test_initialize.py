@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hetero.runtime.relocation.replanner import Replanner
 
 import hetero
 from hetero.api.module_state_dict import StateDictHooks
+from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.setup import initialize as setup
 from offload.errors import HeteroError, PeerError
 from tests.support.training.small_net import SETTINGS, Net
@@ -36,7 +36,7 @@ def test_an_engine_that_cannot_be_made_gives_everything_back(
 
     monkeypatch.setattr(setup, "build_chunk_group", build_chunk_group)
     if where == "limits":
-        monkeypatch.setattr(Replanner, "_make_limits", fail)
+        monkeypatch.setattr(BudgetMoves, "_make_limits", fail)
     else:
         monkeypatch.setattr(StateDictHooks, "__init__", fail)
     model = Net()

@@ -56,7 +56,7 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
             backend.fetch(arena.view(slot, 1, torch.uint8), source)
             content[slot] = value
         elif what < 0.6 and slot in content:
-            views[slot].append(arena.view(slot, 1, torch.uint8, page_locked=True))
+            views[slot].append(arena.view(slot, 1, torch.uint8, pinned=True))
             # The work has the memory, not the pin: that ends on the host while work is waiting.
             alias = torch.from_dlpack(arena.memory.export(slot * SLOT, SLOT))
             expected = content[slot]
@@ -85,7 +85,7 @@ def test_a_fetch_waits_for_work_with_what_is_there() -> None:
     seen: list[int] = []
     for value in (1, 2):
         backend.fetch(arena.view(0, 1, torch.uint8), torch.full((SLOT,), value, dtype=torch.uint8))
-        view = arena.view(0, 1, torch.uint8, page_locked=True)
+        view = arena.view(0, 1, torch.uint8, pinned=True)
         alias = torch.from_dlpack(arena.memory.export(0, SLOT))
         runtime.give(runtime.compute, lambda a=alias: seen.append(int(a[0])))
         del view
@@ -134,7 +134,7 @@ def test_work_waits_for_all_copies_to_its_slots() -> None:
     for slot in (1, 2):
         source = torch.full((SLOT,), slot, dtype=torch.uint8)
         backend.fetch(arena.view(slot, 1, torch.uint8), source)
-    view = arena.view(0, 3, torch.uint8, page_locked=True)
+    view = arena.view(0, 3, torch.uint8, pinned=True)
     seen: list[list[int]] = []
     alias = torch.from_dlpack(arena.memory.export(0, 3 * SLOT))
     runtime.give(runtime.compute, lambda: seen.append([int(alias[s * SLOT]) for s in (1, 2)]))
@@ -149,7 +149,7 @@ def test_capturing_a_graph_is_refused() -> None:
     runtime, backend, arena = make(1)
     runtime.captures = True
     with pytest.raises(HeteroError, match="CUDA graph is being captured"):
-        arena.view(0, 1, torch.uint8, page_locked=True)
+        arena.view(0, 1, torch.uint8, pinned=True)
     with pytest.raises(HeteroError, match="CUDA graph is being captured"):
         backend.grad_offload(torch.empty(4), torch.empty(4))
     runtime.captures = False
@@ -159,7 +159,7 @@ def test_capturing_a_graph_is_refused() -> None:
 
 def test_leases_count_views() -> None:
     _, backend, arena = make(2)
-    view = arena.view(0, 2, torch.bfloat16, page_locked=True)
+    view = arena.view(0, 2, torch.bfloat16, pinned=True)
     assert view.numel() == SLOT
     assert arena.live_views() == 1
     other = view[5:]
@@ -173,7 +173,7 @@ def test_leases_count_views() -> None:
 
 def test_views_outlive_the_arena() -> None:
     runtime, _, arena = make(1)
-    view = arena.view(0, 1, torch.uint8, page_locked=True)
+    view = arena.view(0, 1, torch.uint8, pinned=True)
     view.fill_(3)
     runtime.synchronize_all()
     arena.close()
