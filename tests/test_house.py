@@ -21,8 +21,6 @@ LONG_FILES = {
     "tests/hetero/runtime/relocation/test_migration_device.py": "one line too many",
 }
 WIDE_FOLDERS = {
-    "hetero/runtime": "two update schedules, which are to become one",
-    "hetero/state": "slots and files of chunk groups, which are to become fewer",
     "tests/native": "native/'s folders are to be mirrored",
 }
 

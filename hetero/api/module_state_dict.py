@@ -11,8 +11,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hetero.api.whole_state import store_masters
-from hetero.runtime.call_stack import EnteredCalls, module_frame
 from hetero.runtime.engine import Engine
+from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
 

@@ -27,19 +27,19 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.all_gather import Gathering
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.file_layout import map_file
 from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
-from hetero.state.homes import HomeFormat, Homes
 from hetero.state.host_source import HostSource
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
+from hetero.state.memory.file_layout import map_file
+from hetero.state.memory.homes import HomeFormat, Homes
+from hetero.state.memory.scratch_space import ScratchSpace
+from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.param_shards import ParamShards
 from hetero.state.params import CopyCache, ParamCopies, Params
-from hetero.state.scratch_space import ScratchSpace
-from hetero.state.slot_arenas import SlotArenas
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend

@@ -19,12 +19,12 @@ from hetero.state.all_gather import Gathering
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
-from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
+from hetero.state.memory.homes import Homes
+from hetero.state.memory.scratch_space import DiskParts, ScratchSpace
+from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState, TileState
 from hetero.state.params import Params
-from hetero.state.scratch_space import DiskParts, ScratchSpace
-from hetero.state.slot_arenas import SlotArenas
 from offload._native import StepPipeline
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend, Updater

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grads import Grads
-from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
+from hetero.state.memory.homes import Homes
 from hetero.state.optimizer_state import OptimizerState, parts_of
 from offload._native import Hyper, Location, StepTask
 from offload.device.backend import DeviceTask, Updater

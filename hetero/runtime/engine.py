@@ -19,17 +19,17 @@ from hetero.overlap import OverlapUpdates
 from hetero.planning.placement import Placement
 from hetero.planning.predict import Plan
 from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
-from hetero.runtime.all_params import AllParams
-from hetero.runtime.grad_factors import GradFactors
-from hetero.runtime.grad_hook import GradHook
-from hetero.runtime.gradients import Gradients
-from hetero.runtime.module_hooks import ModuleHooks, refuse_use
+from hetero.runtime.gradients.grad_factors import GradFactors
+from hetero.runtime.gradients.grad_hook import GradHook
+from hetero.runtime.gradients.gradients import Gradients
+from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.module_hooks import ModuleHooks, refuse_use
+from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.runtime.optimizer_view import OptimizerView
 from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.runtime.relocation.memory_limit import BesideMemory
 from hetero.runtime.relocation.moves import InUseError
 from hetero.runtime.relocation.relocate import Change
-from hetero.runtime.saved_tensors import SavedTensors
 from hetero.runtime.step import OptimizerStep
 from hetero.runtime.step_predictions import StepPredictions
 from hetero.runtime.step_tracer import StepTracer

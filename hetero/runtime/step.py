@@ -9,9 +9,9 @@ import torch
 
 from hetero.chunk_groups.update_tasks import Groups, HyperOf
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.all_params import AllParams
-from hetero.runtime.grad_factors import GradFactors
-from hetero.runtime.gradients import Gradients
+from hetero.runtime.gradients.grad_factors import GradFactors
+from hetero.runtime.gradients.gradients import Gradients
+from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.update_schedule import UpdateSchedule
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam

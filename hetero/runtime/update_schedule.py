@@ -26,8 +26,8 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, Update, hyper_table
 from hetero.chunks.layout import Chunk
 from hetero.overlap import OverlapUpdates
-from hetero.runtime.call_stack import inside_another_backward
 from hetero.runtime.grad_counts import GradCounts
+from hetero.runtime.modules.call_stack import inside_another_backward
 from hetero.runtime.optimizer_view import OptimizerView
 from hetero.state.chunk_updates import TO_GO_ON
 from hetero.state.managed_param import ManagedParam

@@ -15,9 +15,9 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
-from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from hetero.state.slot_arenas import SlotArenas
+from hetero.state.memory.homes import Homes
+from hetero.state.memory.slot_arenas import SlotArenas
 from offload._native import Location, StepPipeline
 from offload.errors import HeteroError, StaleGraphError
 

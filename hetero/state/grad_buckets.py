@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
+from hetero.state.memory.homes import Homes
 from offload.memory.arena import HostArena
 from offload.memory.slot_pool import SlotPool
 

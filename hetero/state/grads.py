@@ -9,8 +9,8 @@ import torch
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.chunk_updates import ChunkUpdates, UpdateState
-from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
+from hetero.state.memory.homes import Homes
 from offload._native import Location, sum_of_squares
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import Updater

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero.chunks.layout import Layout
-from hetero.state.homes import Homes
+from hetero.state.memory.homes import Homes
 from offload.device.shared_cache import HostCopy, SharedCache
 
 

@@ -12,9 +12,9 @@ import torch
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam
-from hetero.state.slot_arenas import SlotArenas
+from hetero.state.memory.homes import Homes
+from hetero.state.memory.slot_arenas import SlotArenas
 from offload._native import Location, join_master, split_master
 from offload.device.backend import Updater
 from offload.disk.backing import Extent, FileTransfers

@@ -9,7 +9,7 @@ import torch
 
 from hetero.chunks.layout import Chunk
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.homes import Homes
+from hetero.state.memory.homes import Homes
 from offload.device.shared_cache import SharedCache
 
 

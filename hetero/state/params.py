@@ -15,8 +15,8 @@ from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.ranks.shard_server import Versions
 from hetero.state.all_gather import Gather, Gathering
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.homes import Homes
 from hetero.state.managed_param import ManagedParam, ParamState
+from hetero.state.memory.homes import Homes
 from hetero.state.param_shards import ParamShards
 from offload import timeline
 from offload.cache.slot_cache import SlotCache

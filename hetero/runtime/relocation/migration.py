@@ -20,8 +20,8 @@ from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts
 from hetero.chunks.layout import Chunk
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.runtime.relocation.moves import InUseError, Move, moves_between
-from hetero.state.file_layout import extent_size
 from hetero.state.managed_param import ManagedParam, ParamState
+from hetero.state.memory.file_layout import extent_size
 from offload._native import IoOp
 from offload.disk.backing import Extent
 from offload.errors import BudgetError

@@ -21,10 +21,10 @@ from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
-from hetero.state.homes import HomeFormat, Homes
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
-from hetero.state.slot_arenas import SlotArenas
+from hetero.state.memory.homes import HomeFormat, Homes
+from hetero.state.memory.slot_arenas import SlotArenas
 from offload.device.backend import CpuBackend, EmulatedBackend
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.memory.arena import HostArena

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.state.scratch_space import ScratchSpace
+from hetero.state.memory.scratch_space import ScratchSpace
 from offload._native import StepPipeline, UpdateKind
 from offload.device.backend import Backend
 from offload.memory.arena import HostArena

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero.runtime.gradients import Gradients
+from hetero.runtime.gradients.gradients import Gradients
 from hetero.state.managed_param import ManagedParam
 
 

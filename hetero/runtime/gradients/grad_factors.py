@@ -10,7 +10,7 @@ import torch
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.overlap import OverlapUpdates
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.gradients import Gradients
+from hetero.runtime.gradients.gradients import Gradients
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam

@@ -10,8 +10,8 @@ import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
-from hetero.runtime.all_params import AllParams
-from hetero.runtime.call_stack import is_recomputing
+from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.call_stack import is_recomputing
 from hetero.state.params import SavedView
 from offload.errors import StaleGraphError
 

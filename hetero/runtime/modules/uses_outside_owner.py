@@ -9,8 +9,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
-from hetero.runtime.all_params import AllParams
-from hetero.runtime.call_stack import EnteredCalls
+from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.state.managed_param import ManagedParam
 
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say

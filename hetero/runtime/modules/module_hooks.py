@@ -13,11 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from hetero.runtime.all_params import AllParams
-from hetero.runtime.call_stack import EnteredCalls, module_frame
-from hetero.runtime.saved_tensors import SavedTensors
+from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
+from hetero.runtime.modules.saved_tensors import SavedTensors
+from hetero.runtime.modules.uses_outside_owner import UsesOutsideOwner
 from hetero.runtime.to_device import to_device
-from hetero.runtime.uses_outside_owner import UsesOutsideOwner
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
 

@@ -1,0 +1,1 @@
+"""Parameters around calls of modules: gathered before, released after, again in backward."""
