@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from offload import _native
-from tests.native.test_reading_ahead import expected
+from tests.native.pipeline.test_reading_ahead import expected
 from tests.support.native.step_tiles import (
     ENGINES,
     TILE,
