@@ -1,20 +1,4 @@
-"""The vocabulary: tiers, kinds of state and the words everybody else uses.
-
-tier      DEVICE (where compute happens), HOST (RAM), DISK (a file on NVMe). With the CPU as the
-compute device DEVICE and HOST are the same memory, and all of it is accounted as HOST. arena
-one exactly sized allocation of a tier, cut into equal slots; the only source of model-state memory.
-chunk     the unit of placement: an ordered list of parameters packed into one capacity. A tensor is
-not split over chunks; one that is larger than a slot gets a chunk of several. shard     this rank's
-n-th of a chunk, when n ranks share it; with one rank the whole chunk. tile     the part of a shard
-that lies in one slot: the unit of the optimizer's reads and writes. kind of state   PARAM (compute
-dtype), GRAD, OPTIM_STATE (optimizer state: what completes the parameter to an fp32 master, exp_avg,
-exp_avg_sq). home      the tier where a kind of state's authoritative copy lives between steps.
-gathered  a clean copy of a PARAM kind of state, whole, in a slot while compute needs it: of what is
-on DISK or in the shards of all ranks; dropped, never written back. bucket    the gradient of a
-whole chunk as this rank computed it, until it is averaged over the ranks and becomes a shard of
-GRAD. pin     a live tensor over a slot. A slot is reused only when its pins are gone. ledger
-bytes in use per tier and account; the budgets are enforced by it.
-"""
+"""The words that everything else is named by: tiers, state kinds, accounts (docs/glossary.md)."""
 
 from __future__ import annotations
 
