@@ -60,7 +60,7 @@ SANITIZERS = {
             "tests/offload/disk/test_scratch_file.py",
             "tests/offload/disk/test_transfers.py",
             "tests/offload/device/test_grad_offload.py",
-            "tests/offload/device/test_fetching.py",
+            "tests/offload/device/test_fetch_queue.py",
         ),
         # A process that changes its user can neither write reports nor be searched for leaks. GCC
         # 12's runtime does nothing at a fork: if another thread, a starting one say, is in its

@@ -304,7 +304,7 @@ def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
         synchronize(event)
 
     monkeypatch.setattr(runtime, "synchronize", slowly)
-    monkeypatch.setattr(CudaBackend, "settle", lambda _: None)  # which would do them all
+    monkeypatch.setattr(CudaBackend, "synchronize", lambda _: None)  # which would do them all
     cache = engine.chunk_groups[0].params._cache
     assert cache is not None
     cache.start(0)

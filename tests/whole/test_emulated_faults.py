@@ -112,7 +112,7 @@ def test_a_model_may_be_collected_in_a_thread_of_its_engine(tmp_path: Path) -> N
     model(input_ids=tokens, labels=tokens).loss.backward()
     model.itself = model
     engine = optimizer.engine
-    ledger, waiter = engine.ledger, device_cache(engine)._backing._copiers  # type: ignore[attr-defined]
+    ledger, waiter = engine.ledger, device_cache(engine)._backing._copying  # type: ignore[attr-defined]
     collected = threading.Event()
 
     def collect() -> None:

@@ -54,7 +54,8 @@ def test_measuring_is_no_traffic(
 ) -> None:
     for module in (bandwidth, store):
         monkeypatch.setattr(module, "AREA_BYTES", 64 << 10)
-    monkeypatch.setattr(bandwidth, "_TRANSFER_BYTES", 32 << 10)
+    sizes = dict.fromkeys(bandwidth._REQUEST_BYTES, 32 << 10)
+    monkeypatch.setattr(bandwidth, "_REQUEST_BYTES", sizes)
     monkeypatch.setattr(bandwidth, "WINDOW_S", 0.01)
     monkeypatch.setattr(MemberFile, "_open", open_as_if_direct)
     traffic = []

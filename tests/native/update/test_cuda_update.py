@@ -8,6 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from offload import _native
+from offload.device.backend import DeviceTask
+from offload.device.device_updater import DeviceUpdater
 from tests.support.native.device_tile import (
     DTYPES,
     KINDS,
@@ -17,10 +21,6 @@ from tests.support.native.device_tile import (
     check_update,
     native,
 )
-
-from offload import _native
-from offload.device.backend import DeviceTask
-from offload.device.device_updater import DeviceUpdater
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
 from tests.support.native.update_oracle import Hyper
