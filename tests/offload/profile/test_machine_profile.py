@@ -101,7 +101,7 @@ def broken(content, **changes):
     [
         ("{", "not JSON"),
         ("[]", "JSON object"),
-        (lambda c: broken(c, format=2), "format 2"),
+        (lambda c: broken(c, format=1), "format 1"),
         (lambda c: broken(c, format=True), "format True"),
         (lambda c: broken(c, speed=1), "unknown field 'speed'"),
         (
