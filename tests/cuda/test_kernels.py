@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.support.native.device_tile import DTYPES, KINDS, RULES, TILE, check_update
 
 from offload import _native
 from offload.device.cuda_runtime import CudaRuntime
 from offload.device.device_updater import DeviceUpdater
+from tests.support.native.device_tile import DTYPES, KINDS, RULES, TILE, check_update
 from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
 
 
