@@ -1,5 +1,6 @@
 """native/io_engine: every fault ends in an error on its waiter, and nowhere else."""
 
+import ctypes
 import errno
 import gc
 import os
