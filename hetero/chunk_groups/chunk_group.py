@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -150,11 +150,6 @@ class ChunkGroup:
         """Seconds for which compute has waited for transfers so far."""
         waited = self.params.wait_s + self.grads.wait_s + self.updates.wait_s
         return waited if self.ranks is None else waited + self.ranks.grad_reducer.wait_s
-
-    @property
-    def add_grad(self) -> Callable[[ManagedParam, torch.Tensor, bool], None]:
-        """Takes (parameter, gradient that autograd made, whether to add it to the kept one)."""
-        return self.grads.add if self.ranks is None else self.ranks.grad_reducer.add
 
     @property
     def trained_numel(self) -> int:

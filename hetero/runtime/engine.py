@@ -225,11 +225,6 @@ class Engine:
         self._predictions.homes_moved()
 
     @property
-    def is_running(self) -> bool:
-        """Whether a forward of the model runs."""
-        return self._module_hooks.running
-
-    @property
     def model(self) -> torch.nn.Module:
         """The model that this engine manages."""
         model = self._model()
