@@ -7,6 +7,7 @@ waits for nothing that it does not need yet.
 
 from __future__ import annotations
 
+import copy
 import enum
 import threading
 from collections import deque
@@ -49,10 +50,11 @@ class FetchState(enum.Enum):
 class ChunkFetch:
     """A chunk on its way to the device: the Operation that FetchQueue.read() returns."""
 
-    def __init__(self, queue: FetchQueue, chunk: int, to: torch.Tensor) -> None:
+    def __init__(self, queue: FetchQueue, chunk: int, slots: range, to: torch.Tensor) -> None:
         """Only FetchQueue makes and changes it, under its lock."""
         self._queue = queue
         self.chunk = chunk
+        self.slots = slots  # of the device; `to` is a view of them
         self.to: torch.Tensor | None = to
         self.state = FetchState.QUEUED
         self.in_ram: HostCopy | None = None
@@ -97,7 +99,7 @@ class FetchQueue:
         self._changed = threading.Condition()  # reentrant; guards all below, and fetches
         self._queue: deque[ChunkFetch] = deque()
         self._under_way = 0  # fetches STAGING or COPYING
-        self._last_into: dict[int, ChunkFetch] = {}  # by slot of the device
+        self._into: dict[int, ChunkFetch] = {}  # those not DONE, by slot of the device
         # The last copy from the home of each chunk that is in RAM for good.
         self._from_home: dict[int, Operation] = {}
         self._staging = Worker("staging")
@@ -114,12 +116,12 @@ class FetchQueue:
         to = self._arena.view(slot, len(slots), torch.uint8)[: self._used_bytes[chunk]]
         home = self._source.home(chunk)
         if home is not None:
-            copy = self._backend.fetch(to, self._bytes(home, chunk))
+            op = self._backend.fetch(to, self._bytes(home, chunk))
             if not self._backend.in_order:
-                return copy
-            self._from_home[chunk] = copy
-            return _OrderedCopy(copy)
-        fetch = ChunkFetch(self, chunk, to)
+                return op
+            self._from_home[chunk] = op
+            return _OrderedCopy(op)
+        fetch = ChunkFetch(self, chunk, slots, to)
         fetch.chain = Chain(
             (
                 (self._staging, lambda: self._stage(fetch)),
@@ -128,7 +130,7 @@ class FetchQueue:
             lambda error: self._end(fetch, error),
         )
         with self._changed:
-            self._last_into.update(dict.fromkeys(slots, fetch))
+            self._into.update(dict.fromkeys(slots, fetch))
             self._queue.append(fetch)
             self._start_queued()
         return fetch
@@ -143,7 +145,7 @@ class FetchQueue:
     def _end_lost(self, slots: range) -> None:
         """Ends a fetch to one of the slots of which, after KeyboardInterrupt, no cache knows."""
         with self._changed:
-            for fetch in dict.fromkeys(map(self._last_into.get, slots)):
+            for fetch in dict.fromkeys(map(self._into.get, slots)):
                 if fetch is not None:
                     self.cancel(fetch)
                     while not self._is_ordered(fetch):
@@ -182,16 +184,19 @@ class FetchQueue:
         assert fetch.in_ram is not None
         assert fetch.to is not None
         with self._changed:
-            copy = self._backend.fetch(fetch.to, self._bytes(fetch.in_ram.flat, fetch.chunk))
+            op = self._backend.fetch(fetch.to, self._bytes(fetch.in_ram.flat, fetch.chunk))
             fetch.state = FetchState.COPYING
             self._changed.notify_all()
-            return copy
+            return op
 
     def _end(self, fetch: ChunkFetch, error: BaseException | None) -> None:
         with self._changed:
             if fetch.in_ram is not None:
                 fetch.in_ram.release()
                 self._under_way -= 1
+            for slot in fetch.slots:
+                if self._into.get(slot) is fetch:
+                    del self._into[slot]
             fetch.state = FetchState.DONE
             fetch.in_ram = fetch.to = fetch.chain = None
             fetch.error = error
@@ -221,7 +226,8 @@ class FetchQueue:
                 else:
                     self._changed.wait()
         if fetch.error is not None:
-            raise fetch.error
+            # A copy: what is raised has the caller's frames, and with them tensors that pin slots.
+            raise copy.copy(fetch.error)
 
     def wait_home_read(self, chunk: int) -> None:
         """Until nothing reads the chunk's home in RAM, which is about to change."""
@@ -236,7 +242,6 @@ class FetchQueue:
         with self._changed:
             while self._queue or self._under_way:
                 self._changed.wait()
-            self._last_into.clear()
         for chunk in list(self._from_home):
             self.wait_home_read(chunk)
 
@@ -248,7 +253,6 @@ class FetchQueue:
         self._staging.close()
         self._copying.close()
         self._from_home.clear()
-        self._last_into.clear()
 
 
 class _OrderedCopy:

@@ -4,6 +4,7 @@ import errno
 import gc
 import tempfile
 import threading
+import weakref
 
 import pytest
 import torch
@@ -361,6 +362,27 @@ def test_an_error_holds_no_memory(rig):
     assert r.staged() == 0
     assert caught.value.__traceback__ is not None
     assert r.arena.live_views() == 0
+
+
+def test_a_drop_holds_nothing_of_its_caller_s(rig):
+    """The error of the read that it cancels would have the frames of the forward that drops."""
+    held = []
+
+    def forward() -> None:
+        pin = torch.ones(1)
+        held.append(weakref.ref(pin))
+        with r.transfers.gate.closed():
+            r.cache.prefetch(1)
+            r.cache.drop(0)
+
+    r = rig(2, 1, [1, 1])
+    r.learn(0)
+    gc.disable()
+    try:
+        forward()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_closing_does_not_wait_for_a_slow_link(rig):
