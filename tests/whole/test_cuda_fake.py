@@ -15,7 +15,9 @@ from torch import nn
 
 import hetero
 from offload.device.cuda_backend import CudaBackend
+from offload.device.fetch_queue import FetchQueue
 from offload.errors import BudgetError, HeteroError
+from offload.memory.arena import HostArena
 from offload.memory.tiers import Tier
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.training.loops import Run, batches, build, train
@@ -297,11 +299,21 @@ def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
     _model, optimizer = build(**options(tmp_path, settings, dtype="bf16"))
     engine = optimizer.engine
     go_on, synchronize = threading.Event(), runtime.synchronize
+    clear, close = FetchQueue.clear, HostArena.close
+    closed_after_copies: list[bool] = []
 
     def slowly(event: Any) -> None:
         if threading.current_thread().name == "hetero-copying":
             assert go_on.wait(PATIENCE_S)
         synchronize(event)
+
+    def watched_clear(fetches: FetchQueue) -> None:
+        threading.Timer(0.1, go_on.set).start()
+        clear(fetches)
+
+    def watched_close(arena: HostArena) -> None:
+        closed_after_copies.append(go_on.is_set())
+        close(arena)
 
     monkeypatch.setattr(runtime, "synchronize", slowly)
     monkeypatch.setattr(CudaBackend, "synchronize", lambda _: None)  # which would do them all
@@ -309,10 +321,10 @@ def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
     assert cache is not None
     cache.start(0)
     until(lambda: runtime.copying)
-    later = threading.Timer(0.3, go_on.set)
-    later.start()
+    monkeypatch.setattr(FetchQueue, "clear", watched_clear)
+    monkeypatch.setattr(HostArena, "close", watched_close)
     engine.set_budget("700KiB")
-    assert go_on.is_set()
-    later.join()
+    assert closed_after_copies
+    assert all(closed_after_copies)
     monkeypatch.undo()
     engine.close()
