@@ -1,7 +1,7 @@
 """Which chunk each slot of an arena holds, and which slots another chunk should take.
 
-Slots are taken from the chunk whose next use is farthest (Belady's rule), and only if nothing pins
-them. Looking for one slot takes a time that does not grow with the number of slots: chunks are
+Slots are taken from the chunk whose next use is farthest (Belady's rule), of equals from the one that
+has had them longest, and only if nothing pins them. Looking for one slot takes a time that does not grow with the number of slots: chunks are
 kept in a heap by their next use, and pins are counted only of those that the heap offers. A run of
 several slots is looked for among all slots, once.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from offload.cache.use_order import NEVER, UseOrder
 from offload.memory.arena import HostArena
 
-_Ranked = tuple[int, int, int]  # minus the next use, minus the last slot, the chunk
+_Ranked = tuple[int, int, int]  # minus the next use, when the chunk was added, the chunk
 
 
 class SlotTable:
@@ -32,6 +32,8 @@ class SlotTable:
         """Forgets all chunks, and what was pinned: the arena may have other slots."""
         slots = self._arena.slots
         self._slot_of: dict[int, int] = {}
+        self._added: dict[int, int] = {}  # in which order the chunks came
+        self._adds = 0
         self._owner: list[int | None] = [None] * slots
         self._free = (1 << slots) - 1  # a bit for each slot without an owner
         # The run that was taken last and has the slot: it may be pinned without an owner.
@@ -57,6 +59,7 @@ class SlotTable:
         self._first_of[slot : slot + run] = [slot] * run
         self._run_at[slot] = run
         self._slot_of[chunk] = slot
+        self._added[chunk] = self._adds = self._adds + 1
         self._rank(chunk)
 
     def remove(self, chunk: int) -> None:
@@ -64,7 +67,7 @@ class SlotTable:
         slot, run = self._slot_of.pop(chunk), self._runs[chunk]
         self._owner[slot : slot + run] = [None] * run
         self._free |= ((1 << run) - 1) << slot
-        del self._ranked[chunk]
+        del self._ranked[chunk], self._added[chunk]
 
     def owners(self, slot: int, run: int) -> list[int]:
         """The chunks that have some of the slots [slot, slot + run)."""
@@ -89,9 +92,10 @@ class SlotTable:
     ) -> int | None:
         """The slots that cost least to take.
 
-        Slots without an owner come first; then those whose soonest next use is farthest. Of equals
-        a single slot is taken at the high end and a run at the low end, so that long runs stay
-        possible, and a run takes its slots from few chunks.
+        Slots without an owner come first: a single one at the high end and a run at the low end, so
+        that long runs stay possible. Then those whose soonest next use is farthest; of equals, as
+        where nothing is known of next uses, those of few chunks, which came longest ago. (What came
+        last may be on its way to the file still, and would have to be waited for.)
 
         Args:
             run: How many consecutive slots are needed.
@@ -125,7 +129,7 @@ class SlotTable:
                 continue
             passed_over.append(ranked)
             if may_evict(chunk) and self._arena.pins[self._slot_of[chunk]] == 0:
-                found = -ranked[1]
+                found = self._slot_of[chunk] + self._runs[chunk] - 1
                 break
         for ranked in passed_over:
             heapq.heappush(self._heap, ranked)
@@ -144,11 +148,13 @@ class SlotTable:
             number = self._order.next_use_number(chunk)
             usable = number > later_than and may_evict(chunk) and self._arena.pins[slot] == 0
             next_uses += [number if usable else -1] * self._runs[chunk]
-        best, found = (-1, 0), None
+        best, found = (-1, 0, 0), None
         for first in range(limit - run + 1):
             soonest = min(next_uses[first : first + run])
             if soonest >= max(best[0], 0):
-                cost = soonest, -len(self.owners(first, run))
+                owners = self.owners(first, run)
+                newest = max((self._added[chunk] for chunk in owners), default=0)
+                cost = soonest, -len(owners), -newest
                 if cost > best:
                     best, found = cost, first
         return found
@@ -156,8 +162,7 @@ class SlotTable:
     # The heap
 
     def _rank(self, chunk: int) -> None:
-        last = self._slot_of[chunk] + self._runs[chunk] - 1
-        ranked = (-self._order.next_use_number(chunk), -last, chunk)
+        ranked = (-self._order.next_use_number(chunk), self._added[chunk], chunk)
         self._ranked[chunk] = ranked
         heapq.heappush(self._heap, ranked)
         if len(self._heap) > 2 * len(self._ranked) + 64:  # most of it is not valid any more

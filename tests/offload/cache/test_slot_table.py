@@ -66,7 +66,9 @@ class Model:
             soonest = min(map(self.order.next_use, owners), default=1 << 62)
             if until is not None and soonest <= self.order.next_use(until):
                 continue
-            cost = soonest, -len(owners)
+            # Those in the table are in the order in which they came.
+            newest = max((list(self.slot_of).index(chunk) for chunk in owners), default=-1)
+            cost = soonest, -len(owners), -newest
             if best is None or cost > best:
                 best, found = cost, first
         return found
@@ -169,3 +171,32 @@ def test_the_work_of_a_use_does_not_grow_with_the_slots(prefetch: int, monkeypat
         arena.close()
     assert work[16] < 24
     assert work[1024] < 24
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_writes_have_time_until_all_slots_were_taken_once(run: int) -> None:
+    """As gradients in backward, of which no order is known: each is written when it is complete."""
+    chunks, fits = range(12), 4
+
+    class Write(Transfers):
+        """Of a chunk, which must not be waited for before `fits` more were begun."""
+
+        def __init__(self, chunk: int) -> None:
+            self.chunk = chunk
+
+        def wait(self) -> None:
+            assert self.chunk <= filling - fits
+
+    class Backing(Transfers):
+        def write(self, chunk: int, slot: int) -> Transfers:
+            return Write(chunk)
+
+    arena = HostArena(fits * run, PAGE, Ledger({}), Account.GRAD_SLOT)
+    cache = SlotCache(arena, Backing(), dict.fromkeys(chunks, run), UseOrder(), str)
+    for filling in chunks:
+        cache.create(filling)
+        cache.dirty(filling)
+        cache.write_back(filling)
+    filling = len(chunks) + fits
+    cache.close()
+    arena.close()
