@@ -73,6 +73,7 @@ def train(rank: int, world: int, options: dict[str, Any], skipped: tuple[int, ..
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+            engine.synchronize()  # what is still being written is not read ahead
             found.append(Gathers())
     assert scaler.get_scale() == (2.0 ** (8 - len(skipped)) if skipped else 1.0)
     counts = Counts(
