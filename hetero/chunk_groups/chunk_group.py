@@ -70,11 +70,9 @@ class ChunkGroup:
 
     Attributes:
         plan: dtypes, layout and first placement.
-        members: the parameters, chunk by chunk.
-        memory: what holds their state.
-        params, grads, optim_states: what reads and changes each kind of state.
+        members: the parameters, chunk by chunk; `memory` holds their state.
+        params, grads, optim_states: read and change each kind of state; `stepper` updates all.
         updates: the states of chunks in the optimizer step: uses of a chunk wait for its update.
-        stepper: updates all three kinds of state.
         world: the ranks, over connections that this chunk group alone uses.
         ranks: None for one rank.
         device: None if compute happens in RAM.

@@ -304,14 +304,9 @@ class Communicator:
     # Requests, which one member makes to another
 
     def request(self, peer: int, header: torch.Tensor, into: torch.Tensor, what: str) -> Reply:
-        """Starts a request to `peer`.
+        """Starts a request to `peer`, whose answer's content goes to `into`.
 
-        Args:
-            peer: the member that is to answer.
-            header: int64; its last element is set here.
-            into: where the content of the answer goes.
-            what: names the request in errors.
-
+        `header` is int64, and its last element is set here; `what` names the request in errors.
         Returns the answer on its way. Neither tensor may be used otherwise until it has arrived.
         """
         with self._lock:

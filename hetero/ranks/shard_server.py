@@ -96,14 +96,10 @@ class ShardServer:
         param: Callable[[Chunk], AbstractContextManager[torch.Tensor]],
         optim_state: Callable[[Chunk, int], AbstractContextManager[torch.Tensor]],
     ) -> None:
-        """Starts answering.
+        """Starts answering the `peers`, the ranks of the shard group.
 
-        Args:
-            peers: the ranks of the shard group.
-            layout: the chunk group's.
-            versions: of its chunks.
-            param: makes a context with this rank's shard of a chunk's parameters, flat.
-            optim_state: makes a context with the bytes of one tile's optimizer state.
+        `param` makes a context with this rank's shard of a chunk's parameters, flat; `optim_state`
+        one with the bytes of one tile's optimizer state.
         """
         self.peers = peers
         self._layout = layout
@@ -125,14 +121,8 @@ class ShardServer:
     ) -> Reply:
         """Starts a request to `peer` for values of the version that this rank has.
 
-        Args:
-            kind: PARAM, or OPTIM_STATE.
-            chunk: the chunk.
-            tile: number of the tile in `peer`'s shard; for OPTIM_STATE.
-            peer: the rank to ask, as the shard group counts.
-            into: where the content goes, flat.
-
-        Returns the answer on its way. Raises PeerError if `peer` is gone.
+        `tile` is its number in `peer`'s shard, for OPTIM_STATE; `into`, flat, is where the content
+        goes. Returns the answer on its way. Raises PeerError if `peer` is gone.
         """
         header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
         return self.peers.request(peer, header, into, f"gathering {chunk.name}")

@@ -61,13 +61,8 @@ class Gather:
 class Gathering:
     """Starts all-gathers of one chunk group; a Backing of gathered copies.
 
-    Attributes:
-        layout: the chunk group's.
-        server: answers the other ranks, and asks them for their shards.
-        shards: this rank's.
-        arena: the slots of gathered copies, in RAM; it has none in stages 1 and 2.
-        dtype: of the parameters.
-        wait_s: seconds of waiting, which prefetch did not hide.
+    `shards` are this rank's; `server` asks the other ranks for theirs. `arena` has the slots of
+    gathered copies, in RAM: none in stages 1 and 2.
     """
 
     layout: Layout
@@ -75,7 +70,7 @@ class Gathering:
     shards: ParamShards
     arena: HostArena
     dtype: torch.dtype
-    wait_s: float = 0.0
+    wait_s: float = 0.0  # seconds of waiting, which prefetch did not hide
 
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts gathering a chunk into the slots from `slot` on."""

@@ -83,20 +83,14 @@ class GradReducer:
     ) -> None:
         """Makes a reducer without gradients.
 
-        Args:
-            layout: the chunk group's.
-            members: the trainable parameters, in the same order on all ranks.
-            world: two ranks or more.
-            buffers: the memory to use.
-            grads: keeps the means.
-            loss_scale: gives the factor of gradients that arrive on other ranks only.
-            grad_offload: brings gradients to RAM from a DEVICE that has memory of its own.
+        `members` are the trainable parameters, in the same order on all ranks, of which there are
+        two or more. `loss_scale` gives the factor of gradients that arrive on other ranks only.
         """
         assert world.everyone is not None
         self.wait_s = 0.0  # seconds for which other ranks' gradients were waited for
         self.changes = 0  # how often means have changed: the same number on all ranks
         self._layout = layout
-        self._members = list(members)
+        self._members = members
         self._everyone: Communicator = world.everyone
         self._world = world
         self._memory = buffers
@@ -158,10 +152,8 @@ class GradReducer:
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Takes a gradient that autograd made, and sets `.grad` to the placeholder.
 
-        Args:
-            managed: the parameter.
-            grad: its gradient, whole.
-            accumulate: add it to the gradient that the parameter has; else it replaces that one.
+        It is whole; with `accumulate` it is added to the gradient that the parameter has, or else
+        replaces that one.
 
         Raises BudgetError if there is no room for gradients that wait for their mean; HeteroError
         if gradients were cleared on some of the ranks only; PeerError.

@@ -43,12 +43,10 @@ class Grads:
         """Keeps no gradient yet.
 
         Args:
-            layout, dtypes: the chunk group's.
             members: the parameters that are trained.
             homes: of GRAD.
             make_cache: makes the slots of DISK-homed chunks; it gets what is called with a chunk
                 before its gradient leaves them.
-            updates: the chunk group's, which read gradients.
             grad_offload: brings one rank's gradients from a DEVICE that is not RAM.
             updater: sums the squares of what is at home on DEVICE, if the CPU cannot.
         """

@@ -73,8 +73,6 @@ class OptimizerState:
     time.
 
     Attributes:
-        tile_numel: elements per tile.
-        dtypes: the chunk group's.
         homes: of OPTIM_STATE.
         arenas: have the pipeline, and its buffers, which keep optimizer state.
         transfers: read and write the scratch file.
@@ -94,16 +92,10 @@ class OptimizerState:
     def open(
         self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
     ) -> Iterator[TileState | None]:
-        """Brings in one tile's optimizer state for the block; None for a frozen chunk, without.
+        """Brings in a tile of this rank's optimizer state for the block; None for a frozen chunk.
 
-        Args:
-            chunk: the chunk.
-            tile: number of the tile in this rank's shard.
-            write: store it when the block has ended without an error.
-            fresh: start with zeros instead of what is stored.
-
-        Raises:
-            NativeIoError: it cannot be read or written.
+        `write`: it is stored when the block has ended without an error. `fresh`: it starts with
+        zeros instead of what is stored. Raises NativeIoError if it cannot be read or written.
         """
         if not chunk.trainable:
             yield None

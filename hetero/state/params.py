@@ -92,17 +92,10 @@ class Params:
         gathering: Gathering | None,
         updates: ChunkUpdates,
     ) -> None:
-        """Access to one chunk group's parameters.
+        """Access to one chunk group's parameters; none has values yet.
 
-        Args:
-            layout: the chunk group's.
-            homes: of PARAM.
-            shards: this rank's shards, wherever they are at home.
-            copies: the gathered copies.
-            prefetch: whether to gather the chunks that are expected next ahead of their use.
-            versions: count the changes of each chunk, and tell other ranks of them.
-            gathering: makes whole chunks from all ranks' shards; None for one rank.
-            updates: which chunks are being updated, and waiting for them.
+        `prefetch`: the chunks that are expected next are gathered ahead of their use. `versions`
+        tell other ranks of changes. `gathering` is None for one rank.
         """
         self._layout = layout
         self._homes = homes

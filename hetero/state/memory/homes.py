@@ -57,17 +57,9 @@ class Homes:
         ledger: Ledger,
         backend: Backend,
     ) -> None:
-        """Maps the memory of all homes; those on DEVICE are charged at once.
+        """Maps the memory of all homes, whose `tiers` are by chunk id (None: it has no home).
 
-        Args:
-            layout, dtypes: the chunk group's.
-            state_kind: whose homes these are.
-            tiers: the home of each chunk, by chunk id; None: it has none.
-            extents: of those on DISK.
-            ledger: is charged.
-            backend: gives DEVICE's memory.
-
-        Raises BudgetError if DEVICE has no room.
+        Those on DEVICE are charged at once. Raises BudgetError if it has no room.
         """
         self._shard = shard = layout.shard
         self._dtype, sharded = {

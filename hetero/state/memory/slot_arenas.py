@@ -31,15 +31,7 @@ class SlotArenas:
         file: ScratchSpace,
         resources: ExitStack,
     ) -> None:
-        """Makes arenas without slots.
-
-        Args:
-            layout, dtypes: the chunk group's.
-            backend: gives the memory where compute happens.
-            ledger: is charged.
-            file: what the slots are read from and written to.
-            resources: close the arenas.
-        """
+        """Makes arenas without slots, which `resources` close."""
         self._layout, self._dtypes = layout, dtypes
         self._slot = SlotBytes.of(layout, dtypes)
         self._separate = backend.separate
