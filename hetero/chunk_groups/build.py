@@ -6,19 +6,13 @@ place, `_ChunkGroupBuilder._make_copies`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from hetero.chunk_groups.chunk_group import (
-    ChunkGroup,
-    DeviceParts,
-    RankParts,
-    StateAccess,
-    StateMemory,
-)
+from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, StateMemory
 from hetero.chunk_groups.update_tasks import Stepper
 from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
@@ -34,7 +28,7 @@ from hetero.state.host_source import HostSource
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.file_layout import map_file
-from hetero.state.memory.homes import HomeFormat, Homes
+from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState
@@ -67,7 +61,7 @@ class Shared:
 
 def build_chunk_group(
     plan: ChunkGroupPlan,
-    members: Sequence[ManagedParam],
+    params: Mapping[int, torch.nn.Parameter],
     first_number: Mapping[int, int],
     shared: Shared,
     world: ProcessGroups,
@@ -77,8 +71,8 @@ def build_chunk_group(
 
     Args:
         plan: the layout and the placement.
-        members: its parameters, chunk by chunk.
-        first_number: by a parameter's index, the number of its first element in the model.
+        params: the parameters, and perhaps others, by the index of their ParamSpec.
+        first_number: by the same index, the number of a parameter's first element in the model.
         shared: the engine's configuration, device and budgets.
         world: the ranks, over connections for this chunk group alone.
         spare_bytes: RAM that no plan counts on: gathered copies may use it while it is free.
@@ -86,132 +80,102 @@ def build_chunk_group(
     Raises:
         BudgetError, StoreError, NativeIoError: with nothing taken.
     """
+    dtype, device = plan.dtypes.torch_compute, shared.backend.device
+    members = [
+        ManagedParam(params[s.param.index], chunk, s, dtype, device)
+        for chunk in plan.layout.chunks
+        for s in chunk.slices
+    ]
     with ExitStack() as resources:
-        builder = _ChunkGroupBuilder(
-            plan, members, first_number, shared, world, spare_bytes, resources
-        )
-        return builder.build()
+        builder = _ChunkGroupBuilder(plan, members, shared, world, resources)
+        return builder.build(first_number, spare_bytes)
 
 
+@dataclass
 class _ChunkGroupBuilder:
     """Makes the parts of one chunk group; each is closed by `resources` if a later one fails."""
 
-    def __init__(
-        self,
-        plan: ChunkGroupPlan,
-        members: Sequence[ManagedParam],
-        first_number: Mapping[int, int],
-        shared: Shared,
-        world: ProcessGroups,
-        spare_bytes: int,
-        resources: ExitStack,
-    ) -> None:
-        self._plan = plan
-        self._layout, self._placement, self._dtypes = plan.layout, plan.placement, plan.dtypes
-        self._slot = SlotBytes.of(plan.layout, plan.dtypes)
-        self._members = members
-        self._first_number = first_number
-        self._config, self._backend = shared.config, shared.backend
-        self._ledger, self._notes = shared.ledger, shared.notes
-        self._loss_scale = shared.loss_scale
-        self._world = world
-        self._spare_bytes = spare_bytes
-        self._resources = resources
+    plan: ChunkGroupPlan
+    members: list[ManagedParam]
+    shared: Shared
+    world: ProcessGroups
+    resources: ExitStack
 
-    def build(self) -> ChunkGroup:
+    def __post_init__(self) -> None:
+        self._layout, self._placement = self.plan.layout, self.plan.placement
+        self._dtypes = self.plan.dtypes
+        self._backend, self._ledger = self.shared.backend, self.shared.ledger
+        self._trained = [m for m in self.members if m.chunk.trainable]
+
+    def build(self, first_number: Mapping[int, int], spare_bytes: int) -> ChunkGroup:
         """All parts, in the order in which they need each other."""
-        memory = self._make_memory()
-        device = self._make_device_parts(memory.file)
-        access, ranks = self._make_access(memory, device)
-        return ChunkGroup(
-            self._plan,
-            self._members,
-            memory,
-            access,
-            self._world,
-            ranks,
-            device,
-            self._resources.pop_all(),
-        )
-
-    def _make_access(
-        self, memory: StateMemory, device: DeviceParts | None
-    ) -> tuple[StateAccess, RankParts | None]:
-        homes, extents, arenas = memory.homes, memory.extents, memory.arenas
+        memory = self._make_memory(spare_bytes)
+        homes, arenas, file = memory.homes, memory.arenas, memory.file
+        device = self._make_device_parts(file)
         grad_offload = None if device is None else device.grad_offload
         updater = None if device is None else device.updater
-        updates = ChunkUpdates(self._layout, homes[StateKind.PARAM], arenas, self._config.overlap)
+        overlap = self.shared.config.overlap
+        updates = ChunkUpdates(self._layout, homes[StateKind.PARAM], arenas, overlap)
         optim_states = OptimizerState(
             self._layout.tile_numel,
             self._dtypes,
             homes[StateKind.OPTIM_STATE],
-            extents[StateKind.OPTIM_STATE],
             arenas,
-            memory.file,
-            updates,
+            file,
             updater,
         )
         grads = Grads(
             self._layout,
             self._dtypes,
+            self._trained,
             homes[StateKind.GRAD],
             lambda before_write: self._file_cache(
                 memory, arenas.grads, StateKind.GRAD, UseOrder(), before_write=before_write
             ),
-            extents[StateKind.GRAD],
             updates,
-            grad_offload if self._world.everyone is None else None,
+            grad_offload if self.world.everyone is None else None,
             updater,
         )
-        stepper = Stepper(
-            self._layout,
-            self._dtypes.param_bytes,
-            homes[StateKind.PARAM],
-            extents[StateKind.PARAM],
-            grads,
-            optim_states,
-            updates,
-            self._first_number,
-            updater,
-        )
-        params, gathering, server = self._make_params(memory, updates, optim_states)
+        params, gathering = self._make_params(memory, updates, optim_states)
         ranks: RankParts | None = None
-        if self._world.everyone is not None:
-            grad_reducer = self._make_grad_reducer(homes[StateKind.GRAD], grads, grad_offload)
-            ranks = RankParts(grad_reducer, server, gathering, params.versions)
-        return StateAccess(params, grads, optim_states, updates, stepper), ranks
+        if self.world.everyone is not None:
+            ranks = RankParts(self._make_grad_reducer(grads, grad_offload), gathering)
+        return ChunkGroup(
+            plan=self.plan,
+            members=self.members,
+            memory=memory,
+            params=params,
+            grads=grads,
+            optim_states=optim_states,
+            updates=updates,
+            stepper=Stepper(self._layout, homes, grads, updates, first_number, updater),
+            world=self.world,
+            ranks=ranks,
+            device=device,
+            resources=self.resources.pop_all(),
+        )
 
     # Memory
 
-    def _make_memory(self) -> StateMemory:
-        file = ScratchSpace(self._config, self._ledger, self._notes, self._resources)
-        file_map = map_file(self._layout, self._placement, self._dtypes)
+    def _make_memory(self, spare_bytes: int) -> StateMemory:
+        layout, placement, dtypes, ledger = (
+            self._layout,
+            self._placement,
+            self._dtypes,
+            self._ledger,
+        )
+        file = ScratchSpace(self.shared.config, ledger, self.shared.notes, self.resources)
+        file_map = map_file(layout, placement, dtypes)
         if file_map.nbytes:
             file.allocate(file_map.nbytes)
-        homes = self._make_homes()
-        arenas = SlotArenas(
-            self._layout, self._dtypes, self._backend, self._ledger, file, self._resources
-        )
-        arenas.allocate(self._placement, self._spare_bytes)
-        return StateMemory(homes, file_map.extents, file, arenas)
-
-    def _make_homes(self) -> dict[StateKind, Homes]:
-        shard, dtypes = self._layout.shard, self._dtypes
-        found = {}
-        for state_kind, dtype, account, whole in (
-            (StateKind.PARAM, dtypes.torch_compute, Account.PARAM, not shard.params),
-            (StateKind.GRAD, dtypes.torch_grad, Account.GRAD, not shard.grads),
-            (StateKind.OPTIM_STATE, torch.uint8, Account.OPTIM_STATE, False),
-        ):
-            found[state_kind] = Homes(
-                self._layout,
-                getattr(self._placement, state_kind.value),
-                HomeFormat(getattr(self._slot, state_kind.value), dtype, account, whole),
-                self._ledger,
-                self._backend,
-            )
-            self._resources.callback(found[state_kind].close)
-        return found
+        homes = {}
+        for kind in StateKind:
+            tiers, extents = getattr(placement, kind.value), file_map.extents[kind]
+            homes[kind] = Homes(layout, dtypes, kind, tiers, extents, ledger, self._backend)
+            self.resources.callback(homes[kind].close)
+        arenas = SlotArenas(layout, dtypes, self._backend, ledger, file, self.resources)
+        arenas.allocate(placement, spare_bytes)
+        return StateMemory(homes, file, arenas)
 
     def _make_device_parts(self, file: ScratchSpace) -> DeviceParts | None:
         if not self._backend.separate:
@@ -221,12 +185,12 @@ class _ChunkGroupBuilder:
             updater.prepare()
         nbytes = link_bytes(self._layout, self._dtypes) // BUFFERS
         buffers = self._backend.host_arena(BUFFERS, nbytes, self._ledger, Account.LINK)
-        self._resources.callback(buffers.close)
+        self.resources.callback(buffers.close)
         buffers.commit(0, BUFFERS)
         grad_offload = GradOffload(
             self._backend, self._ledger, self._placement.grad_offload_bytes, buffers
         )
-        self._resources.callback(grad_offload.close)
+        self.resources.callback(grad_offload.close)
         home_copier = HomeCopier(self._backend, buffers, file)
         return DeviceParts(self._backend, home_copier, grad_offload, updater)
 
@@ -234,49 +198,33 @@ class _ChunkGroupBuilder:
 
     def _make_params(
         self, memory: StateMemory, updates: ChunkUpdates, optim_states: OptimizerState
-    ) -> tuple[Params, Gathering | None, ShardServer | None]:
+    ) -> tuple[Params, Gathering | None]:
         homes, arenas = memory.homes[StateKind.PARAM], memory.arenas
         order, versions = UseOrder(), Versions(len(self._layout.chunks))
-        arena = arenas.gathered if arenas.read_in_place else arenas.shards
-        chunks = self._layout.chunks
+        chunks, dtype = self._layout.chunks, self._dtypes.torch_compute
         shard_cache = self._file_cache(
             memory,
-            arena,
+            arenas.gathered if arenas.read_in_place else arenas.shards,
             StateKind.PARAM,
             order,
             before_read=lambda chunk: updates.wait_written(chunks[chunk]),
         )
         # Shards on their way to ranks may take all the room for a while.
-        patience_s = 0.0 if self._world.shard is None else self._config.rank_timeout_s
-        shared_shards = SharedCache(shard_cache, self._dtypes.torch_compute, patience_s)
+        peers, config = self.world.shard, self.shared.config
+        patience_s = 0.0 if peers is None else config.rank_timeout_s
+        shared_shards = SharedCache(shard_cache, dtype, patience_s)
         shards = ParamShards(homes, shared_shards, updates)
-        server = self._make_server(versions, shards, optim_states)
-        gathering = self._make_gathering(arenas, shards, server)
+        gathering: Gathering | None = None
+        if peers is not None:
+            server = ShardServer(peers, self._layout, versions, shards.open, optim_states.open_raw)
+            self.resources.callback(server.close)
+            in_ram = arenas.staged if self._backend.separate else arenas.gathered
+            gathering = Gathering(self._layout, server, shards, in_ram, dtype)
         copies = self._make_copies(arenas, homes, shard_cache, shared_shards, gathering, order)
         params = Params(
-            self._layout, homes, shards, copies, self._config.prefetch, versions, gathering, updates
+            self._layout, homes, shards, copies, config.prefetch, versions, gathering, updates
         )
-        return params, gathering, server
-
-    def _make_server(
-        self, versions: Versions, shards: ParamShards, optim_states: OptimizerState
-    ) -> ShardServer | None:
-        if self._world.shard is None:
-            return None
-        server = ShardServer(
-            self._world.shard, self._layout, versions, shards.open, optim_states.open_raw
-        )
-        self._resources.callback(server.close)
-        return server
-
-    def _make_gathering(
-        self, arenas: SlotArenas, shards: ParamShards, server: ShardServer | None
-    ) -> Gathering | None:
-        """What makes whole chunks, in RAM, from all ranks' shards."""
-        if server is None:
-            return None
-        arena = arenas.staged if self._backend.separate else arenas.gathered
-        return Gathering(self._layout, server, shards, arena, self._dtypes.torch_compute)
+        return params, gathering
 
     def _make_copies(
         self,
@@ -313,7 +261,7 @@ class _ChunkGroupBuilder:
                 {c.id: c.slots for c in self._layout.chunks},
                 {c.id: c.used_numel * self._dtypes.param_bytes for c in self._layout.chunks},
             )
-            self._resources.callback(fetches.close)
+            self.resources.callback(fetches.close)
             cache = self._cache(arenas.gathered, fetches, order)
             caches = (cache, fetches, *caches)
             drops = (cache.drop, fetches.wait_home_read, *drops)
@@ -336,9 +284,8 @@ class _ChunkGroupBuilder:
         before_read: Callable[[int], object] | None = None,
         before_write: Callable[[int], object] | None = None,
     ) -> SlotCache:
-        backing = FileBacking(
-            arena, memory.file, memory.extents[state_kind], before_read, before_write
-        )
+        extents = memory.homes[state_kind].extents
+        backing = FileBacking(arena, memory.file, extents, before_read, before_write)
         return self._cache(arena, backing, order)
 
     def _cache(
@@ -348,54 +295,42 @@ class _ChunkGroupBuilder:
         names = [f"the chunk of {c.name}" for c in chunks]
         runs = {c.id: c.slots for c in chunks}
         made = SlotCache(arena, backing, runs, order, names.__getitem__, limit)
-        self._resources.callback(made.close)
+        self.resources.callback(made.close)
         return made
 
     # Gradients of several ranks
 
-    def _pool(self, slots: int, nbytes: int, account: Account) -> HostArena | None:
-        if not slots:
-            return None
-        made = HostArena(slots, nbytes, self._ledger, account)
-        self._resources.callback(made.close)
-        made.commit(0, slots)
-        return made
+    def _make_grad_reducer(self, grads: Grads, grad_offload: GradOffload | None) -> GradReducer:
+        layout, placement = self._layout, self._placement
+        bucket_bytes = SlotBytes.of(layout, self._dtypes).bucket
 
-    def _make_grad_reducer(
-        self, homes: Homes, grads: Grads, grad_offload: GradOffload | None
-    ) -> GradReducer:
-        layout, placement, world = self._layout, self._placement, self._world
-        bucket_bytes = self._slot.bucket
-        between_replicas = None
-        if world.replicas is not None:
-            part_bytes = bucket_bytes // layout.shard.ranks
-            between_replicas = self._pool(placement.longest_trained, part_bytes, Account.BUCKET)
-        slots: SlotPool | None = None
+        def arena(slots: int, nbytes: int = bucket_bytes) -> HostArena:
+            made = HostArena(slots, nbytes, self._ledger, Account.BUCKET)
+            self.resources.callback(made.close)  # also if there is no room for its slots
+            return made
+
+        between_replicas: HostArena | None = None
+        if self.world.replicas is not None and placement.longest_trained:
+            between_replicas = arena(placement.longest_trained, bucket_bytes // layout.shard.ranks)
+            between_replicas.commit(0, placement.longest_trained)
+        buckets: SlotPool | None = None
         if layout.shard.grads:
             trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
-            slots = self._bucket_pool(
-                max(trained_slots, placement.bucket_slots), placement.bucket_slots
-            )
+            slots = placement.bucket_slots
+            buckets = SlotPool(arena(max(trained_slots, slots)), slots)
+        slots = placement.receive_slots
+        buffers = ReduceBuffers(
+            self._dtypes.torch_reduce, buckets, SlotPool(arena(slots), slots), between_replicas
+        )
         grad_reducer = GradReducer(
             layout,
-            [m for m in self._members if m.chunk.trainable],
-            world,
-            ReduceBuffers(
-                dtype=self._dtypes.torch_reduce,
-                homes=homes,
-                buckets=slots,
-                received=self._bucket_pool(placement.receive_slots, placement.receive_slots),
-                replicas=between_replicas,
-            ),
+            self._trained,
+            self.world,
+            buffers,
             grads,
-            self._loss_scale,
+            self.shared.loss_scale,
             grad_offload,
         )
-        if self._plan.reduce_at_end:
-            self._resources.enter_context(grad_reducer.no_sync())
+        if self.plan.reduce_at_end:
+            self.resources.enter_context(grad_reducer.no_sync())
         return grad_reducer
-
-    def _bucket_pool(self, slots: int, limit: int) -> SlotPool:
-        arena = HostArena(slots, self._slot.bucket, self._ledger, Account.BUCKET)
-        self._resources.callback(arena.close)  # also if there is no room for `limit` slots
-        return SlotPool(arena, limit)

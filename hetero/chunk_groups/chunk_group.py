@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-import torch
-
 from hetero.chunk_groups.update_tasks import Stepper
-from hetero.chunks.dtypes import Dtypes
-from hetero.chunks.layout import Chunk, Layout
+from hetero.chunks.layout import Chunk
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
+from hetero.ranks.shard_server import RequestKind
 from hetero.state.all_gather import Gathering
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_reduce import GradReducer
@@ -30,7 +27,6 @@ from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend, Updater
 from offload.device.grad_offload import GradOffload
 from offload.device.home_copy import HomeCopier
-from offload.disk.backing import Extent
 from offload.memory.tiers import StateKind
 
 
@@ -38,38 +34,20 @@ from offload.memory.tiers import StateKind
 class StateMemory:
     """The memory and the file that hold this rank's part of a chunk group's state.
 
-    `homes` has the chunks that are at home in RAM or on DEVICE, `extents` (by chunk id, in `file`)
-    those on DISK; `arenas` has the slots for copies, and the pipeline over its buffers.
+    `arenas` has the slots for copies, and the pipeline over its buffers.
     """
 
     homes: Mapping[StateKind, Homes]
-    extents: Mapping[StateKind, dict[int, Extent]]
     file: ScratchSpace
     arenas: SlotArenas
 
 
 @dataclass(frozen=True)
-class StateAccess:
-    """What reads and changes each kind of state, and the stepper, which updates all three.
-
-    `updates` has the states of chunks in the optimizer step: uses of a chunk wait for its update.
-    """
-
-    params: Params
-    grads: Grads
-    optim_states: OptimizerState
-    updates: ChunkUpdates
-    stepper: Stepper
-
-
-@dataclass(frozen=True)
 class RankParts:
-    """What exists only with several ranks: `server` and `gathering` only if shards have ranks."""
+    """What exists only with several ranks; `gathering` only if they share chunks."""
 
     grad_reducer: GradReducer
-    server: ShardServer | None
     gathering: Gathering | None
-    versions: Versions
 
 
 @dataclass(frozen=True)
@@ -82,53 +60,42 @@ class DeviceParts:
     updater: Updater | None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ChunkGroup:
     """Parameters that are laid out together, with their homes, slots, file and connections.
 
     An engine has one for the parameters in its compute dtype, another for those that stay in fp32,
     and one for each set of parameters that is added after initialize(). They share the ledger
-    alone: chunk ids, slots and messages belong to one chunk group.
+    alone: chunk ids, slots and messages belong to one chunk group. build_chunk_group() makes it.
+
+    Attributes:
+        plan: dtypes, layout and first placement.
+        members: the parameters, chunk by chunk; `memory` holds their state.
+        params, grads, optim_states: read and change each kind of state; `stepper` updates all.
+        updates: the states of chunks in the optimizer step: uses of a chunk wait for its update.
+        world: the ranks, over connections that this chunk group alone uses.
+        ranks: None for one rank.
+        device: None if compute happens in RAM.
+        resources: what close() closes, in the reverse order of its making.
     """
 
-    def __init__(
-        self,
-        spec: ChunkGroupPlan,
-        members: Sequence[ManagedParam],
-        memory: StateMemory,
-        access: StateAccess,
-        world: ProcessGroups,
-        ranks: RankParts | None,
-        device: DeviceParts | None,
-        resources: ExitStack,
-    ) -> None:
-        """A chunk group as build_chunk_group() makes it; parameters have no values there yet.
+    plan: ChunkGroupPlan
+    members: Sequence[ManagedParam]
+    memory: StateMemory
+    params: Params
+    grads: Grads
+    optim_states: OptimizerState
+    updates: ChunkUpdates
+    stepper: Stepper
+    world: ProcessGroups
+    ranks: RankParts | None
+    device: DeviceParts | None
+    resources: ExitStack
 
-        Args:
-            spec: dtypes, layout and first placement.
-            members: the parameters, chunk by chunk.
-            memory: what holds their state.
-            access: what reads and changes their state.
-            world: the ranks, over connections that this chunk group alone uses.
-            ranks: None for one rank.
-            device: None if compute happens in RAM.
-            resources: what close() closes, in the reverse order of its making.
-        """
-        self.members = members
-        self.layout: Layout = spec.layout
-        self.dtypes: Dtypes = spec.dtypes
-        self.placement: Placement = spec.placement
-        self.min_gathered_slots = spec.min_gathered_slots
-        self.reduce_at_end = spec.reduce_at_end
-        self.memory = memory
-        self.params = access.params
-        self.grads = access.grads
-        self.optim_states = access.optim_states
-        self.updates = access.updates
-        self.stepper = access.stepper
-        self.world = world
-        self.ranks = ranks
-        self.device = device
-        self._resources = resources
+    def __post_init__(self) -> None:
+        self.layout, self.dtypes = self.plan.layout, self.plan.dtypes
+        self.placement: Placement = self.plan.placement
+        self.reduce_at_end = self.plan.reduce_at_end
 
     @property
     def order(self) -> UseOrder:
@@ -175,17 +142,15 @@ class ChunkGroup:
     def begin_reducing_at_end(self) -> None:
         """Keeps gradients whole until the end of backward from now on; idempotent.
 
-        Raises:
-            BudgetError: there is no room for them; nothing is changed.
+        Raises BudgetError if there is no room for them, with nothing changed.
         """
         if not self.reduce_at_end:
             placement = self.placement_if_reducing_at_end()
+            more_slots = placement.bucket_slots - self.placement.bucket_slots
             if self.ranks is not None:
-                self.ranks.grad_reducer.reserve(
-                    placement.bucket_slots - self.placement.bucket_slots
-                )
+                self.ranks.grad_reducer.reserve(more_slots)
             self.placement, self.reduce_at_end = placement, True
-            self._resources.enter_context(self.no_sync())
+            self.resources.enter_context(self.no_sync())
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block gradients are only added up on each rank."""
@@ -196,23 +161,22 @@ class ChunkGroup:
 
         Afterwards what a budget has beyond the bytes in use is free for other chunk groups.
         """
-        self.grads.commit()
+        self.memory.homes[StateKind.GRAD].commit_all()
 
     def fail_waiting_ranks(self, why: str) -> None:
         """Tells the ranks that wait for values of this one that these will not come, and why."""
-        if self.ranks is not None:
-            self.ranks.versions.end(why)
+        self.params.versions.end(why)
 
     def leave(self) -> None:
         """Asks other ranks for nothing any more, and answers them until they do the same."""
         self.params.stop()
-        if self.ranks is not None and self.ranks.server is not None:
-            self.ranks.server.close()
+        if self.ranks is not None and self.ranks.gathering is not None:
+            self.ranks.gathering.server.close()
 
     def close(self) -> None:
         """Frees memory, file and threads; idempotent."""
         self.params.close()
-        self._resources.close()
+        self.resources.close()
 
     @contextmanager
     def open_optim_state(self, chunk: Chunk, tile: int, rank: int) -> Iterator[TileState | None]:
@@ -225,24 +189,7 @@ class ChunkGroup:
                 yield optim_state
             return
         assert self.ranks is not None
-        assert self.ranks.server is not None
-        raw = self.optim_states.empty()
-        self.ranks.server.request(RequestKind.OPTIM_STATE, chunk, tile, rank, raw).wait()
+        assert self.ranks.gathering is not None
+        raw, server = self.optim_states.empty(), self.ranks.gathering.server
+        server.request(RequestKind.OPTIM_STATE, chunk, tile, rank, raw).wait()
         yield self.optim_states.over(raw)
-
-
-def manage(
-    plan: ChunkGroupPlan, params: Mapping[int, torch.nn.Parameter], device: torch.device
-) -> list[ManagedParam]:
-    """A ManagedParam for each parameter of a planned chunk group, chunk by chunk.
-
-    Args:
-        plan: says which parameters, and where in their chunks.
-        params: the parameters by the index of their ParamSpec.
-        device: where compute happens.
-    """
-    return [
-        ManagedParam(params[s.param.index], chunk, s, plan.dtypes.torch_compute, device)
-        for chunk in plan.layout.chunks
-        for s in chunk.slices
-    ]

@@ -12,10 +12,10 @@ from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
-from hetero.state.optimizer_state import OptimizerState, parts_of
-from offload._native import Hyper, Location, StepTask
+from hetero.state.optimizer_state import parts_of
+from offload._native import Hyper, StepTask
 from offload.device.backend import DeviceTask, Updater
-from offload.disk.backing import Extent
+from offload.memory.tiers import StateKind
 
 # From a param group's options, the update's number and the factor of gradients.
 HyperOf = Callable[[dict[str, Any], int, float], Hyper]
@@ -69,11 +69,8 @@ class Stepper:
     def __init__(
         self,
         layout: Layout,
-        param_bytes: int,
-        param_homes: Homes,
-        param_extents: dict[int, Extent],
+        homes: Mapping[StateKind, Homes],
         grads: Grads,
-        optim_states: OptimizerState,
         updates: ChunkUpdates,
         first_number: Mapping[int, int],
         updater: Updater | None = None,
@@ -84,23 +81,16 @@ class Stepper:
         update what is at home on DEVICE.
         """
         self._layout = layout
-        self._tile_bytes = layout.tile_numel * param_bytes
-        self._param_homes = param_homes
-        self._param_extents = param_extents
-        self._grads = grads
-        self._optim_states = optim_states
+        self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
+        self._grad_homes, self._grads = homes[StateKind.GRAD], grads
         self._updates = updates
         self._updater = updater
         self._first_number = first_number
         self._forward = not updates.overlap.in_backward  # whether tiles go in the layout's order
         # Tiles that were updated in this step, and in the last step that updated any.
         self._updated: list[Tile] = []
-        self._last = [
-            (chunk.id, tile)
-            for chunk in layout.chunks
-            if chunk.trainable
-            for tile in range(chunk.slots)
-        ]
+        trained = [chunk for chunk in layout.chunks if chunk.trainable]
+        self._last = [(chunk.id, tile) for chunk in trained for tile in range(chunk.slots)]
         self._last.sort(reverse=not self._forward)
 
     def read_ahead(self) -> None:
@@ -121,12 +111,12 @@ class Stepper:
             [
                 (
                     self._updates.key(chunks[c], tile),
-                    self._param_location(chunks[c], tile),
+                    self._params.location(chunks[c], tile),
                     self._optim_states.location(chunks[c], tile),
                     self.next_use(chunks[c]),
                 )
                 for c, tile in order
-                if chunks[c] not in self._param_homes or self._optim_states.in_file(chunks[c])
+                if chunks[c] not in self._params or chunks[c] not in self._optim_states
             ]
         )
 
@@ -136,21 +126,17 @@ class Stepper:
         Slots that hold their gradients stay until the update is made (Grads.release_used()). Raises
         HeteroError for a gradient that was lost on its way from the device.
         """
-        index_of: dict[tuple[int, int, float], int] = {}
-        hypers: list[Hyper] = []
+        index_of = {key: index for index, key in enumerate(table)}
         segments: dict[Tile, list[Segment]] = {}
         by_chunk: dict[int, list[ManagedParam]] = {}
         for index, (_, members) in enumerate(groups):
             for managed in members:
                 by_chunk.setdefault(managed.chunk.id, []).append(managed)
-                key = (index, managed.step + 1, managed.grad_factor)
-                if key not in index_of:
-                    index_of[key] = len(hypers)
-                    hypers.append(table[key])
+                hyper = index_of[index, managed.step + 1, managed.grad_factor]
                 first_number = self._first_number[managed.slice.param.index]
                 for part in parts_of(managed, self._layout):
                     number = first_number + part.in_param.start
-                    segment = Segment(part.in_tile.start, part.numel, index_of[key], number)
+                    segment = Segment(part.in_tile.start, part.numel, hyper, number)
                     segments.setdefault((managed.chunk.id, part.tile), []).append(segment)
         chunks = self._layout.chunks
         order = sorted(segments, reverse=not self._forward)
@@ -160,12 +146,14 @@ class Stepper:
         device_tasks: list[DeviceTask] = []
         for c, tile in order:
             chunk, merged = chunks[c], _merged(sorted(segments[c, tile]))
-            if self._updater is not None and self._param_homes.on_device(chunk):
-                device_tasks.append(self._device_task(chunk, tile, merged))
+            if self._updater is not None and self._params.on_device(chunk):
+                homes = (self._params, self._grad_homes, self._optim_states)
+                param, grad, optim_state = (home.address(chunk, tile) for home in homes)
+                device_tasks.append(DeviceTask(param, grad, optim_state, merged))
             else:
                 tiles.append((c, tile))
                 tasks.append(self._task(chunk, tile, merged))
-        return Update(list(by_chunk.values()), hypers, tiles, tasks, device_tasks)
+        return Update(list(by_chunk.values()), list(table.values()), tiles, tasks, device_tasks)
 
     def submit(self, update: Update, last: bool) -> None:
         """Begins an update, the `last` of the step or one before. Memory that it uses must stay.
@@ -202,28 +190,17 @@ class Stepper:
 
     def next_use(self, chunk: Chunk) -> int:
         """When something will wait for the chunk's update (ChunkUpdates.next_use)."""
-        return self._updates.next_use(chunk, self._grads.in_file(chunk))
-
-    def _device_task(self, chunk: Chunk, tile: int, segments: list[Segment]) -> DeviceTask:
-        homes = (self._param_homes, self._grads, self._optim_states)
-        param, grad, optim_state = (home.address(chunk, tile) for home in homes)
-        return DeviceTask(param, grad, optim_state, segments)
+        return self._updates.next_use(chunk, chunk not in self._grad_homes)
 
     def _task(self, chunk: Chunk, tile: int, segments: list[Segment]) -> StepTask:
         return StepTask(
             self._updates.key(chunk, tile),
-            self._param_location(chunk, tile),
+            self._params.location(chunk, tile),
             self._grads.location(chunk, tile),
             self._optim_states.location(chunk, tile),
             segments,
             self.next_use(chunk),
         )
-
-    def _param_location(self, chunk: Chunk, tile: int) -> Location:
-        if chunk in self._param_homes:
-            return Location(self._param_homes.address(chunk, tile))
-        offset = self._param_extents[chunk.id].offset
-        return Location(file_offset=offset + tile * self._tile_bytes)
 
 
 def _merged(segments: Iterable[Segment]) -> list[Segment]:

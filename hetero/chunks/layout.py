@@ -158,10 +158,9 @@ def pack(
         params: in the order of packing.
         slot_numel: elements per slot.
         shard: how chunks are divided over ranks.
-        chunk_group: number of the chunk group, for Chunk.chunk_group.
+        group_index: of the chunk group in the engine, for its chunks.
 
-    Raises:
-        ValueError: slot_numel is not a positive multiple of shard.slot_multiple.
+    Raises ValueError if slot_numel is not a positive multiple of shard.slot_multiple.
     """
     multiple = shard.slot_multiple
     if slot_numel <= 0 or slot_numel % multiple:
@@ -182,20 +181,11 @@ def pack(
             packed.append(open_slices[kind])
         else:
             slices.append(ParamSlice(param, offset))
-    return Layout(
-        slot_numel,
-        tuple(
-            Chunk(
-                i,
-                ceil(slices[-1].end / slot_numel),
-                tuple(slices),
-                slices[0].param.trainable,
-                group_index,
-            )
-            for i, slices in enumerate(packed)
-        ),
-        shard,
-    )
+    chunks: list[Chunk] = []
+    for slices in packed:
+        slots, trainable = ceil(slices[-1].end / slot_numel), slices[0].param.trainable
+        chunks.append(Chunk(len(chunks), slots, tuple(slices), trainable, group_index))
+    return Layout(slot_numel, tuple(chunks), shard)
 
 
 def search_slot_numel(
@@ -213,8 +203,7 @@ def search_slot_numel(
         max_numel: upper limit of the slot size, in elements.
         shard: how chunks are divided over ranks.
 
-    Returns:
-        elements per slot, a multiple of shard.slot_multiple.
+    Returns elements per slot, a multiple of shard.slot_multiple.
     """
     multiple = shard.slot_multiple
     least = max(MIN_SLOT_NUMEL, multiple)

@@ -14,73 +14,54 @@ from offload.memory.arena import HostArena
 
 
 class RankMean:
-    """Averages a flat gradient over all ranks; each rank of a shard group gets its part.
+    """The mean of a flat gradient over all ranks; each rank of a shard group gets its part.
 
     A reduce-scatter over the shard group, then, with hybrid sharding, an all-reduce of the part
     over the replicas. Sums are made in fp32 in the order of the ranks and rounded once, so they do
     not depend on the network, and fp16 gradients do not overflow on the way to their mean.
     """
 
-    def __init__(self, world: ProcessGroups, replica_arena: HostArena | None) -> None:
-        """`replica_arena` holds what other replicas send; None without replicas."""
-        self.world = world
-        self.replica_arena = replica_arena
-
-    def start(self, flat: torch.Tensor | None, received: torch.Tensor, what: str) -> PendingMean:
-        """Starts sending each rank of the shard group its part of `flat`.
-
-        Args:
-            flat: this rank's gradient, whole; None: this rank has none, and zeros are sent.
-            received: memory of as many elements for the parts that other ranks send to this one.
-            what: names the gradient in errors.
-
-        Returns:
-            the mean on its way. Neither tensor may be used otherwise until it has arrived.
-        """
-        shard = self.world.shard
-        parts = _parts(shard, flat, received)
-        sending = None if shard is None else _send_parts(shard, parts, received, what)
-        return PendingMean(self, parts, received, what, sending)
-
-
-class PendingMean:
-    """A mean whose parts are on their way between the ranks of a shard group."""
-
     def __init__(
         self,
-        owner: RankMean,
-        parts: Sequence[torch.Tensor],
+        world: ProcessGroups,
+        flat: torch.Tensor | None,
         received: torch.Tensor,
+        replica_arena: HostArena | None,
         what: str,
-        sending: AllToAll | None,
     ) -> None:
-        self._owner = owner
-        self._parts = parts
+        """Starts sending each rank of the shard group its part of `flat`.
+
+        No tensor may be used otherwise until the mean has been made.
+
+        Args:
+            world: the ranks.
+            flat: this rank's gradient, whole; None: this rank has none, and zeros are sent.
+            received: memory of as many elements for the parts that other ranks send to this one.
+            replica_arena: holds what other replicas send; None without replicas.
+            what: names the gradient in errors.
+        """
+        self._world = world
+        self._replica_arena = replica_arena
+        self._parts = _parts(world.shard, flat, received)
         self._received = received
         self._what = what
-        self._sending = sending
+        self._sending: AllToAll | None = None
+        if world.shard is not None:
+            self._sending = _send_parts(world.shard, self._parts, received, what)
 
     def wait(self) -> None:
-        """Returns when all parts have been sent and received.
-
-        Raises:
-            PeerError: a rank failed or did not take part.
-        """
+        """Returns when all parts have been sent and received. Raises PeerError."""
         if self._sending is not None:
             self._sending.wait()
 
     def compute(self) -> torch.Tensor:
         """Makes the mean, after wait(); all replicas of a shard must do so.
 
-        Returns:
-            this rank's part of the mean, flat, in the memory of its part of the gradient, or of
-            `received` if this rank had none.
-
-        Raises:
-            PeerError: a replica failed or did not take part.
+        Returns this rank's part of the mean, flat, in the memory of its part of the gradient, or of
+        `received` if this rank had none. Raises PeerError.
         """
-        mean = _average(self._owner.world.shard, self._parts, self._received)
-        replicas, arena = self._owner.world.replicas, self._owner.replica_arena
+        mean = _average(self._world.shard, self._parts, self._received)
+        replicas, arena = self._world.replicas, self._replica_arena
         if replicas is None:
             return mean
         assert arena is not None

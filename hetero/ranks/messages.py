@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -46,79 +47,68 @@ class FailedRanks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: list[tuple[int, str]] = []
+        self._why: dict[int, str] = {}
 
     def note(self, rank: int, why: str) -> None:
         """Notes that rank `rank` (in the world) failed; `why` is a sentence for an error."""
         with self._lock:
-            if all(known != rank for known, _ in self._found):
-                self._found.append((rank, why))
+            self._why.setdefault(rank, why)
 
     @property
     def first(self) -> tuple[int, str] | None:
         """The rank that was the first to be known, and why it failed; None if none failed."""
-        return self._found[0] if self._found else None
+        with self._lock:
+            return next(iter(self._why.items()), None)
 
 
+@dataclass(eq=False)
 class Message:
     """A message that is being sent or received; it keeps its tensor alive until wait()."""
 
-    def __init__(
-        self, peers: Communicator, work: Any, tensor: torch.Tensor, peer: int, what: str
-    ) -> None:
-        self._peers = peers
-        self._work = work
-        self._tensor: torch.Tensor | None = tensor
-        self._peer = peer
-        self._what = what
+    peers: Communicator
+    work: Any  # gloo's
+    tensor: torch.Tensor | None
+    peer: int
+    what: str
 
     def wait(self) -> None:
         """Returns when the bytes have been sent or received. Raises PeerError; idempotent."""
-        if self._tensor is not None:
-            self._peers.wait(self._work, self._peer, self._what)
-            self._tensor = None
+        if self.tensor is not None:
+            self.peers.wait(self.work, self.peer, self.what)
+            self.tensor = None
 
 
+@dataclass(eq=False)
 class Reply:
     """The answer to a request: a status, which may be a refusal, and then the content."""
 
-    def __init__(
-        self,
-        request: Message,
-        status: Message,
-        refusal: torch.Tensor,
-        content: Message,
-        name: str,
-    ) -> None:
-        self._request: Message | None = request  # keeps its tensor until the answer has come
-        self._status = status
-        self._refusal = refusal
-        self._content = content
-        self._name = name  # of the rank that answers
+    request: Message | None  # keeps its tensor until the answer has come
+    status: Message
+    refusal: torch.Tensor
+    content: Message
 
     def wait(self) -> None:
         """Returns when the content has been received. Idempotent.
 
-        Raises:
-            PeerError: the other rank failed, or refused.
+        Raises PeerError if the other rank failed, or refused.
         """
-        self._status.wait()
-        self._request = None
-        refusal = self._refusal.numpy().tobytes().rstrip(b"\0")
+        self.status.wait()
+        self.request = None
+        refusal = _text(self.refusal)
         if refusal:
-            raise PeerError(f"{self._name} refused: {refusal.decode(errors='replace')}")
-        self._content.wait()
+            raise PeerError(f"{self.status.peers.name(self.status.peer)} refused: {refusal}")
+        self.content.wait()
 
 
+@dataclass(frozen=True)
 class AllToAll:
     """The messages of one Communicator.all_to_all()."""
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self._messages = messages
+    messages: Sequence[Message]
 
     def wait(self) -> None:
         """Returns when all have been sent and received. Raises PeerError; idempotent."""
-        for message in self._messages:
+        for message in self.messages:
             message.wait()
 
 
@@ -139,8 +129,7 @@ class Communicator:
             timeout_s: limit of each wait for another member.
             failures: where failed ranks are noted.
 
-        Raises:
-            PeerError: a member did not come in time.
+        Raises PeerError if a member did not come in time.
         """
         self.ranks = tuple(ranks)
         self.size = len(ranks)
@@ -241,33 +230,22 @@ class Communicator:
             what: names the operation in errors; the same on all members.
             channel: the sequence that it is part of.
 
-        Returns:
-            the messages on their way. No tensor may be used otherwise until they have arrived.
-
-        Raises:
-            HeteroError: another member makes a different call (CALLS only).
-            PeerError: another member failed.
+        Returns the messages on their way. No tensor may be used otherwise until they have arrived.
+        Raises PeerError, and HeteroError if another member makes a different call (CALLS only).
         """
         tag = self._next_tag(channel)
+        receiving = {p: into for p in self.others if (into := receives[p]) is not None}
+        sending = {p: part for p in self.others if (part := sends[p]) is not None}
         messages = []
         if channel is Channel.CALLS:
             # gloo ends the process that gets more bytes than it expects.
-            messages += self._announce(sends, receives, what)
-        sent_bytes = received_bytes = 0
-        for peer in self.others:
-            into = receives[peer]
-            if into is not None:
-                messages.append(self._receive(into, peer, tag, what))
-                received_bytes += into.nbytes
-        for peer in self.others:
-            part = sends[peer]
-            if part is not None:
-                messages.append(self._send(part, peer, tag, what))
-                sent_bytes += part.nbytes
+            messages += self._announce(sending, receiving, what)
+        messages += [self._receive(into, p, tag, what) for p, into in receiving.items()]
+        messages += [self._send(part, p, tag, what) for p, part in sending.items()]
         if channel is Channel.GRADIENTS:
             with self._lock:  # threads that answer requests count too
-                self.sent_bytes += sent_bytes
-                self.received_bytes += received_bytes
+                self.sent_bytes += sum(part.nbytes for part in sending.values())
+                self.received_bytes += sum(into.nbytes for into in receiving.values())
         return AllToAll(messages)
 
     def _next_tag(self, channel: Channel) -> int:
@@ -276,10 +254,7 @@ class Communicator:
         return _TAGS + (number * len(Channel) + channel) % _TAGS
 
     def _announce(
-        self,
-        sends: Sequence[torch.Tensor | None],
-        receives: Sequence[torch.Tensor | None],
-        what: str,
+        self, sending: dict[int, torch.Tensor], receiving: dict[int, torch.Tensor], what: str
     ) -> list[Message]:
         """Compares this rank's call with those of the ranks it receives from.
 
@@ -288,32 +263,18 @@ class Communicator:
         tag = self._next_tag(Channel.CALLS)
 
         def title(content: torch.Tensor) -> torch.Tensor:
-            text = f"{what} ({content.nbytes} bytes)".encode()
-            return torch.frombuffer(
-                bytearray(text[:_TITLE_BYTES].ljust(_TITLE_BYTES, b"\0")), dtype=torch.uint8
-            )
+            return _padded(f"{what} ({content.nbytes} bytes)", _TITLE_BYTES)
 
-        heard = []
-        for peer in self.others:
-            into = receives[peer]
-            if into is not None:
-                theirs = torch.empty(_TITLE_BYTES, dtype=torch.uint8)
-                heard.append((peer, title(into), theirs, self._receive(theirs, peer, tag, what)))
-        sent = [
-            self._send(title(part), peer, tag, what)
-            for peer in self.others
-            if (part := sends[peer]) is not None
-        ]
-        for peer, expected, theirs, message in heard:
+        theirs = {peer: _padded("", _TITLE_BYTES) for peer in receiving}
+        heard = [self._receive(into, peer, tag, what) for peer, into in theirs.items()]
+        sent = [self._send(title(part), peer, tag, what) for peer, part in sending.items()]
+        for message, (peer, into) in zip(heard, receiving.items(), strict=True):
             message.wait()
-            if not torch.equal(theirs, expected):
-                ours, other = (
-                    t.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-                    for t in (expected, theirs)
-                )
+            ours = title(into)
+            if not torch.equal(theirs[peer], ours):
                 raise HeteroError(
-                    f"{self.name(peer)} is at {other} while {self.name(self.rank)} is at {ours}; "
-                    f"all ranks must make the same calls"
+                    f"{self.name(peer)} is at {_text(theirs[peer])} while {self.name(self.rank)} "
+                    f"is at {_text(ours)}; all ranks must make the same calls"
                 )
         return sent
 
@@ -336,77 +297,63 @@ class Communicator:
 
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> None:
         """Overwrites every member's `tensor` by that of member `root`. Raises PeerError."""
-        if self.rank == root:
-            sends: list[torch.Tensor | None] = [tensor] * self.size
-            self.all_to_all(sends, [None] * self.size, what).wait()
-        else:
-            receives = [tensor if p == root else None for p in range(self.size)]
-            self.all_to_all([None] * self.size, receives, what).wait()
+        sends = [tensor if self.rank == root else None] * self.size
+        receives = [tensor if peer == root else None for peer in range(self.size)]
+        self.all_to_all(sends, receives, what).wait()
 
     # Requests, which one member makes to another
 
     def request(self, peer: int, header: torch.Tensor, into: torch.Tensor, what: str) -> Reply:
-        """Starts a request to `peer`.
+        """Starts a request to `peer`, whose answer's content goes to `into`.
 
-        Args:
-            peer: the member that is to answer.
-            header: int64; its last element is set here.
-            into: where the content of the answer goes.
-            what: names the request in errors.
-
-        Returns:
-            the answer on its way. Neither tensor may be used otherwise until it has arrived.
+        `header` is int64, and its last element is set here; `what` names the request in errors.
+        Returns the answer on its way. Neither tensor may be used otherwise until it has arrived.
         """
         with self._lock:
             tag = 2 * self._replies % _TAGS
             self._replies += 1
             self.received_bytes += into.nbytes
         header[-1] = tag
-        refusal = torch.empty(_REFUSAL_BYTES, dtype=torch.uint8)
+        refusal = _padded("", _REFUSAL_BYTES)
         status = self._receive(refusal, peer, tag, what)
         content = self._receive(into, peer, tag + 1, what)
-        return Reply(self._ask(peer, header), status, refusal, content, self.name(peer))
+        return Reply(self._ask(peer, header), status, refusal, content)
 
     def next_request(self, peer: int, header: torch.Tensor) -> None:
         """Waits without a limit for a request of `peer`. Raises RuntimeError if `peer` is gone."""
-        self._requests.recv([header], peer, 0).wait(_FOREVER)
+        self._requests.recv([_bytes(header)], peer, 0).wait(_FOREVER)
 
     def say(self, peer: int, header: torch.Tensor) -> None:
         """Sends `peer` a request that needs no answer. Raises PeerError."""
         self._unanswered.append(self._ask(peer, header))
 
     def _ask(self, peer: int, header: torch.Tensor) -> Message:
-        try:
-            work = self._requests.send([header], peer, 0)
-        except RuntimeError as error:
-            raise self.failure(peer, "a request", str(error)) from error
-        return Message(self, work, header, peer, "a request")
+        return self._start(self._requests.send, header, peer, 0, "a request")
 
     def reply(self, peer: int, header: torch.Tensor, content: torch.Tensor, what: str) -> None:
         """Answers the request `header`; returns when `content` has been sent. Raises PeerError."""
         with self._lock:
             self.sent_bytes += content.nbytes
         tag = int(header[-1])
-        status = self._send(torch.zeros(_REFUSAL_BYTES, dtype=torch.uint8), peer, tag, what)
+        status = self._send(_padded("", _REFUSAL_BYTES), peer, tag, what)
         self._send(content, peer, tag + 1, what).wait()
         status.wait()
 
     def refuse(self, peer: int, header: torch.Tensor, why: str) -> None:
         """Answers the request `header` with an error. Raises PeerError."""
-        text = why.encode()[: _REFUSAL_BYTES - 1].ljust(_REFUSAL_BYTES, b"\0")
-        refusal = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._send(refusal, peer, int(header[-1]), "an answer").wait()
+        self._send(_padded(why, _REFUSAL_BYTES), peer, int(header[-1]), "an answer").wait()
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
-        try:
-            work = self._group.send([_bytes(tensor)], peer, tag)
-        except RuntimeError as error:
-            raise self.failure(peer, what, str(error)) from error
-        return Message(self, work, tensor, peer, what)
+        return self._start(self._group.send, tensor, peer, tag, what)
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
+        return self._start(self._group.recv, tensor, peer, tag, what)
+
+    def _start(
+        self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, what: str
+    ) -> Message:
         try:
-            work = self._group.recv([_bytes(tensor)], peer, tag)
+            work = start([_bytes(tensor)], peer, tag)
         except RuntimeError as error:
             raise self.failure(peer, what, str(error)) from error
         return Message(self, work, tensor, peer, what)
@@ -420,3 +367,13 @@ class Communicator:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, because gloo does not know every dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _padded(text: str, nbytes: int) -> torch.Tensor:
+    """`text` as so many bytes, cut or followed by zeros."""
+    content = text.encode()[:nbytes].ljust(nbytes, b"\0")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _text(padded: torch.Tensor) -> str:
+    return padded.numpy().tobytes().rstrip(b"\0").decode(errors="replace")

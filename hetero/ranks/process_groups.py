@@ -33,10 +33,7 @@ class ProcessGroups:
     """
 
     def __init__(
-        self,
-        timeout_s: float,
-        process_group: Any = None,
-        mesh: DeviceMesh | None = None,
+        self, timeout_s: float, process_group: Any = None, mesh: DeviceMesh | None = None
     ) -> None:
         """Connects the ranks. All of them must call this. Without torch.distributed it is one rank.
 
@@ -45,10 +42,8 @@ class ProcessGroups:
             process_group: the ranks; None: all ranks, or those of `mesh`.
             mesh: one dimension shards; two replicate and shard.
 
-        Raises:
-            ValueError: both are given, this rank is not one of them, or the mesh has more
-                dimensions.
-            PeerError: a rank did not come in time.
+        Raises ValueError if both are given, this rank is not one of them, or the mesh has more
+        dimensions; PeerError if a rank did not come in time.
         """
         if process_group is not None and mesh is not None:
             raise ValueError("give process_group or mesh, not both")
@@ -157,14 +152,9 @@ class ProcessGroups:
         raise classes[number](f"{name} could not {what}, so no rank did: {text}")
 
     def require_equal(self, facts: dict[str, str], what: str) -> None:
-        """Compares `facts` over the ranks. All ranks must call it.
+        """Compares `facts`, values by name in some order, over the ranks. All ranks must call it.
 
-        Args:
-            facts: values by name, in an order that is compared too.
-            what: what they are, for the error.
-
-        Raises:
-            HeteroError: they differ; the message has the first difference.
+        Raises HeteroError with the first difference; `what` says in it what they are.
         """
         if self.everyone is None:
             return

@@ -61,14 +61,11 @@ class Versions:
             self._changed.notify_all()
 
     def wait_for(self, chunk: Chunk, version: int) -> None:
-        """Returns when the chunk is at `version`.
-
-        Raises:
-            HeteroError: the chunk is past `version`, or end() was called.
-        """
+        """Until the chunk is at `version`. Raises HeteroError if it is past it, or after end()."""
         with self._changed:
-            while self._published[chunk.id] < version and self._ended is None:
-                self._changed.wait()
+            self._changed.wait_for(
+                lambda: self._published[chunk.id] >= version or self._ended is not None
+            )
             if self._published[chunk.id] > version:
                 raise HeteroError(
                     f"{chunk.name} has been changed {self._published[chunk.id]} times here and "
@@ -99,16 +96,12 @@ class ShardServer:
         param: Callable[[Chunk], AbstractContextManager[torch.Tensor]],
         optim_state: Callable[[Chunk, int], AbstractContextManager[torch.Tensor]],
     ) -> None:
-        """Starts answering.
+        """Starts answering the `peers`, the ranks of the shard group.
 
-        Args:
-            peers: the ranks of the shard group.
-            layout: the chunk group's.
-            versions: of its chunks.
-            param: makes a context with this rank's shard of a chunk's parameters, flat.
-            optim_state: makes a context with the bytes of one tile's optimizer state.
+        `param` makes a context with this rank's shard of a chunk's parameters, flat; `optim_state`
+        one with the bytes of one tile's optimizer state.
         """
-        self._peers = peers
+        self.peers = peers
         self._layout = layout
         self._versions = versions
         self._param = param
@@ -123,40 +116,25 @@ class ShardServer:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def peers(self) -> Communicator:
-        """The ranks of the shard group."""
-        return self._peers
-
     def request(
         self, kind: RequestKind, chunk: Chunk, tile: int, peer: int, into: torch.Tensor
     ) -> Reply:
         """Starts a request to `peer` for values of the version that this rank has.
 
-        Args:
-            kind: PARAM, or OPTIM_STATE.
-            chunk: the chunk.
-            tile: number of the tile in `peer`'s shard; for OPTIM_STATE.
-            peer: the rank to ask, as the shard group counts.
-            into: where the content goes, flat.
-
-        Returns:
-            the answer on its way.
-
-        Raises:
-            PeerError: `peer` is gone.
+        `tile` is its number in `peer`'s shard, for OPTIM_STATE; `into`, flat, is where the content
+        goes. Returns the answer on its way. Raises PeerError if `peer` is gone.
         """
         header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
-        return self._peers.request(peer, header, into, f"gathering {chunk.name}")
+        return self.peers.request(peer, header, into, f"gathering {chunk.name}")
 
     def _serve(self, peer: int) -> None:
         header = torch.zeros(_HEADER, dtype=torch.int64)
         while True:
             try:
-                self._peers.next_request(peer, header)
+                self.peers.next_request(peer, header)
             except RuntimeError as error:
                 if not self._closing:
-                    self._peers.failure(peer, "training", str(error))
+                    self.peers.failure(peer, "training", str(error))
                 return
             if header[0] == RequestKind.BYE:
                 return
@@ -170,15 +148,13 @@ class ShardServer:
         chunk = self._layout.chunks[chunk_id]
         try:
             self._versions.wait_for(chunk, version)
-            source = (
-                self._param(chunk) if kind == RequestKind.PARAM else self._optim_state(chunk, tile)
-            )
-            with source as content:
-                self._peers.reply(peer, header, content, f"giving {chunk.name}")
+            is_param = kind == RequestKind.PARAM
+            with self._param(chunk) if is_param else self._optim_state(chunk, tile) as content:
+                self.peers.reply(peer, header, content, f"giving {chunk.name}")
         except PeerError:
             raise
         except Exception as error:  # any error at all must reach the rank that asked
-            self._peers.refuse(peer, header, f"{type(error).__name__}: {error}")
+            self.peers.refuse(peer, header, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Answers until no rank makes requests any more; idempotent.
@@ -188,9 +164,9 @@ class ShardServer:
         if self._closing:
             return
         self._closing = True
-        for peer in self._peers.others:
+        for peer in self.peers.others:
             with contextlib.suppress(PeerError):  # it is gone
-                self._peers.say(peer, torch.tensor([RequestKind.BYE, 0, 0, 0, 0]))
+                self.peers.say(peer, torch.tensor([RequestKind.BYE, 0, 0, 0, 0]))
         for thread in self._threads:
-            thread.join(0.0 if self._peers.failures.first else self._peers.timeout_s)
+            thread.join(0.0 if self.peers.failures.first else self.peers.timeout_s)
         self._versions.end("the engine was closed")

@@ -203,11 +203,9 @@ class Engine:
             old = self._managed.get(id(m.param))
             if old is not None:
                 old.retire()
-            resident = chunk_group.params.is_resident(m.chunk)
-            m.place(chunk_group.params.flat(m.chunk) if resident else None)
+            m.place(chunk_group.params.home(m.chunk))
             self._managed[id(m.param)] = m
             if m.chunk.trainable:
-                chunk_group.grads.add_member(m)
                 m.let_change_grad(self.grad_factors)
                 self._hooks.callback(GradHook(m, self.gradients).remove)
 

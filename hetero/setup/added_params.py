@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from hetero.chunk_groups.build import build_chunk_group
-from hetero.chunk_groups.chunk_group import ChunkGroup, manage
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Layout, ParamSpec
 from hetero.planning.group_plans import (
     ChunkGroupPlan,
@@ -183,7 +183,7 @@ def _make(
     def build() -> ChunkGroup:
         chunk_group = build_chunk_group(
             plan,
-            manage(plan, params, engine.backend.device),
+            params,
             first_number,
             engine.shared,
             world,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
 from hetero.chunk_groups.build import Shared, build_chunk_group
-from hetero.chunk_groups.chunk_group import ChunkGroup, manage
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
 from hetero.planning.group_plans import Arrangement, arrange
@@ -207,7 +207,7 @@ def _build(
             world = construction.world
         chunk_group = build_chunk_group(
             plan,
-            manage(plan, params, backend.device),
+            params,
             first_number,
             shared,
             world,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,121 +17,83 @@ from offload.memory.arena import HostArena
 from offload.memory.operation import Operation
 
 
+@dataclass(eq=False)
 class Gather:
     """A chunk whose shards are on their way; wait() copies this rank's own.
 
-    The other ranks' shards arrive in the memory without this rank's doing.
+    The other ranks' shards arrive in `whole`, the whole chunk, flat, without this rank's doing.
     """
 
-    def __init__(
-        self,
-        whole: torch.Tensor,
-        chunk: Chunk,
-        shards: ParamShards,
-        replies: Sequence[Reply],
-        mine: slice,
-        waited: Callable[[float], None],
-    ) -> None:
-        """A gather that has begun.
-
-        Args:
-            whole: where to, flat, the whole chunk.
-            replies: those of the other ranks, each of which fills its part of `whole`.
-            mine: the elements of `whole` that are this rank's shard.
-            waited: called with the seconds that wait() took.
-        """
-        self._whole: torch.Tensor | None = whole
-        self._chunk = chunk
-        self._shards = shards
-        self._replies = replies
-        self._mine = mine
-        self._waited = waited
-        self._lock = threading.Lock()  # copies to a device are waited for in another thread
+    gathering: Gathering
+    chunk: Chunk
+    whole: torch.Tensor | None
+    replies: Sequence[Reply]
+    # Copies to a device are waited for in another thread.
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def wait(self) -> None:
         """Waits until the chunk is whole.
 
-        Raises:
-            PeerError: another rank's shard did not come.
-            BudgetError, NativeIoError: this rank's shard cannot be read.
+        Raises PeerError if another rank's shard did not come; BudgetError or NativeIoError if this
+        rank's cannot be read.
         """
         with self._lock:
-            if self._whole is not None:
+            if self.whole is not None:
                 self._wait()
 
     def _wait(self) -> None:
-        assert self._whole is not None
+        assert self.whole is not None
         started = time.perf_counter()
         try:
-            self._copy_own(self._whole[self._mine])
+            self.gathering.copy_own(self.chunk, self.whole)
         finally:
             # Also after an error: nothing may arrive once the memory has another use.
-            for reply in self._replies:
+            for reply in self.replies:
                 reply.wait()
-        self._whole = None
-        self._waited(time.perf_counter() - started)
-
-    def _copy_own(self, own: torch.Tensor) -> None:
-        # A function of its own: a pin on the shard must not last while others are waited for.
-        with self._shards.open(self._chunk) as shard:
-            if own.data_ptr() != shard.data_ptr():  # a whole home has it already
-                own.copy_(shard)
+        self.whole = None
+        self.gathering.wait_s += time.perf_counter() - started
 
     def cancel(self) -> None:
         """No-op: the other ranks' shards come anyway, so wait() must be called."""
 
 
+@dataclass(eq=False)
 class Gathering:
-    """Starts all-gathers; a Backing of gathered copies."""
+    """Starts all-gathers of one chunk group; a Backing of gathered copies.
 
-    def __init__(
-        self,
-        layout: Layout,
-        server: ShardServer,
-        shards: ParamShards,
-        arena: HostArena | None,
-        dtype: torch.dtype,
-    ) -> None:
-        """All-gathers of one chunk group.
+    `shards` are this rank's; `server` asks the other ranks for theirs. `arena` has the slots of
+    gathered copies, in RAM: none in stages 1 and 2.
+    """
 
-        Args:
-            server: answers the other ranks, and asks them for their shards.
-            shards: this rank's.
-            arena: the slots of gathered copies; None if there are none (stages 1 and 2).
-            dtype: of the parameters.
-        """
-        self._layout = layout
-        self._server = server
-        self._shards = shards
-        self._arena = arena
-        self._dtype = dtype
-        self.wait_s = 0.0  # seconds of waiting, which prefetch did not hide
+    layout: Layout
+    server: ShardServer
+    shards: ParamShards
+    arena: HostArena
+    dtype: torch.dtype
+    wait_s: float = 0.0  # seconds of waiting, which prefetch did not hide
 
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts gathering a chunk into the slots from `slot` on."""
-        assert self._arena is not None
-        found = self._layout.chunks[chunk]
-        return self.gather(found, self._arena.view(slot, found.slots, self._dtype))
+        found = self.layout.chunks[chunk]
+        return self.gather(found, self.arena.view(slot, found.slots, self.dtype))
 
     def write(self, chunk: int, slot: int) -> Operation:
         """Not used: gathered copies are never changed."""
         raise AssertionError("gathered copies are never written")
 
     def gather(self, chunk: Chunk, whole: torch.Tensor) -> Gather:
-        """Starts gathering a chunk.
-
-        Args:
-            whole: where to, flat, the whole chunk; this rank's shard may be there already.
-        """
-        shard = self._layout.shard
+        """Starts gathering a chunk to `whole`, flat, where this rank's shard may be already."""
+        shard, request = self.layout.shard, self.server.request
         replies = [
-            self._server.request(
-                RequestKind.PARAM, chunk, 0, peer, whole[shard.range(whole.numel(), peer)]
-            )
-            for peer in self._server.peers.others
+            request(RequestKind.PARAM, chunk, 0, peer, whole[shard.range(whole.numel(), peer)])
+            for peer in self.server.peers.others
         ]
-        mine = shard.range(whole.numel())
-        return Gather(whole, chunk, self._shards, replies, mine, self._add_wait)
+        return Gather(self, chunk, whole, replies)
 
-    def _add_wait(self, waited_s: float) -> None:
-        self.wait_s += waited_s
+    def copy_own(self, chunk: Chunk, whole: torch.Tensor) -> None:
+        """For Gather: copies this rank's shard to its place in `whole`. Raises as Gather.wait()."""
+        # A function of its own: a pin on the shard must not last while others are waited for.
+        own = whole[self.layout.shard.range(whole.numel())]
+        with self.shards.open(chunk) as shard:
+            if own.data_ptr() != shard.data_ptr():  # a whole home has it already
+                own.copy_(shard)

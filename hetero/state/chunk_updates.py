@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -57,11 +58,8 @@ class ChunkUpdates:
         self._layout = layout
         self._homes = homes
         self._arenas = arenas
-        self._first_key: dict[int, int] = {}
-        key = 0
-        for chunk in layout.chunks:
-            self._first_key[chunk.id] = key
-            key += chunk.slots
+        # By chunk id, the pipeline's name of its first tile.
+        self._first_key = list(accumulate((chunk.slots for chunk in layout.chunks), initial=0))
         self._states: dict[int, UpdateState] = {}  # by chunk id: SUBMITTED or DONE
         self._final: dict[int, Chunk] = {}  # by chunk id: GRADS_FINAL; others are in NO_GRADS
         # By chunk id: what was submitted before step(), and must not be used before it.
@@ -219,7 +217,3 @@ class ChunkUpdates:
         """Nothing more is read ahead."""
         if self.is_expecting:
             self.expect([])
-
-    def forget(self) -> None:
-        """Waits until the file has all optimizer states; buffers are free until submit()."""
-        self._arenas.forget_read_ahead()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import Homes
 from offload.memory.arena import HostArena
 from offload.memory.slot_pool import SlotPool
 
@@ -19,14 +18,13 @@ class ReduceBuffers:
 
     Attributes:
         dtype: of gradients on their way between ranks.
-        homes: GRAD homes. In stage 1, where they are whole, they are the buckets.
-        buckets: slots for buckets, in stages 2 and 3; None in stage 1.
+        buckets: slots for buckets, in stages 2 and 3; None in stage 1, where GRAD homes are whole,
+            and are the buckets.
         received: slots for what other ranks of the shard group send, one whole chunk at a time.
         replicas: slots for what other replicas of this shard send; None without replicas.
     """
 
     dtype: torch.dtype
-    homes: Homes
     buckets: SlotPool | None
     received: SlotPool
     replicas: HostArena | None

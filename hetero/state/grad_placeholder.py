@@ -231,12 +231,6 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _norm_of(grad: GradPlaceholder, norm_type: float, dtype: torch.dtype | None) -> torch.Tensor:
-    ((ops, owners),) = _by_engine([grad])
-    norm = ops.norms(owners, float(norm_type))[0]
-    return torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
-
-
 def _vector_norm(
     func: Any,
     grad: torch.Tensor,
@@ -249,7 +243,9 @@ def _vector_norm(
     of_all = dim is None or sorted(d % grad.ndim for d in dim) == list(range(grad.ndim))
     if not (isinstance(grad, GradPlaceholder) and grad._whole and of_all and not keepdim):
         return NotImplemented
-    return _norm_of(grad, norm_type, dtype)
+    ((ops, owners),) = _by_engine([grad])
+    norm = ops.norms(owners, float(norm_type))[0]
+    return torch.tensor(norm, dtype=dtype or torch.float32, device=grad.device)
 
 
 def _foreach_norm(
@@ -273,12 +269,14 @@ def _foreach_norm(
     ]
 
 
-def _in_place(change: Callable[..., tuple[str, tuple[Any, ...]] | None]) -> _Handler:
+# A method of GradOps, and its arguments after the members; None if no method does what is asked.
+_Change = tuple[str, tuple[Any, ...]] | None
+
+
+def _in_place(change: Callable[..., _Change]) -> _Handler:
     """Makes the handler of an in-place operator on one tensor or on a list of tensors.
 
-    Args:
-        change: gets the operator's other arguments. Returns the name of a method of GradOps with
-            the arguments after its members; or None if no method does what they say.
+    `change` gets the operator's other arguments.
     """
 
     def handler(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,32 +296,18 @@ def _in_place(change: Callable[..., tuple[str, tuple[Any, ...]] | None]) -> _Han
     return handler
 
 
-def _multiply(other: Any) -> tuple[str, tuple[Any, ...]] | None:
+def _multiply(other: Any) -> _Change:
     factor = _number(other)
     return None if factor is None else ("multiply", (factor,))
 
 
-def _divide(other: Any) -> tuple[str, tuple[Any, ...]] | None:
+def _divide(other: Any) -> _Change:
     divisor = _number(other)
     return None if not divisor else ("multiply", (1.0 / divisor,))
 
 
-def _clamp(min: Any = None, max: Any = None) -> tuple[str, tuple[Any, ...]] | None:
-    low = None if min is None else float(min)
-    high = None if max is None else float(max)
-    return "clamp", (low, high)
-
-
-def _clamp_min(scalar: Any) -> tuple[str, tuple[Any, ...]] | None:
-    return "clamp", (float(scalar), None)
-
-
-def _clamp_max(scalar: Any) -> tuple[str, tuple[Any, ...]] | None:
-    return "clamp", (None, float(scalar))
-
-
-def _clear() -> tuple[str, tuple[Any, ...]] | None:
-    return "forget", ()
+def _clamp(min: Any = None, max: Any = None) -> _Change:
+    return "clamp", tuple(None if bound is None else float(bound) for bound in (min, max))
 
 
 def _unscale(
@@ -352,11 +336,11 @@ _UNDERSTOOD: dict[Any, _Handler] = {
     _aten._foreach_div_.Scalar: _in_place(_divide),
     _aten._foreach_div_.Tensor: _in_place(_divide),
     _aten.clamp_.default: _in_place(_clamp),
-    _aten.clamp_min_.default: _in_place(_clamp_min),
-    _aten.clamp_max_.default: _in_place(_clamp_max),
-    _aten._foreach_clamp_min_.Scalar: _in_place(_clamp_min),
-    _aten._foreach_clamp_max_.Scalar: _in_place(_clamp_max),
-    _aten.zero_.default: _in_place(_clear),
-    _aten._foreach_zero_.default: _in_place(_clear),
+    _aten.clamp_min_.default: _in_place(_clamp),
+    _aten.clamp_max_.default: _in_place(lambda max: _clamp(max=max)),
+    _aten._foreach_clamp_min_.Scalar: _in_place(_clamp),
+    _aten._foreach_clamp_max_.Scalar: _in_place(lambda max: _clamp(max=max)),
+    _aten.zero_.default: _in_place(lambda: ("forget", ())),
+    _aten._foreach_zero_.default: _in_place(lambda: ("forget", ())),
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

@@ -15,19 +15,19 @@ on all ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.mean import PendingMean, RankMean
+from hetero.ranks.mean import RankMean
 from hetero.ranks.messages import Communicator
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.rounds import RoundBegin, RoundEnd, SendOrder
 from hetero.state.grad_buckets import Bucket, BucketState, ReduceBuffers
-from hetero.state.grads import Grads
+from hetero.state.grads import Grads, put_grad
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from offload.device.grad_offload import GradOffload
@@ -41,7 +41,7 @@ class _Sending:
     chunk: Chunk
     bucket: Bucket | None  # None: this rank has no gradient of it, and sends zeros
     received_slot: int
-    mean: PendingMean
+    mean: RankMean
 
 
 @dataclass
@@ -83,29 +83,19 @@ class GradReducer:
     ) -> None:
         """Makes a reducer without gradients.
 
-        Args:
-            layout: the chunk group's.
-            members: the trainable parameters, in the model's order.
-            world: two ranks or more.
-            buffers: the memory to use.
-            grads: keeps the means.
-            loss_scale: gives the factor of gradients that arrive on other ranks only.
-            grad_offload: brings gradients to RAM from a DEVICE that has memory of its own.
+        `members` are the trainable parameters, in the same order on all ranks, of which there are
+        two or more. `loss_scale` gives the factor of gradients that arrive on other ranks only.
         """
         assert world.everyone is not None
         self.wait_s = 0.0  # seconds for which other ranks' gradients were waited for
         self.changes = 0  # how often means have changed: the same number on all ranks
         self._layout = layout
-        self._members = list(members)
+        self._members = members
         self._everyone: Communicator = world.everyone
         self._world = world
         self._memory = buffers
-        self._mean = RankMean(world, buffers.replicas)
         self._grads = grads
         self._grad_offload = grad_offload
-        self._of_chunk: dict[int, list[ManagedParam]] = {}
-        for m in members:
-            self._of_chunk.setdefault(m.chunk.id, []).append(m)
         self._order = SendOrder([chunk for chunk in layout.chunks if chunk.trainable])
         self._buckets: dict[int, Bucket] = {}  # by chunk id
         self._sending: list[_Sending] = []  # the oldest first
@@ -135,21 +125,16 @@ class GradReducer:
                 bucket.flat = torch.empty(0)
 
     def resize(self, bucket_slots: int, received_slots: int) -> None:
-        """Gives the pools other numbers of slots. Only while idle.
-
-        Raises:
-            BudgetError: there is no room for them.
-        """
+        """Gives the pools other numbers of slots, while idle. Raises BudgetError."""
         pool, received = self._memory.buckets, self._memory.received
         if pool is not None:
             pool.refit(max(pool.arena.slots, bucket_slots), bucket_slots)
         received.refit(received_slots, received_slots)
 
     def reserve(self, slots: int) -> None:
-        """Adds `slots` bucket slots to those that are charged all the time.
+        """Adds bucket slots to those that are charged all the time.
 
-        Raises:
-            BudgetError: there is no room for them; nothing is changed.
+        Raises BudgetError, with nothing changed.
         """
         if self._memory.buckets is not None:
             self._memory.buckets.reserve(slots)
@@ -167,15 +152,11 @@ class GradReducer:
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Takes a gradient that autograd made, and sets `.grad` to the placeholder.
 
-        Args:
-            managed: the parameter.
-            grad: its gradient, in its shape, whole.
-            accumulate: add it to the gradient that the parameter has; else it replaces that one.
+        It is whole; with `accumulate` it is added to the gradient that the parameter has, or else
+        replaces that one.
 
-        Raises:
-            BudgetError: there is no room for gradients that wait for their mean.
-            HeteroError: gradients were cleared on some of the ranks only.
-            PeerError: another rank failed.
+        Raises BudgetError if there is no room for gradients that wait for their mean; HeteroError
+        if gradients were cleared on some of the ranks only; PeerError.
         """
         now = self._round
         if accumulate:
@@ -194,12 +175,10 @@ class GradReducer:
         bucket = self._open(managed.chunk)
         into = managed.part_of(bucket.flat)
         accumulate = accumulate and managed in bucket.filled
-        if self._grad_offload is not None and self._grad_offload.limit_bytes:
-            self._grad_offload.take(managed, managed.name, grad, into, accumulate)
-        elif accumulate:
-            into.add_(grad)
-        else:
-            into.copy_(grad)
+        grad_offload = self._grad_offload
+        if grad_offload is not None and not grad_offload.limit_bytes:
+            grad_offload = None
+        put_grad(managed, grad, into, accumulate, grad_offload)
         bucket.filled.add(managed)
         managed.param.grad = managed.absent_grad
         self._round.arrived.add(managed)
@@ -210,14 +189,11 @@ class GradReducer:
     def reduce_all(self, force: bool) -> None:
         """Makes means of all gradients so far. All ranks must call it.
 
-        Args:
-            force: also if this rank has averaged all its gradients; else it takes part only if it
-                has some that are not averaged, or no gradients at all.
+        `force`: also if this rank has averaged all its gradients; else it takes part only if it has
+        some that are not averaged, or no gradients at all.
 
-        Raises:
-            HeteroError: gradients were cleared on some of the ranks only.
-            PeerError: a rank failed or did not take part. The ranks' gradients then differ, so
-                training cannot go on.
+        Raises HeteroError if gradients were cleared on some of the ranks only, and PeerError: the
+        ranks' gradients then differ, so training cannot go on.
         """
         if force or self._round.arrived or not any(m.has_grad for m in self._members):
             while not self._end_round(done=True):
@@ -232,7 +208,7 @@ class GradReducer:
         if bucket is None:
             bucket = self._buckets[chunk.id] = self._make_bucket(chunk)
         elif bucket.slot is None:
-            bucket.flat = self._memory.homes.flat(chunk)  # which may have moved
+            bucket.flat = self._grads.homes.flat(chunk)  # which may have moved
             self._grads.wait_unused(chunk)
         if bucket.state is BucketState.MEAN:
             self._reopen_mean(chunk, bucket)
@@ -248,7 +224,7 @@ class GradReducer:
         """
         pool = self._memory.buckets
         if pool is None:
-            return Bucket(self._memory.homes.flat(chunk), None)
+            return Bucket(self._grads.homes.flat(chunk), None)
         slot = pool.take(chunk.slots)
         while slot is None and self._reclaim_bucket():
             slot = pool.take(chunk.slots)
@@ -289,25 +265,17 @@ class GradReducer:
         The sum over all ranks and replicas is then what it was: this rank's shard holds the mean
         times the number of ranks, on one of the replicas, and the rest is zero.
         """
-        for m in self._of_chunk[chunk.id]:
+        for m in self._grads.members(chunk):
             if m.has_grad:
-                self._rescale(m)
+                self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)
         shard = self._layout.shard.range(bucket.flat.numel())
         bucket.flat[: shard.start].zero_()
         bucket.flat[shard.stop :].zero_()
         bucket.flat[shard].mul_(self._world.size)
         if self._world.replicas is not None and self._world.replicas.rank > 0:
             bucket.flat[shard].zero_()
-        bucket.filled = {m for m in self._of_chunk[chunk.id] if m.has_grad}
+        bucket.filled = {m for m in self._grads.members(chunk) if m.has_grad}
         bucket.state = BucketState.FILLING
-
-    def _rescale(self, managed: ManagedParam) -> None:
-        """Gives the kept gradient the factor of new ones, because they are added to it."""
-        factor = self._loss_scale.grad_factor
-        if managed.grad_factor != factor:
-            ratio = managed.grad_factor / factor
-            self._grads.change(managed, lambda kept: kept.mul_(ratio))
-            managed.grad_factor = factor
 
     # Rounds
 
@@ -323,7 +291,7 @@ class GradReducer:
 
     def _send_complete(self, chunk: Chunk) -> None:
         """After a gradient of `chunk`: sends the chunks whose turn it is and which are complete."""
-        self._order.note_gradient(chunk, self._of_chunk[chunk.id], self._round.synced)
+        self._order.note_gradient(chunk, self._grads.members(chunk), self._round.synced)
         order = self._order.chunks
         while self._round.position < len(order) and self._is_complete(order[self._round.position]):
             self._send_next()
@@ -335,7 +303,7 @@ class GradReducer:
 
     def _is_complete(self, chunk: Chunk) -> bool:
         """Whether all gradients of the chunk are in its bucket."""
-        members = self._of_chunk[chunk.id]
+        members = self._grads.members(chunk)
         if not all(m in self._round.synced and m.has_grad for m in members):
             return False
         # A gradient that is still on its way from the device is sent after a later gradient
@@ -377,7 +345,9 @@ class GradReducer:
         """Frees buckets whose gradients were all cleared before they were sent."""
         for chunk_id, bucket in list(self._buckets.items()):
             if bucket.slot is not None and not any(m.has_grad for m in bucket.filled):
-                self._wait_offloaded(bucket.filled)
+                if self._grad_offload is not None:
+                    for m in bucket.filled:
+                        self._grad_offload.wait_ended(m)
                 self._free_bucket(self._layout.chunks[chunk_id], bucket)
 
     def _note_arrived(self, arrived: Sequence[bool]) -> None:
@@ -432,34 +402,27 @@ class GradReducer:
         received = pool.arena.view(slot, chunk.slots, self._memory.dtype)
         if bucket is not None:
             bucket.state = BucketState.SENDING
-            for m in self._of_chunk[chunk.id]:
+            for m in self._grads.members(chunk):
                 if m in bucket.filled and m.has_grad:
                     self._round.sent.add(m)
                 else:
                     m.part_of(bucket.flat).zero_()
         flat = None if bucket is None else bucket.flat
-        mean = self._mean.start(flat, received, f"the gradient of {chunk.name}")
+        what = f"the gradient of {chunk.name}"
+        mean = RankMean(self._world, flat, received, self._memory.replicas, what)
         self._sending.append(_Sending(chunk, bucket, slot, mean))
 
     def _wait_for_gradients(self, chunk: Chunk, bucket: Bucket) -> None:
         """Returns when no gradient of the chunk is on its way from the device.
 
-        Raises HeteroError if one was lost. One that was cleared may be lost, but must not arrive in
-        the bucket while it is sent.
+        Raises HeteroError if one was lost that was not cleared.
         """
         if self._grad_offload is not None:
-            members = self._of_chunk[chunk.id]
-            for m in members:
+            for m in self._grads.members(chunk):
                 if m in bucket.filled and m.has_grad:
                     self._grad_offload.wait(m, m.name)
                 else:  # also one that was cleared: it must not arrive in what is sent
                     self._grad_offload.wait_ended(m)
-
-    def _wait_offloaded(self, members: Iterable[ManagedParam]) -> None:
-        """Returns when no gradient of `members` is on its way, whether it has arrived or not."""
-        if self._grad_offload is not None:
-            for m in members:
-                self._grad_offload.wait_ended(m)
 
     def _finish(self, chunk: Chunk) -> None:
         """Returns when the chunk is not being averaged."""
@@ -472,7 +435,7 @@ class GradReducer:
         began_s = time.perf_counter()
         oldest.mean.wait()
         self.wait_s += time.perf_counter() - began_s
-        members = self._of_chunk[oldest.chunk.id]
+        members = self._grads.members(oldest.chunk)
         mean = oldest.mean.compute()
         if self._memory.buckets is None:
             assert oldest.bucket is not None
@@ -482,7 +445,7 @@ class GradReducer:
         else:
             accumulated = {m for m in members if m in self._accumulated and m.has_grad}
             for m in accumulated:
-                self._rescale(m)
+                self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)
             self._grads.merge(oldest.chunk, mean, accumulated)
         self._memory.received.give_back(oldest.received_slot, oldest.chunk.slots)
         if oldest.bucket is not None:

@@ -15,7 +15,6 @@ from offload._native import Location, sum_of_squares
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import Updater
 from offload.device.grad_offload import GradOffload
-from offload.disk.backing import Extent
 
 
 class Grads:
@@ -26,72 +25,57 @@ class Grads:
     through slots; their sums of squares are taken before they leave. Sums are remembered until the
     gradient changes.
 
-    From a DEVICE of its own gradients come through a Drain, but those that stay there. Whoever
-    needs what is kept waits for what is on its way to it.
+    From a DEVICE of its own gradients come through a GradOffload, but those that stay there. What
+    needs the kept ones waits for those on their way.
     """
 
     def __init__(
         self,
         layout: Layout,
         dtypes: Dtypes,
+        members: Iterable[ManagedParam],
         homes: Homes,
-        make_cache: Callable[[Callable[[int], object]], SlotCache] | None,
-        extents: dict[int, Extent],
+        make_cache: Callable[[Callable[[int], object]], SlotCache],
         updates: ChunkUpdates,
         grad_offload: GradOffload | None = None,
         updater: Updater | None = None,
     ) -> None:
-        """`make_cache` makes the slots of DISK-homed chunks, if there are any; it gets what is
-        called with a chunk before its gradient leaves them.
+        """Keeps no gradient yet.
 
-        `drain` is there if gradients come from a DEVICE that is not RAM, one rank's.
-
-        `updater` sums the squares of what is at home there, if the CPU cannot.
+        Args:
+            members: the parameters that are trained.
+            homes: of GRAD.
+            make_cache: makes the slots of DISK-homed chunks; it gets what is called with a chunk
+                before its gradient leaves them.
+            grad_offload: brings one rank's gradients from a DEVICE that is not RAM.
+            updater: sums the squares of what is at home on DEVICE, if the CPU cannot.
         """
         self._updater = updater
         self._layout = layout
-        self._tile_bytes = layout.tile_numel * dtypes.grad_bytes
         self._dtypes = dtypes
-        self._homes = homes
-        self._extents = extents
+        self.homes = homes
         self._updates = updates
         self._members: dict[int, list[ManagedParam]] = {}
+        for m in members:
+            self._members.setdefault(m.chunk.id, []).append(m)
         self._grad_offload = grad_offload
-        self._arrived: dict[int, set[int]] = {}  # of DISK-homed chunks, in this round
-        # Ids of those that have all of them, or will when the drain is done: to be written.
+        self._arrived: dict[int, set[ManagedParam]] = {}  # of DISK-homed chunks, in this round
+        # Ids of those that have all of them, or will when none is on its way: to be written.
         self._complete: dict[int, None] = {}
         self._sums: dict[ManagedParam, float] = {}
         # Chunks whose slots are locked for an update that reads the gradient there, by id.
         self._in_update: dict[int, Chunk] = {}
-        self._cache = None if make_cache is None else make_cache(self._before_write)
-
-    @property
-    def cache(self) -> SlotCache:
-        """The slots of DISK-homed chunks."""
-        assert self._cache is not None
-        return self._cache
+        self._cache = make_cache(self._before_write)
 
     @property
     def wait_s(self) -> float:
         """Seconds for which room for gradients has been waited for."""
-        waited = 0.0 if self._cache is None else self._cache.wait_s
-        return waited if self._grad_offload is None else waited + self._grad_offload.wait_s
-
-    def commit(self) -> None:
-        """Charges all homes: nobody else may use what is meant for gradients."""
-        self._homes.commit_all()
-
-    def add_member(self, managed: ManagedParam) -> None:
-        """Makes a trainable parameter known."""
-        self._members.setdefault(managed.chunk.id, []).append(managed)
+        offload_s = 0.0 if self._grad_offload is None else self._grad_offload.wait_s
+        return self._cache.wait_s + offload_s
 
     def members(self, chunk: Chunk) -> list[ManagedParam]:
         """Its parameters that are trained."""
         return self._members[chunk.id]
-
-    def in_file(self, chunk: Chunk) -> bool:
-        """Whether its gradient is homed on DISK, and passes through slots."""
-        return chunk not in self._homes
 
     def wait_unused(self, chunk: Chunk) -> None:
         """Until no update reads the chunk's gradient, which may be changed then."""
@@ -106,7 +90,6 @@ class Grads:
 
     def _unpin(self, chunk: Chunk) -> None:
         if chunk.id in self._in_update:
-            assert self._cache is not None
             self._cache.unlock(chunk.id)
             del self._in_update[chunk.id]
 
@@ -126,20 +109,12 @@ class Grads:
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
         chunk = managed.chunk
-        self.wait_unused(chunk)
+        kept = managed.part_of(self._to_write(chunk, accumulate))
         self._sums.pop(managed, None)
-        if chunk in self._homes:
-            kept = managed.part_of(self._homes.flat(chunk))
-        else:
-            kept = managed.part_of(self._flat_in_slot(chunk, accumulate))
-        if self._grad_offload is not None and not self._homes.has_in_place(chunk):
-            self._grad_offload.take(managed, managed.name, grad, kept, accumulate)
-        elif accumulate:
-            kept.add_(grad)
-        else:
-            kept.copy_(grad)
+        in_place = self.homes.has_in_place(chunk)
+        put_grad(managed, grad, kept, accumulate, None if in_place else self._grad_offload)
         managed.param.grad = managed.absent_grad
-        if chunk not in self._homes:
+        if chunk not in self.homes:
             self._note_arrived(managed)
 
     def set_factor(self, managed: ManagedParam, factor: float, accumulate: bool) -> None:
@@ -159,12 +134,8 @@ class Grads:
 
     def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
         """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""
-        self.wait_unused(chunk)
         members = self._members[chunk.id]
-        if chunk in self._homes:
-            flat = self._homes.shard(chunk)
-        else:
-            flat = self._flat_in_slot(chunk, any(m in kept for m in members))
+        flat = self._to_write(chunk, any(m in kept for m in members))
         for m in members:
             self._sums.pop(m, None)
             part, _ = m.in_shard(self._layout)
@@ -172,12 +143,14 @@ class Grads:
                 flat[part].add_(mean[part])
             else:
                 flat[part].copy_(mean[part])
-        if chunk not in self._homes:
-            assert self._cache is not None
+        if chunk not in self.homes:
             self._cache.write_back(chunk.id)
 
-    def _flat_in_slot(self, chunk: Chunk, accumulate: bool) -> torch.Tensor:
-        assert self._cache is not None
+    def _to_write(self, chunk: Chunk, accumulate: bool) -> torch.Tensor:
+        """The shard's gradient, flat, to be changed once no update reads it."""
+        self.wait_unused(chunk)
+        if chunk in self.homes:
+            return self.homes.shard(chunk)
         self._complete.pop(chunk.id, None)
         self._make_room(chunk)
         if accumulate or any(m.has_grad for m in self._members[chunk.id]):
@@ -193,7 +166,6 @@ class Grads:
         First for gradients on their way from the device, then for the updates that use gradients,
         in the order in which they were submitted.
         """
-        assert self._cache is not None
         self.release_used()
         while (self._grad_offload or self._in_update) and not self._cache.has_room(chunk.id):
             if self._grad_offload is not None and self._grad_offload.wait_one():
@@ -206,7 +178,7 @@ class Grads:
     def _note_arrived(self, managed: ManagedParam) -> None:
         chunk = managed.chunk
         arrived = self._arrived.setdefault(chunk.id, set())
-        arrived.add(managed.slice.param.index)
+        arrived.add(managed)
         if len(arrived) == len(self._members[chunk.id]):
             arrived.clear()
             self._complete[chunk.id] = None
@@ -219,7 +191,6 @@ class Grads:
         for chunk_id in list(self._complete):
             if self.has_arrived(self._layout.chunks[chunk_id]):
                 del self._complete[chunk_id]
-                assert self._cache is not None
                 if self._cache.holds(chunk_id) and not self._cache.is_locked(chunk_id):
                     self._cache.write_back(chunk_id)
 
@@ -230,7 +201,6 @@ class Grads:
 
     def _before_write(self, chunk_id: int) -> None:
         """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
-        assert self._cache is not None
         address = self._cache.address(chunk_id)
         for managed in self._members[chunk_id]:
             if managed not in self._sums:
@@ -240,13 +210,12 @@ class Grads:
         """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
         self._wait(managed)
         chunk = managed.chunk
-        if managed not in self._sums and self._updater and self._homes.on_device(chunk):
+        if managed not in self._sums and self._updater and self.homes.on_device(chunk):
             self._sum_on_device(self._updater)
         if managed not in self._sums:
-            if chunk in self._homes:
-                address = self._homes.address(chunk, 0)
+            if chunk in self.homes:
+                address = self.homes.address(chunk, 0)
             else:  # it has not left its slots, or the sum had been taken
-                assert self._cache is not None
                 assert self._cache.is_dirty(chunk.id)
                 address = self._cache.address(chunk.id)
             self._sums[managed] = self._sum(managed, address)
@@ -258,21 +227,19 @@ class Grads:
             m
             for some in self._members.values()
             for m in some
-            if m.has_grad and m not in self._sums and self._homes.on_device(m.chunk)
+            if m.has_grad and m not in self._sums and self.homes.on_device(m.chunk)
         ]
-        arrays = []
-        for m in members:
-            part, _ = m.in_shard(self._layout)
-            address = self._homes.address(m.chunk, 0) + part.start * self._dtypes.grad_bytes
-            arrays.append((address, part.stop - part.start))
+        arrays = [self._array(m, self.homes.address(m.chunk, 0)) for m in members]
         self._sums.update(zip(members, updater.sums_of_squares(arrays), strict=True))
 
     def _sum(self, managed: ManagedParam, chunk_address: int) -> float:
+        address, numel = self._array(managed, chunk_address)
+        return sum_of_squares(self._dtypes.grad, address, numel) if numel else 0.0
+
+    def _array(self, managed: ManagedParam, chunk_address: int) -> tuple[int, int]:
+        """The address and the number of elements of the shard's part of its gradient."""
         part, _ = managed.in_shard(self._layout)
-        if part.start == part.stop:
-            return 0.0
-        address = chunk_address + part.start * self._dtypes.grad_bytes
-        return sum_of_squares(self._dtypes.grad, address, part.stop - part.start)
+        return chunk_address + part.start * self._dtypes.grad_bytes, part.stop - part.start
 
     def read(self, managed: ManagedParam) -> torch.Tensor:
         """A copy of the shard's part of the parameter's kept gradient, flat."""
@@ -290,8 +257,7 @@ class Grads:
         self.wait_unused(managed.chunk)
         self._sums.pop(managed, None)
         kept = self._kept(managed)
-        if managed.chunk not in self._homes:
-            assert self._cache is not None
+        if managed.chunk not in self.homes:
             self._cache.dirty(managed.chunk.id)
         change(kept)
 
@@ -304,9 +270,8 @@ class Grads:
         self._wait(managed)
         chunk = managed.chunk
         part, _ = managed.in_shard(self._layout)
-        if chunk in self._homes:
-            return self._homes.shard(chunk)[part]
-        assert self._cache is not None
+        if chunk in self.homes:
+            return self.homes.shard(chunk)[part]
         self._make_room(chunk)
         self._cache.get(chunk.id)
         return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
@@ -322,7 +287,7 @@ class Grads:
             if self._grad_offload is not None:
                 for m in members:
                     self._grad_offload.wait_ended(m)
-            if self._cache is not None and self._cache.holds(chunk.id):
+            if self._cache.holds(chunk.id):
                 self._complete.pop(chunk.id, None)
                 if any(m.has_grad for m in members):
                     self._cache.write_back(chunk.id)
@@ -330,8 +295,7 @@ class Grads:
 
     def note_slots(self) -> None:
         """The arena of slots was resized while they held nothing."""
-        if self._cache is not None:
-            self._cache.refit()
+        self._cache.refit()
 
     def leaves_memory(self, chunk: Chunk) -> bool:
         """Whether the home, which is about to go to DISK, has gradients; their sums are taken."""
@@ -345,10 +309,6 @@ class Grads:
         self._arrived.pop(chunk.id, None)
         return any(m.has_grad for m in self._members[chunk.id])
 
-    def address(self, chunk: Chunk, tile: int) -> int:
-        """Address of a tile that is at home on DEVICE."""
-        return self._homes.address(chunk, tile)
-
     def location(self, chunk: Chunk, tile: int) -> Location:
         """Where the tile's gradient is for an update; there it stays until that is made.
 
@@ -357,14 +317,29 @@ class Grads:
         for managed in self._members[chunk.id]:
             if managed.has_grad:
                 self._wait(managed)
-        if chunk in self._homes:
-            return Location(self._homes.address(chunk, tile))
-        assert self._cache is not None
+        if chunk in self.homes:
+            return self.homes.location(chunk, tile)
         self._arrived.pop(chunk.id, None)
         self._complete.pop(chunk.id, None)
         if self._cache.holds(chunk.id):
             self._cache.lock(chunk.id)
             self._in_update[chunk.id] = chunk
-            return Location(self._cache.address(chunk.id) + tile * self._tile_bytes)
-        extent = self._extents[chunk.id]
-        return Location(file_offset=extent.offset + tile * self._tile_bytes)
+            tile_bytes = self._layout.tile_numel * self._dtypes.grad_bytes
+            return Location(self._cache.address(chunk.id) + tile * tile_bytes)
+        return self.homes.location(chunk, tile)
+
+
+def put_grad(
+    managed: ManagedParam,
+    grad: torch.Tensor,
+    into: torch.Tensor,
+    accumulate: bool,
+    grad_offload: GradOffload | None,
+) -> None:
+    """Copies `grad` to `into`, or adds it there; by `grad_offload`, if given, in the background."""
+    if grad_offload is not None:
+        grad_offload.take(managed, managed.name, grad, into, accumulate)
+    elif accumulate:
+        into.add_(grad)
+    else:
+        into.copy_(grad)

@@ -47,11 +47,7 @@ def can_train(param: torch.Tensor) -> bool:
 
 
 def refuse_managed(param: torch.Tensor, name: str) -> None:
-    """Refuses a parameter that an engine manages, because its values may be elsewhere.
-
-    Raises:
-        HeteroError: it is managed.
-    """
+    """Raises HeteroError for a parameter that an engine manages: its values may be elsewhere."""
     if getattr(param, "_hetero_engine", None) is not None:
         raise HeteroError(
             f"{name} belongs to another engine; build another module and load its state_dict()"
@@ -78,9 +74,11 @@ class ManagedParam:
     absent_grad: GradPlaceholder = field(init=False)
     grad_factor: float = 1.0
     grad_ops: GradOps | None = field(default=None, repr=False)
-    _state: ParamState = field(init=False, default=ParamState.UNPLACED)
+    # What `param.data` is, unless user code has pointed it elsewhere (see is_at_home).
+    state: ParamState = field(init=False, default=ParamState.UNPLACED)
+    # Modules, torch functions and gathered() blocks that use the values now.
+    uses: int = field(init=False, default=0)
     _address: int = field(init=False, default=0)  # of what the last transition made param.data
-    _uses: int = field(init=False, default=0)
     _version: int = field(init=False, default=0)  # of the parameter, when it was last changed here
 
     def __post_init__(self) -> None:
@@ -105,16 +103,6 @@ class ManagedParam:
         """Whether the chunk holds a gradient of it. Clearing `.grad`, by whomever, clears it."""
         return self.param.grad is self.absent_grad
 
-    @property
-    def state(self) -> ParamState:
-        """What `param.data` is, unless user code has pointed it elsewhere (see is_at_home)."""
-        return self._state
-
-    @property
-    def uses(self) -> int:
-        """Modules, torch functions and gathered() blocks that use the values now."""
-        return self._uses
-
     def let_change_grad(self, ops: GradOps) -> None:
         """What user code does to the gradient's placeholder goes to `ops`; called once."""
         self.grad_ops = ops
@@ -122,8 +110,8 @@ class ManagedParam:
     # Transitions
 
     def _become(self, state: ParamState, data: torch.Tensor, *allowed: ParamState) -> None:
-        assert self._state in allowed, f"{self.name}: {self._state.name} to {state.name}"
-        self._state, self._address = state, data.data_ptr()
+        assert self.state in allowed, f"{self.name}: {self.state.name} to {state.name}"
+        self.state, self._address = state, data.data_ptr()
         # (A TorchFunctionMode, as UsesOutsideOwner, would take this for a use.)
         with torch._C.DisableTorchFunction():
             self.param.data = data
@@ -135,8 +123,7 @@ class ManagedParam:
     def place(self, home: torch.Tensor | None) -> None:
         """UNPLACED -> RESIDENT or OFFLOADED: the parameter has got a home.
 
-        Args:
-            home: the whole chunk's home, flat, if it is where compute happens; else None.
+        `home` is the whole chunk's, flat, if it is where compute happens; else None.
         """
         self._go_home(home, ParamState.UNPLACED)
         self.note_change()
@@ -150,23 +137,21 @@ class ManagedParam:
     def begin_use(self, copy: torch.Tensor | None) -> None:
         """Counts a use; OFFLOADED -> GATHERED with the first one.
 
-        Args:
-            copy: the gathered copy of the whole chunk, flat, if the parameter is OFFLOADED; the
-                caller pins it until end_use() has made the parameter OFFLOADED again.
+        `copy` is the gathered one of the whole chunk, flat, if the parameter is OFFLOADED; the
+        caller pins it until end_use() has made the parameter OFFLOADED again.
         """
         if copy is not None:
             self._become(ParamState.GATHERED, self.part_of(copy), ParamState.OFFLOADED)
-        self._uses += 1
+        self.uses += 1
 
     def end_use(self) -> None:
         """Undoes one begin_use(); GATHERED -> OFFLOADED with the last one.
 
-        Raises:
-            HeteroError: the gathered copy was changed in place. The use has ended nevertheless.
+        Raises HeteroError if the gathered copy was changed in place. The use has ended then.
         """
-        assert self._uses > 0, self.name
-        self._uses -= 1
-        if self._uses or self._state is not ParamState.GATHERED:
+        assert self.uses > 0, self.name
+        self.uses -= 1
+        if self.uses or self.state is not ParamState.GATHERED:
             return
         self._become(ParamState.OFFLOADED, self.stand_in, ParamState.GATHERED)
         changed = self.changed_unnoticed
@@ -180,13 +165,13 @@ class ManagedParam:
     @contextmanager
     def as_copy(self) -> Iterator[None]:
         """COPIED inside the block; `param.data` then is what user code has made of it."""
-        before, state = self.param.data, self._state
+        before, state = self.param.data, self.state
         allowed = (ParamState.RESIDENT, ParamState.GATHERED, ParamState.COPIED)
         self._become(ParamState.COPIED, before.clone(), *allowed)
         try:
             yield
         finally:
-            if self._state is ParamState.COPIED:  # (the engine may have been closed in the block)
+            if self.state is ParamState.COPIED:  # (the engine may have been closed in the block)
                 self._become(state, before, ParamState.COPIED)
                 self.note_change()
 
@@ -196,36 +181,31 @@ class ManagedParam:
         A backward over the old values of a RESIDENT one fails from here on, as after an update in
         place.
         """
-        if self._state is ParamState.RESIDENT:
+        if self.state is ParamState.RESIDENT:
             torch.autograd.graph.increment_version(self.param)
         self.note_change()
 
     def begin_update(self) -> None:
         """RESIDENT or OFFLOADED -> UPDATING: its values must not be read until end_update().
 
-        A backward over the old values of a RESIDENT one fails from here on, as after an update in
-        place. The parameter is not in use.
+        As note_update() otherwise. The parameter is not in use.
         """
-        assert self._uses == 0, self.name
-        if self._state is ParamState.RESIDENT:
-            torch.autograd.graph.increment_version(self.param)
+        assert self.uses == 0, self.name
+        self.note_update()
         self._become(ParamState.UPDATING, self.stand_in, ParamState.RESIDENT, ParamState.OFFLOADED)
         self.note_change()
 
     def end_update(self, home: torch.Tensor | None) -> bool:
-        """UPDATING -> RESIDENT or OFFLOADED: the update is made. Idempotent.
-
-        Args:
-            home: the whole chunk's home, flat, if it is where compute happens; else None.
+        """UPDATING -> RESIDENT or OFFLOADED: the update is made. Idempotent; `home` as in place().
 
         Returns:
             Whether user code had changed the parameter, or pointed it elsewhere, meanwhile. That
             is lost where `home` is given; where not, the parameter's next use raises.
         """
-        if self._state is not ParamState.UPDATING:
+        if self.state is not ParamState.UPDATING:
             return False
         if home is None:
-            self._state = ParamState.OFFLOADED
+            self.state = ParamState.OFFLOADED
             return False
         with torch._C.DisableTorchFunction():
             # (Ctrl-C may have come when it pointed there already.)
@@ -240,13 +220,11 @@ class ManagedParam:
         self._become(ParamState.MOVING, self.stand_in, ParamState.RESIDENT)
 
     def end_move(self, home: torch.Tensor | None, moved: bool) -> None:
-        """MOVING or OFFLOADED -> RESIDENT or OFFLOADED.
+        """MOVING or OFFLOADED -> RESIDENT or OFFLOADED; `home` as in place().
 
-        Args:
-            home: as place() takes it.
-            moved: whether the home is another one than before. As after a change, a backward that
-                has saved the parameter itself, and no view of it, then fails instead of reading
-                memory that has another use.
+        `moved`: it is another home than before. As after a change, a backward that has saved the
+        parameter itself, and no view of it, then fails instead of reading memory that has another
+        use.
         """
         self._go_home(home, ParamState.MOVING, ParamState.OFFLOADED)
         if moved:
@@ -255,7 +233,7 @@ class ManagedParam:
 
     def retire(self) -> None:
         """The parameter has moved to another chunk group, which has a ManagedParam of its own."""
-        self._state = ParamState.RETIRED
+        self.state = ParamState.RETIRED
 
     def close(self) -> None:
         """The engine is closed: the parameter has no values and no gradient any more."""
@@ -267,13 +245,13 @@ class ManagedParam:
     @property
     def is_at_home(self) -> bool:
         """Whether it is RESIDENT or OFFLOADED, and user code has not pointed it elsewhere."""
-        at_home = self._state in (ParamState.RESIDENT, ParamState.OFFLOADED)
+        at_home = self.state in (ParamState.RESIDENT, ParamState.OFFLOADED)
         return at_home and not self.is_moved
 
     @property
     def is_in_place(self) -> bool:
         """Whether it is at home or UPDATING, and user code has not pointed it elsewhere."""
-        return self.is_at_home or (self._state is ParamState.UPDATING and not self.is_moved)
+        return self.is_at_home or (self.state is ParamState.UPDATING and not self.is_moved)
 
     @property
     def is_moved(self) -> bool:
@@ -315,9 +293,8 @@ class ManagedParam:
     def in_shard(self, layout: Layout, rank: int | None = None) -> tuple[Range, Range]:
         """Its elements in the shard of its chunk that `rank` (default: this one) has.
 
-        Returns:
-            Where they are in the shard, and which elements of the flat parameter they are; both
-            ranges are empty if the shard has none of them.
+        Returns where they are in the shard, and which elements of the flat parameter they are; both
+        ranges are empty if the shard has none of them.
         """
         part = layout.shard.range(layout.chunk_numel(self.chunk), rank)
         first = max(self.slice.offset, part.start)

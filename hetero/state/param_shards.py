@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -13,56 +13,42 @@ from hetero.state.memory.homes import Homes
 from offload.device.shared_cache import SharedCache
 
 
+@dataclass(frozen=True, eq=False)
 class ParamShards:
-    """Reads and writes the values of this rank's shards. Several threads may use it at once."""
+    """Reads and writes the values of this rank's shards. Several threads may use it at once.
 
-    def __init__(self, homes: Homes, slots: SharedCache | None, updates: ChunkUpdates) -> None:
-        """Access to the shards of one chunk group.
+    `slots` are for copies of those on DISK. With one rank a shard is the whole chunk, and the slots
+    are those of gathered copies. Reads wait for `updates`, other ranks' too.
+    """
 
-        Args:
-            homes: those that are at home in RAM or on DEVICE.
-            slots: copies of those on DISK. With one rank a shard is the whole chunk, and the slots
-                are those of gathered copies.
-            updates: the updates under way, which other ranks' reads wait for.
-        """
-        self._homes = homes
-        self._slots = slots
-        self._updates = updates
+    homes: Homes
+    slots: SharedCache
+    updates: ChunkUpdates
 
-    @contextmanager
-    def open(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+    def open(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """The shard's values, flat, inside the block; waits for the update that makes them.
 
         Raises what the update met, BudgetError if there is no room, NativeIoError if the shard
         cannot be read.
         """
-        self._updates.wait_computed(chunk)
-        if chunk in self._homes:
-            yield self._homes.shard(chunk)
-            return
-        assert self._slots is not None
-        with self._slots.open(chunk.id) as shard:
-            yield shard
+        self.updates.wait_computed(chunk)
+        if chunk in self.homes:
+            return nullcontext(self.homes.shard(chunk))
+        return self.slots.open(chunk.id)
 
-    @contextmanager
-    def fill(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+    def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """Flat memory for new values of the whole shard; call filled() in the block when they are
         there. Raises BudgetError if there is no room."""
-        if chunk in self._homes:
-            yield self._homes.shard(chunk)
-            return
-        assert self._slots is not None
-        with self._slots.fill(chunk.id) as shard:
-            yield shard
+        if chunk in self.homes:
+            return nullcontext(self.homes.shard(chunk))
+        return self.slots.fill(chunk.id)
 
     def filled(self, chunk: Chunk) -> None:
         """The values that fill() or open() gave were changed; returns when they are home."""
-        if chunk not in self._homes:
-            assert self._slots is not None
-            self._slots.changed(chunk.id)
+        if chunk not in self.homes:
+            self.slots.changed(chunk.id)
 
     def invalidate(self, chunk: Chunk) -> None:
         """The optimizer is about to write new values to the shard's home."""
-        if chunk not in self._homes:
-            assert self._slots is not None
-            self._slots.drop(chunk.id)
+        if chunk not in self.homes:
+            self.slots.drop(chunk.id)

@@ -58,14 +58,14 @@ class CopyCache(Protocol):
 class ParamCopies:
     """Copies of parameters between their homes and compute.
 
-    `cache` (None: none is ever gathered) has those that compute uses, in `arena`, flat and whole in
-    `dtype`. `clearable` are all caches on the way, nearest to compute first, those of shards
-    included; `drops` forget one chunk's whole copies, in this order. `has_soft_limit`: the cache
-    may use more slots than Placement.gathered_slots while RAM is free.
+    `cache` has those that compute uses, in `arena`, flat and whole in `dtype`. `clearable` are all
+    caches on the way, nearest to compute first, those of shards included; `drops` forget one
+    chunk's whole copies, in this order. `has_soft_limit`: the cache may use more slots than
+    Placement.gathered_slots while RAM is free.
     """
 
     arena: HostArena
-    cache: SlotCache | None
+    cache: SlotCache
     order: UseOrder
     dtype: torch.dtype
     clearable: Sequence[CopyCache]
@@ -92,16 +92,10 @@ class Params:
         gathering: Gathering | None,
         updates: ChunkUpdates,
     ) -> None:
-        """Access to one chunk group's parameters.
+        """Access to one chunk group's parameters; none has values yet.
 
-        Args:
-            homes: the chunks that are at home in RAM or on DEVICE.
-            shards: this rank's shards, wherever they are at home.
-            copies: the gathered copies.
-            prefetch: whether to gather the chunks that are expected next ahead of their use.
-            versions: count the changes of each chunk, and tell other ranks of them.
-            gathering: makes whole chunks from all ranks' shards; None for one rank.
-            updates: which chunks are being updated, and waiting for them.
+        `prefetch`: the chunks that are expected next are gathered ahead of their use. `versions`
+        tell other ranks of changes. `gathering` is None for one rank.
         """
         self._layout = layout
         self._homes = homes
@@ -128,15 +122,15 @@ class Params:
     @property
     def wait_s(self) -> float:
         """Seconds for which compute has waited for gathered copies."""
-        return 0.0 if self._cache is None else self._cache.wait_s
+        return self._cache.wait_s
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
         return self._homes.whole and self._homes.has_in_place(chunk)
 
-    def home(self, chunk: Chunk) -> torch.Tensor:
-        """A resident chunk's home, flat, whether its values are there or not."""
-        return self._homes.flat(chunk)
+    def home(self, chunk: Chunk) -> torch.Tensor | None:
+        """A resident chunk's home, flat, whether its values are there or not; None for others."""
+        return self._homes.flat(chunk) if self.is_resident(chunk) else None
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's values now, whole and flat; unless resident, a pin on a gathered copy.
@@ -151,13 +145,12 @@ class Params:
         """
         with self._lock:
             self._wait_usable(chunk, chunk.name)
-            if self.is_resident(chunk):
-                return self._homes.flat(chunk)
-            used = self._used.get(chunk.id)
+            home, used = self.home(chunk), self._used.get(chunk.id)
+            if home is not None:
+                return home
             return self._gather(chunk) if used is None else used.copy
 
     def _gather(self, chunk: Chunk) -> torch.Tensor:
-        assert self._cache is not None
         self.order.note(chunk.id)
         with timeline.span("gather"):
             self._cache.get(chunk.id)
@@ -174,24 +167,17 @@ class Params:
     def acquire(self, managed: ManagedParam) -> None:
         """Gives the parameter its values until as many release() calls. Raises as flat()."""
         with self._lock:
-            if managed.uses:
-                managed.begin_use(None)
-                return
-            self._wait_usable(managed.chunk, managed.name)
-            copy = self.flat(managed.chunk)
-            if self.is_resident(managed.chunk):
-                managed.begin_use(None)
-                return
-            used = self._used.setdefault(managed.chunk.id, _UsedCopy(copy))
-            used.params += 1
+            copy: torch.Tensor | None = None
+            if not managed.uses:
+                self._wait_usable(managed.chunk, managed.name)
+                flat = self.flat(managed.chunk)
+                if not self.is_resident(managed.chunk):
+                    copy = flat
+                    self._used.setdefault(managed.chunk.id, _UsedCopy(flat)).params += 1
             managed.begin_use(copy)
 
     def release(self, managed: ManagedParam) -> None:
-        """Undoes one acquire().
-
-        Raises:
-            HeteroError: the gathered copy was changed in place. It is released nevertheless.
-        """
+        """Undoes one acquire(). Raises as ManagedParam.end_use()."""
         with self._lock:
             was_gathered = managed.state is ParamState.GATHERED
             try:
@@ -206,9 +192,7 @@ class Params:
     def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """Flat memory, in the block, for the first values of this rank's shard.
 
-        Call filled() in the block when they are there.
-
-        All ranks must do so.
+        Call filled() in the block when they are there. All ranks must do so.
         """
         self._wait_usable(chunk, chunk.name)
         return self._shards.fill(chunk)
@@ -246,14 +230,11 @@ class Params:
         """An update of `members`, parameters of the chunk, is about to be submitted.
 
         No copy of old values is left. The parameters are UPDATING until finish_updates(), unless
-        step() waits for the update before anything can use them.
-
-        Args:
-            lock: the parameters must not be used before step().
+        step() waits for the update before anything can use them. `lock`: they must not be used
+        before step().
         """
         self.versions.change(chunk)
-        self.drop_copies(chunk)
-        self._shards.invalidate(chunk)
+        self.discard_copies(chunk)
         self._updates.submit(chunk, members, lock)
         if lock or self._updates.overlap.in_forward:
             self._updating[chunk.id] = members
@@ -270,9 +251,8 @@ class Params:
     def finish_updates(self, chunks: Sequence[Chunk]) -> None:
         """Waits for the updates of `chunks` that are under way; parameters get the new values.
 
-        Raises:
-            NativeIoError, RuntimeError: what an update met; then this can be called again.
-            HeteroError: a parameter was changed while it was UPDATING.
+        Raises what an update met (this can be called again then), and HeteroError if a parameter
+        was changed while it was UPDATING.
         """
         chunks = [chunk for chunk in chunks if self._updates.is_under_way(chunk)]
         for chunk in chunks:
@@ -291,7 +271,7 @@ class Params:
 
     def _end_update(self, chunk: Chunk) -> list[str]:
         """Gives UPDATING parameters their new values; returns those that were changed meanwhile."""
-        home = self._homes.flat(chunk) if self.is_resident(chunk) else None
+        home = self.home(chunk)
         changed = [m.name for m in self._updating.get(chunk.id, []) if m.end_update(home)]
         self._updating.pop(chunk.id, None)
         return changed
@@ -322,7 +302,7 @@ class Params:
 
     def settle(self) -> None:
         """Waits until nothing that was asked of other ranks is under way."""
-        if self._gathering is not None and self._cache is not None:
+        if self._gathering is not None:
             self._cache.settle()
 
     def pack(self, tensor: torch.Tensor) -> SavedView | None:
@@ -333,19 +313,13 @@ class Params:
         if slot is None:
             return None
         chunk = self._chunk_of_slot[slot]
-        return SavedView(
-            chunk,
-            self.versions[chunk],
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
+        version, offset = self.versions[chunk], int(tensor.storage_offset())
+        return SavedView(chunk, version, tensor.size(), tensor.stride(), offset)
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
         """Makes the tensor that was packed again, over a copy that is gathered if need be.
 
-        Raises:
-            StaleGraphError: the parameters were changed since.
+        Raises StaleGraphError if the parameters were changed since.
         """
         self._updates.require_unchanged(saved.chunk)
         if saved.version != self.versions[saved.chunk]:
@@ -357,8 +331,7 @@ class Params:
 
     def shrink(self) -> None:
         """Gives up the slots beyond the soft limit, which are used only while RAM is free."""
-        if self._cache is not None:
-            self._cache.shrink()
+        self._cache.shrink()
 
     def drop_all_copies(self) -> None:
         """Forgets all copies of all chunks; none may be in use. Raises what a transfer met."""
@@ -367,21 +340,18 @@ class Params:
 
     def note_gathered_slots(self) -> None:
         """The slots where compute happens are as many as before again, after they were fewer."""
-        if self._cache is not None:
-            self._cache.refit()
+        self._cache.refit()
 
     def note_slots(self, gathered_slots: int) -> None:
         """The arenas have other sizes than before, and homes have moved; no copy is in use.
 
-        Args:
-            gathered_slots: as the placement says: the soft limit of gathered copies, if they may
-                use more while RAM is free.
+        `gathered_slots` is the limit of gathered copies, soft if they may use more while RAM is
+        free.
         """
         assert not self._used
         for cache in self._copies.clearable:
             cache.refit()
         if self._copies.has_soft_limit:
-            assert self._cache is not None
             self._cache.refit(gathered_slots)
         self._chunk_of_slot.clear()
         self.order.use_in_place([c.id for c in self._layout.chunks if self.is_resident(c)])
@@ -392,8 +362,7 @@ class Params:
 
     def stop(self) -> None:
         """Ends what is under way; nothing can be gathered any more."""
-        if self._cache is not None:
-            self._cache.close()
+        self._cache.close()
 
     def close(self) -> None:
         """Drops the pins on gathered copies; the engine is closing."""

@@ -34,9 +34,9 @@ class AllParams:
         for address in [at for at, chunk in homes.items() if chunk.group_index == mine]:
             del homes[address]
         for chunk in chunk_group.layout.chunks:
-            if chunk.trainable and chunk_group.params.is_resident(chunk):
-                home = chunk_group.params.home(chunk).untyped_storage()
-                homes[home.data_ptr()] = chunk
+            home = chunk_group.params.home(chunk) if chunk.trainable else None
+            if home is not None:
+                homes[home.untyped_storage().data_ptr()] = chunk
 
     @property
     def gathers(self) -> bool:

@@ -253,7 +253,7 @@ class BudgetMoves:
             chunk_group.dtypes,
             config.placement_policy,
             budgets,
-            chunk_group.min_gathered_slots,
+            chunk_group.plan.min_gathered_slots,
             reduce_at_end=chunk_group.reduce_at_end,
             overlaps_updates=config.overlap.repeats,
         )

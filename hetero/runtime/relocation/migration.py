@@ -36,7 +36,7 @@ class Migration:
         self._chunk_group = chunk_group
         self._before, self._after = chunk_group.placement, after
         self._homes = chunk_group.memory.homes
-        self._extents = chunk_group.memory.extents
+        self._extents = {kind: homes.extents for kind, homes in self._homes.items()}
         self._file = chunk_group.memory.file
         self._arenas = chunk_group.memory.arenas
         self._grad_reducer = None if chunk_group.ranks is None else chunk_group.ranks.grad_reducer
@@ -133,8 +133,7 @@ class Migration:
 
     def _attach(self, chunk: Chunk, moved: bool) -> None:
         """Points the chunk's parameters to where they are used now."""
-        params = self._chunk_group.params
-        home = params.flat(chunk) if params.is_resident(chunk) else None
+        home = self._chunk_group.params.home(chunk)
         for m in self._members[chunk.id]:
             if m.state is not ParamState.RESIDENT:  # (one is if Ctrl-C came in _detach())
                 m.end_move(home, moved)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero.chunks.dtypes import Dtypes
@@ -22,8 +21,7 @@ class ExtentSize(NamedTuple):
     transfer_bytes: int
 
 
-@dataclass(frozen=True)
-class FileMap:
+class FileMap(NamedTuple):
     """The extents of this rank's shards in one file, as they are at first.
 
     All begin at multiples of PAGE_BYTES. Those of PARAM and GRAD are one transfer, up to the last

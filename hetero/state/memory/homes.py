@@ -1,4 +1,4 @@
-"""Homes in memory: where chunks on HOST or DEVICE keep one state kind between steps."""
+"""Homes: where chunks keep one state kind between steps, in memory or in the file."""
 
 from __future__ import annotations
 
@@ -8,29 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
+from hetero.planning.placement import SlotBytes
+from offload._native import Location
 from offload.device.backend import Backend
+from offload.disk.backing import Extent
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
-from offload.memory.tiers import Account, Tier
-
-
-@dataclass(frozen=True)
-class HomeFormat:
-    """What the homes of one state kind look like.
-
-    Attributes:
-        slot_bytes: bytes of one slot.
-        dtype: of the tensors over it.
-        account: is charged for it.
-        whole: a slot holds a slot of the whole chunk, of which this rank's shard is a part; else it
-            holds one tile of the shard. For a single rank the two are the same.
-    """
-
-    slot_bytes: int
-    dtype: torch.dtype
-    account: Account
-    whole: bool = False
+from offload.memory.tiers import Account, StateKind, Tier
 
 
 @dataclass(frozen=True)
@@ -44,55 +30,60 @@ class _Home:
 
 
 class Homes:
-    """The homes of one state kind in memory: slots for the chunks on HOST or DEVICE.
+    """The homes of one state kind: slots for chunks on HOST or DEVICE, extents for those on DISK.
 
-    Slots are charged when they are first used. A home moves in three steps: allocate() makes a
-    second home on another tier, the caller copies, and switch() makes it the chunk's home and frees
-    the old one. free() leaves the chunk without a home in memory.
+    A chunk is `in` it if its home is in memory. Slots are charged when they are first used. A home
+    moves in three steps: allocate() makes a second home on another tier, the caller copies, and
+    switch() makes it the chunk's home and frees the old one. free() leaves the chunk without a home
+    in memory.
 
     The chunks that begin in RAM are in one arena, whose slots they keep for a return. Each of the
     others has an arena of its own, and so have all on DEVICE, because some devices give memory back
     as a whole.
+
+    Attributes:
+        extents: of this rank's shards on DISK, by chunk id. Those who move homes change it.
+        whole: a slot holds a slot of the whole chunk, of which this rank's shard is a part; else it
+            holds one tile of the shard. For a single rank the two are the same.
     """
 
     def __init__(
         self,
         layout: Layout,
+        dtypes: Dtypes,
+        state_kind: StateKind,
         tiers: Sequence[Tier | None],
-        home_format: HomeFormat,
+        extents: dict[int, Extent],
         ledger: Ledger,
         backend: Backend,
     ) -> None:
-        """Maps the memory of all homes; those on DEVICE are charged at once.
+        """Maps the memory of all homes, whose `tiers` are by chunk id (None: it has no home).
 
-        Args:
-            layout: the chunk group's.
-            tiers: the home of each chunk, by chunk id; None: it has none.
-            home_format: what the homes look like.
-            ledger: is charged.
-            backend: gives DEVICE's memory.
-
-        Raises:
-            BudgetError: DEVICE has no room.
+        Those on DEVICE are charged at once. Raises BudgetError if it has no room.
         """
-        account, slot_bytes, dtype = home_format.account, home_format.slot_bytes, home_format.dtype
-        self.whole = home_format.whole or layout.shard.ranks == 1
-        self._shard = layout.shard
-        self._slot_bytes = slot_bytes
-        self._tile_bytes = slot_bytes if not self.whole else slot_bytes // layout.shard.ranks
+        self._shard = shard = layout.shard
+        self._dtype, sharded = {
+            StateKind.PARAM: (dtypes.torch_compute, shard.params),
+            StateKind.GRAD: (dtypes.torch_grad, shard.grads),
+            StateKind.OPTIM_STATE: (torch.uint8, True),
+        }[state_kind]
+        self.whole = not sharded or shard.ranks == 1
+        self.extents = extents
+        self._slot_bytes: int = getattr(SlotBytes.of(layout, dtypes), state_kind.value)
+        self._tile_bytes = shard.numel(self._slot_bytes) if self.whole else self._slot_bytes
         self._ledger = ledger
-        self._account = account
+        self._account = Account[state_kind.name]
         self._backend = backend
-        self._dtype = dtype
-        self._separate = backend.separate
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
         # A device copies from all of them by itself but from optimizer state.
-        self._make = HostArena if account is Account.OPTIM_STATE else backend.host_arena
+        self._make = HostArena if state_kind is StateKind.OPTIM_STATE else backend.host_arena
         self._home: dict[int, _Home] = {}
         self._second: dict[int, _Home] = {}
         self._flat: dict[int, torch.Tensor] = {}
         in_ram = [c for c in layout.chunks if tiers[c.id] is Tier.HOST]
-        self._common = self._make(sum(c.slots for c in in_ram), slot_bytes, ledger, account)
+        self._common = self._make(
+            sum(c.slots for c in in_ram), self._slot_bytes, ledger, self._account
+        )
         self._place: dict[int, _Home] = {}  # slots of `_common`, of the chunks that began there
         first = 0
         for chunk in in_ram:
@@ -123,7 +114,7 @@ class Homes:
 
     def on_device(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is on a DEVICE that has memory of its own."""
-        return self._separate and self.has_in_place(chunk)
+        return self._backend.separate and self.has_in_place(chunk)
 
     def commit(self, chunk: Chunk) -> None:
         """Charges the chunk's slots that are not charged yet. Raises BudgetError."""
@@ -161,6 +152,12 @@ class Homes:
         if self.whole:
             address += self._shard.rank * chunk.slots * self._tile_bytes
         return address + tile * self._tile_bytes
+
+    def location(self, chunk: Chunk, tile: int) -> Location:
+        """The place of tile number `tile` of this rank's shard, in memory or in the file."""
+        if chunk in self:
+            return Location(self.address(chunk, tile))
+        return Location(file_offset=self.extents[chunk.id].offset + tile * self._tile_bytes)
 
     # Moving
 

@@ -36,11 +36,8 @@ class ScratchSpace:
     ) -> None:
         """Makes no file yet.
 
-        Args:
-            config: names directories and I/O engine.
-            ledger: is charged for the file.
-            notes: lines for the user, to which findings about the disks are appended.
-            resources: close the file, its transfers and the I/O engine.
+        `notes` are lines for the user, to which findings about the disks are appended; `resources`
+        close the file, its transfers and the I/O engine.
         """
         self.parts: DiskParts | None = None
         self._config = config
@@ -57,8 +54,7 @@ class ScratchSpace:
     def reserve(self, nbytes: int) -> None:
         """Lets the file grow until `nbytes` are free, for allocations that are to follow.
 
-        Raises:
-            BudgetError, StoreError, NativeIoError: there is no room; nothing is changed.
+        Raises BudgetError, StoreError or NativeIoError if there is no room; nothing is changed.
         """
         missing = nbytes - self._free.nbytes
         if missing <= 0:
@@ -70,11 +66,7 @@ class ScratchSpace:
             self._free.give(self.parts.scratch.reserve(missing), missing)
 
     def allocate(self, nbytes: int) -> int:
-        """Allocates `nbytes`, a multiple of the page, and returns their offset in the file.
-
-        Raises:
-            BudgetError, StoreError, NativeIoError: there is no room; nothing is changed.
-        """
+        """Allocates `nbytes`, whole pages; returns their offset. Raises as reserve()."""
         if self.parts is None:
             self.reserve(nbytes)
         assert self.parts is not None
@@ -96,8 +88,7 @@ class ScratchSpace:
             scratch.reserve(nbytes)
             transfers = Transfers(io, scratch)
             resources.callback(transfers.close)
-            notes = (*scratch.notes, *io_notes)
-            self.note(notes)
+            self.note((*scratch.notes, *io_notes))
             self._resources.push(resources.pop_all())
         return DiskParts(io, scratch, transfers, measuring)
 

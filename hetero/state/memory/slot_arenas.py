@@ -8,7 +8,7 @@ from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.state.memory.scratch_space import ScratchSpace
-from offload._native import StepPipeline, UpdateKind
+from offload._native import StepPipeline
 from offload.device.backend import Backend
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -31,16 +31,7 @@ class SlotArenas:
         file: ScratchSpace,
         resources: ExitStack,
     ) -> None:
-        """Makes arenas without slots.
-
-        Args:
-            layout: the chunk group's.
-            dtypes: the chunk group's.
-            backend: gives the memory where compute happens.
-            ledger: is charged.
-            file: what the slots are read from and written to.
-            resources: close the arenas.
-        """
+        """Makes arenas without slots, which `resources` close."""
         self._layout, self._dtypes = layout, dtypes
         self._slot = SlotBytes.of(layout, dtypes)
         self._separate = backend.separate
@@ -78,20 +69,20 @@ class SlotArenas:
     def allocate(self, placement: Placement, spare_bytes: int) -> None:
         """Gives the arenas the numbers of slots that `placement` says, and makes a new pipeline.
 
-        Args:
-            placement: the numbers of slots.
-            spare_bytes: RAM that no plan counts on. With several ranks as many slots for gathered
-                parameters as fit there may be used while it is free.
-
-        Raises:
-            BudgetError: there is no room for the slots.
+        `spare_bytes` is RAM that no plan counts on. With several ranks as many slots for gathered
+        parameters as fit there may be used while it is free. Raises BudgetError.
         """
         made, slot = placement, self._slot
         spare_slots = 0
         if self._layout.shard.ranks > 1 and made.gathered_slots and not self._separate:
             spare_slots = min(self._layout.slot_count, max(0, spare_bytes) // slot.gathered)
         self.resize_gathered(made.gathered_slots, spare_slots)
-        shape = self._buffer_shape(made)
+        shape = (
+            self._dtypes.kind,
+            self._layout.tile_numel,
+            made.trained_param_on_disk,
+            Tier.DISK in made.grad,
+        )
         for arena, slots, nbytes in (
             (self.staged, made.staged_slots, slot.gathered),
             (self.shards, made.shard_slots, slot.param),
@@ -121,14 +112,9 @@ class SlotArenas:
         self.read_ahead_epoch += 1
 
     def resize_gathered(self, slots: int, spare_slots: int = 0) -> None:
-        """Gives `gathered` other numbers of slots; none may be in use.
+        """Gives `gathered` other numbers of slots; none may be in use. Raises BudgetError.
 
-        Args:
-            slots: are charged at once.
-            spare_slots: are charged while they are used, beside `slots`.
-
-        Raises:
-            BudgetError: there is no room for `slots`.
+        `slots` are charged at once, `spare_slots`, beside them, while they are used.
         """
         self.gathered.resize(slots + spare_slots)
         self.gathered.commit(0, slots)
@@ -159,12 +145,3 @@ class SlotArenas:
     def read_in_place(self) -> bool:
         """Whether a shard is a whole chunk and is read from the file to where compute uses it."""
         return self._layout.shard.ranks == 1 and not self._separate
-
-    def _buffer_shape(self, placement: Placement) -> tuple[UpdateKind, int, bool, bool]:
-        """The arguments of StepPipeline.buffer_bytes()."""
-        return (
-            self._dtypes.kind,
-            self._layout.tile_numel,
-            placement.trained_param_on_disk,
-            Tier.DISK in placement.grad,
-        )

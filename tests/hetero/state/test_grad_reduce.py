@@ -23,14 +23,15 @@ from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.homes import HomeFormat, Homes
+from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
+from offload.cache.slot_cache import SlotCache
 from offload.device.backend import CpuBackend, EmulatedBackend
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.slot_pool import SlotPool
-from offload.memory.tiers import Account, Tier
+from offload.memory.tiers import Account, StateKind, Tier
 
 FP32 = Dtypes("fp32", grad="fp32")
 PATIENCE_S = 5.0
@@ -160,24 +161,23 @@ def make_rank(
     layout = pack(specs, shard.slot_multiple, shard)
     ledger = Ledger(dict.fromkeys(Tier))
     slot_bytes = layout.slot_numel * 4
-    grad_bytes = slot_bytes // (shards if stage >= 2 else 1)
     homes = Homes(
         layout,
+        FP32,
+        StateKind.GRAD,
         [Tier.HOST] * len(layout.chunks),
-        HomeFormat(grad_bytes, torch.float32, Account.GRAD, stage < 2),
+        {},
         ledger,
         CpuBackend(),
     )
     updates = ChunkUpdates(layout, homes, cast(SlotArenas, None), OverlapUpdates.NONE)
-    grads = Grads(layout, FP32, homes, None, {}, updates)
     members = [
         ManagedParam(torch.nn.Parameter(torch.zeros(s.param.numel)), c, s, torch.float32)
         for c in layout.chunks
         for s in c.slices
     ]
     members.sort(key=lambda m: m.slice.param.index)
-    for m in members:
-        grads.add_member(m)
+    grads = Grads(layout, FP32, members, homes, lambda _: cast(SlotCache, None), updates)
     longest = max(c.slots for c in layout.chunks)
 
     def slots(count: int) -> SlotPool:
@@ -188,7 +188,7 @@ def make_rank(
     grad_reducer = GradReducer(
         layout, members, world,
         ReduceBuffers(
-            torch.float32, homes, pool, slots(longest + spare), between if replicas > 1 else None
+            torch.float32, pool, slots(longest + spare), between if replicas > 1 else None
         ),
         grads,
         LossScale(),
