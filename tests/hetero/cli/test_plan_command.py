@@ -209,9 +209,9 @@ def test_a_profile_without_a_disk_says_so(here: Path, capsys: pytest.CaptureFixt
     [("opt-6.7b", 6.658), ("llama-7b", 6.738), ("llama-70b", 68.977), ("gpt2-xl", 1.558)],
 )
 def test_published_sizes(name: str, billions: float) -> None:
-    from hetero.cli.job.models import published_vocab_size
+    from hetero.cli.job.models import wanted_vocab_size
 
-    options = TrainOptions(model=name, vocab_size=published_vocab_size(name))
+    options = TrainOptions(model=name, vocab_size=wanted_vocab_size(name, None, None))
     count = count_parameters(model_config(options))
     assert count / 1e9 == pytest.approx(billions, abs=1e-3)
     assert name in MODEL_NAMES
