@@ -391,7 +391,7 @@ class _ChunkGroupBuilder:
             self._loss_scale,
             grad_offload,
         )
-        if self._plan.reduce_at_end:
+        if self._plan.spec.reduce_at_end:
             self._resources.enter_context(grad_reducer.no_sync())
         return grad_reducer
 

@@ -117,8 +117,8 @@ class ChunkGroup:
         self.layout: Layout = spec.layout
         self.dtypes: Dtypes = spec.dtypes
         self.placement: Placement = spec.placement
-        self.min_gathered_slots = spec.min_gathered_slots
-        self.reduce_at_end = spec.reduce_at_end
+        self.min_gathered_slots = spec.spec.min_gathered_slots
+        self.reduce_at_end = spec.spec.reduce_at_end
         self.memory = memory
         self.params = access.params
         self.grads = access.grads
