@@ -99,10 +99,7 @@ def cannot_become(
     wanted: Mapping[Tier, int], budgets: Budgets, policy: str, refusal: PlacementError
 ) -> str:
     """What is to be said if no placement fits the budgets that a user wants."""
-    least = {
-        Tier.DEVICE: refusal.smallest_device_bytes,
-        Tier.HOST: refusal.smallest_host_bytes,
-    }
+    least = {Tier.DEVICE: refusal.smallest_device_bytes, Tier.HOST: refusal.smallest_host_bytes}
     said = {t: f"{t.value}_memory cannot become {_exact(n)}" for t, n in wanted.items()}
     for tier, smallest in least.items():
         if tier in wanted and smallest > wanted[tier]:

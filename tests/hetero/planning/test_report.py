@@ -86,3 +86,9 @@ def test_the_smallest_budgets_are_quoted():
     host = as_dict([made])["smallest_budgets"]["host"]
     assert f"({host} bytes) of RAM" in explain([made])
     assert "(77 bytes) of RAM" in explain([made], {"host": 77, "device": None})
+
+
+def test_a_file_without_room_for_more_is_explained():
+    """With less RAM it would have to hold more, so no smaller budget of RAM works beside it."""
+    made = planned(disk=planned().placement.disk_bytes)
+    assert "Smallest budgets that work" in explain([made])
