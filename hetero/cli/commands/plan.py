@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hetero.cli.commands.outcome import EXIT_OK, missing_extra
+from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.config import Config
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
@@ -83,11 +83,8 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints where the state would live and what a step is predicted to take."""
-    try:
-        # Late, because transformers takes seconds and belongs to the extra `train`.
-        from hetero.cli.job.models import model_label, wanted_vocab_size
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) from None
+    from hetero.cli.job.models import model_label, wanted_vocab_size
+
     machine = _Machine.of(arguments)
     given = TrainOptions.from_namespace(arguments)
     vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)

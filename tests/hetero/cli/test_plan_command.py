@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,18 @@ def test_bad_input_is_one_line(
     assert err.startswith("hetero plan: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_a_missing_extra_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "transformers"]
+    for name in ["transformers", *loaded]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert plan() == 2
+    assert "transformers is missing; install it: pip install 'hetero[train]'" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_profile_without_a_disk_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
