@@ -39,7 +39,7 @@ from hetero.cli.job.models import (
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.job.step import one_step
-from hetero.planning.predict import Prediction, predict
+from hetero.planning.predict import figures, predict
 from hetero.planning.profiles import find_profile
 from hetero.planning.trace import Computing, Work
 from offload.errors import HeteroError
@@ -251,19 +251,19 @@ def _row(
         "accumulate": options.accumulate,
     }
     try:
-        predictions: list[Prediction] = []
+        predictions: list[dict[str, Any]] = []
         measured = train(options, folder, profile, computing, predictions)
     except HeteroError as error:
         _tell(f"  refused: {error}")
         return {**row, "status": "refused", "reason": str(error)}
     (made,) = predictions
-    off = made.step_s / measured.step_s - 1
-    _tell(f"  a step took {measured.step_s:.3f} s, predicted {made.step_s:.3f} s: {off:+.0%}")
+    off = made["step_s"] / measured.step_s - 1
+    _tell(f"  a step took {measured.step_s:.3f} s, predicted {made['step_s']:.3f} s: {off:+.0%}")
     return {
         **row,
         "status": "measured",
         "measured": vars(measured),
-        "predicted": made.as_dict(),
+        "predicted": made,
         "error": off,
     }
 
@@ -273,7 +273,7 @@ def train(
     folder: str,
     profile: Profile | None = None,
     computing: Computing | None = None,
-    predictions: list[Prediction] | None = None,
+    predictions: list[dict[str, Any]] | None = None,
 ) -> Measured:
     """Makes the steps; before them, with a profile, appends what is predicted to `predictions`."""
     gc.collect()
@@ -284,15 +284,15 @@ def train(
             if computing is not None:  # of one micro-batch
                 whole = Computing(computing.forward_s * batches, computing.backward_s * batches)
             work = Work(options.batch_size * options.seq_len, batches)
-            made = predict(
-                job.engine.chunk_groups,
+            plans = predict(
+                job.engine.budget_moves.group_plans(),
                 profile,
                 work,
                 whole,
                 grad_factors=options.clip > 0,
                 overlap=options.overlap,
             )
-            predictions.append(made)
+            predictions.append(figures(plans))
         begin_s = time.perf_counter()
         steps = [one_step(job, step, begin_s) for step in range(1, options.steps + 1)]
     steady = steps[SKIPPED_STEPS:]

@@ -208,7 +208,7 @@ def describe_plan(plan: Plan, budget: int) -> dict[str, Any]:
         "buffers": plan.buffers,
         "optim_states": plan.optim_states,
         "optim_state_bytes": plan.optim_state_bytes,
-        "chunk_numel": plan.arrangement.layout.slot_numel,
+        "chunk_numel": plan.arrangement.chunk_groups[0].layout.slot_numel,
     }
 
 

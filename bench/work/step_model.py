@@ -67,20 +67,23 @@ class Plan:
     @property
     def optim_state_bytes(self) -> int:
         """Of one optimizer state, which is also what a buffer has."""
-        return self.arrangement.layout.slot_numel * self.config.dtypes.optim_state_bytes
+        return (
+            self.arrangement.chunk_groups[0].layout.slot_numel
+            * self.config.dtypes.optim_state_bytes
+        )
 
     @property
     def optim_states(self) -> int:
-        return self.arrangement.layout.slot_count
+        return self.arrangement.chunk_groups[0].layout.slot_count
 
     @property
     def buffers(self) -> int:
-        return self.arrangement.placement.buffers
+        return self.arrangement.chunk_groups[0].placement.buffers
 
     @property
     def resident_bytes(self) -> int:
         """Parameters and gradients, padding included."""
-        layout = self.arrangement.layout
+        layout = self.arrangement.chunk_groups[0].layout
         return layout.slot_count * layout.slot_numel * RESIDENT_BYTES
 
     @property
@@ -110,8 +113,8 @@ def make_plan(numel: int, buffer_budget: int, directory: str, chunk_numel: int |
             model, config, config.dtypes, config.host_bytes(), config.disk_bytes()
         )
         plan = Plan(config, arrangement)
-        resident, chunk_numel = plan.resident_bytes, arrangement.layout.slot_numel
-    placement = arrangement.placement
+        resident, chunk_numel = plan.resident_bytes, arrangement.chunk_groups[0].layout.slot_numel
+    placement = arrangement.chunk_groups[0].placement
     if Tier.DISK in placement.param or Tier.DISK in placement.grad:
         raise ValueError(
             f"--host-memory {format_bytes(buffer_budget)} is less than one optimizer state of"

@@ -331,6 +331,6 @@ class _ChunkGroupBuilder:
             self.shared.loss_scale,
             grad_offload,
         )
-        if self.plan.reduce_at_end:
+        if self.plan.spec.reduce_at_end:
             self.resources.enter_context(grad_reducer.no_sync())
         return grad_reducer

@@ -95,7 +95,7 @@ class ChunkGroup:
     def __post_init__(self) -> None:
         self.layout, self.dtypes = self.plan.layout, self.plan.dtypes
         self.placement: Placement = self.plan.placement
-        self.reduce_at_end = self.plan.reduce_at_end
+        self.reduce_at_end = self.plan.spec.reduce_at_end
 
     @property
     def order(self) -> UseOrder:

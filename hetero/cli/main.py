@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from hetero.cli.commands import plan, profile, train
-from hetero.cli.commands.outcome import EXIT_INTERRUPTED, EXIT_USAGE, print_error
+from hetero.cli.commands.outcome import EXIT_INTERRUPTED, EXIT_USAGE, missing_extra, print_error
 from offload.errors import HeteroError
 
 
@@ -18,9 +18,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        print_error(arguments.command, missing)
     except (ValueError, HeteroError, OSError, MemoryError) as error:
         print_error(arguments.command, error)
-        return EXIT_USAGE
+    return EXIT_USAGE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,10 +26,7 @@ class Fetch:
 
 
 def fetches(
-    uses: Sequence[int],
-    slots_of: Mapping[int, int],
-    capacity: int,
-    kept: Collection[int] = (),
+    uses: Sequence[int], slots_of: Mapping[int, int], capacity: int, kept: Collection[int] = ()
 ) -> list[Fetch]:
     """The fetches of a step that uses chunks as in `uses`, among many steps that are alike.
 

@@ -8,7 +8,7 @@ gradients, then optimizer states, so RAM is given out in this order, after the p
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate, product
@@ -26,6 +26,7 @@ from hetero.planning.placement import (
 from hetero.planning.refusal import closest, words
 from offload.memory.tiers import Tier
 
+SmallestBudgets = dict[str, int | None]  # bytes of "host" and "device"
 _UNLIMITED = 1 << 62  # bytes
 
 # Buffers of the optimizer pipeline, and gathered and gradient slots beyond the fewest that work.
@@ -35,13 +36,7 @@ HEADROOMS: tuple[Headroom, ...] = ((4, 2, 1), (2, 1, 0), (1, 0, 0))
 
 
 def place(spec: GroupSpec) -> Placement:
-    """The placement that `spec` gets.
-
-    Args:
-        spec: the chunk group and its budgets.
-
-    Returns:
-        The first candidate in the order of preference that fits the budgets.
+    """The first candidate in the order of preference that fits the budgets of `spec`.
 
     Raises:
         PlacementError: none fits; it has the smallest budgets that work.
@@ -54,29 +49,30 @@ def place(spec: GroupSpec) -> Placement:
     raise candidates.refusal()
 
 
-def smallest_budgets(spec: GroupSpec) -> tuple[int, int | None]:
-    """The budgets that are just enough for `spec`, each with the other one as it is.
+def smallest_budgets(
+    place_within: Callable[[int, int | None], object], device: int | None
+) -> SmallestBudgets:
+    """The budgets that are just enough, for what fits the budgets that it has.
+
+    Args:
+        place_within: raises PlacementError if nothing fits so many bytes of RAM and of DEVICE.
+        device: the budget of DEVICE that there is; None: DEVICE is RAM.
 
     Returns:
-        Bytes of RAM, and of DEVICE (None where DEVICE is RAM). What is not in RAM goes to disk, as
-        far as there is room.
-
-    Raises:
-        PlacementError: no budget of RAM is enough, as under policy "nvme" without a disk.
+        Bytes of RAM beside `device`, and of DEVICE (None where it is RAM) beside ample RAM. What is
+        not in RAM goes to disk, as far as there is room.
     """
-    budgets, host = spec.budgets, 0
+    found: SmallestBudgets = {"host": 0, "device": None if device is None else 0}
     try:
-        place(spec.within(replace(budgets, host=0)))
+        place_within(0, device)
     except PlacementError as refusal:
-        host = refusal.smallest_host_bytes
-        place(spec.within(replace(budgets, host=host)))
-    if budgets.device is None:
-        return host, None
-    try:
-        place(spec.within(replace(budgets, device=0, host=_UNLIMITED)))
-    except PlacementError as refusal:
-        return host, refusal.smallest_device_bytes
-    return host, 0
+        found["host"] = refusal.smallest_host_bytes
+    if device is not None:
+        try:
+            place_within(_UNLIMITED, 0)
+        except PlacementError as refusal:
+            found["device"] = refusal.smallest_device_bytes
+    return found
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,6 @@ class Candidate(PoolSizes):
     buffer_bytes: int  # of one buffer
 
 
-@dataclass(frozen=True)
 class _Ranked:
     """The chunks that are not on DEVICE, in the order in which they go to RAM, and sums of slots.
 
@@ -109,25 +104,16 @@ class _Ranked:
     ahead of compute, is busy all the time and not just in one part of forward.
     """
 
-    chunks: tuple[Chunk, ...]
-    slots: tuple[int, ...]  # of the first k
-    trained_slots: tuple[int, ...]  # of the first k, trained ones alone
-    trained: int  # so many first chunks contain all trained ones
-    longest: int
-    longest_trained: int
-
-    @classmethod
-    def of(cls, chunks: Iterable[Chunk]) -> _Ranked:
-        ranked = tuple(sorted(chunks, key=lambda c: (c.slots, _spread(c.id))))
-        trained = [rank + 1 for rank, chunk in enumerate(ranked) if chunk.trainable]
-        return cls(
-            ranked,
-            tuple(accumulate((c.slots for c in ranked), initial=0)),
-            tuple(accumulate((c.slots if c.trainable else 0 for c in ranked), initial=0)),
-            max(trained, default=0),
-            max((c.slots for c in ranked), default=0),
-            max((c.slots for c in ranked if c.trainable), default=0),
-        )
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self.chunks = sorted(chunks, key=lambda c: (c.slots, _spread(c.id)))
+        trained = [c.slots if c.trainable else 0 for c in self.chunks]
+        # Of the first k, and of the first k the trained ones alone.
+        self.slots = list(accumulate((c.slots for c in self.chunks), initial=0))
+        self.trained_slots = list(accumulate(trained, initial=0))
+        # So many first chunks contain all trained ones.
+        self.trained = max((k + 1 for k, slots in enumerate(trained) if slots), default=0)
+        self.longest = max((c.slots for c in self.chunks), default=0)
+        self.longest_trained = max(trained, default=0)
 
 
 def _spread(number: int) -> int:
@@ -149,7 +135,7 @@ class PlacementCandidates:
         self._device = None if budgets.device is None else budgets.device - budgets.taken_device
         # Frozen chunks first: on DEVICE they take a fraction of the room, and save as many fetches.
         self._to_device = sorted(layout.chunks, key=lambda c: (c.trainable, c.slots, _spread(c.id)))
-        self._ranked_without = lru_cache(maxsize=64)(self._rank)
+        self._ranked_without = lru_cache(maxsize=64)(lambda n: _Ranked(self._to_device[n:]))
         trained = [c for c in layout.chunks if c.trainable]
         frozen = len(layout.chunks) - len(trained)
         self._most_on_device = len(layout.chunks) if dtypes.device_updates else frozen
@@ -159,11 +145,6 @@ class PlacementCandidates:
         self._link_bytes = 0 if self._device is None else link_bytes(layout, dtypes)
         self._whole_grad_slots = sum(c.slots for c in trained) if spec.reduce_at_end else None
         self._several = layout.shard.ranks * layout.shard.replicas > 1
-
-    @property
-    def _headrooms(self) -> Sequence[Headroom]:
-        """Those that make a difference where everything is in RAM."""
-        return HEADROOMS if self._several or self._device is not None else HEADROOMS[-1:]
 
     def in_order(self) -> Iterable[Candidate]:
         """From what usually is the fastest to the smallest, each using what the budget leaves.
@@ -181,7 +162,9 @@ class PlacementCandidates:
     def _all_candidates(self) -> Iterable[Candidate]:
         policy = self._spec.policy
         if policy in ("cpu", "auto", "cuda"):
-            for headroom in self._headrooms:
+            # Where everything is in RAM of one rank they make no difference.
+            pools = self._several or self._device is not None
+            for headroom in HEADROOMS if pools else HEADROOMS[-1:]:
                 for device in self._device_choices(headroom):
                     n = len(self._ranked_without(device).chunks)
                     yield self.candidate(ChunkCounts(device, n, n, n), headroom)
@@ -401,9 +384,6 @@ class PlacementCandidates:
             device_bytes=budgets.taken_device + made.device_bytes,
         )
         return made, total
-
-    def _rank(self, device: int) -> _Ranked:
-        return _Ranked.of(self._to_device[device:])
 
 
 def _building_bytes(

@@ -68,16 +68,6 @@ class ChunkGroupPlan:
         """Of its parameters, gradients and optimizer states."""
         return self.spec.dtypes
 
-    @property
-    def reduce_at_end(self) -> bool:
-        """Whether each of several ranks keeps whole gradients until the end of backward."""
-        return self.spec.reduce_at_end
-
-    @property
-    def min_gathered_slots(self) -> int:
-        """Gathered slots that a module and its ancestors may need at once."""
-        return self.spec.min_gathered_slots
-
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -89,16 +79,6 @@ class Arrangement:
 
     params: tuple[torch.nn.Parameter, ...]
     chunk_groups: tuple[ChunkGroupPlan, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """The first chunk group's."""
-        return self.chunk_groups[0].layout
-
-    @property
-    def placement(self) -> Placement:
-        """The first chunk group's."""
-        return self.chunk_groups[0].placement
 
 
 def arrange(
@@ -125,9 +105,6 @@ def arrange(
         device_bytes: the budget of a DEVICE that is not RAM, which device_memory otherwise is
             about; None: DEVICE is RAM.
         policy: in the place of the configuration's placement_policy.
-
-    Returns:
-        The parameters and their chunk groups.
 
     Raises:
         PlacementError: nothing fits; it has the smallest budgets that work.
@@ -207,9 +184,10 @@ def kinds_of(
         grad=dtypes.grad if config.grad_dtype else "fp32",
         reduce=dtypes.reduce if config.zero_stage >= 2 else None,
     )
-    main = [spec for spec, kept in zip(specs, is_kept, strict=True) if not kept]
-    others = [spec for spec, kept in zip(specs, is_kept, strict=True) if kept]
-    return [(of, some) for of, some in ((dtypes, main), (fp32, others)) if some]
+    kinds: tuple[Kind, Kind] = (dtypes, []), (fp32, [])
+    for spec, kept in zip(specs, is_kept, strict=True):
+        kinds[kept][1].append(spec)
+    return [kind for kind in kinds if kind[1]]
 
 
 # Where it goes
@@ -225,51 +203,45 @@ def place_groups(groups: Sequence[SpecsWithin], budgets: Budgets) -> tuple[Chunk
         groups: for each chunk group the specs to try.
         budgets: of all together.
 
-    Returns:
-        A plan for each chunk group, in their order.
-
     Raises:
         PlacementError: they do not fit; it has the smallest budgets that work.
     """
-    for least_ram in (False, True):
-        left, plans = budgets, []
-        try:
-            for number in reversed(range(len(groups))):
-                choose = _with_least_ram if least_ram and number else _first_that_fits
-                plans.append(choose(groups[number], left))
-                left = left.minus(plans[-1].placement, plans[-1].spec.slot)
-        except PlacementError:
-            if least_ram or len(groups) == 1:
-                raise
-        else:
-            return tuple(reversed(plans))
-    raise AssertionError("unreachable")
+    try:
+        return _place_in_turn(groups, budgets, others_least=False)
+    except PlacementError:
+        if len(groups) == 1:
+            raise
+    return _place_in_turn(groups, budgets, others_least=True)
 
 
-def _first_that_fits(specs: SpecsWithin, budgets: Budgets) -> ChunkGroupPlan:
-    refusals = []
+def _place_in_turn(
+    groups: Sequence[SpecsWithin], left: Budgets, others_least: bool
+) -> tuple[ChunkGroupPlan, ...]:
+    plans: list[ChunkGroupPlan] = []
+    for number in reversed(range(len(groups))):
+        plans.insert(0, _placed(groups[number], left, others_least and number > 0))
+        left = left.minus(plans[0].placement, plans[0].spec.slot)
+    return tuple(plans)
+
+
+def _placed(specs: SpecsWithin, budgets: Budgets, least_ram: bool) -> ChunkGroupPlan:
+    """The first one that fits; or the one that takes the least RAM, as if there were as much."""
+    tried = []
     for spec in specs(budgets):
+        if least_ram:
+            spec = spec.within(replace(spec.budgets, host=0))
         try:
             return ChunkGroupPlan(spec, place(spec))
-        except PlacementError as refusal:
-            refusals.append(refusal)
-    device = budgets.device or 0
-    raise min(refusals, key=lambda r: (max(r.smallest_device_bytes, device), r.smallest_host_bytes))
-
-
-def _with_least_ram(specs: SpecsWithin, budgets: Budgets) -> ChunkGroupPlan:
-    """The one that takes the least RAM, if there is as much."""
-    found: tuple[int, GroupSpec] | None = None
-    for spec in specs(budgets):
-        none = spec.within(replace(spec.budgets, host=0))
-        try:
-            return ChunkGroupPlan(none, place(none))
-        except PlacementError as refusal:
-            if found is None or refusal.smallest_host_bytes < found[0]:
-                found = refusal.smallest_host_bytes, spec
-    assert found is not None
-    host_bytes, spec = found
-    spec = spec.within(replace(spec.budgets, host=host_bytes))
+        except PlacementError as error:
+            tried.append((error, spec))
+    if not least_ram:
+        device = budgets.device or 0
+        refusals = [refusal for refusal, _ in tried]
+        raise min(
+            refusals, key=lambda r: (max(r.smallest_device_bytes, device), r.smallest_host_bytes)
+        )
+    refusal, spec = min(tried, key=lambda each: each[0].smallest_host_bytes)
+    spec = spec.within(replace(spec.budgets, host=refusal.smallest_host_bytes))
     return ChunkGroupPlan(spec, place(spec))
 
 
@@ -296,9 +268,6 @@ def plan_chunk_groups(
         first: the number of the first of them.
         reducing: the number of the chunk group that averages gradients during backward.
         policy: in the place of the configuration's placement_policy.
-
-    Returns:
-        A plan for each chunk group.
 
     Raises:
         PlacementError: nothing fits; it has the smallest budgets that work.

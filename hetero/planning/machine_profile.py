@@ -9,18 +9,10 @@ from offload.profile.machine_profile import Profile, default_path
 def saved_profile(
     config: Config, local_ranks: int = 1, threads: int | None = None
 ) -> Profile | None:
-    """What one of this machine's ranks has of it, as the backend uses it.
+    """What one of `local_ranks` of this machine has of it, as the backend of `config` uses it.
 
-    Args:
-        config: whose backend it is for.
-        local_ranks: ranks on this machine.
-        threads: that the process uses for updates and products; None: as many as were measured.
-
-    Returns:
-        The share; None if no profile was saved.
-
-    Raises:
-        ValueError: the saved one is of another version, backend or number of threads.
+    None if no profile was saved. Raises ValueError if the saved one is of another version, backend
+    or number of `threads` (None: as many as were measured).
     """
     path = default_path()
     if not path.exists():

@@ -18,13 +18,8 @@ CONSTRUCTION_BYTES = 4  # of a parameter element as it is constructed
 
 
 class PlacementError(BudgetError):
-    """No placement fits the budgets.
-
-    Attributes:
-        smallest_host_bytes: RAM that the least demanding placement needs.
-        smallest_device_bytes: bytes that it needs of a DEVICE with memory of its own; 0 without
-            such a device.
-    """
+    """No placement fits the budgets: the least demanding one needs `smallest_host_bytes` of RAM and
+    `smallest_device_bytes` of a DEVICE with memory of its own (0 without such a device)."""
 
     def __init__(
         self, message: str, smallest_host_bytes: int, smallest_device_bytes: int = 0
@@ -36,45 +31,27 @@ class PlacementError(BudgetError):
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes of one rank that a chunk group may use, and what of them other chunk groups have.
+    """Bytes of one rank that a chunk group may use, and what of them other chunk groups have."""
 
-    Attributes:
-        host: bytes of RAM.
-        disk: bytes of file space; 0 without a directory.
-        gathered: bytes of RAM for gathered parameters; None: no limit of their own.
-        device: bytes of a DEVICE with memory of its own; None: DEVICE is RAM.
-        keep_optim_states: RAM that is left over may keep optimizer states of DISK-homed chunks in
-            buffers from step to step.
-        taken_host, taken_disk, taken_gathered, taken_device: bytes that other chunk groups have.
-        reserved_host: bytes of RAM that stay free for parameters that come later.
-        waiting: bytes of RAM that parameters of chunk groups to come take while this chunk group's
-            chunks are made.
-        under_construction: the model is being built, so first values pass through RAM in fp32.
-    """
-
-    host: int
-    disk: int
-    gathered: int | None = None
-    device: int | None = None
+    host: int  # RAM
+    disk: int  # file space; 0 without a directory
+    gathered: int | None = None  # RAM for gathered parameters; None: no limit of their own
+    device: int | None = None  # of a DEVICE with memory of its own; None: DEVICE is RAM
+    # RAM that is left over may keep optimizer states of DISK-homed chunks in buffers from step to
+    # step.
     keep_optim_states: bool = True
-    taken_host: int = 0
-    reserved_host: int = 0
+    taken_host: int = 0  # by other chunk groups, like all that is taken
+    reserved_host: int = 0  # RAM that stays free for parameters that come later
     taken_disk: int = 0
     taken_gathered: int = 0
     taken_device: int = 0
+    # RAM that parameters of chunk groups to come take while this chunk group's chunks are made.
     waiting: int = 0
+    # The model is being built, so first values pass through RAM in fp32.
     under_construction: bool = True
 
     def minus(self, made: Placement, slot: SlotBytes) -> Budgets:
-        """What is left for the next chunk group beside one that is placed as `made`.
-
-        Args:
-            made: the placement of a chunk group that shares these budgets.
-            slot: the sizes of that chunk group's slots.
-
-        Returns:
-            The same limits, with more of them taken.
-        """
+        """What is left beside a chunk group with slots of `slot` that is placed as `made`."""
         return replace(
             self,
             taken_host=self.taken_host + made.host_bytes,
@@ -115,24 +92,15 @@ def link_bytes(layout: Layout, dtypes: Dtypes) -> int:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A chunk group that is to be placed.
-
-    Attributes:
-        layout: how its parameters are packed into chunks.
-        dtypes: of parameters, gradients and optimizer states.
-        policy: "cpu", "nvme", "auto", or, with a DEVICE of its own, "cuda".
-        budgets: what it may use.
-        min_gathered_slots: gathered slots that a module and its ancestors may need at once.
-        reduce_at_end: of several ranks each keeps whole gradients until the end of backward.
-        overlaps_updates: updates go on beside forward or backward, in the same order in every step.
-    """
+    """A chunk group that is to be placed."""
 
     layout: Layout
     dtypes: Dtypes
-    policy: str
+    policy: str  # "cpu", "nvme", "auto", or, with a DEVICE of its own, "cuda"
     budgets: Budgets
-    min_gathered_slots: int = 1
-    reduce_at_end: bool = False
+    min_gathered_slots: int = 1  # that a module and its ancestors may need at once
+    reduce_at_end: bool = False  # each of several ranks keeps whole gradients until backward ends
+    # Updates go on beside forward or backward, in the same order in every step.
     overlaps_updates: bool = False
 
     @property
@@ -147,36 +115,22 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSizes:
-    """The sizes of a chunk group's pools, and the bytes of pools and homes together.
+    """The sizes of a chunk group's pools, and the bytes of pools and homes together."""
 
-    Attributes:
-        gathered_slots: for copies of parameters that are on DISK or on other ranks. In RAM if
-            DEVICE is RAM, else on DEVICE.
-        grad_slots: for DISK-homed gradients on their way.
-        buffers: of the optimizer pipeline.
-        shard_slots: for this rank's shards of DISK-homed parameters on their way to other ranks.
-        bucket_slots: for whole gradients until they are averaged over the ranks.
-        receive_slots: for other ranks' gradients while they are averaged.
-        staged_slots: of RAM, for whole copies of several ranks' shards on their way to DEVICE.
-        grad_offload_bytes: of DEVICE, for gradients on their way to RAM.
-        pool_bytes: of RAM, slots and buffers without homes.
-        host_bytes: of RAM, homes and pools together.
-        disk_bytes: of the file.
-        device_bytes: of a DEVICE that is not RAM, homes and slots together.
-    """
-
+    # For copies of parameters that are on DISK or on other ranks. In RAM if DEVICE is RAM, else on
+    # DEVICE.
     gathered_slots: int = 0
-    grad_slots: int = 0
-    buffers: int = 0
-    shard_slots: int = 0
-    bucket_slots: int = 0
-    receive_slots: int = 0
-    staged_slots: int = 0
-    grad_offload_bytes: int = 0
-    pool_bytes: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    device_bytes: int = 0
+    grad_slots: int = 0  # for DISK-homed gradients on their way
+    buffers: int = 0  # of the optimizer pipeline
+    shard_slots: int = 0  # for shards of DISK-homed parameters on their way to other ranks
+    bucket_slots: int = 0  # for whole gradients until they are averaged over the ranks
+    receive_slots: int = 0  # for other ranks' gradients while they are averaged
+    staged_slots: int = 0  # of RAM, for copies of several ranks' shards on their way to DEVICE
+    grad_offload_bytes: int = 0  # of DEVICE, for gradients on their way to RAM
+    pool_bytes: int = 0  # of RAM, slots and buffers without homes
+    host_bytes: int = 0  # of RAM, homes and pools together
+    disk_bytes: int = 0  # of the file
+    device_bytes: int = 0  # of a DEVICE that is not RAM, homes and slots together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,17 +138,13 @@ class Placement(PoolSizes):
     """Where a chunk group's state lives, and the sizes of its pools.
 
     A chunk with one kind of state on DEVICE has all of it there and is updated there.
-
-    Attributes:
-        param, grad, optim_state: the tier by chunk id; None for the gradient and the optimizer
-            state of a frozen chunk.
-        longest_trained: slots of the longest chunk that is trained.
     """
 
+    # The tier by chunk id; None for the gradient and the optimizer state of a frozen chunk.
     param: tuple[Tier, ...]
     grad: tuple[Tier | None, ...]
     optim_state: tuple[Tier | None, ...]
-    longest_trained: int = 0
+    longest_trained: int = 0  # slots of the longest chunk that is trained
 
     @property
     def trained_param_on_disk(self) -> bool:

@@ -39,30 +39,27 @@ def words(smallest: Placement, spec: GroupSpec) -> str:
         parts.append(f"reserve_memory is {format_bytes(budgets.reserved_host)} of RAM;")
     if smallest.host_bytes > budgets.host:
         parts.append(
-            f"host_memory is {format_bytes(budgets.host)} ({budgets.host} bytes), and the smallest "
-            f"that works is {format_bytes(smallest.host_bytes)} ({smallest.host_bytes} bytes);"
+            f"host_memory is {_exact(budgets.host)}, and the smallest that works is "
+            f"{_exact(smallest.host_bytes)};"
         )
     if smallest.disk_bytes > budgets.disk:
-        what = (
-            "nvme_capacity or the free space there"
-            if budgets.disk
-            else "nvme_path is not given, so disk space"
-        )
+        what = "nvme_path is not given, so disk space"
+        if budgets.disk:
+            what = "nvme_capacity or the free space there"
         parts.append(
             f"{what} is {format_bytes(budgets.disk)}, and with that much RAM "
-            f"{format_bytes(smallest.disk_bytes)} ({smallest.disk_bytes} bytes) go to disk;"
+            f"{_exact(smallest.disk_bytes)} go to disk;"
         )
     if budgets.device is not None and smallest.device_bytes > budgets.device:
         parts.append(
-            f"device_memory is {format_bytes(budgets.device)} ({budgets.device} bytes), and the "
-            f"smallest that works is {format_bytes(smallest.device_bytes)} "
-            f"({smallest.device_bytes} bytes);"
+            f"device_memory is {_exact(budgets.device)}, and the smallest that works is "
+            f"{_exact(smallest.device_bytes)};"
         )
     gathered = budgets.taken_gathered + smallest.gathered_slots * spec.slot.gathered
     if budgets.gathered is not None and gathered > budgets.gathered:
         parts.append(
             f"device_memory is {format_bytes(budgets.gathered)}, and gathered parameters need "
-            f"{format_bytes(gathered)} ({gathered} bytes);"
+            f"{_exact(gathered)};"
         )
     fixes = "raise host_memory, or set a smaller chunk_numel"
     if policy == "cpu":
@@ -90,12 +87,11 @@ def too_much(tier: Tier, limit: int, needed: int, left: int, refusal: PlacementE
         least = refusal.smallest_device_bytes
         name, fix = "what the device may hold altogether", "free what else is there, or"
     return (
-        f"{name} is {format_bytes(limit)} ({limit} bytes), and a step "
-        f"needs {format_bytes(needed)} beside the model state, for activations, "
-        f"temporaries and libraries; that leaves {format_bytes(max(0, left))} for "
-        f"model state, and the smallest that works is {format_bytes(least)} ({least} "
-        f"bytes); {fix} use smaller or checkpointed micro-batches (this "
-        f"step was made: do not make it again)"
+        f"{name} is {_exact(limit)}, and a step needs {format_bytes(needed)} beside the model "
+        f"state, for activations, temporaries and libraries; that leaves "
+        f"{format_bytes(max(0, left))} for model state, and the smallest that works is "
+        f"{_exact(least)}; {fix} use smaller or checkpointed micro-batches (this step was made: do "
+        f"not make it again)"
     )
 
 
@@ -103,20 +99,17 @@ def cannot_become(
     wanted: Mapping[Tier, int], budgets: Budgets, policy: str, refusal: PlacementError
 ) -> str:
     """What is to be said if no placement fits the budgets that a user wants."""
-    for tier, least in (
-        (Tier.DEVICE, refusal.smallest_device_bytes),
-        (Tier.HOST, refusal.smallest_host_bytes),
-    ):
-        now = wanted.get(tier)
-        if now is not None and least > now:
+    least = {Tier.DEVICE: refusal.smallest_device_bytes, Tier.HOST: refusal.smallest_host_bytes}
+    said = {t: f"{t.value}_memory cannot become {_exact(n)}" for t, n in wanted.items()}
+    for tier, smallest in least.items():
+        if tier in wanted and smallest > wanted[tier]:
             return (
-                f"{tier.value}_memory cannot become {format_bytes(now)} ({now} bytes): the "
-                f"smallest that works is {format_bytes(least)} ({least} bytes), under policy "
+                f"{said[tier]}: the smallest that works is {_exact(smallest)}, under policy "
                 f"{policy!r}, with {format_bytes(budgets.disk)} of NVMe"
             )
     # It is the disk, or the budget that stays.
-    words = " and ".join(
-        f"{tier.value}_memory cannot become {format_bytes(now)} ({now} bytes)"
-        for tier, now in wanted.items()
-    )
-    return f"{words}: {refusal}"
+    return f"{' and '.join(said.values())}: {refusal}"
+
+
+def _exact(nbytes: int) -> str:
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"

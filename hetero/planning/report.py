@@ -5,95 +5,79 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hetero.planning.candidates import place, smallest_budgets
-from hetero.planning.placement import PlacementError, SlotBytes
-from hetero.planning.predict import PlacedGroup, Plan
-from hetero.planning.step_cost import RESOURCES, CostModel
+from hetero.planning.candidates import SmallestBudgets, place, smallest_budgets
+from hetero.planning.group_plans import ChunkGroupPlan
+from hetero.planning.placement import Placement, PlacementError
+from hetero.planning.predict import Plan, whole_step
+from hetero.planning.step_cost import TRAFFIC, CostModel, StepCost
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 _MORE_BYTES = 1 << 30  # of each budget: what would it buy?
 _STEPS = 1000  # for the wear of NVMe
+_KINDS = ("PARAM", "GRAD", "OPTIM_STATE", "pools")
 
-Smallest = Mapping[str, int | None]  # bytes of "host" and "device"
 
-
-def explain(plans: Sequence[Plan], least: Smallest | None = None) -> str:
-    """The table of a model: bytes by tier, seconds of a step, what bounds it, and what would help.
+def explain(plans: Sequence[Plan], least: SmallestBudgets | None = None) -> str:
+    """The table of a model: bytes by tier, seconds of a step, what bounds it, and what would help,
+    which takes a few placements' time.
 
     Args:
         plans: of all chunk groups, the main one first. Bytes are of one rank.
         least: the smallest budgets that work; None: those of these layouts.
-
-    Returns:
-        Several lines. What larger budgets would buy takes a few placements' time.
     """
-    sections = [_memory(plans), _time(plans), _larger(plans), _notes(plans, least)]
-    return "\n\n".join(section for section in sections if section)
+    groups, step = [plan.group for plan in plans], whole_step(plans)
+    budgets = groups[0].spec.budgets
+    limits = {Tier.DEVICE: budgets.device, Tier.HOST: budgets.host, Tier.DISK: budgets.disk}
+    sections = [explain_bytes(groups, limits), _time(step), _larger(plans, step.seconds)]
+    return "\n\n".join([*sections, _notes(plans, step, least or _smallest(plans))])
 
 
-def explain_bytes(chunk_groups: Sequence[PlacedGroup], limits: Mapping[Tier, int | None]) -> str:
-    """The bytes alone, where nothing is known of a step's seconds.
+def explain_bytes(groups: Sequence[ChunkGroupPlan], limits: Mapping[Tier, int | None]) -> str:
+    """The bytes alone, where nothing is known of a step's seconds; `limits`: budgets by tier."""
+    found = _bytes(groups)
+    rows: list[tuple[str, ...]] = [("bytes of a rank", *_KINDS, "total", "budget")]
+    for tier, limit in limits.items():
+        if limit:
+            cells = [format_bytes(n) if n else "-" for n in found[tier].values()]
+            total = format_bytes(sum(found[tier].values()))
+            rows.append((tier.name, *cells, total, format_bytes(limit)))
+    return _table(rows)
 
-    Args:
-        chunk_groups: all of a model.
-        limits: budgets by tier; None: none.
-    """
-    separate = any(chunk_group.placement.device_bytes for chunk_group in chunk_groups)
-    return _memory_table(_bytes(chunk_groups, separate), limits)
 
-
-def as_dict(plans: Sequence[Plan], least: Smallest | None = None) -> dict[str, object]:
+def as_dict(plans: Sequence[Plan], least: SmallestBudgets | None = None) -> dict[str, object]:
     """What explain() says, for programs: bytes and seconds; arguments as there."""
-    seconds = sum(p.cost.seconds for p in plans)
+    step = whole_step(plans)
     return {
-        "bytes": {tier.value: by_kind for tier, by_kind in _bytes_of_plans(plans).items()},
-        "step_s": seconds,
+        "bytes": {tier.value: kinds for tier, kinds in _bytes([p.group for p in plans]).items()},
+        "step_s": step.seconds,
         "phases": [
-            {
-                "chunk_group": chunk_group,
-                "name": phase.name,
-                "seconds": phase.seconds,
-                "busy_s": phase.busy_s,
-            }
-            for chunk_group, each in enumerate(plans)
-            for phase in each.cost.phases
+            {"chunk_group": number, **vars(phase)}
+            for number, plan in enumerate(plans)
+            for phase in plan.cost.phases
         ],
-        "busy_s": _busy(plans),
-        "bound": _bound(plans),
-        "traffic_bytes": {
-            name: sum(getattr(p.cost.traffic, name) for p in plans)
-            for name in ("h2d", "d2h", "nvme_read", "nvme_written", "sent")
-        },
-        "nvme_bytes_written_per_1000_steps": _STEPS * _written(plans),
+        "busy_s": step.busy_s,
+        "bound": step.bound,
+        "traffic_bytes": {name: step.traffic[name] for name in TRAFFIC},
+        "nvme_bytes_written_per_1000_steps": _STEPS * step.traffic["nvme_written"],
         "one_more_gib_saves_s": gains(plans),
-        "smallest_budgets": dict(least or smallest(plans)),
+        "smallest_budgets": dict(least or _smallest(plans)),
     }
 
 
-def smallest(plans: Sequence[Plan]) -> dict[str, int | None]:
-    """Bytes of each budget that are just enough for the main chunk group beside the others."""
-    host, device = smallest_budgets(plans[0].group.spec)
-    return {"host": host, "device": device}
-
-
 def gains(plans: Sequence[Plan]) -> dict[str, float]:
-    """Seconds of a step that one more GiB of each budget saves, if the main chunk group gets it.
-
-    Returns:
-        By "DEVICE", "RAM" and "NVMe", as far as there are such budgets.
-    """
+    """Seconds of a step that one more GiB of each budget ("DEVICE", "RAM" and "NVMe", as far as
+    there are such budgets) saves, if the main chunk group gets it."""
     main = plans[0]
     spec = main.group.spec
     budgets = spec.budgets
-    larger = {"RAM": replace(budgets, host=budgets.host + _MORE_BYTES)}
-    if budgets.device is not None:
-        larger = {"DEVICE": replace(budgets, device=budgets.device + _MORE_BYTES), **larger}
-    if budgets.disk:
-        larger["NVMe"] = replace(budgets, disk=budgets.disk + _MORE_BYTES)
     model = CostModel(main.problem)
     found: dict[str, float] = {}
-    for name, more in larger.items():
+    for name, field in (("DEVICE", "device"), ("RAM", "host"), ("NVMe", "disk")):
+        limit = getattr(budgets, field)
+        if limit is None or (name == "NVMe" and not limit):
+            continue
+        more = replace(budgets, **{field: limit + _MORE_BYTES})
         try:
             seconds = model.cost(place(spec.within(more))).seconds
         except (PlacementError, ValueError):
@@ -104,81 +88,49 @@ def gains(plans: Sequence[Plan]) -> dict[str, float]:
     return found
 
 
-def _bytes_of_plans(plans: Sequence[Plan]) -> dict[Tier, dict[str, int]]:
-    separate = plans[0].group.spec.budgets.device is not None
-    return _bytes([p.group for p in plans], separate)
+def _smallest(plans: Sequence[Plan]) -> SmallestBudgets:
+    """For the main chunk group beside the others."""
+    spec = plans[0].group.spec
+
+    def place_within(host: int, device: int | None) -> Placement:
+        return place(spec.within(replace(spec.budgets, host=host, device=device)))
+
+    return smallest_budgets(place_within, spec.budgets.device)
 
 
-def _bytes(chunk_groups: Sequence[PlacedGroup], separate: bool) -> dict[Tier, dict[str, int]]:
-    found = {tier: dict.fromkeys(("PARAM", "GRAD", "OPTIM_STATE", "pools"), 0) for tier in Tier}
-    for each in chunk_groups:
-        made, layout = each.placement, each.layout
-        slot = SlotBytes.of(layout, each.dtypes)
-        for state_kind, homes, nbytes in (
+def _bytes(groups: Sequence[ChunkGroupPlan]) -> dict[Tier, dict[str, int]]:
+    found = {tier: dict.fromkeys(_KINDS, 0) for tier in Tier}
+    for group in groups:
+        made, slot = group.placement, group.spec.slot
+        for kind, homes, nbytes in (
             ("PARAM", made.param, slot.param),
             ("GRAD", made.grad, slot.grad),
             ("OPTIM_STATE", made.optim_state, slot.optim_state),
         ):
-            for chunk in layout.chunks:
+            for chunk in group.layout.chunks:
                 tier = homes[chunk.id]
                 if tier is not None:
-                    found[tier][state_kind] += chunk.slots * nbytes
+                    found[tier][kind] += chunk.slots * nbytes
         found[Tier.HOST]["pools"] += made.pool_bytes
-        if separate:
-            found[Tier.DEVICE]["pools"] += (
-                made.gathered_slots * slot.gathered + made.grad_offload_bytes
-            )
+        if group.spec.budgets.device is not None:
+            slots_bytes = made.gathered_slots * slot.gathered
+            found[Tier.DEVICE]["pools"] += slots_bytes + made.grad_offload_bytes
     return found
 
 
-def _memory(plans: Sequence[Plan]) -> str:
-    budgets = plans[0].group.spec.budgets
-    limits = {Tier.DEVICE: budgets.device, Tier.HOST: budgets.host, Tier.DISK: budgets.disk}
-    return _memory_table(_bytes_of_plans(plans), limits)
+def _time(step: StepCost) -> str:
+    total = step.busy_s
+    rows: list[tuple[str, ...]] = [("seconds", "expected", *total)]
+    for phase in step.phases:
+        busy = [phase.busy_s.get(resource, 0.0) for resource in total]
+        cells = [_seconds(value) if value else "-" for value in busy]
+        rows.append((phase.name, _seconds(phase.seconds), *cells))
+    rows.append(("step", _seconds(step.seconds), *map(_seconds, total.values())))
+    share = total.get(step.bound, 0.0) / step.seconds if step.seconds else 0.0
+    return f"{_table(rows)}\nThe step is bound by: {step.bound} (busy {share:.0%} of it)."
 
 
-def _memory_table(
-    found: Mapping[Tier, Mapping[str, int]], limits: Mapping[Tier, int | None]
-) -> str:
-    names = ("PARAM", "GRAD", "OPTIM_STATE", "pools")
-    rows: list[tuple[str, ...]] = [("bytes of a rank", *names, "total", "budget")]
-    for tier, limit in limits.items():
-        if not limit:
-            continue
-        values = found[tier]
-        total = sum(values.values())
-        rows.append(
-            (
-                tier.name,
-                *(format_bytes(values[name]) if values[name] else "-" for name in names),
-                format_bytes(total),
-                format_bytes(limit),
-            )
-        )
-    return _table(rows)
-
-
-def _time(plans: Sequence[Plan]) -> str:
-    used = [name for name in RESOURCES if any(name in p.cost.busy_s for p in plans)]
-    rows: list[tuple[str, ...]] = [("seconds", "expected", *used)]
-    names = list(dict.fromkeys(phase.name for p in plans for phase in p.cost.phases))
-    for name in names:
-        phases = [phase for p in plans for phase in p.cost.phases if phase.name == name]
-        busy = [sum(phase.busy_s.get(resource, 0.0) for phase in phases) for resource in used]
-        seconds = sum(phase.seconds for phase in phases)
-        rows.append(
-            (name, _seconds(seconds), *(_seconds(value) if value else "-" for value in busy))
-        )
-    total = _busy(plans)
-    step_s = sum(p.cost.seconds for p in plans)
-    rows.append(("step", _seconds(step_s), *(_seconds(total[resource]) for resource in used)))
-    bound = _bound(plans)
-    share = total[bound] / step_s if step_s else 0.0
-    return f"{_table(rows)}\nThe step is bound by: {bound} (busy {share:.0%} of it)."
-
-
-def _larger(plans: Sequence[Plan]) -> str:
-    step_s = sum(p.cost.seconds for p in plans)
+def _larger(plans: Sequence[Plan], step_s: float) -> str:
     rows = [("one more GiB of", "expected step", "saves")]
     for name, saved in gains(plans).items():
         share = saved / step_s if step_s else 0.0
@@ -186,14 +138,14 @@ def _larger(plans: Sequence[Plan]) -> str:
     return _table(rows)
 
 
-def _notes(plans: Sequence[Plan], least: Smallest | None) -> str:
+def _notes(plans: Sequence[Plan], step: StepCost, least: SmallestBudgets) -> str:
     notes = []
-    written = _written(plans)
+    written = step.traffic["nvme_written"]
     if written:
         notes.append(f"NVMe, written per {_STEPS} steps: {format_bytes(_STEPS * written)}.")
     words = [
         f"{format_bytes(n)} ({n} bytes) of {'RAM' if name == 'host' else 'DEVICE'}"
-        for name, n in (least or smallest(plans)).items()
+        for name, n in least.items()
         if n is not None
     ]
     notes.append(f"Smallest budgets that work: {', '.join(words)}.")
@@ -205,34 +157,16 @@ def _notes(plans: Sequence[Plan], least: Smallest | None) -> str:
     return "\n".join(notes)
 
 
-def _busy(plans: Sequence[Plan]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for each in plans:
-        for name, seconds in each.cost.busy_s.items():
-            found[name] = found.get(name, 0.0) + seconds
-    return found
-
-
-def _bound(plans: Sequence[Plan]) -> str:
-    busy = _busy(plans)
-    return max(busy, key=busy.__getitem__, default=RESOURCES[0])
-
-
-def _written(plans: Sequence[Plan]) -> int:
-    return sum(p.cost.traffic.nvme_written for p in plans)
-
-
 def _seconds(value: float) -> str:
     return f"{value:.3f}" if value >= 0.01 else f"{value:.2g}" if value else "0"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they must be; the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * max(len(line) for line in lines))
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)

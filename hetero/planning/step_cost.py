@@ -6,7 +6,7 @@ uses says when one waits for another. What the timeline knows:
 
 - A gathered chunk is fetched when a use begins, its room is free (`belady.py`) and it is among the
   next PREFETCH_CHUNKS; from the file, from other ranks, then over the link, as far as it must.
-- A gradient leaves after its chunk's last use in a backward: over the link, to other ranks, to the
+- A gradient leaves after its chunk's use in a backward: over the link, to other ranks, to the
   file. The update begins when all are there.
 - The update goes through tiles, with a disk that reads and writes at once. Of T tiles whose
   optimizer state or parameter is in the file, B buffers save min(B, T) reads and writes of
@@ -20,9 +20,10 @@ uses says when one waits for another. What the timeline knows:
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from math import ceil
 
 from hetero.chunks.dtypes import Dtypes
@@ -30,48 +31,28 @@ from hetero.chunks.layout import Layout
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
 from hetero.planning.belady import PREFETCH_CHUNKS, Fetch, fetches
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.planning.trace import Phase, Trace, Use
+from hetero.planning.trace import Phase, Trace, use_order
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Rates
 
 COMPUTE, H2D, D2H, NVME, NETWORK = "compute", "link to device", "link to RAM", "NVMe", "network"
 CPU_UPDATE, DEVICE_UPDATE = "update in RAM", "update on device"
 RESOURCES = (COMPUTE, H2D, D2H, NVME, NETWORK, CPU_UPDATE, DEVICE_UPDATE)
+TRAFFIC = ("h2d", "d2h", "nvme_read", "nvme_written", "sent")  # the last one: to other ranks
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A chunk group's step whose seconds are to be predicted, whatever its placement.
-
-    Attributes:
-        trace: the chunk group's own uses, and the seconds that they compute.
-        layout, dtypes: of the chunk group.
-        profile: the rates of one rank's share of its machine.
-        prefetch: whether parameters are fetched ahead of their use.
-        overlap: what updates overlap with, as Config.overlap_updates says.
-        grad_factors: the norm of all gradients is taken before the update.
-        network_bytes_per_s: what one rank sends to others; None: not known, and not counted.
-    """
+    """A chunk group's step whose seconds are to be predicted, whatever its placement."""
 
     trace: Trace
     layout: Layout
     dtypes: Dtypes
-    profile: Rates
-    prefetch: bool = True
-    overlap: OverlapUpdates = OverlapUpdates.NONE
-    grad_factors: bool = False
-    network_bytes_per_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one step of one rank moves, what it sends to other ranks included."""
-
-    h2d: int = 0
-    d2h: int = 0
-    nvme_read: int = 0
-    nvme_written: int = 0
-    sent: int = 0
+    profile: Rates  # of one rank's share of its machine
+    prefetch: bool = True  # parameters are fetched ahead of their use
+    overlap: OverlapUpdates = OverlapUpdates.NONE  # what updates overlap with
+    grad_factors: bool = False  # the norm of all gradients is taken before the update
+    network_bytes_per_s: float | None = None  # to other ranks; None: not known, and not counted
 
 
 @dataclass(frozen=True)
@@ -82,13 +63,21 @@ class PhaseCost:
     seconds: float
     busy_s: Mapping[str, float]
 
+    def plus(self, other: PhaseCost, times: int = 1) -> PhaseCost:
+        """This phase and so many `times` another one, under this one's name."""
+        busy_s = {
+            name: self.busy_s.get(name, 0.0) + times * other.busy_s.get(name, 0.0)
+            for name in {**self.busy_s, **other.busy_s}
+        }
+        return PhaseCost(self.name, self.seconds + times * other.seconds, busy_s)
+
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step of a rank takes, once many have been made."""
+    """What one step of a rank takes, once many have been made; `traffic`: bytes by TRAFFIC."""
 
     phases: tuple[PhaseCost, ...]
-    traffic: Traffic
+    traffic: Counter[str]
 
     @property
     def seconds(self) -> float:
@@ -113,23 +102,13 @@ class StepCost:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Uses of one phase in a row, `weight` times in a step."""
+    """Forward or backward of a micro-batch, which comes `weight` times in a step."""
 
     phase: Phase
     weight: int
-    chunks: tuple[int, ...]
+    chunks: list[int]  # in the order of their uses
     first: bool  # of the step's micro-batches
-
-
-@dataclass
-class _Busy:
-    """When a segment of the timeline ended, and what each resource did in it."""
-
-    ended_s: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
-    nbytes: dict[str, int] = field(
-        default_factory=lambda: {"h2d": 0, "d2h": 0, "nvme_read": 0, "nvme_written": 0, "sent": 0}
-    )
+    element_s: float  # of computing, per element
 
 
 class CostModel:
@@ -144,8 +123,7 @@ class CostModel:
         self.numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
         self.trained = {chunk.id for chunk in chunks if chunk.trainable}
         self.frozen = frozenset(self.slots) - self.trained
-        self.segments = _segments(problem.trace)
-        self.computing = _computing(self.segments, self.numel, problem.trace)
+        self.segments = _segments(problem.layout, problem.trace)
 
     def cost(self, made: Placement) -> StepCost:
         """What a step takes under the placement `made`.
@@ -153,29 +131,18 @@ class CostModel:
         Raises:
             ValueError: the profile says nothing about updates in these dtypes.
         """
-        walked = _Timeline(self, made).walk()
-        totals: dict[Phase, tuple[float, dict[str, float]]] = {}
-        nbytes: dict[str, int] = dict.fromkeys(_Busy().nbytes, 0)
-        began_s = 0.0
-        for segment, busy in zip(self.segments, walked, strict=True):
-            seconds = busy.ended_s - began_s
+        totals: dict[str, PhaseCost] = {}
+        traffic: Counter[str] = Counter()
+        for segment, (one, moved) in zip(self.segments, _Timeline(self, made).walk(), strict=True):
             if segment.weight > 1:  # of several in a row none can leave work to what comes after
-                seconds = max(seconds, *busy.seconds.values())
-            began_s = busy.ended_s
-            before_s, before = totals.get(segment.phase, (0.0, {}))
-            totals[segment.phase] = (
-                before_s + segment.weight * seconds,
-                {
-                    name: before.get(name, 0.0) + segment.weight * value
-                    for name, value in busy.seconds.items()
-                },
-            )
-            for name, moved in busy.nbytes.items():
-                nbytes[name] += segment.weight * moved
-        phases = [PhaseCost(phase.value, *total) for phase, total in totals.items()]
-        update, moved_bytes = self._update(made)
-        for name, moved in moved_bytes.items():
-            nbytes[name] += moved
+                one = replace(one, seconds=max(one.seconds, *one.busy_s.values()))
+            before = totals.get(one.name, PhaseCost(one.name, 0.0, {}))
+            totals[one.name] = before.plus(one, segment.weight)
+            for name, nbytes in moved.items():
+                traffic[name] += segment.weight * nbytes
+        phases = list(totals.values())
+        update, of_update = self._update(made)
+        traffic.update(of_update)
         # Forward comes first, and backward last.
         begin = 0 if self.problem.overlap.in_forward else len(phases) - 1
         end = len(phases) if self.problem.overlap.in_backward else 1
@@ -184,7 +151,7 @@ class CostModel:
             phases[begin:end] = [self._together(phases[begin:end], others, update, made)]
         else:
             phases.append(update)
-        return StepCost(tuple(phases), Traffic(**nbytes))
+        return StepCost(tuple(phases), traffic)
 
     def gathered(self, made: Placement) -> set[int]:
         """Ids of the chunks that compute finds in gathered slots only, under `made`."""
@@ -283,15 +250,9 @@ class CostModel:
         slots that backward needs. What the `others` leave to them, of several micro-batches, keeps
         its resource busy, too.
         """
-        busy = {
-            name: sum(each.busy_s.get(name, 0.0) for each in (*phases, update))
-            for name in RESOURCES
-        }
-        others_s = sum(each.seconds for each in others)
-        left = {
-            name: max(0.0, sum(each.busy_s.get(name, 0.0) for each in others) - others_s)
-            for name in RESOURCES
-        }
+        busy = reduce(PhaseCost.plus, [*phases, update]).busy_s
+        other = reduce(PhaseCost.plus, others, PhaseCost("", 0.0, {}))
+        left = {n: max(0.0, other.busy_s.get(n, 0.0) - other.seconds) for n in RESOURCES}
         together = 0.0 if self.problem.profile.separate else busy[COMPUTE] + busy[CPU_UPDATE]
         busiest_s = max(together, *(busy[name] + left[name] for name in RESOURCES))
         alone_s = self._first_alone_s(update, made)
@@ -306,8 +267,7 @@ class CostModel:
 
     def _first_alone_s(self, update: PhaseCost, made: Placement) -> float:
         """The updates of the chunk that forward needs first."""
-        uses = (c for segment in self.segments for c in segment.chunks if c in self.trained)
-        first = next(uses, None)
+        first = next((c for c in use_order(self.problem.layout) if c in self.trained), None)
         if first is None:
             return 0.0
         slot, optim_state, param = self.slot, made.optim_state[first], made.param[first]
@@ -353,9 +313,11 @@ class _Timeline:
         self._others = (shard.ranks - 1) / shard.ranks
         self._now_s = 0.0  # of compute
         self._free_s = dict.fromkeys((NVME, H2D, D2H, NETWORK), 0.0)
-        self._busy = _Busy()
+        self._busy_s: dict[str, float] = {}
+        self._nbytes: Counter[str] = Counter()
 
-    def walk(self) -> list[_Busy]:
+    def walk(self) -> Iterator[tuple[PhaseCost, Counter[str]]]:
+        """For each segment its seconds since the one before, and the bytes that it moved."""
         model, made = self._model, self._made
         gathered = model.gathered(made)
         uses = [c for segment in model.segments for c in segment.chunks if c in gathered]
@@ -364,13 +326,12 @@ class _Timeline:
             coming.extend(fetches(uses, model.slots, made.gathered_slots, model.frozen))
         ready_s: dict[int, float] = {}
         use = 0  # number of the next one of a gathered chunk
-        walked: list[_Busy] = []
-        for segment, computing in zip(model.segments, model.computing, strict=True):
-            self._busy = _Busy()
+        for segment in model.segments:
+            began_s = self._now_s
+            self._busy_s, self._nbytes = dict.fromkeys(RESOURCES, 0.0), Counter()
             backward = segment.phase is Phase.BACKWARD
             self._rates = _disk_rates(self._profile, backward and Tier.DISK in made.grad)
-            last = {chunk: place for place, chunk in enumerate(segment.chunks)}
-            for place, chunk in enumerate(segment.chunks):
+            for chunk in segment.chunks:
                 if chunk in gathered:
                     if coming and coming[0].use == use:
                         coming.popleft()
@@ -381,15 +342,14 @@ class _Timeline:
                         fetch = coming.popleft()
                         ready_s[fetch.use] = self._fetch(uses[fetch.use])
                     use += 1
-                self._now_s += computing[place]
-                self._busy.seconds[COMPUTE] += computing[place]
-                if backward and chunk in model.trained and last[chunk] == place:
+                computing_s = model.numel[chunk] * segment.element_s
+                self._now_s += computing_s
+                self._busy_s[COMPUTE] += computing_s
+                if backward and chunk in model.trained:
                     self._gradient(chunk, segment.first)
             if segment is model.segments[-1]:
                 self._now_s = max(self._now_s, *self._free_s.values())
-            self._busy.ended_s = self._now_s
-            walked.append(self._busy)
-        return walked
+            yield PhaseCost(segment.phase.value, self._now_s - began_s, self._busy_s), self._nbytes
 
     def _is_ahead(self, fetch: Fetch, use: int) -> bool:
         near = fetch.use <= use + PREFETCH_CHUNKS
@@ -404,12 +364,12 @@ class _Timeline:
         ready_s = self._now_s
         if home is Tier.DISK:
             nbytes = slots * self._slot.param
-            self._busy.nbytes["nvme_read"] += nbytes
+            self._nbytes["nvme_read"] += nbytes
             ready_s = self._move(NVME, nbytes / self._rates[0], ready_s)
         if shard.ranks > 1 and shard.params:
             ready_s = self._send(whole * self._others, ready_s)
         if home is not Tier.DEVICE and profile.h2d_bytes_per_s is not None:
-            self._busy.nbytes["h2d"] += whole
+            self._nbytes["h2d"] += whole
             ready_s = self._move(H2D, whole / profile.h2d_bytes_per_s, ready_s)
         return ready_s
 
@@ -421,28 +381,28 @@ class _Timeline:
         home = self._made.grad[chunk]
         if home is not Tier.DEVICE and profile.d2h_bytes_per_s is not None:
             nbytes = self._model.numel[chunk] * self._problem.dtypes.param_bytes
-            self._busy.nbytes["d2h"] += nbytes
+            self._nbytes["d2h"] += nbytes
             ready_s = self._move(D2H, nbytes / profile.d2h_bytes_per_s, ready_s)
         if shard.ranks > 1 and shard.grads:
             ready_s = self._send(slots * self._slot.bucket * self._others, ready_s)
         if home is Tier.DISK:
             nbytes = slots * self._slot.grad
             reading, writing = self._rates
-            self._busy.nbytes["nvme_written"] += nbytes
+            self._nbytes["nvme_written"] += nbytes
             seconds = nbytes / writing
             if not first:
-                self._busy.nbytes["nvme_read"] += nbytes
+                self._nbytes["nvme_read"] += nbytes
                 seconds += nbytes / reading
             self._move(NVME, seconds, ready_s)
 
     def _send(self, nbytes: float, ready_s: float) -> float:
-        self._busy.nbytes["sent"] += round(nbytes)
+        self._nbytes["sent"] += round(nbytes)
         return self._move(NETWORK, nbytes / self._net, ready_s) if self._net else ready_s
 
     def _move(self, resource: str, seconds: float, ready_s: float) -> float:
         """Keeps the resource busy from when it is free and all is `ready_s`; returns the end."""
         self._free_s[resource] = max(self._free_s[resource], ready_s) + seconds
-        self._busy.seconds[resource] += seconds
+        self._busy_s[resource] += seconds
         return self._free_s[resource]
 
 
@@ -463,37 +423,15 @@ def _nvme_seconds(profile: Rates, read: int, written: int) -> float:
     return 2 * both / mixed + (read - both) / reading + (written - both) / writing
 
 
-def _segments(trace: Trace) -> list[_Segment]:
-    """Runs of uses of one phase. Of many micro-batches that are alike three stand for all."""
-    runs: list[list[Use]] = []
-    for use in trace.uses:
-        if not runs or runs[-1][0].phase is not use.phase:
-            runs.append([])
-        runs[-1].append(use)
-    count = trace.micro_batches
-    per_batch = len(runs) // max(1, count)
-    weights = [1] * len(runs)
-    if count > 3 and per_batch and len(runs) == per_batch * count:
-        batches = [runs[i : i + per_batch] for i in range(0, len(runs), per_batch)]
-        if all(batch == batches[0] for batch in batches):
-            runs = batches[0] * 3
-            weights = [1] * per_batch + [count - 2] * per_batch + [1] * per_batch
+def _segments(layout: Layout, trace: Trace) -> list[_Segment]:
+    """Of many micro-batches, which are alike, three stand for all."""
+    count, order = trace.micro_batches, use_order(layout)
+    numel = layout.numel * max(1, count)
     made: list[_Segment] = []
-    backwards = 0
-    for run, weight in zip(runs, weights, strict=True):
-        phase = run[0].phase
-        chunks = tuple(use.chunk for use in run)
-        made.append(_Segment(phase, weight, chunks, phase is Phase.BACKWARD and not backwards))
-        backwards += phase is Phase.BACKWARD
+    for number, weight in enumerate([1, count - 2, 1] if count > 3 else [1] * count):
+        first = number == 0
+        made += [
+            _Segment(Phase.FORWARD, weight, order, first, trace.forward_s / numel),
+            _Segment(Phase.BACKWARD, weight, order[::-1], first, trace.backward_s / numel),
+        ]
     return made
-
-
-def _computing(
-    segments: Sequence[_Segment], numel: Mapping[int, int], trace: Trace
-) -> list[list[float]]:
-    """Seconds of each use: a phase's, by the elements that are used."""
-    per_element: dict[Phase, float] = {}
-    for phase, seconds in ((Phase.FORWARD, trace.forward_s), (Phase.BACKWARD, trace.backward_s)):
-        used = sum(s.weight * sum(numel[c] for c in s.chunks) for s in segments if s.phase is phase)
-        per_element[phase] = seconds / used if used else 0.0
-    return [[numel[c] * per_element[s.phase] for c in s.chunks] for s in segments]

@@ -1,8 +1,4 @@
-"""What a training step uses, in what order, and how long it computes: what predictions start from.
-
-trace     a chunk group's uses in one step, in order, and its seconds of computing.
-use       a chunk is needed by compute, in forward or in backward.
-"""
+"""What a training step uses and how long it computes: what predictions start from."""
 
 from __future__ import annotations
 
@@ -20,61 +16,34 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Use:
-    """A chunk is needed."""
-
-    chunk: int
-    phase: Phase
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One step of a chunk group.
-
-    Attributes:
-        uses: of all micro-batches, in order.
-        micro_batches: forwards, each with its backward.
-        forward_s, backward_s: seconds of computing alone, of all micro-batches.
-        expected: the seconds were not measured.
-    """
-
-    uses: tuple[Use, ...]
-    micro_batches: int
-    forward_s: float
-    backward_s: float
-    expected: bool = False
-
-
-@dataclass(frozen=True)
 class Work:
-    """What a rank computes in a step.
+    """What a rank computes in a step."""
 
-    Attributes:
-        tokens: of one micro-batch.
-        micro_batches: of the step.
-        checkpointing: backward computes forward once more.
-    """
-
-    tokens: int
+    tokens: int  # of one micro-batch
     micro_batches: int = 1
-    checkpointing: bool = False
+    checkpointing: bool = False  # backward computes forward once more
 
 
 @dataclass(frozen=True)
 class Computing:
-    """Seconds of a step that compute takes alone, measured without any transfer."""
+    """Seconds of a step, of all micro-batches, that compute takes alone, without any transfer."""
 
     forward_s: float
     backward_s: float
 
 
-def expected_uses(layout: Layout, micro_batches: int) -> tuple[Use, ...]:
-    """Each chunk once in forward, in the order of registration, and in the reverse in backward."""
-    # By the place of the first parameter in the model.
+@dataclass(frozen=True)
+class Trace(Computing):
+    """A step of a chunk group; forward uses chunks in use_order(), backward in the reverse."""
+
+    micro_batches: int  # forwards, each with its backward
+    expected: bool = False  # the seconds were not measured
+
+
+def use_order(layout: Layout) -> list[int]:
+    """The chunks in the order of registration: by the place of their first parameters."""
     order = sorted(layout.chunks, key=lambda c: min(s.param.index for s in c.slices))
-    forward = [Use(chunk.id, Phase.FORWARD) for chunk in order]
-    backward = [Use(chunk.id, Phase.BACKWARD) for chunk in reversed(order)]
-    return tuple(forward + backward) * micro_batches
+    return [chunk.id for chunk in order]
 
 
 def expected_trace(layout: Layout, work: Work, flop_per_s: float) -> Trace:
@@ -84,17 +53,7 @@ def expected_trace(layout: Layout, work: Work, flop_per_s: float) -> Trace:
     (6 if it computes forward again). Attention's own products, which grow with the sequence, are
     left out: they are few beside these unless sequences are longer than some six times the width of
     the model.
-
-    Args:
-        layout: of the chunk group.
-        work: what the rank computes.
-        flop_per_s: rate of its products of matrices.
     """
     second = layout.numel * work.tokens * work.micro_batches / flop_per_s
-    return Trace(
-        uses=expected_uses(layout, work.micro_batches),
-        micro_batches=work.micro_batches,
-        forward_s=2 * second,
-        backward_s=(6 if work.checkpointing else 4) * second,
-        expected=True,
-    )
+    backward_s = (6 if work.checkpointing else 4) * second
+    return Trace(2 * second, backward_s, work.micro_batches, expected=True)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.machine_profile import saved_profile
-from hetero.planning.predict import Plan, traces_of
+from hetero.planning.predict import Plan, predict
 from hetero.planning.report import explain, explain_bytes, gains
-from hetero.planning.step_cost import Problem
 from hetero.planning.trace import Work
 from hetero.runtime.learned_rates import LearnedRates, counters_of
 from hetero.runtime.relocation.relocate import MovingEngine
@@ -122,29 +121,19 @@ class StepPredictions:
             world = self._engine.world
             several_machines = world.local_ranks < world.size
             network = rates.node_bytes_per_s if several_machines else rates.rank_bytes_per_s
-        if made is not None:
-            traces = traces_of(groups, Work(0, made.micro_batches), made.computing)
-        elif isinstance(rates, Profile):
-            traces = traces_of(groups, Work(EXPECTED_TOKENS), rates)
-        else:
+        elif made is None:
             return []
         config = self._engine.config
-        return [
-            Plan.of(
-                group,
-                Problem(
-                    trace=trace,
-                    layout=group.layout,
-                    dtypes=group.dtypes,
-                    profile=rates,
-                    prefetch=config.prefetch,
-                    overlap=config.overlap,
-                    grad_factors=grad_factors,
-                    network_bytes_per_s=network,
-                ),
-            )
-            for group, trace in zip(groups, traces, strict=True)
-        ]
+        return predict(
+            groups,
+            rates,
+            Work(EXPECTED_TOKENS) if made is None else Work(0, made.micro_batches),
+            None if made is None else made.computing,
+            prefetch=config.prefetch,
+            overlap=config.overlap,
+            grad_factors=grad_factors,
+            network_bytes_per_s=network,
+        )
 
     def _saved_profile(self) -> Profile | None:
         try:

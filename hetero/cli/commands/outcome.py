@@ -22,9 +22,9 @@ def print_error(command: str, error: Exception) -> None:
     print(f"hetero {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
 
 
-def missing_extra(error: ModuleNotFoundError) -> Exception:
-    """What to raise for a module that could not be imported: a fix, if the extra `train` has it."""
+def missing_extra(error: ModuleNotFoundError) -> ValueError | None:
+    """What to say of a module that could not be imported; None if the extra `train` has it not."""
     missing = (error.name or "").partition(".")[0]
     if missing not in TRAIN_EXTRAS:
-        return error
+        return None
     return ValueError(f"{missing} is missing; install it: pip install 'hetero[train]'")

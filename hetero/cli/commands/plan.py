@@ -7,41 +7,48 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hetero.chunks.layout import Shard
-from hetero.cli.commands.outcome import EXIT_OK, missing_extra
-from hetero.cli.job.options import (
-    DEFAULT_MODEL,
-    OPTIMIZERS,
-    OVERLAPS,
-    STATE_DTYPES,
-    TrainOptions,
-)
+from hetero.cli.commands.outcome import EXIT_OK
+from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.config import Config
-from hetero.planning.placement import PlacementError
-from hetero.planning.predict import Plan, traces_of
+from hetero.planning.candidates import SmallestBudgets, smallest_budgets
+from hetero.planning.predict import Plan, predict
 from hetero.planning.profiles import find_profile, shipped_profiles
 from hetero.planning.report import as_dict, explain
-from hetero.planning.step_cost import Problem
 from hetero.planning.trace import Work
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.memory.sizes import parse_bytes
 from offload.profile.machine_profile import Profile, default_path
 
 if TYPE_CHECKING:
-    import torch
-
-    from hetero.chunks.dtypes import Dtypes
     from hetero.cli.commands import Commands
     from hetero.planning.group_plans import Arrangement
 
 POLICIES = ("auto", "nvme", "cpu", "cuda")
 _DEFAULT_SHARE = 0.8  # of RAM and of a device's memory: the rest is for all that is not managed
 _DEFAULT_DISK_SHARE = 0.95
-_NO_LIMIT = 1 << 62
+
+# The options that are those of `hetero train`, and their help where it is another one here.
+_DEFAULT_BYTES = f"for model state (default: {_DEFAULT_SHARE:.0%}% of what there is)"
+_TRAIN_OPTIONS = {
+    "model": "by name",
+    "config": "JSON file with the configuration of any Hugging Face causal language model",
+    "vocab_size": "of a model by name (default: as published)",
+    "host_memory": f"RAM, {_DEFAULT_BYTES}",
+    "device_memory": "memory of a device, where the profile has one that is not RAM,"
+    f" {_DEFAULT_BYTES}",
+    "nvme_path": "folder on NVMe, once per disk; with --profile it need not exist (default: none)",
+    "nvme_capacity": f"file space there (default: {_DEFAULT_DISK_SHARE:.0%}% of what is free)",
+    "dtype": "bf16, fp16 or fp32",
+    "batch_size": "sequences per micro-batch of a rank",
+    "accumulate": "micro-batches of a rank per step",
+    "zero_stage": "what ranks share, as `hetero train` says",
+    "overlap_updates": "what updates overlap with, as `hetero train` says",
+    **dict.fromkeys(("state_dtype", "chunk_numel", "seq_len", "optimizer", "json")),
+}
 
 
 def add_command(commands: Commands) -> None:
@@ -53,120 +60,55 @@ def add_command(commands: Commands) -> None:
         " profile: this one's, as `hetero profile` measured it, or another's. Budgets are of one"
         " rank.",
     )
-    model = command.add_argument_group("model")
-    model.add_argument(
-        "--model", default=DEFAULT_MODEL, metavar="NAME", help="by name (default: %(default)s)"
-    )
-    model.add_argument(
-        "--config",
-        metavar="FILE",
-        help="JSON file with the configuration of any Hugging Face causal language model",
-    )
-    model.add_argument(
-        "--vocab-size", type=int, metavar="N", help="of a model by name (default: as published)"
-    )
-    memory = command.add_argument_group("memory")
-    memory.add_argument("--policy", choices=POLICIES, default="auto", help="default: %(default)s")
+    add_train_arguments(command, {"dtype": "bf16"}, _TRAIN_OPTIONS)
+    command.add_argument("--policy", choices=POLICIES, default="auto", help="default: %(default)s")
     for name, what in (
-        ("--device-memory", "memory of a device, where the profile has one that is not RAM"),
-        ("--host-memory", "RAM"),
+        ("--ranks", "ranks in all"),
+        ("--nodes", "machines, with as many ranks each"),
     ):
-        memory.add_argument(
-            name,
-            metavar="BYTES",
-            help=f"{what}, for model state (default: {_DEFAULT_SHARE:.0%}% of what there is)",
+        command.add_argument(
+            name, type=int, default=1, metavar="N", help=f"{what} (default: %(default)s)"
         )
-    memory.add_argument(
-        "--nvme-path",
-        action="append",
-        metavar="DIR",
-        help="folder on NVMe, once per disk; with --profile it need not exist (default: none)",
-    )
-    memory.add_argument(
-        "--nvme-capacity",
-        metavar="BYTES",
-        help=f"file space there (default: {_DEFAULT_DISK_SHARE:.0%}% of what is free)",
-    )
-    memory.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default: %(default)s)")
-    memory.add_argument("--chunk-numel", type=int, metavar="N", help="elements per chunk")
-    work = command.add_argument_group("work")
-    for name, default, what in (
-        ("--batch-size", 8, "sequences per micro-batch of a rank"),
-        ("--seq-len", 128, "tokens per sequence"),
-        ("--accumulate", 1, "micro-batches of a rank per step"),
-        ("--ranks", 1, "ranks in all"),
-        ("--nodes", 1, "machines, with as many ranks each"),
-        ("--zero-stage", 3, "what ranks share, as `hetero train` says"),
-    ):
-        work.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
-        )
-    work.add_argument(
+    command.add_argument(
         "--checkpointing", action="store_true", help="backward computes forward once more"
     )
-    work.add_argument(
-        "--overlap-updates",
-        choices=OVERLAPS,
-        default=OVERLAPS[0],
-        help="what updates overlap with, as `hetero train` says",
-    )
-    work.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
-    work.add_argument("--state-dtype", choices=STATE_DTYPES, default=STATE_DTYPES[0])
     command.add_argument(
         "--profile",
         metavar="FILE",
         help=f"of the machine: a file, or one of {', '.join(shipped_profiles())}, which come along"
         f" (default: {default_path()})",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, clip=0.0)  # predictions leave clipping out
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints where the state would live and what a step is predicted to take."""
-    try:
-        # Late, because transformers takes seconds and belongs to the extra `train`.
-        from hetero.cli.job.models import model_label, wanted_vocab_size
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) from None
+    from hetero.cli.job.models import model_label, wanted_vocab_size
+
     machine = _Machine.of(arguments)
-    options = TrainOptions(
-        model=arguments.model,
-        config=arguments.config,
-        vocab_size=wanted_vocab_size(arguments.model, arguments.config, arguments.vocab_size),
-        dtype=arguments.dtype,
-        state_dtype=arguments.state_dtype,
-        chunk_numel=arguments.chunk_numel,
-        zero_stage=arguments.zero_stage,
-        seq_len=arguments.seq_len,
-        batch_size=arguments.batch_size,
-        accumulate=arguments.accumulate,
-        optimizer=arguments.optimizer,
-        overlap_updates=arguments.overlap_updates,
-        clip=0.0,  # predictions leave clipping out
-    )
+    given = TrainOptions.from_namespace(arguments)
+    vocab_size = wanted_vocab_size(given.model, given.config, given.vocab_size)
+    options = replace(given, vocab_size=vocab_size)
     # Under --json nothing else may reach stdout, whatever a library prints.
     with contextlib.redirect_stdout(sys.stderr):
-        planned = _plan(options, machine, arguments.policy, arguments.checkpointing)
-    least = planned.smallest()
-    if arguments.json:
-        print(json.dumps({**planned.facts(model_label(options)), **planned.numbers(least)}))
+        found, plans, least = _plan(options, machine, arguments.checkpointing)
+    facts = {"model": model_label(options), **found}
+    if options.json:
+        print(json.dumps(facts | as_dict(plans, least)))
     else:
-        print(planned.title(model_label(options)))
-        print()
-        print(explain(planned.plans, least))
+        print(f"{_title(facts)} ({machine.profile.date})\n\n{explain(plans, least)}")
     return EXIT_OK
 
 
 @dataclass(frozen=True)
 class _Machine:
-    """One rank's part of the machine, in bytes, and how many ranks there are."""
+    """The machines, and one rank's part of one of them, in bytes."""
 
     profile: Profile
     rank_profile: Profile
     ranks: int
     nodes: int
-    zero_stage: int
+    policy: str
     host_bytes: int
     device_bytes: int | None
     disk_bytes: int
@@ -174,17 +116,16 @@ class _Machine:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> _Machine:
         """Raises ValueError or StoreError for what cannot be."""
-        for name in ("ranks", "nodes"):
-            if getattr(arguments, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
-        if arguments.ranks % arguments.nodes:
+        ranks, nodes, policy = arguments.ranks, arguments.nodes, arguments.policy
+        for name, count in (("ranks", ranks), ("nodes", nodes)):
+            if count < 1:
+                raise ValueError(f"--{name} must be at least 1, got {count}")
+        if ranks % nodes:
             raise ValueError(
-                f"--ranks {arguments.ranks} cannot be spread evenly over --nodes "
-                f"{arguments.nodes}; choose a multiple"
+                f"--ranks {ranks} cannot be spread evenly over --nodes {nodes}; choose a multiple"
             )
         profile = _profile(arguments.profile)
-        local = arguments.ranks // arguments.nodes
-        mine = profile.share(local)
+        mine = profile.share(ranks // nodes)
         host = _size(arguments.host_memory, "--host-memory")
         device = _size(arguments.device_memory, "--device-memory")
         if device is not None and not profile.separate:
@@ -194,104 +135,26 @@ class _Machine:
             )
         if profile.separate and device is None:
             device = int((mine.device_bytes or 0) * _DEFAULT_SHARE)
-        elif arguments.policy == "cuda" and not profile.separate:
+        elif policy == "cuda" and not profile.separate:
             raise ValueError(
                 f"--policy cuda: the profile {profile.name!r} has no device with memory of its own"
             )
-        return cls(
-            profile,
-            mine,
-            arguments.ranks,
-            arguments.nodes,
-            arguments.zero_stage,
-            int(mine.host_bytes * _DEFAULT_SHARE) if host is None else host,
-            device,
-            _disk_bytes(arguments, mine, local),
-        )
-
-    @property
-    def network_bytes_per_s(self) -> float | None:
-        """What this rank sends to the others, at the slowest place."""
-        profile = self.rank_profile
-        return profile.node_bytes_per_s if self.nodes > 1 else profile.rank_bytes_per_s
+        if host is None:
+            host = int(mine.host_bytes * _DEFAULT_SHARE)
+        disk = _disk_bytes(arguments, mine, ranks // nodes)
+        return cls(profile, mine, ranks, nodes, policy, host, device, disk)
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A model's arrangement on a machine, and what its step is predicted to take."""
-
-    machine: _Machine
-    arrangement: Arrangement
-    plans: list[Plan]  # one per chunk group, the main one first
-    policy: str
-    params: int
-    arrange_with: Callable[..., Arrangement]
-
-    def smallest(self) -> dict[str, int | None]:
-        """Bytes of each budget that are just enough, the others being as they are."""
-        found: dict[str, int | None] = {"host": 0, "device": None}
-        try:
-            self.arrange_with(host_bytes=1)
-        except PlacementError as refusal:
-            found["host"] = refusal.smallest_host_bytes
-        if self.machine.device_bytes is not None:
-            found["device"] = 0
-            try:
-                self.arrange_with(host_bytes=_NO_LIMIT, device_bytes=1)
-            except PlacementError as refusal:
-                found["device"] = refusal.smallest_device_bytes
-        return found
-
-    def facts(self, model: str) -> dict[str, Any]:
-        """What was asked for."""
-        machine = self.machine
-        return {
-            "model": model,
-            "params": self.params,
-            "policy": self.policy,
-            "profile": machine.profile.name,
-            "ranks": machine.ranks,
-            "nodes": machine.nodes,
-            "budget_bytes": {
-                "device": machine.device_bytes,
-                "host": machine.host_bytes,
-                "disk": machine.disk_bytes,
-            },
-            "chunks": [
-                {"count": len(b.layout.chunks), "numel": b.layout.slot_numel}
-                for b in self.arrangement.chunk_groups
-            ],
-        }
-
-    def numbers(self, least: dict[str, int | None]) -> dict[str, Any]:
-        """What came of it."""
-        return as_dict(self.plans, least)
-
-    def title(self, model: str) -> str:
-        """Two lines above the table."""
-        machine = self.machine
-        ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks} ranks"
-        if machine.nodes > 1:
-            ranks += f" on {machine.nodes} machines"
-        chunks = " and ".join(
-            f"{len(b.layout.chunks)} chunks of {b.layout.slot_numel:,} elements"
-            for b in self.arrangement.chunk_groups
-        )
-        return (
-            f"{model}: {self.params:,} parameters in {chunks}, policy {self.policy}, {ranks}\n"
-            f"on {machine.profile.name} ({machine.profile.date})"
-        )
-
-
-def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: bool) -> _Planned:
-    import torch
-
-    from hetero.cli.job.models import build_model, model_config
-    from hetero.cli.job.optimization import make_optimizer
-    from hetero.planning.group_plans import arrange
+def _plan(
+    options: TrainOptions, machine: _Machine, checkpointing: bool
+) -> tuple[dict[str, Any], list[Plan], SmallestBudgets]:
+    """What was asked for, what came of it, and the budgets that would just do."""
+    from hetero.cli.job.job import arrange_shape
+    from hetero.cli.job.models import build_shape, model_config
+    from hetero.cli.job.ranks import Ranks
     from hetero.runtime.update_schedule import check_overlap
 
-    if policy == "nvme" and not machine.disk_bytes:
+    if machine.policy == "nvme" and not machine.disk_bytes:
         raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
     config = Config(
         host_memory=machine.host_bytes,
@@ -301,47 +164,54 @@ def _plan(options: TrainOptions, machine: _Machine, policy: str, checkpointing: 
         overlap_updates=options.overlap_updates,
     )
     check_overlap(config.overlap, machine.ranks)
-    architecture = model_config(options)
-    with torch.device("meta"):
-        shape = build_model(architecture)
-        dtypes: Dtypes = make_optimizer(options, shape).dtypes(config)
-    stage = config.zero_stage
-    shard = Shard(0, machine.ranks, grads=stage >= 2, params=stage >= 3)
-    work = Work(options.batch_size * options.seq_len, options.accumulate, checkpointing)
+    shape = build_shape(model_config(options))
 
-    def arrange_with(**budgets: int) -> Arrangement:
-        sizes = {"host_bytes": machine.host_bytes, "device_bytes": machine.device_bytes, **budgets}
-        return arrange(
-            shape,
-            config,
-            dtypes,
-            disk_bytes=machine.disk_bytes,
-            shard=shard,
-            policy=policy,
-            **sizes,  # type: ignore[arg-type]
-        )
+    def arrange_within(host_bytes: int, device_bytes: int | None) -> Arrangement:
+        ranks, policy = Ranks(0, machine.ranks), machine.policy
+        budgets = host_bytes, machine.disk_bytes, device_bytes
+        return arrange_shape(shape, options, config, ranks, *budgets, policy=policy)
 
-    arrangement = arrange_with()
-    groups = arrangement.chunk_groups
-    plans = [
-        Plan.of(
-            group,
-            Problem(
-                trace=trace,
-                layout=group.layout,
-                dtypes=group.dtypes,
-                profile=machine.rank_profile,
-                overlap=options.overlap,
-                network_bytes_per_s=machine.network_bytes_per_s,
-            ),
-        )
-        for group, trace in zip(groups, traces_of(groups, work, machine.rank_profile), strict=True)
-    ]
-    return _Planned(machine, arrangement, plans, policy, _count(shape), arrange_with)
+    groups = arrange_within(machine.host_bytes, machine.device_bytes).chunk_groups
+    profile = machine.rank_profile
+    plans = predict(
+        groups,
+        profile,
+        Work(options.batch_size * options.seq_len, options.accumulate, checkpointing),
+        overlap=options.overlap,
+        # What this rank sends to the others, at the slowest place.
+        network_bytes_per_s=(
+            profile.node_bytes_per_s if machine.nodes > 1 else profile.rank_bytes_per_s
+        ),
+    )
+    facts = {
+        "params": sum(param.numel() for param in shape.parameters()),
+        "policy": machine.policy,
+        "profile": machine.profile.name,
+        "ranks": machine.ranks,
+        "nodes": machine.nodes,
+        "budget_bytes": {
+            "device": machine.device_bytes,
+            "host": machine.host_bytes,
+            "disk": machine.disk_bytes,
+        },
+        "chunks": [
+            {"count": len(group.layout.chunks), "numel": group.layout.slot_numel}
+            for group in groups
+        ],
+    }
+    return facts, plans, smallest_budgets(arrange_within, machine.device_bytes)
 
 
-def _count(model: torch.nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())
+def _title(facts: Mapping[str, Any]) -> str:
+    """Two lines above the table."""
+    ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
+    if facts["nodes"] > 1:
+        ranks += f" on {facts['nodes']} machines"
+    chunks = [f"{each['count']} chunks of {each['numel']:,} elements" for each in facts["chunks"]]
+    return (
+        f"{facts['model']}: {facts['params']:,} parameters in {' and '.join(chunks)}, policy"
+        f" {facts['policy']}, {ranks}\non {facts['profile']}"
+    )
 
 
 def _profile(name: str | None) -> Profile:

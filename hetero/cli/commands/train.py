@@ -8,13 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from hetero.cli.commands.outcome import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    missing_extra,
-    print_error,
-)
+from hetero.cli.commands.outcome import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, print_error
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 
 if TYPE_CHECKING:
@@ -41,21 +35,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains, and prints a report."""
     options = TrainOptions.from_namespace(arguments)
     # Late, because transformers and matplotlib take seconds and belong to the extra `train`.
-    try:
-        from hetero.cli.job.loop import train
-        from hetero.cli.job.ranks import joined_ranks
-        from hetero.cli.job.run_folder import RunFolder
-        from hetero.cli.show.figure import draw_figure
-        from hetero.cli.show.progress import make_observer
-        from hetero.cli.show.report import print_report
-        from hetero.cli.show.step_timeline import (
-            draw_steps,
-            last_steps_title,
-            trace_path,
-            wanted_picture,
-        )
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) from None
+    from hetero.cli.job.loop import train
+    from hetero.cli.job.ranks import joined_ranks
+    from hetero.cli.job.run_folder import RunFolder
+    from hetero.cli.show.figure import draw_figure
+    from hetero.cli.show.progress import make_observer
+    from hetero.cli.show.report import print_report
+    from hetero.cli.show.step_timeline import (
+        draw_steps,
+        last_steps_title,
+        trace_path,
+        wanted_picture,
+    )
 
     # Under --json nothing else may reach stdout, whatever a library prints.
     with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -28,12 +28,7 @@ class Corpus:
     """
 
     def __init__(
-        self,
-        text: bytes | bytearray,
-        source: str,
-        seq_len: int,
-        seed: int,
-        ranks: Ranks = ALONE,
+        self, text: bytes | bytearray, source: str, seq_len: int, seed: int, ranks: Ranks = ALONE
     ) -> None:
         """Raises ValueError if `text` is shorter than one sequence and one byte."""
         if len(text) == 0:
@@ -68,31 +63,25 @@ def load_corpus(path: str | None, seq_len: int, seed: int, ranks: Ranks = ALONE)
     Files of a folder are taken in sorted order, hidden ones left out, up to CORPUS_CAP_BYTES.
     Raises ValueError for a path that is missing, unreadable, empty or too short.
     """
-    if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        source = f"the text of {root}"
-        return Corpus(_read_all(_stdlib_files(root)), source, seq_len, seed, ranks)
-    root = Path(path)
+    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    source = f"the text of {root}" if path is None else f"--data {path}"
     if not root.exists():
-        raise ValueError(f"--data {path}: no such file or folder")
-    files = _folder_files(root) if root.is_dir() else iter([root])
-    return Corpus(_read_all(files), f"--data {path}", seq_len, seed, ranks)
+        raise ValueError(f"{source}: no such file or folder")
+    files = [root]
+    if root.is_dir():
+        found = sorted(root.rglob("*.py" if path is None else "*"))
+        files = [file for file in found if file.is_file() and _is_text(file, root, path is None)]
+    return Corpus(_read_all(files), source, seq_len, seed, ranks)
 
 
-def _stdlib_files(root: Path) -> Iterator[Path]:
-    for file in sorted(root.rglob("*.py")):
-        if _STDLIB_SKIPPED.isdisjoint(file.relative_to(root).parts):
-            yield file
+def _is_text(file: Path, root: Path, is_stdlib: bool) -> bool:
+    parts = file.relative_to(root).parts
+    if is_stdlib:
+        return _STDLIB_SKIPPED.isdisjoint(parts)
+    return not any(part.startswith(".") for part in parts)
 
 
-def _folder_files(root: Path) -> Iterator[Path]:
-    for file in sorted(root.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
-        if file.is_file() and not hidden:
-            yield file
-
-
-def _read_all(files: Iterator[Path]) -> bytearray:
+def _read_all(files: Iterable[Path]) -> bytearray:
     text = bytearray()
     for file in files:
         room = CORPUS_CAP_BYTES - len(text)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,15 @@ from torch.optim.lr_scheduler import LambdaLR
 import hetero
 from hetero.chunks.layout import Shard
 from hetero.cli.job.data import Corpus, load_corpus
-from hetero.cli.job.models import build_model, count_parameters, model_config, model_label
+from hetero.cli.job.models import build_model, build_shape, model_config, model_label
 from hetero.cli.job.optimization import make_optimizer, make_scheduler
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import ALONE, Ranks
-from hetero.cli.job.result import USUAL_STATE_BYTES_PER_PARAM, FinalPlacement, Setting
+from hetero.cli.job.result import USUAL_STATE_BYTES_PER_PARAM, Setting, TrainResult
 from hetero.cli.job.run_folder import RunFolder
-from hetero.planning.group_plans import arrange
+from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.machine_profile import saved_profile
-from hetero.planning.predict import Prediction, predict
+from hetero.planning.predict import figures, predict
 from hetero.planning.trace import Work
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
@@ -43,7 +44,16 @@ class Job:
     device: torch.device
     setting: Setting
     ranks: Ranks
-    placed: Callable[[], FinalPlacement]  # as it is now
+
+    predicted: dict[str, Any] | None  # figures() of a step; None: nothing says how fast it is
+
+    def complete(self, result: TrainResult) -> None:
+        """Adds where homes are in the end: they may have moved after some steps."""
+        engine = self.engine
+        result.placement = _chunk_counts(engine)
+        result.predicted = _predicted(self.options, engine, [])
+        result.changes = [(change.step, change.words()) for change in engine.changes]
+        result.notes = list(dict.fromkeys((*result.notes, *engine.notes)))
 
 
 @contextmanager
@@ -57,40 +67,19 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
         hetero.set_threads(options.threads)
     corpus = load_corpus(options.data, options.seq_len, options.seed, ranks)
     architecture = model_config(options)
-    params = count_parameters(architecture)
+    shape = build_shape(architecture)
+    params = sum(parameter.numel() for parameter in shape.parameters())
     config = memory_config(options, folder, params, ranks)
     # A budget that cannot work is refused with the one that can, before anything is built.
-    with torch.device("meta"):
-        shape = build_model(architecture)
-        dtypes = make_optimizer(options, shape).dtypes(config)
-        stage = config.zero_stage
-        shard = Shard(ranks.rank, ranks.count, grads=stage >= 2, params=stage >= 3)
-        arrange(
-            shape,
-            config,
-            dtypes,
-            config.host_bytes(),
-            config.disk_bytes(),
-            shard=shard,
-            device_bytes=config.device_bytes,
-        )
+    bytes_of = config.host_bytes(), config.disk_bytes(), config.device_bytes
+    arrange_shape(shape, options, config, ranks, *bytes_of)
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config):
         model = build_model(architecture)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
-    engine = optimizer.engine
-    notes = list(engine.notes)
-    predicted = predicted_step(options, engine, notes)
-
-    def placed() -> FinalPlacement:
-        return FinalPlacement(
-            policy_of(engine),
-            predicted_step(options, engine, []),
-            [(change.step, change.words()) for change in engine.changes],
-            tuple(engine.notes),
-        )
-
-    try:
+    with closing(optimizer.engine) as engine:
+        notes = list(engine.notes)
+        predicted = _predicted(options, engine, notes)
         yield Job(
             options=options,
             corpus=corpus,
@@ -116,71 +105,81 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
                 nvme_path=", ".join(config.nvme_paths) or None,
                 run_dir=str(folder.path),
                 ranks=ranks.count,
-                predicted=predicted,
             ),
             ranks=ranks,
-            placed=placed,
+            predicted=predicted,
         )
-    finally:
-        engine.close()
 
 
-def policy_of(engine: hetero.Engine) -> str:
+def arrange_shape(
+    shape: torch.nn.Module,
+    options: TrainOptions,
+    config: hetero.Config,
+    ranks: Ranks,
+    host_bytes: int,
+    disk_bytes: int,
+    device_bytes: int | None,
+    policy: str | None = None,
+) -> Arrangement:
+    """What goes where of a model on the meta device; budgets and `policy` as arrange() has them.
+
+    Raises PlacementError.
+    """
+    stage = config.zero_stage
+    return arrange(
+        shape,
+        config,
+        make_optimizer(options, shape).dtypes(config),
+        host_bytes,
+        disk_bytes,
+        shard=Shard(ranks.rank, ranks.count, grads=stage >= 2, params=stage >= 3),
+        device_bytes=device_bytes,
+        policy=policy,
+    )
+
+
+def _chunk_counts(engine: hetero.Engine) -> str:
     """How many chunks have which kind of state where."""
     found = []
     for state_kind in ("param", "grad", "optim_state"):
-        homes = [
-            t
-            for b in engine.chunk_groups
-            for t in getattr(b.placement, state_kind)
-            if t is not None
-        ]
-        counts = [
-            f"{homes.count(tier)} in {where}"
-            for tier, where in ((Tier.DEVICE, "DEVICE"), (Tier.HOST, "RAM"), (Tier.DISK, "NVMe"))
-            if tier in homes
-        ]
+        homes = Counter(
+            tier for b in engine.chunk_groups for tier in getattr(b.placement, state_kind)
+        )
+        places = ((Tier.DEVICE, "DEVICE"), (Tier.HOST, "RAM"), (Tier.DISK, "NVMe"))
+        counts = [f"{homes[tier]} in {where}" for tier, where in places if homes[tier]]
         found.append(f"{state_kind.upper()} {', '.join(counts)}")
     return f"chunks: {'; '.join(found)}"
 
 
-def predicted_step(
+def _predicted(
     options: TrainOptions, engine: hetero.Engine, notes: list[str]
 ) -> dict[str, Any] | None:
     """What a step is predicted to take by the saved profile of this machine, or else by the rates
     of the steps that were made.
 
-    Args:
-        options: of the run.
-        engine: of the run.
-        notes: gets the reason if the profile that there is says nothing.
-
-    Returns:
-        Prediction.as_dict(); None if nothing is known yet, or with several ranks: what the others
-        do at the same time is not predicted.
+    `notes` gets the reason if the profile that there is says nothing. None if nothing is known yet,
+    or with several ranks: what the others do at the same time is not predicted.
     """
     if engine.world.size > 1:
         return None
     config, clips = engine.config, options.clip > 0
     try:
         profile = saved_profile(config, threads=options.threads)
-        if profile is not None:
-            made = predict(
-                engine.chunk_groups,
+        if profile is None:
+            plans = engine.predicted_plans(grad_factors=clips)
+        else:
+            plans = predict(
+                engine.budget_moves.group_plans(),
                 profile,
                 Work(options.batch_size * options.seq_len, options.accumulate),
-                grad_factors=clips,
                 prefetch=config.prefetch,
                 overlap=config.overlap,
+                grad_factors=clips,
             )
-            return made.as_dict()
     except ValueError as error:  # of another version, or without what this run uses
         notes.append(f"no step time is predicted: {error}")
         return None
-    plans = engine.predicted_plans(grad_factors=clips)
-    if not plans:
-        return None
-    return Prediction(tuple(plan.cost for plan in plans), measured_computing=True).as_dict()
+    return figures(plans) if plans else None
 
 
 def memory_config(

@@ -34,11 +34,7 @@ def train(
 ) -> TrainResult:
     """Trains as the options say; all ranks must call it with the same options.
 
-    Args:
-        options: validated options of `hetero train`.
-        folder: where metrics are written, step by step.
-        observer: shows the run while it goes on.
-        ranks: this process among those that train together.
+    Metrics are written to `folder` step by step, and the run is shown by `observer`.
 
     Returns:
         What was measured. Its status and failure say what ended the run early, Ctrl-C included.
@@ -47,11 +43,12 @@ def train(
         ValueError, hetero.HeteroError: before the first step, for options that cannot work.
     """
     with open_job(options, folder, ranks) as job:
-        result = TrainResult(job.setting)
+        notes = list(job.setting.notes)
+        result = TrainResult(job.setting, predicted=job.predicted, notes=notes)
         observer.begin(job.setting)
         try:
             _run_steps(job, folder, observer, result)
-            result.placed = job.placed()
+            job.complete(result)
             result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
         except KeyboardInterrupt:
             result.status = "interrupted"

@@ -16,74 +16,73 @@ if TYPE_CHECKING:
 
 BYTE_VALUES = 256
 
-# Shapes of GPT-2 as published; one that is quick enough to learn something in minutes on a CPU
-# while its state is still worth offloading; and the 1.3B shape of GPT-3's table, which offloading
-# systems are measured with.
-GPT2_SHAPES: dict[str, dict[str, int]] = {
-    "gpt2-100m": {"n_layer": 8, "n_embd": 1024, "n_head": 16},
-    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12},
-    "gpt2-medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
-    "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
-    "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
-    "gpt2-1.3b": {"n_layer": 24, "n_embd": 2048, "n_head": 32},
-}
-
-# Shapes of other well-known models as published: the model_type, and what its configuration takes.
-OTHER_SHAPES: dict[str, tuple[str, dict[str, int]]] = {
-    **{
-        f"opt-{name}": (
-            "opt",
-            {
-                "num_hidden_layers": layers,
-                "hidden_size": width,
-                "word_embed_proj_dim": width,
-                "ffn_dim": 4 * width,
-                "num_attention_heads": heads,
-                "max_position_embeddings": 2048,
-                "vocab_size": 50272,
-            },
-        )
-        for name, layers, width, heads in (
-            ("1.3b", 24, 2048, 32),
-            ("6.7b", 32, 4096, 32),
-            ("13b", 40, 5120, 40),
-            ("30b", 48, 7168, 56),
-            ("66b", 64, 9216, 72),
-        )
-    },
-    **{
-        f"llama-{name}": (
-            "llama",
-            {
-                "num_hidden_layers": layers,
-                "hidden_size": width,
-                "intermediate_size": inner,
-                "num_attention_heads": heads,
-                "num_key_value_heads": groups,
-                "max_position_embeddings": 4096,
-                "vocab_size": 32000,
-            },
-        )
-        for name, layers, width, inner, heads, groups in (
-            ("7b", 32, 4096, 11008, 32, 32),
-            ("13b", 40, 5120, 13824, 40, 40),
-            ("70b", 80, 8192, 28672, 64, 8),
-        )
-    },
-}
-MODEL_NAMES = (*GPT2_SHAPES, *OTHER_SHAPES)
 GPT2_VOCAB_SIZE = 50257
+
+Shape = tuple[str, dict[str, Any]]  # the model_type, and what its configuration takes
+
+
+def _gpt2(layers: int, width: int, heads: int) -> Shape:
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": GPT2_VOCAB_SIZE}
+    # One pass over little of the data cannot overfit, and losses stay comparable.
+    dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    return "gpt2", {**sizes, **dropouts, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def _opt(layers: int, width: int, heads: int) -> Shape:
+    return "opt", {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "word_embed_proj_dim": width,
+        "ffn_dim": 4 * width,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 2048,
+        "vocab_size": 50272,
+    }
+
+
+def _llama(layers: int, width: int, inner: int, heads: int, groups: int) -> Shape:
+    return "llama", {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": 4096,
+        "vocab_size": 32000,
+    }
+
+
+# As published; but one that is quick enough to learn something in minutes on a CPU while its state
+# is still worth offloading, and the 1.3B shape of GPT-3's table, which offloading systems are
+# measured with.
+SHAPES: dict[str, Shape] = {
+    "gpt2-100m": _gpt2(8, 1024, 16),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "gpt2-1.3b": _gpt2(24, 2048, 32),
+    "opt-1.3b": _opt(24, 2048, 32),
+    "opt-6.7b": _opt(32, 4096, 32),
+    "opt-13b": _opt(40, 5120, 40),
+    "opt-30b": _opt(48, 7168, 56),
+    "opt-66b": _opt(64, 9216, 72),
+    "llama-7b": _llama(32, 4096, 11008, 32, 32),
+    "llama-13b": _llama(40, 5120, 13824, 40, 40),
+    "llama-70b": _llama(80, 8192, 28672, 64, 8),
+}
+MODEL_NAMES = tuple(SHAPES)
 
 
 def wanted_vocab_size(model: str, config: str | None, given: int | None) -> int | None:
-    """What was given, else as published for a model by name; a `config` file has its own."""
-    return published_vocab_size(model) if config is None and given is None else given
+    """What was given, else as published for a model by name; a `config` file has its own.
 
-
-def published_vocab_size(name: str) -> int:
-    """Of a model by name; raises ValueError for an unknown one."""
-    _check_name(name)
-    return OTHER_SHAPES[name][1]["vocab_size"] if name in OTHER_SHAPES else GPT2_VOCAB_SIZE
+    Raises ValueError for an unknown name.
+    """
+    if config is not None or given is not None:
+        return given
+    vocab_size: int = _shape(model)[1]["vocab_size"]
+    return vocab_size
 
 
 def model_config(options: TrainOptions) -> PretrainedConfig:
@@ -120,39 +119,32 @@ def build_model(config: PretrainedConfig) -> torch.nn.Module:
     return model.train()
 
 
+def build_shape(config: PretrainedConfig) -> torch.nn.Module:
+    """The same on the meta device: its parameters have no memory."""
+    with torch.device("meta"):
+        return build_model(config)
+
+
 def count_parameters(config: PretrainedConfig) -> int:
     """Number of parameters, tied ones once; allocates none of them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_model(config).parameters())
+    return sum(parameter.numel() for parameter in build_shape(config).parameters())
 
 
 def _config_from_name(name: str, vocab_size: int) -> PretrainedConfig:
-    from transformers import AutoConfig, GPT2Config
+    from transformers import AutoConfig
 
-    _check_name(name)
+    model_type, shape = _shape(name)
     if vocab_size < BYTE_VALUES:
         raise ValueError(f"--vocab-size must be at least {BYTE_VALUES}, got {vocab_size}")
-    if name in OTHER_SHAPES:
-        model_type, shape = OTHER_SHAPES[name]
-        return AutoConfig.for_model(model_type, **shape | {"vocab_size": vocab_size})
-    values: dict[str, Any] = {
-        **GPT2_SHAPES[name],
-        "vocab_size": vocab_size,
-        # One pass over little of the data cannot overfit, and losses stay comparable.
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    return GPT2Config(**values)
+    return AutoConfig.for_model(model_type, **shape | {"vocab_size": vocab_size})
 
 
-def _check_name(name: str) -> None:
-    if name not in MODEL_NAMES:
+def _shape(name: str) -> Shape:
+    if name not in SHAPES:
         near = difflib.get_close_matches(name, MODEL_NAMES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(MODEL_NAMES)}"
         raise ValueError(f"unknown model {name!r}; {hint}")
+    return SHAPES[name]
 
 
 def _config_from_file(path: Path) -> PretrainedConfig:

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetero.cli.job.metrics import LINKS, MemorySample, StepMetrics
+from hetero.cli.job.metrics import LINKS, StepMetrics
 from offload.timeline import Timeline
 
 # fp32 master, exp_avg, exp_avg_sq and gradient: what the state takes where nothing is split.
@@ -33,21 +33,10 @@ class Setting:
     nvme_path: str | None  # several with commas between
     run_dir: str
     ranks: int = 1
-    predicted: dict[str, Any] | None = None  # Prediction.as_dict(); None without a profile
 
     @property
     def state_bytes(self) -> int:
         return USUAL_STATE_BYTES_PER_PARAM * self.params
-
-
-@dataclass(frozen=True)
-class FinalPlacement:
-    """Where the state was at the end of the run; homes may have moved after some steps."""
-
-    placement: str
-    predicted: dict[str, Any] | None  # Prediction.as_dict()
-    changes: list[tuple[int, str]]  # after which step, and why
-    notes: tuple[str, ...] = ()  # the engine's: fallbacks, changes, and what limits a step
 
 
 @dataclass
@@ -64,20 +53,13 @@ class TrainResult:
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
     status: str = "finished"  # "finished" | "interrupted" | "failed"
     failure: Exception | None = None
-    placed: FinalPlacement | None = None  # None: the run failed
+    # Of a step, from figures(): before the first one, and where homes are in the end.
+    predicted: dict[str, Any] | None = None
+    placement: str | None = None  # at the end; None: the run failed
+    changes: list[tuple[int, str]] = field(default_factory=list)  # of homes: after which step, why
+    notes: list[str] = field(default_factory=list)  # fallbacks, changes, and what limits a step
     timeline: Timeline | None = None  # of the last steps, if it was wanted and the run came there
     timeline_paths: list[str] = field(default_factory=list)  # picture and trace
-
-    @property
-    def predicted(self) -> dict[str, Any] | None:
-        """What a step was expected to take with the placement that the run ended with."""
-        return self.setting.predicted if self.placed is None else self.placed.predicted
-
-    @property
-    def notes(self) -> list[str]:
-        """What was worth knowing at first, and what came to it."""
-        later = () if self.placed is None else self.placed.notes
-        return list(dict.fromkeys((*self.setting.notes, *later)))
 
     @property
     def error(self) -> str | None:
@@ -89,8 +71,7 @@ class TrainResult:
 
         After homes have moved those that came then, without the first of them.
         """
-        changes = [] if self.placed is None else self.placed.changes
-        moved = max((step for step, _ in changes), default=0)
+        moved = max((step for step, _ in self.changes), default=0)
         return self.steps[moved + 1 :] or self.steps[1:] or self.steps
 
     @property
@@ -101,11 +82,8 @@ class TrainResult:
     @property
     def bytes_per_step(self) -> dict[str, int]:
         """Mean traffic of the steady steps."""
-        steady = self.steady_steps
-        count = max(1, len(steady))
-        return {
-            link: round(sum(step.traffic_bytes[link] for step in steady) / count) for link in LINKS
-        }
+        count = max(1, len(self.steady_steps))
+        return {link: round(n / count) for link, n in _moved(self.steady_steps).items()}
 
     @property
     def measured_over_predicted(self) -> float | None:
@@ -123,36 +101,23 @@ class TrainResult:
 
     @property
     def total_bytes(self) -> dict[str, int]:
-        return {link: sum(step.traffic_bytes[link] for step in self.steps) for link in LINKS}
-
-    @property
-    def memory(self) -> list[MemorySample]:
-        return [sample for step in self.steps for sample in step.memory]
+        return _moved(self.steps)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that `--json` prints and summary.json holds."""
-        setting = self.setting
+        unsaid = ("vocab_size", "tokens_per_step")
+        setting = {name: value for name, value in vars(self.setting).items() if name not in unsaid}
+        seconds = ("step_s", "forward_s", "backward_s", "optimizer_s")
         return {
-            "model": setting.model,
-            "params": setting.params,
-            "state_bytes": setting.state_bytes,
-            "dtype": setting.dtype,
-            "policy": setting.policy,
-            "engine": setting.engine,
-            "isa": setting.isa,
-            "threads": setting.threads,
-            "ranks": setting.ranks,
+            **setting,
+            "state_bytes": self.setting.state_bytes,
             "status": self.status,
             "error": self.error,
             "steps": len(self.steps),
             "losses": [step.loss for step in self.steps],
             "grad_norms": [step.grad_norm for step in self.steps],
-            "step_s": [step.step_s for step in self.steps],
-            "forward_s": [step.forward_s for step in self.steps],
-            "backward_s": [step.backward_s for step in self.steps],
-            "optimizer_s": [step.optimizer_s for step in self.steps],
+            **{name: [getattr(step, name) for step in self.steps] for name in seconds},
             "tokens_per_s": self.tokens_per_s,
-            "budget_bytes": setting.budget_bytes,
             "peak_managed_bytes": self.peak_managed_bytes,
             "peak_rss_bytes": self.peak_rss_bytes,
             "peak_rss_by_rank_bytes": self.peak_rss_by_rank_bytes,
@@ -161,13 +126,14 @@ class TrainResult:
             "received_bytes_per_step": self.bytes_per_step["received"],
             "gather_wait_s_per_step": self.gather_wait_s_per_step,
             "total_bytes": self.total_bytes,
-            "placement": None if self.placed is None else self.placed.placement,
-            "changes": [] if self.placed is None else [why for _, why in self.placed.changes],
+            "placement": self.placement,
+            "changes": [why for _, why in self.changes],
             "predicted": self.predicted,
             "measured_over_predicted": self.measured_over_predicted,
             "notes": self.notes,
             "timeline": self.timeline_paths,
-            "data": setting.data,
-            "nvme_path": setting.nvme_path,
-            "run_dir": setting.run_dir,
         }
+
+
+def _moved(steps: list[StepMetrics]) -> dict[str, int]:
+    return {link: sum(step.traffic_bytes[link] for step in steps) for link in LINKS}

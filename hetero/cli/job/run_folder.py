@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hetero.cli.job.ranks import ALONE, Ranks
@@ -46,12 +45,7 @@ class RunFolder:
             raise ValueError(f"cannot make --run-dir {self.path}: {error.strerror}") from error
         return str(self.path)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._steps == 0:
             self._remove_created()
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 
 import torch
 
@@ -54,7 +55,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
     """Makes step number `step` (from 1) of a run that began at `start_s`, and measures it."""
     options = job.options
     clock = Stopwatch(job.device)
-    before, gather_wait_s = _traffic_bytes(job), _gather_wait_s(job)
+    before, gather_wait_s = asdict(job.engine.traffic), job.engine.gather_wait_s
     memory: list[MemorySample] = []
     loss_sum = 0.0
     for micro_batch in range(1, options.accumulate + 1):
@@ -83,7 +84,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         job.optimizer.zero_grad()
     job.scheduler.step()
     memory.append(_memory_sample(job, start_s))
-    after = _traffic_bytes(job)
+    after = asdict(job.engine.traffic)
     return StepMetrics(
         step=step,
         loss=loss_mean,
@@ -95,7 +96,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         optimizer_s=clock.seconds["optimizer"],
         tokens=job.setting.tokens_per_step,
         traffic_bytes={link: after[link] - before[link] for link in LINKS},
-        gather_wait_s=_gather_wait_s(job) - gather_wait_s,
+        gather_wait_s=job.engine.gather_wait_s - gather_wait_s,
         memory=tuple(memory),
     )
 
@@ -109,15 +110,6 @@ def _require_number(loss: float, step: int, options: TrainOptions) -> None:
     if options.dtype == "fp16":
         advice += ", or --dtype bf16 or fp32, whose range is wider"
     raise DivergedError(f"the loss became {loss} in step {step}; try {advice}")
-
-
-def _traffic_bytes(job: Job) -> dict[str, int]:
-    traffic = job.engine.traffic
-    return {link: int(getattr(traffic, link)) for link in LINKS}
-
-
-def _gather_wait_s(job: Job) -> float:
-    return float(job.engine.gather_wait_s)
 
 
 def _memory_sample(job: Job, start_s: float) -> MemorySample:

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 TIER_COLOURS = {"device": "#CC79A7", "host": "#0072B2", "disk": "#009E73"}
 TIER_WORDS = {"device": "device", "host": "host RAM", "disk": "NVMe file"}
 QUIET_COLOUR = "#555555"
-PART_COLOURS = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#E69F00",
-}
+PART_COLOURS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
 GIB = float(1 << 30)
 LABEL_FONT_SIZE = 10
 # In pixels per point of font size, spacing included, at the figure's own resolution.
@@ -83,11 +79,7 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
     axes.axhline(usual, color="#D55E00", linestyle=":", linewidth=1.8)
     labels = [
         (rss[-1], f"whole process (RSS): {format_bytes(rss[-1] * GIB)}", QUIET_COLOUR),
-        (
-            usual,
-            f"usual model state,\n16 B/param: {format_bytes(setting.state_bytes)}",
-            "#D55E00",
-        ),
+        (usual, f"usual model state,\n16 B/param: {format_bytes(setting.state_bytes)}", "#D55E00"),
     ]
     for tier in TIERS:
         colour, word, budget = TIER_COLOURS[tier], TIER_WORDS[tier], setting.budget_bytes[tier]
@@ -114,25 +106,20 @@ def _draw_memory(axes: Axes, result: TrainResult) -> None:
 def _draw_time(axes: Axes, result: TrainResult) -> None:
     numbers = [step.step for step in result.steps]
     totals = [step.step_s for step in result.steps]
-    parts = {
-        "forward": [step.forward_s for step in result.steps],
-        "backward": [step.backward_s for step in result.steps],
-        "optimizer": [step.optimizer_s for step in result.steps],
-    }
     base = [0.0] * len(numbers)
     labels = []
-    for name, seconds in parts.items():
-        axes.bar(numbers, seconds, bottom=base, width=1.0, color=PART_COLOURS[name])
+    for name, colour in PART_COLOURS.items():
+        seconds = [getattr(step, f"{name}_s") for step in result.steps]
+        axes.bar(numbers, seconds, bottom=base, width=1.0, color=colour)
         middle = statistics.median(b + s / 2 for b, s in zip(base, seconds, strict=True))
         share = sum(seconds) / sum(totals)
-        median_s = statistics.median(seconds)
-        labels.append((middle, f"{name}: {median_s:.2f} s, {share:.0%}", PART_COLOURS[name]))
+        labels.append((middle, f"{name}: {statistics.median(seconds):.2f} s, {share:.0%}", colour))
         base = [b + s for b, s in zip(base, seconds, strict=True)]
-    axes.set_title(f"Time of a step, median {statistics.median(totals):.2f} s", loc="left")
+    typical_s = statistics.median(totals)
+    axes.set_title(f"Time of a step, median {typical_s:.2f} s", loc="left")
     axes.set_ylabel("seconds")
     _step_axis(axes, numbers)
     # One slow step, like the first, must not flatten all others.
-    typical_s = statistics.median(totals)
     axes.set_ylim(0, 1.1 * min(max(totals), 3 * typical_s))
     _label_right(axes, labels)
 

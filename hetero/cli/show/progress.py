@@ -60,36 +60,31 @@ class LineObserver:
     def begin(self, setting: Setting) -> None:
         self._steps = setting.steps
         for line in opening_lines(setting):
-            self._print(line)
+            print(line, file=self._stream, flush=True)
 
     def step(self, metrics: StepMetrics) -> None:
         if metrics.step in (1, self._steps) or metrics.step % self._log_every == 0:
-            self._print(
-                f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}"
-                f"  {metrics.tokens_per_s:.0f} tokens/s  {_tiers(metrics)}"
-            )
+            loss = f"step {metrics.step}/{self._steps}  loss {metrics.loss:.4f}"
+            speed = f"{metrics.tokens_per_s:.0f} tokens/s"
+            print(f"{loss}  {speed}  {_tiers(metrics)}", file=self._stream, flush=True)
 
     def end(self) -> None:
         self._stream.flush()
-
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
 
 
 class BarObserver:
     """A progress bar with the newest figures."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
+        self._console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(elapsed_when_finished=True),
-            console=console,
+            console=self._console,
             expand=True,
         )
-        self._console = console
         self._task = self._progress.add_task("train", total=None, start=False, figures="")
 
     def begin(self, setting: Setting) -> None:
@@ -113,9 +108,7 @@ def _tiers(metrics: StepMetrics) -> str:
     """Bytes held per tier and moved to and from the disk in the step."""
     held = metrics.memory[-1].managed_bytes
     tiers = "  ".join(f"{tier} {format_bytes(n)}" for tier, n in held.items() if n)
-    moved = metrics.traffic_bytes
-    if moved["disk_read"] or moved["disk_write"]:
-        tiers += (
-            f"  read {format_bytes(moved['disk_read'])} write {format_bytes(moved['disk_write'])}"
-        )
+    read, written = (metrics.traffic_bytes[link] for link in ("disk_read", "disk_write"))
+    if read or written:
+        tiers += f"  read {format_bytes(read)} write {format_bytes(written)}"
     return tiers

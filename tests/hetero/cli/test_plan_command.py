@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,18 @@ def test_bad_input_is_one_line(
     assert message in err
 
 
+def test_a_missing_extra_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "transformers"]
+    for name in ["transformers", *loaded]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert plan() == 2
+    assert "transformers is missing; install it: pip install 'hetero[train]'" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_profile_without_a_disk_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     no_disk = {"nvme_bytes": None}
     no_disk |= {f"nvme_{mode}_bytes_per_s": None for mode in ("read", "write", "mixed")}
@@ -209,9 +222,9 @@ def test_a_profile_without_a_disk_says_so(here: Path, capsys: pytest.CaptureFixt
     [("opt-6.7b", 6.658), ("llama-7b", 6.738), ("llama-70b", 68.977), ("gpt2-xl", 1.558)],
 )
 def test_published_sizes(name: str, billions: float) -> None:
-    from hetero.cli.job.models import published_vocab_size
+    from hetero.cli.job.models import wanted_vocab_size
 
-    options = TrainOptions(model=name, vocab_size=published_vocab_size(name))
+    options = TrainOptions(model=name, vocab_size=wanted_vocab_size(name, None, None))
     count = count_parameters(model_config(options))
     assert count / 1e9 == pytest.approx(billions, abs=1e-3)
     assert name in MODEL_NAMES

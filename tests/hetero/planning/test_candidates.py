@@ -6,9 +6,11 @@ import pytest
 from hypothesis import assume, given, settings
 
 from hetero.overlap import STREAMING_BUFFERS
-from hetero.planning.candidates import place, smallest_budgets
+from hetero.planning.candidates import SmallestBudgets, place, smallest_budgets
 from hetero.planning.placement import (
     Budgets,
+    GroupSpec,
+    Placement,
     PlacementError,
     SlotBytes,
 )
@@ -24,6 +26,13 @@ from tests.support.training.planning import (
     placed_problems,
     separate_profile,
 )
+
+
+def smallest_budgets_of(spec: GroupSpec) -> SmallestBudgets:
+    def place_within(host: int, device: int | None) -> Placement:
+        return place(spec.within(replace(spec.budgets, host=host, device=device)))
+
+    return smallest_budgets(place_within, spec.budgets.device)
 
 
 @settings(max_examples=300, deadline=None)
@@ -88,14 +97,14 @@ def test_all_is_on_the_device_where_it_fits():
     assert set(made.optim_state) == {Tier.DEVICE}
     assert made.gathered_slots == made.grad_offload_bytes == 0
     cost = CostModel(make_problem(layout, separate_profile())).cost(made)
-    assert cost.traffic.h2d == cost.traffic.d2h == 0
+    assert cost.traffic["h2d"] == cost.traffic["d2h"] == 0
 
 
 @pytest.mark.parametrize("policy", ["cpu", "nvme", "auto"])
 def test_a_device_that_is_too_small_is_refused_to_the_byte(policy):
     layout = layout_of(*[SLOT] * 6)
     ample = Budgets(AMPLE, AMPLE, device=AMPLE)
-    _, device = smallest_budgets(make_spec(layout, ample, policy))
+    device = smallest_budgets_of(make_spec(layout, ample, policy))["device"]
     assert device == SlotBytes.of(layout, BF16).gathered + SLOT * 2
     place(make_spec(layout, replace(ample, device=device), policy))
     with pytest.raises(PlacementError, match=rf"device_memory .* \({device} bytes\)"):
@@ -112,7 +121,7 @@ def test_the_smallest_budgets_are_true_to_the_byte(placed_problem):
         ample = replace(ample, device=AMPLE)
     if spec.policy == "nvme" and not ample.disk:
         return
-    host, device = smallest_budgets(spec.within(ample))
+    host, device = smallest_budgets_of(spec.within(ample)).values()
     place(spec.within(replace(ample, host=host)))
     if host:
         with pytest.raises(PlacementError):

@@ -11,7 +11,7 @@ from hetero.cli.main import main
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Budgets
-from hetero.planning.predict import predict
+from hetero.planning.predict import figures, predict
 from hetero.planning.trace import Computing, Work
 from tests.support.training.planning import AMPLE, BF16, SLOT, layout_of, make_profile, make_spec
 
@@ -28,22 +28,23 @@ def chunk_group(*numels: int, disk: bool = False) -> ChunkGroupPlan:
 
 def test_computing_is_shared_out_over_chunk_groups_by_their_elements() -> None:
     chunk_groups = [chunk_group(3 * SLOT, 3 * SLOT), chunk_group(2 * SLOT)]
-    made = predict(chunk_groups, make_profile(), WORK, Computing(8.0, 16.0))
-    assert made.phases_s["forward"] == pytest.approx(8)
-    assert made.phases_s["backward"] == pytest.approx(16)
-    assert made.costs[1].phases[0].seconds == pytest.approx(2)
+    plans = predict(chunk_groups, make_profile(), WORK, Computing(8.0, 16.0))
+    made = figures(plans)
+    assert made["phases_s"]["forward"] == pytest.approx(8)
+    assert made["phases_s"]["backward"] == pytest.approx(16)
+    assert plans[1].cost.phases[0].seconds == pytest.approx(2)
     update_s = 8 * SLOT * BF16.kind.bytes_moved / 10
-    assert made.step_s == pytest.approx(24 + update_s)
-    assert made.as_dict()["phases_s"]["update"] == pytest.approx(update_s)
-    assert made.as_dict()["measured_computing"] is True
+    assert made["step_s"] == pytest.approx(24 + update_s)
+    assert made["phases_s"]["update"] == pytest.approx(update_s)
+    assert made["measured_computing"] is True
 
 
 def test_clipping_reads_the_gradients_once_more() -> None:
     chunk_groups = [chunk_group(SLOT, SLOT)]
-    without = predict(chunk_groups, make_profile(), WORK)
-    clipped = predict(chunk_groups, make_profile(), WORK, grad_factors=True)
-    assert clipped.step_s - without.step_s == pytest.approx(2 * SLOT * 2 / 20)
-    assert not without.measured_computing
+    without = figures(predict(chunk_groups, make_profile(), WORK))
+    clipped = figures(predict(chunk_groups, make_profile(), WORK, grad_factors=True))
+    assert clipped["step_s"] - without["step_s"] == pytest.approx(2 * SLOT * 2 / 20)
+    assert without["measured_computing"] is False
 
 
 def test_a_profile_without_a_disk_cannot_tell_about_one() -> None:

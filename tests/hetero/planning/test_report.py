@@ -29,7 +29,8 @@ def planned(**budgets) -> Plan:
     given = Budgets(**{"host": TOTAL // 2, "disk": AMPLE, "device": None, **budgets})
     profile = None if given.device is None else separate_profile()
     spec = make_spec(LAYOUT, given)
-    return Plan.of(ChunkGroupPlan(spec, place(spec)), make_problem(LAYOUT, profile, tokens=1e-4))
+    group, problem = ChunkGroupPlan(spec, place(spec)), make_problem(LAYOUT, profile, tokens=1e-4)
+    return Plan(group, problem, CostModel(problem).cost(group.placement))
 
 
 def test_bytes_and_seconds_are_the_plan_s():
@@ -38,13 +39,14 @@ def test_bytes_and_seconds_are_the_plan_s():
     assert sum(facts["bytes"]["disk"].values()) == made.placement.disk_bytes
     assert sum(facts["bytes"]["host"].values()) <= made.placement.host_bytes
     assert facts["step_s"] == made.cost.seconds
-    assert facts["nvme_bytes_written_per_1000_steps"] == 1000 * made.cost.traffic.nvme_written > 0
+    written = facts["nvme_bytes_written_per_1000_steps"]
+    assert written == 1000 * made.cost.traffic["nvme_written"] > 0
     assert facts["bound"] == "NVMe"
     text = explain([made])
     for part in (
         format_bytes(made.placement.disk_bytes),
         "bound by: NVMe",
-        f"written per 1000 steps: {format_bytes(1000 * made.cost.traffic.nvme_written)}",
+        f"written per 1000 steps: {format_bytes(written)}",
         "Computing is estimated",
     ):
         assert part in text
@@ -84,3 +86,9 @@ def test_the_smallest_budgets_are_quoted():
     host = as_dict([made])["smallest_budgets"]["host"]
     assert f"({host} bytes) of RAM" in explain([made])
     assert "(77 bytes) of RAM" in explain([made], {"host": 77, "device": None})
+
+
+def test_a_file_without_room_for_more_is_explained():
+    """With less RAM it would have to hold more, so no smaller budget of RAM works beside it."""
+    made = planned(disk=planned().placement.disk_bytes)
+    assert "Smallest budgets that work" in explain([made])

@@ -19,7 +19,7 @@ from hetero.planning.step_cost import (
     CostModel,
     Problem,
 )
-from hetero.planning.trace import Phase, Trace, Use
+from hetero.planning.trace import Trace
 from offload.memory.tiers import Tier
 from tests.support.training.planning import (
     AMPLE,
@@ -88,7 +88,7 @@ def test_in_ram_a_step_is_compute_and_update():
     assert [p.name for p in cost.phases] == ["forward", "backward", "update"]
     assert [p.seconds for p in cost.phases] == pytest.approx([8, 16, UPDATE_S])
     assert cost.busy_s == pytest.approx({COMPUTE: 24, CPU_UPDATE: UPDATE_S})
-    assert cost.traffic.nvme_read == cost.traffic.nvme_written == 0
+    assert cost.traffic["nvme_read"] == cost.traffic["nvme_written"] == 0
 
 
 def test_with_one_slot_nothing_overlaps():
@@ -122,7 +122,7 @@ def test_without_prefetch_every_read_is_waited_for():
 def test_buffers_save_traffic_of_records_in_a_straight_line(buffers):
     cost = CostModel(problem(disk(1.0))).cost(made(optim_state=DISK, buffers=buffers))
     streamed = (CHUNKS - buffers) * BYTES.optim_state
-    assert cost.traffic.nvme_read == cost.traffic.nvme_written == streamed
+    assert cost.traffic["nvme_read"] == cost.traffic["nvme_written"] == streamed
     nvme_s = 2 * streamed / PARAM
     assert cost.phases[2].busy_s[NVME] == pytest.approx(nvme_s)
     if buffers == 1:
@@ -133,16 +133,16 @@ def test_buffers_save_traffic_of_records_in_a_straight_line(buffers):
 
 def test_parameters_on_disk_are_written_once_a_step_whatever_the_buffers():
     cost = CostModel(problem(disk(1.0))).cost(made(param=DISK, slots=4, buffers=4))
-    assert cost.traffic.nvme_written == CHUNKS * PARAM
-    assert cost.traffic.nvme_read == CHUNKS * PARAM  # once in forward; all four stay
+    assert cost.traffic["nvme_written"] == CHUNKS * PARAM
+    assert cost.traffic["nvme_read"] == CHUNKS * PARAM  # once in forward; all four stay
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 def test_gradients_on_disk_are_read_again_by_each_further_micro_batch(micro_batches):
     on_disk = made(grad=DISK, buffers=4)
     cost = CostModel(problem(disk(1.0), micro_batches=micro_batches)).cost(on_disk)
-    assert cost.traffic.nvme_written == micro_batches * CHUNKS * BYTES.grad
-    assert cost.traffic.nvme_read == micro_batches * CHUNKS * BYTES.grad  # the update's one, too
+    assert cost.traffic["nvme_written"] == micro_batches * CHUNKS * BYTES.grad
+    assert cost.traffic["nvme_read"] == micro_batches * CHUNKS * BYTES.grad  # the update's one, too
 
 
 @pytest.mark.parametrize("micro_batches", [4, 7])
@@ -151,10 +151,12 @@ def test_alike_micro_batches_are_multiplied(micro_batches):
     slow = problem(disk(3.0), micro_batches=micro_batches)
     placed = made(param=DISK, slots=2)
     cost = CostModel(slow).cost(placed)
-    # Uses in a row are one in a real trace; here one more makes the last micro-batch differ.
-    uses = (*slow.trace.uses, Use(0, Phase.BACKWARD))
-    each = CostModel(replace(slow, trace=replace(slow.trace, uses=uses))).cost(placed)
-    assert cost.traffic.nvme_read == each.traffic.nvme_read
+    one_by_one = CostModel(slow)
+    first, later = one_by_one.segments[:2], one_by_one.segments[2:4]
+    others = [replace(each, weight=1) for _ in range(micro_batches - 1) for each in later]
+    one_by_one.segments = [*first, *others]
+    each = one_by_one.cost(placed)
+    assert cost.traffic["nvme_read"] == each.traffic["nvme_read"]
     assert cost.seconds == pytest.approx(each.seconds, rel=0.03)
 
 
@@ -163,8 +165,8 @@ def test_a_separate_device_fetches_over_the_link_and_sends_gradients_back():
         h2d_bytes_per_s=PARAM / 1.0, d2h_bytes_per_s=SLOT * 2 / 3.0, device_bytes=AMPLE
     )
     cost = CostModel(problem(profile)).cost(made(slots=2))
-    assert cost.traffic.h2d == (4 + 2) * PARAM
-    assert cost.traffic.d2h == CHUNKS * SLOT * 2
+    assert cost.traffic["h2d"] == (4 + 2) * PARAM
+    assert cost.traffic["d2h"] == CHUNKS * SLOT * 2
     forward, backward = cost.phases[:2]
     assert forward.seconds == pytest.approx(8 + 1)
     assert backward.seconds == pytest.approx(16 + 3)  # the last gradient leaves when all is done
@@ -175,8 +177,8 @@ def test_what_is_on_the_device_moves_nothing_and_is_updated_there():
     profile = separate_profile()
     half = (DEVICE, DEVICE, HOST, HOST)
     cost = CostModel(problem(profile)).cost(made(half, half, half, slots=2))
-    assert cost.traffic.h2d == 2 * PARAM
-    assert cost.traffic.d2h == 2 * SLOT * 2
+    assert cost.traffic["h2d"] == 2 * PARAM
+    assert cost.traffic["d2h"] == 2 * SLOT * 2
     update = cost.phases[2]
     assert update.busy_s[CPU_UPDATE] == pytest.approx(UPDATE_S / 2)
     assert update.seconds == pytest.approx(UPDATE_S / 2)  # the device is quicker
@@ -208,8 +210,8 @@ def test_updates_overlap_backward():
     in_ram = CostModel(problem(overlap=OverlapUpdates.BACKWARD)).cost(made())
     assert in_ram.seconds == pytest.approx(CostModel(problem()).cost(made()).seconds)
     # Buffers that pass tiles on keep nothing.
-    assert cost.traffic.nvme_read == min(CHUNKS, 2 * (CHUNKS - 3)) * BYTES.optim_state
-    assert CostModel(normal).cost(on_disk).traffic.nvme_read == (CHUNKS - 3) * BYTES.optim_state
+    assert cost.traffic["nvme_read"] == min(CHUNKS, 2 * (CHUNKS - 3)) * BYTES.optim_state
+    assert CostModel(normal).cost(on_disk).traffic["nvme_read"] == (CHUNKS - 3) * BYTES.optim_state
 
 
 def test_updates_overlap_forward():
@@ -267,8 +269,8 @@ def test_ranks_send_what_the_others_need():
     cost = CostModel(sharded).cost(placed)
     gathers = 2 * CHUNKS - min(CHUNKS, placed.gathered_slots)
     half = whole.gathered // 2
-    assert cost.traffic.sent == gathers * half + CHUNKS * whole.bucket // 2
-    assert cost.busy_s[NETWORK] == pytest.approx(cost.traffic.sent / (whole.gathered / 2))
+    assert cost.traffic["sent"] == gathers * half + CHUNKS * whole.bucket // 2
+    assert cost.busy_s[NETWORK] == pytest.approx(cost.traffic["sent"] / (whole.gathered / 2))
     unknown = CostModel(replace(sharded, network_bytes_per_s=None)).cost(placed)
     assert NETWORK not in unknown.busy_s
 
@@ -279,12 +281,12 @@ def test_frozen_chunks_have_neither_gradient_nor_update():
     placed = placement((HOST, HOST), (None, None), (None, None), 2)
     cost = CostModel(base).cost(placed)
     # They do not change, so two slots keep them for good.
-    assert cost.traffic.h2d == cost.traffic.d2h == 0
+    assert cost.traffic["h2d"] == cost.traffic["d2h"] == 0
     assert cost.phases[-1].seconds == 0
 
 
-def test_a_trace_without_uses_is_its_update():
-    empty = replace(problem(), trace=Trace((), 1, 0.0, 0.0))
+def test_a_step_without_micro_batches_is_its_update():
+    empty = replace(problem(), trace=Trace(0.0, 0.0, micro_batches=0))
     cost = CostModel(empty).cost(made())
     assert cost.seconds == pytest.approx(UPDATE_S)
 

@@ -3,26 +3,17 @@
 import pytest
 
 from hetero.chunks.layout import ParamSpec, pack
-from hetero.planning.trace import Phase, Trace, Work, expected_trace
+from hetero.planning.trace import Work, expected_trace, use_order
 from tests.support.training.planning import SLOT, layout_of
 
-F, B = Phase.FORWARD, Phase.BACKWARD
 
-
-def chunks(trace: Trace, phase: Phase) -> list[int]:
-    return [use.chunk for use in trace.uses if use.phase is phase]
-
-
-def test_forward_goes_in_the_order_of_registration_and_backward_returns():
+def test_forward_goes_in_the_order_of_registration():
     # Chunks are numbered in another order than their parameters come in the model.
     specs = [ParamSpec(i, "m", SLOT, True, group=i) for i in (4, 1, 2)]
     layout = pack(specs, SLOT)
-    order = [c.id for c in sorted(layout.chunks, key=lambda c: c.slices[0].param.index)]
-    trace = expected_trace(layout, Work(tokens=10, micro_batches=2), 1e6)
-    assert chunks(trace, F) == order * 2
-    assert chunks(trace, B) == order[::-1] * 2
-    assert [u.phase for u in trace.uses] == ([F] * 3 + [B] * 3) * 2
-    assert trace.expected
+    first = {chunk.id: chunk.slices[0].param.index for chunk in layout.chunks}
+    assert [first[chunk] for chunk in use_order(layout)] == [1, 2, 4]
+    assert expected_trace(layout, Work(tokens=10, micro_batches=2), 1e6).expected
 
 
 def test_computing_is_six_operations_per_parameter_and_token():

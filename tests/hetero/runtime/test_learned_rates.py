@@ -161,7 +161,7 @@ def test_a_step_is_predicted_by_its_own_rates(steps: Steps) -> None:
     moved = streamed(steps, 1e4)
     steps.make(moved, 30.0, computing_s=6.0, count=4)
     (made,) = steps.predictions.plans()
-    assert made.cost.traffic.nvme_read + made.cost.traffic.nvme_written == moved.nvme_bytes
+    assert made.cost.traffic["nvme_read"] + made.cost.traffic["nvme_written"] == moved.nvme_bytes
     assert made.cost.busy_s["NVMe"] == pytest.approx(moved.nvme_s)
     assert made.cost.busy_s["compute"] == pytest.approx(6.0)
     assert made.cost.bound == "NVMe"
