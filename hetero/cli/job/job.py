@@ -23,6 +23,7 @@ from hetero.planning.group_plans import arrange
 from hetero.planning.machine_profile import saved_profile
 from hetero.planning.predict import Prediction, predict
 from hetero.planning.trace import Work
+from offload import _native
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
@@ -107,7 +108,7 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
                 policy=options.policy,
                 threads=torch.get_num_threads(),
                 engine=engine.io_engine,
-                isa=engine.isa,
+                isa=_native.isa(),
                 budget_bytes=dict(engine.ledger.budget_bytes),
                 notes=tuple(notes),
                 steps=options.steps,
@@ -177,7 +178,7 @@ def predicted_step(
     except ValueError as error:  # of another version, or without what this run uses
         notes.append(f"no step time is predicted: {error}")
         return None
-    plans = engine.predicted_plans(grad_factors=clips)
+    plans = engine.predictions.plans(grad_factors=clips)
     if not plans:
         return None
     return Prediction(tuple(plan.cost for plan in plans), measured_computing=True).as_dict()
