@@ -127,13 +127,10 @@ class StepTracer:
         if self._with_grad:
             self.step_clock.begin(None)
             for tensor in _tensors(output)[:_MOST_OUTPUTS]:
-                tensor.register_hook(self._begin_backward)
+                tensor.register_hook(lambda _: self.gradient())
         elif self._evaluations < _MOST_EVALUATIONS:
             self._evaluations += 1
             self._evaluation_bytes = max(self._evaluation_bytes, self._memory()[0])
-
-    def _begin_backward(self, grad: torch.Tensor) -> None:
-        self.gradient()
 
     def gradient(self) -> None:
         """A gradient is there: a backward goes on."""

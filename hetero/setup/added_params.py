@@ -22,7 +22,7 @@ from hetero.planning.group_plans import (
 from hetero.planning.placement import Budgets, SlotBytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
-from hetero.runtime.relocation.budget_moves import budgets_within
+from hetero.runtime.relocation.budget_moves import budgets_of
 from hetero.runtime.update_schedule import is_free
 from hetero.setup.construction import arena_of
 from hetero.setup.first_values import FirstValues, fill
@@ -276,19 +276,15 @@ def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
 
     `reduce_at_end`: all of them are going to keep gradients whole until the end of backward.
     """
-    ledger, chunk_groups = engine.ledger, engine.chunk_groups
+    chunk_groups = engine.chunk_groups
     for chunk_group in chunk_groups:
         chunk_group.params.shrink()
-    in_use = ledger.in_use_bytes
+    in_use = engine.ledger.in_use_bytes
     placements = [
         chunk_group.placement_if_reducing_at_end() if reduce_at_end else chunk_group.placement
         for chunk_group in chunk_groups
     ]
-    limits = {tier: ledger.budget_bytes[tier.value] for tier in Tier}
-    budgets = replace(
-        budgets_within(limits, engine.backend.separate),
-        keep_optim_states=engine.config.host_memory is not None,
-    )
+    budgets = budgets_of(engine.shared, {})
     for chunk_group, placement in zip(chunk_groups, placements, strict=True):
         slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
         budgets = budgets.minus(placement, slot)

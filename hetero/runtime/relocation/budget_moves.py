@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from hetero.chunk_groups.build import Shared
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.group_plans import ChunkGroupPlan, place_groups
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError
@@ -218,27 +219,25 @@ class BudgetMoves:
 
     def _budgets(self, wanted: Mapping[Tier, int]) -> Budgets:
         """The engine's budgets, but for those that are `wanted`."""
-        limits = {tier: self._ledger.budget_bytes[tier.value] for tier in Tier} | dict(wanted)
         later = self._chunk_groups[self._first_chunk_groups :]
         reserved = self._config.reserve_bytes - sum(group.placement.host_bytes for group in later)
         return replace(
-            budgets_within(limits, self._shared.backend.separate),
+            budgets_of(self._shared, wanted),
             keep_optim_states=self._keeps_optim_states,
             reserved_host=max(0, reserved),
         )
 
 
-def budgets_within(limits: Mapping[Tier, int | None], separate: bool) -> Budgets:
-    """Budgets of `limits` for what is placed after construction.
-
-    `separate`: DEVICE has memory of its own; else its limit is of gathered parameters in RAM.
-    """
-    device = limits[Tier.DEVICE]
+def budgets_of(shared: Shared, wanted: Mapping[Tier, int]) -> Budgets:
+    """An engine's budgets, but for those that are `wanted`, for what is placed from now on."""
+    limits = {tier: shared.ledger.budget_bytes[tier.value] for tier in Tier} | dict(wanted)
+    separate, device = shared.backend.separate, limits[Tier.DEVICE]
     return Budgets(
         host=limits[Tier.HOST] or 0,
         disk=limits[Tier.DISK] or 0,
         gathered=None if separate else device,
         device=device if separate else None,
+        keep_optim_states=shared.config.host_memory is not None,
         under_construction=False,
     )
 
