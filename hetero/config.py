@@ -27,6 +27,13 @@ Policy = Literal["cuda", "cpu", "nvme", "auto"]
 BackendName = Literal["cpu", "cuda", "emulated", "auto"]
 StrategyName = Literal["chunk", "tensor", "bucket"]
 DEFAULT_LINK_GBPS = 16.0  # of PCIe 4.0 x8, or of a shared x16 slot
+_MEMORY_OPTIONS = (
+    "host_memory",
+    "reserve_memory",
+    "device_memory",
+    "nvme_capacity",
+    "process_memory",
+)
 _ALIASES = {"tensor_placement_policy": "placement_policy"}
 
 
@@ -102,12 +109,6 @@ class Config:
             1 it must be that. Sums are made in fp32 anyway; "bf16" halves the traffic of fp32.
         rank_timeout_s: seconds for which a rank waits for another before it gives it up with a
             PeerError that names it. Default: 600. Raise it if one rank may be that much slower.
-        profile: what this machine moves and computes per second: a Profile, or the path of one
-            that `hetero profile` saved. Default: the saved one, if there is one. By it the
-            placement with the least predicted step time is taken, and again when steps have been
-            traced. False, or none saved: a placement is chosen by sizes.
-        expected_tokens: tokens that a rank computes per step, as far as the first plan needs to
-            know: until a step has been traced. Default: 1024, that is 8 sequences of 128.
         process_memory: limit of the whole process (RSS), activations and libraries included, or
             "auto": what the cgroup or RLIMIT_AS allows. When the measured size would pass it,
             host_memory is lowered and state moves to NVMe, between steps. Default: no limit.
@@ -147,34 +148,34 @@ class Config:
     def __post_init__(self) -> None:
         _check_choice("placement_policy", self.placement_policy, get_args(Policy))
         _check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
-        for name in ("host_memory", "reserve_memory", "device_memory", "nvme_capacity"):
+        for name in _MEMORY_OPTIONS:
             value = getattr(self, name)
             if name == "device_memory" and value == "auto":
-                object.__setattr__(self, name, None)
-            elif value is not None:
+                self._set(name, None)
+            elif value is not None and (name, value) != ("process_memory", "auto"):
                 try:
-                    object.__setattr__(self, name, parse_bytes(value))
+                    self._set(name, parse_bytes(value))
                 except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-        self._check_process_memory()
+                    hint = ", or 'auto'" if name == "process_memory" else ""
+                    raise ValueError(f"{name}: {error}{hint}") from None
         _check_choice("backend", self.backend, get_args(BackendName))
         if self.backend == "auto":
-            object.__setattr__(self, "backend", "cuda" if cuda_available() else "cpu")
+            self._set("backend", "cuda" if cuda_available() else "cpu")
         compute = (
             default_dtype(cuda=self.backend == "cuda" and cuda_available())
             if self.dtype is None
             else check_dtype(self.dtype, "dtype")
         )
-        object.__setattr__(self, "dtype", compute)
+        self._set("dtype", compute)
         if self.grad_dtype is not None:
-            object.__setattr__(self, "grad_dtype", check_dtype(self.grad_dtype, "grad_dtype"))
+            self._set("grad_dtype", check_dtype(self.grad_dtype, "grad_dtype"))
         _check_choice("zero_stage", self.zero_stage, (1, 2, 3))
         strategy = getattr(self.shard_strategy, "name", self.shard_strategy)
         _check_choice("shard_strategy", strategy, get_args(StrategyName))
-        object.__setattr__(self, "shard_strategy", strategy)
+        self._set("shard_strategy", strategy)
         if self.reduce_dtype is not None:
             reduce = check_dtype(self.reduce_dtype, "reduce_dtype")
-            object.__setattr__(self, "reduce_dtype", reduce)
+            self._set("reduce_dtype", reduce)
             if self.zero_stage == 1 and reduce != (self.grad_dtype or compute):
                 raise ValueError(
                     f"reduce_dtype={reduce!r}: in stage 1 gradients are kept whole and travel as "
@@ -192,7 +193,7 @@ class Config:
                 f"keep_fp32 must be a list of patterns of parameters' names, such as "
                 f"['*.norm.weight'], not {patterns!r}"
             )
-        object.__setattr__(self, "keep_fp32", tuple(patterns))
+        self._set("keep_fp32", tuple(patterns))
         if self.chunk_numel is not None:
             _check_integer("chunk_numel", self.chunk_numel)
             pack([], self.chunk_numel)
@@ -205,9 +206,9 @@ class Config:
             )
         if not isinstance(self.prefetch, bool):
             raise ValueError(f"prefetch must be True or False, not {self.prefetch!r}")
-        overlaps = tuple(overlap.value for overlap in OverlapUpdates)
+        overlaps = [overlap.value for overlap in OverlapUpdates]
         _check_choice("overlap_updates", self.overlap_updates, overlaps)
-        object.__setattr__(self, "overlap_updates", OverlapUpdates(self.overlap_updates))
+        self._set("overlap_updates", OverlapUpdates(self.overlap_updates))
         if self.overlap.in_backward and compute == "fp16" and scale is not None:
             raise ValueError(
                 f"overlap_updates={self.overlap.value!r} with the loss scale of fp16: whether a "
@@ -217,7 +218,7 @@ class Config:
         self._check_backend()
         if self.nvme_path is not None:
             found = check_directories(_paths(self.nvme_path))
-            object.__setattr__(self, "nvme_path", found[0] if len(found) == 1 else found)
+            self._set("nvme_path", found[0] if len(found) == 1 else found)
         elif self.placement_policy == "nvme":
             raise ValueError(
                 "placement_policy='nvme' needs nvme_path, a directory on the NVMe disk"
@@ -225,12 +226,8 @@ class Config:
         elif self.nvme_capacity is not None:
             raise ValueError("nvme_capacity is of no use without nvme_path; give it too")
 
-    def _check_process_memory(self) -> None:
-        if self.process_memory is not None and self.process_memory != "auto":
-            try:
-                object.__setattr__(self, "process_memory", parse_bytes(self.process_memory))
-            except ValueError as error:
-                raise ValueError(f"process_memory: {error}, or 'auto'") from None
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_backend(self) -> None:
         if self.backend == "cuda" and not cuda_available():
@@ -249,7 +246,7 @@ class Config:
                 raise ValueError(
                     f"link_gbps must be a number of GB/s of at least 1e-6, such as 16, not {gbps!r}"
                 )
-            object.__setattr__(self, "link_gbps", float(gbps))
+            self._set("link_gbps", float(gbps))
         elif self.link_gbps is not None:
             raise ValueError(
                 f"link_gbps is of no use with backend={self.backend!r}, which has no link; leave "
@@ -295,12 +292,9 @@ class Config:
 
     def budget(self, tier: Tier) -> int | None:
         """The limit of `tier` that the user gave, in bytes; None if a default applies."""
-        value = {
-            Tier.DEVICE: self.device_memory,
-            Tier.HOST: self.host_memory,
-            Tier.DISK: self.nvme_capacity,
-        }[tier]
-        return None if value is None else parse_bytes(value)
+        name = "nvme_capacity" if tier is Tier.DISK else f"{tier.value}_memory"
+        value: int | None = getattr(self, name)  # parsed
+        return value
 
     def host_bytes(self, local_ranks: int = 1) -> int:
         """host_memory, or its default now for each of `local_ranks` that share the machine."""
@@ -317,7 +311,8 @@ class Config:
         if self.process_memory == "auto":
             allowed = allowed_bytes()
             return None if allowed is None else allowed // local_ranks
-        return None if self.process_memory is None else parse_bytes(self.process_memory)
+        assert not isinstance(self.process_memory, str)  # parsed
+        return self.process_memory
 
     def disk_bytes(self, local_ranks: int = 1) -> int:
         """nvme_capacity, or its default now for each of `local_ranks`; 0 without nvme_path."""
@@ -355,7 +350,7 @@ class Config:
         if isinstance(config, (str, PathLike)):
             config = _from_file(config)
         if isinstance(config, Config):
-            values = {name: getattr(config, name) for name in known}
+            values = dict(vars(config))
         elif config is not None:
             values = _by_name(config, known)
         return cls(**{**values, **_by_name(options, known)})
@@ -367,10 +362,8 @@ def _by_name(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]
         name = _ALIASES.get(key, key)
         if name not in known:
             near = difflib.get_close_matches(str(key), [*known, *_ALIASES], n=3, cutoff=0.5)
-            hint = (
-                f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(known)}"
-            )
-            raise ValueError(f"unknown option {key!r}{hint}")
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"unknown option {key!r}; {hint}")
         if values.setdefault(name, value) != value:
             raise ValueError(
                 f"{' and '.join(k for k in options if _ALIASES.get(k, k) == name)} are one option "
@@ -413,7 +406,7 @@ def _check_integer(option: str, value: object, at_least: int | None = None) -> N
         raise ValueError(f"{option} must be an integer{least}, not {value!r}")
 
 
-def _check_choice(option: str, value: object, choices: tuple[object, ...]) -> None:
+def _check_choice(option: str, value: object, choices: Sequence[object]) -> None:
     if isinstance(value, bool) or value not in choices:
         known = [str(choice) for choice in choices]
         near = difflib.get_close_matches(str(value), known, n=2, cutoff=0.4)

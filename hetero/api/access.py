@@ -64,9 +64,11 @@ def gathered(params: Parameters, modifier_rank: int | None = None) -> Iterator[N
         if modifier_rank is None:
             yield
             return
-        changed: dict[ManagedParam, torch.Tensor] = {}
-        with _replaced_by_copies(members, changed):
+        with ExitStack() as copies:
+            for m in members:
+                copies.enter_context(m.as_copy())
             yield
+            changed = {m: m.param.data for m in members}
     store_values(engine, _values_of(engine, changed, modifier_rank))
 
 
@@ -74,11 +76,10 @@ def _values_of(
     engine: Engine, mine: Mapping[ManagedParam, torch.Tensor], root: int
 ) -> Mapping[ManagedParam, torch.Tensor]:
     """The values that rank `root` has for the parameters of which this one has `mine`."""
-    everyone, world = engine.world.everyone, engine.world
-    if not 0 <= root < world.size:
+    everyone, size = engine.world.everyone, engine.world.size
+    if not 0 <= root < size:
         raise ValueError(
-            f"modifier_rank must be one of the {world.size} ranks, 0 to {world.size - 1}, not "
-            f"{root}"
+            f"modifier_rank must be one of the {size} ranks, 0 to {size - 1}, not {root}"
         )
     if everyone is None:
         return mine
@@ -86,18 +87,6 @@ def _values_of(
     for managed, value in shared.items():
         everyone.broadcast(value, root, f"changing {managed.name}")
     return shared
-
-
-@contextmanager
-def _replaced_by_copies(
-    members: list[ManagedParam], changed: dict[ManagedParam, torch.Tensor]
-) -> Iterator[None]:
-    """Inside the block the parameters are copies, which are in `changed` if it ends well."""
-    with ExitStack() as copies:
-        for m in members:
-            copies.enter_context(m.as_copy())
-        yield
-        changed.update({m: m.param.data for m in members})
 
 
 def masters(params: Parameters) -> list[torch.Tensor]:
@@ -221,4 +210,4 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
         UnmanagedParameterError: the model has no managed parameters.
         BudgetError: in backward, if there is no room for whole gradients.
     """
-    return engine_of(model.parameters()).no_sync()
+    return engine_of(model.parameters()).gradients.no_sync()

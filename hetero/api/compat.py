@@ -34,9 +34,5 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Does nothing; the counterpart of register_external_parameter(), with the same arguments.
-
-    Raises:
-        ValueError: if `parameter` is not a torch.nn.Parameter.
-    """
+    """Does nothing; the counterpart of register_external_parameter(), and raises as that does."""
     register_external_parameter(module, parameter)

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from hetero.api.whole_state import store_masters
 from hetero.runtime.engine import Engine
-from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
+from hetero.runtime.modules.call_stack import module_frame
+from hetero.runtime.modules.module_hooks import ModelHooks
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
 
 
-class StateDictHooks:
+class StateDictHooks(ModelHooks):
     """Makes a model's state_dict() whole, and lets load_state_dict() take any float dtype.
 
     state_dict() has copies of offloaded parameters, in the compute dtype, in RAM that no budget
@@ -26,15 +26,13 @@ class StateDictHooks:
     """
 
     def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
+        super().__init__(engine.hooks)
         self._engine = engine
-        self._handles: list[RemovableHandle] = []
         self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._loads = EnteredCalls()
         self._loading: dict[torch.nn.Module, dict[ManagedParam, torch.Tensor]] = {}
         self.cover(model)
 
     def cover(self, model: torch.nn.Module) -> None:
-        """Hooks modules of `model` that have managed parameters and are not hooked yet."""
         for module in model.modules():
             if module not in self._hooked and self._own(module):
                 self._hooked.add(module)
@@ -42,10 +40,9 @@ class StateDictHooks:
 
     def _own(self, module: torch.nn.Module) -> dict[str, ManagedParam]:
         """The module's own parameters that are managed now, by name."""
-        own = (
-            (name, self._engine.known(p)) for name, p in module._parameters.items() if p is not None
-        )
-        return {name: managed for name, managed in own if managed is not None}
+        own = ((n, p) for n, p in module._parameters.items() if p is not None)
+        found = ((name, self._engine.params.known(param)) for name, param in own)
+        return {name: managed for name, managed in found if managed is not None}
 
     def _hook(self, module: torch.nn.Module) -> None:
         of = weakref.ref(module)
@@ -55,16 +52,13 @@ class StateDictHooks:
             for name, managed in self._own(module).items():
                 found = state_dict.get(prefix + name)
                 if found is not None and found.data_ptr() == managed.stand_in.data_ptr():
-                    state_dict[prefix + name] = self._copy(managed)
+                    # (In no variable, which would pin the gathered copy for the next one's time.)
+                    state_dict[prefix + name] = managed.part_of(
+                        self._engine.params.flat(managed.chunk)
+                    ).to("cpu", copy=True)
 
         def before_load(
-            state_dict: dict[str, Any],
-            prefix: str,
-            metadata: dict[str, Any],
-            strict: bool,
-            missing: list[str],
-            unexpected: list[str],
-            errors: list[str],
+            state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
         ) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise HeteroError(
@@ -73,13 +67,13 @@ class StateDictHooks:
                 )
             module = of()
             assert module is not None
-            self._loads.unwind()
+            self.unwind()
             own = self._own(module)
             found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}
             self._loading[module] = {
                 m: value for m, value in found.items() if value.shape == m.param.shape
             }
-            call = self._loads.enter(module, module_frame("load"))
+            call = self._calls.enter(module, module_frame("load"))
             call.present.enter_context(self._loading_into(module, list(own.values())))
 
         def after_load(module: Any, incompatible: Any) -> None:
@@ -88,14 +82,15 @@ class StateDictHooks:
                 return
             for managed in self._own(module).values():
                 managed.note_change()  # by torch's own copy_, into what store_masters() replaces
-            self._loads.leave(module)
+            self._calls.leave(module)
             store_masters(self._engine, values)
 
-        self._handles += [
+        for handle in (
             module._register_state_dict_hook(fill),
             module._register_load_state_dict_pre_hook(before_load),
             module.register_load_state_dict_post_hook(after_load),
-        ]
+        ):
+            self._hooks.callback(handle.remove)
 
     @contextmanager
     def _loading_into(self, module: torch.nn.Module, members: list[ManagedParam]) -> Iterator[None]:
@@ -116,18 +111,4 @@ class StateDictHooks:
         finally:
             interrupted = self._loading.pop(module, None) is not None
             for managed in copied if interrupted else []:
-                self._engine.chunk_group_of(managed).params.discard_copies(managed.chunk)
-
-    def unwind(self) -> None:
-        """Ends loads that an exception has interrupted."""
-        self._loads.unwind()
-
-    def _copy(self, managed: ManagedParam) -> torch.Tensor:
-        part = managed.part_of(self._engine.params.flat(managed.chunk))
-        return part.clone() if part.device.type == "cpu" else part.cpu()
-
-    def remove(self) -> None:
-        """Removes all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+                self._engine.params.group(managed.chunk).params.discard_copies(managed.chunk)

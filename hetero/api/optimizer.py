@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any, ClassVar, overload
 
 import torch
@@ -13,7 +15,7 @@ from hetero.api.whole_state import export_states, import_states
 from hetero.chunks.dtypes import Dtypes, RuleName, check_state_dtype
 from hetero.config import Config
 from hetero.runtime.engine import Engine
-from hetero.runtime.optimizer_view import OptimizerView
+from hetero.runtime.update_schedule import OptimizerView
 from offload._native import Hyper
 from offload.errors import UnmanagedParameterError
 
@@ -30,10 +32,10 @@ class HybridOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[RuleName]
-    state_names: ClassVar[
-        tuple[str, ...]
-    ]  # as in state_dict(), in the order of the optimizer state
+    # As in state_dict(), in the order of the optimizer state.
+    state_names: ClassVar[tuple[str, ...]]
     device_updates: ClassVar[bool] = True  # of what is at home on DEVICE
+    not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")  # options that must be so
 
     def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
         self._engine: Engine | None = None
@@ -42,17 +44,32 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Raises ValueError if an option of a param group is out of range."""
+        for name in self.not_negative:
+            value = options[name]
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a finite number, 0 or more, not {value!r}")
+        if "betas" in self.defaults:
+            betas = options["betas"]
+            pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+            if not (pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)):
+                raise ValueError(f"betas must be two numbers in [0, 1), not {betas!r}")
+
+    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What the native kernel takes beside lr and weight_decay, as fields of Hyper."""
         raise NotImplementedError
 
     def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
-        """The native kernel's arguments for a param group.
+        """The native kernel's arguments for a param group's update number `step`, from 1.
 
-        Args:
-            options: the param group's.
-            step: number of the update, from 1.
-            grad_scale: what kept gradients are multiplied by.
+        Kept gradients are multiplied by `grad_scale`.
         """
-        raise NotImplementedError
+        return Hyper(
+            lr=float(options["lr"]),
+            weight_decay=float(options["weight_decay"]),
+            step=step,
+            grad_scale=grad_scale,
+            **self._rule_options(options),
+        )
 
     def dtypes(self, config: Config) -> Dtypes:
         """The dtypes of `config` and of this optimizer's state.
@@ -121,7 +138,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     def engine(self) -> Engine:
         """The engine that initialize() made. Raises UnmanagedParameterError before that."""
         if self._engine is None:
-            params = [p for group in self.param_groups for p in group["params"]]
+            params = self._all_params()
             raise UnmanagedParameterError(
                 f"{type(self).__name__} has {len(params)} parameters that are not managed (the "
                 f"first: shape {tuple(params[0].shape)}); call "
@@ -163,7 +180,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.step(self.param_groups, self._hyper)
+        self.engine.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -179,9 +196,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         if self._engine is not None:
             self._engine.schedule.require_whole("optimizer.zero_grad()")
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
+        for param in self._all_params():
+            param.grad = None
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         """Copies the optimizer's state. Any rank may call it alone.
@@ -191,7 +210,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             fp32, whole, in the parameter's shape. They are in RAM that no budget counts, 4 bytes
             per element each.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._all_params()
         states = export_states(self.engine, params, self.state_names)
         state = super().state_dict()
         state["state"] = {i: states[p] for i, p in enumerate(params) if p in states}
@@ -207,7 +226,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         parameters that they updated.
         """
         self.engine.added_params.take_in_unfrozen()
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._all_params()
         states = {params[i]: state for i, state in state_dict["state"].items() if i < len(params)}
         if len(states) < len(state_dict["state"]):
             raise ValueError(
@@ -272,3 +291,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"the state of {managed.name} has step {step}, must be a whole number, 0 or more"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)

@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
-import torch
-
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
-from offload._native import Hyper
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
-
-
-def _require_not_negative(options: Mapping[str, Any], *names: str) -> None:
-    for name in names:
-        value = options[name]
-        if not (_is_number(value) and 0 <= value < math.inf):
-            raise ValueError(f"{name} must be a finite number, 0 or more, not {value!r}")
-
-
-def _require_betas(options: Mapping[str, Any]) -> None:
-    betas = options["betas"]
-    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-    if not (pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)):
-        raise ValueError(f"betas must be two numbers in [0, 1), not {betas!r}")
 
 
 class HybridAdam(HybridOptimizer):
@@ -54,6 +31,7 @@ class HybridAdam(HybridOptimizer):
 
     rule = "adam"
     state_names = ("exp_avg", "exp_avg_sq")
+    not_negative = ("lr", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -76,23 +54,15 @@ class HybridAdam(HybridOptimizer):
         }
         super().__init__(params, defaults, state_dtype)
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        _require_not_negative(options, "lr", "eps", "weight_decay")
-        _require_betas(options)
-
-    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         beta1, beta2 = options["betas"]
-        return Hyper(
-            lr=float(options["lr"]),
-            weight_decay=float(options["weight_decay"]),
-            decoupled=bool(options["adamw_mode"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(options["eps"]),
-            bias_correction=bool(options["bias_correction"]),
-            step=step,
-            grad_scale=grad_scale,
-        )
+        return {
+            "decoupled": bool(options["adamw_mode"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(options["eps"]),
+            "bias_correction": bool(options["bias_correction"]),
+        }
 
 
 class CPUAdam(HybridAdam):
@@ -135,21 +105,9 @@ class HybridLion(HybridOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, state_dtype)
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        _require_not_negative(options, "lr", "weight_decay")
-        _require_betas(options)
-
-    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         beta1, beta2 = options["betas"]
-        return Hyper(
-            lr=float(options["lr"]),
-            weight_decay=float(options["weight_decay"]),
-            decoupled=True,
-            beta1=float(beta1),
-            beta2=float(beta2),
-            step=step,
-            grad_scale=grad_scale,
-        )
+        return {"decoupled": True, "beta1": float(beta1), "beta2": float(beta2)}
 
 
 class HybridAdagrad(HybridOptimizer):
@@ -169,6 +127,7 @@ class HybridAdagrad(HybridOptimizer):
 
     rule = "adagrad"
     state_names = ("sum",)
+    not_negative = ("lr", "lr_decay", "weight_decay", "eps")
 
     def __init__(
         self,
@@ -182,15 +141,5 @@ class HybridAdagrad(HybridOptimizer):
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         super().__init__(params, defaults, state_dtype)
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        _require_not_negative(options, "lr", "lr_decay", "weight_decay", "eps")
-
-    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
-        return Hyper(
-            lr=float(options["lr"]),
-            weight_decay=float(options["weight_decay"]),
-            eps=float(options["eps"]),
-            lr_decay=float(options["lr_decay"]),
-            step=step,
-            grad_scale=grad_scale,
-        )
+    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"eps": float(options["eps"]), "lr_decay": float(options["lr_decay"])}

@@ -3,28 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hetero.chunks.layout import Layout
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
-from hetero.state.optimizer_state import Part, TileState, parts_of
+from hetero.state.optimizer_state import OptimizerState, Part, TileState, parts_of
 
-Visit = Callable[[ManagedParam, Part, torch.Tensor, TileState | None], None]
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements `part` of a parameter, which lie in one tile of a rank's shard.
+
+    `values` are theirs, flat, in the compute dtype; `optim_state` is the tile's, None if the
+    parameter is frozen; `optim_states` joins the two to masters, and splits these.
+    """
+
+    managed: ManagedParam
+    part: Part
+    values: torch.Tensor
+    optim_state: TileState | None
+    optim_states: OptimizerState
+
+    def states(self) -> Sequence[torch.Tensor]:
+        """The rule's states, in fp32."""
+        assert self.optim_state is not None
+        return self.optim_states.states(self.optim_state, self.part.in_tile)
+
+    def master(self) -> torch.Tensor:
+        """The fp32 master; of a frozen parameter its value."""
+        if self.optim_state is None:
+            return self.values
+        return self.optim_states.join(self.values, self.optim_state, self.part.in_tile)
+
+    def set_master(self, master: torch.Tensor) -> None:
+        """Replaces the master by `master`, and the value by what that rounds to."""
+        if self.optim_state is None:
+            self.values.copy_(master)
+        else:
+            self.optim_states.split(master, self.values, self.optim_state, self.part.in_tile)
+
+
+Visit = Callable[[Piece], None]
 
 
 def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
-    """Calls `visit` for each part of parameters, of all ranks' shards.
+    """Calls `visit` for each piece of parameters, of all ranks' shards.
 
     The other ranks need not call it. The optimizer state of each tile is brought in once.
-
-    Args:
-        engine: manages the parameters.
-        managed: the parameters.
-        visit: gets the parameter, the part, the parameter's values in the part (flat, compute
-            dtype) and the tile's optimizer state (None if the parameter is frozen).
     """
     engine.schedule.require_whole("reading masters or optimizer states")
     for members in _by_chunk(managed):
@@ -33,22 +62,21 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
 def _read_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
     # A function of its own so that the pin on one chunk ends before the next is brought in.
-    chunk, chunk_group = members[0].chunk, engine.chunk_group_of(members[0])
-    layout = chunk_group.layout
+    chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
+    ranks = chunk_group.layout.shard
     flat = chunk_group.params.flat(chunk)
-    for rank in range(layout.shard.ranks):
-        shard = flat[layout.shard.range(flat.numel(), rank)]
-        for tile, parts in _parts(layout, members, rank):
+    for rank in range(ranks.ranks):
+        shard = flat[ranks.range(flat.numel(), rank)]
+        for tile, parts in _parts(chunk_group, members, rank):
             with chunk_group.open_optim_state(chunk, tile, rank) as optim_state:
                 for m, part in parts:
-                    visit(m, part, shard[_in_shard(layout, part)], optim_state)
+                    visit(_piece(chunk_group, m, part, shard, optim_state))
 
 
 def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
-    """Calls `visit` for each part of this rank's shards, and keeps what it changes.
+    """Calls `visit` for each piece of this rank's shards, and keeps what it changes in place.
 
-    All ranks must call it. The arguments are those of read_parts(); `visit` may change the
-    parameter's values and the optimizer state in place.
+    All ranks must call it.
     """
     engine.schedule.require_whole("changing parameters or optimizer states")
     for members in _by_chunk(managed):
@@ -56,13 +84,13 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
 
 
 def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
-    chunk, chunk_group = members[0].chunk, engine.chunk_group_of(members[0])
-    engine.meet(torch.tensor([chunk.id]), f"changing {chunk.name}")
+    chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
+    engine.meet(f"changing {chunk.name}")
     with chunk_group.params.shard(chunk) as shard:
-        for tile, parts in _parts(chunk_group.layout, members):
+        for tile, parts in _parts(chunk_group, members):
             with chunk_group.optim_states.open(chunk, tile, write=True) as optim_state:
                 for m, part in parts:
-                    visit(m, part, shard[_in_shard(chunk_group.layout, part)], optim_state)
+                    visit(_piece(chunk_group, m, part, shard, optim_state))
         chunk_group.params.filled(chunk)
     for m in members:
         torch.autograd.graph.increment_version(m.param)
@@ -77,19 +105,26 @@ def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
 
 
 def _parts(
-    layout: Layout, members: list[ManagedParam], rank: int | None = None
+    chunk_group: ChunkGroup, members: list[ManagedParam], rank: int | None = None
 ) -> list[tuple[int, list[tuple[ManagedParam, Part]]]]:
     """The parts of `members` in a rank's shard (default: this rank's), by tile."""
     by_tile: dict[int, list[tuple[ManagedParam, Part]]] = {}
     for m in members:
-        for part in parts_of(m, layout, rank):
+        for part in parts_of(m, chunk_group.layout, rank):
             by_tile.setdefault(part.tile, []).append((m, part))
     return sorted(by_tile.items())
 
 
-def _in_shard(layout: Layout, part: Part) -> slice:
-    first = part.tile * layout.tile_numel
-    return slice(first + part.in_tile.start, first + part.in_tile.stop)
+def _piece(
+    chunk_group: ChunkGroup,
+    m: ManagedParam,
+    part: Part,
+    shard: torch.Tensor,
+    optim_state: TileState | None,
+) -> Piece:
+    first = part.tile * chunk_group.layout.tile_numel
+    values = shard[first + part.in_tile.start : first + part.in_tile.stop]
+    return Piece(m, part, values, optim_state, chunk_group.optim_states)
 
 
 def export_masters(
@@ -98,14 +133,8 @@ def export_masters(
     """Copies each parameter's fp32 master, whole; of a frozen parameter its value in fp32."""
     masters = {m: torch.empty(m.numel) for m in engine.find_all(params)}
 
-    def visit(
-        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: TileState | None
-    ) -> None:
-        masters[m][part.in_param] = (
-            values
-            if optim_state is None
-            else engine.chunk_group_of(m).optim_states.join(values, optim_state, part.in_tile)
-        )
+    def visit(piece: Piece) -> None:
+        masters[piece.managed][piece.part.in_param] = piece.master()
 
     read_parts(engine, masters, visit)
     return {m.param: master.view(m.param.shape) for m, master in masters.items()}
@@ -121,14 +150,11 @@ def export_states(
     trained = [m for m in engine.find_all(params) if m.chunk.trainable]
     states = {m: {key: torch.empty(m.numel) for key in (*names, "master")} for m in trained}
 
-    def visit(
-        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: TileState | None
-    ) -> None:
-        assert optim_state is not None
-        optim_states, state = engine.chunk_group_of(m).optim_states, states[m]
-        for name, found in zip(names, optim_states.states(optim_state, part.in_tile), strict=True):
-            state[name][part.in_param] = found
-        state["master"][part.in_param] = optim_states.join(values, optim_state, part.in_tile)
+    def visit(piece: Piece) -> None:
+        state = states[piece.managed]
+        for name, found in zip(names, piece.states(), strict=True):
+            state[name][piece.part.in_param] = found
+        state["master"][piece.part.in_param] = piece.master()
 
     read_parts(engine, trained, visit)
     return {
@@ -146,19 +172,15 @@ def import_states(
     """Replaces states by what export_states() gave; parameters become their masters, rounded."""
     members = {engine.find(param): state for param, state in states.items()}
 
-    def visit(
-        m: ManagedParam, part: Part, values: torch.Tensor, optim_state: TileState | None
-    ) -> None:
-        assert optim_state is not None
-        state, where = members[m], part.in_tile
-
+    def visit(piece: Piece) -> None:
         def flat(key: str) -> torch.Tensor:
-            tensor: torch.Tensor = state[key]
-            return tensor.reshape(-1)[part.in_param].float()
+            tensor: torch.Tensor = members[piece.managed][key]
+            return tensor.reshape(-1)[piece.part.in_param].float()
 
-        for name, kept in zip(names, optim_state.states, strict=True):
-            kept[where] = flat(name)
-        engine.chunk_group_of(m).optim_states.split(flat("master"), values, optim_state, where)
+        assert piece.optim_state is not None
+        for name, kept in zip(names, piece.optim_state.states, strict=True):
+            kept[piece.part.in_tile] = flat(name)
+        piece.set_master(flat("master"))
 
     write_parts(engine, members, visit)
     for m, state in members.items():
@@ -168,14 +190,9 @@ def import_states(
 def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:
     """Replaces masters by `values` (any float dtype) and parameters by what they round to."""
 
-    def visit(
-        m: ManagedParam, part: Part, old: torch.Tensor, optim_state: TileState | None
-    ) -> None:
-        new = values[m].reshape(-1)[part.in_param].to(old.device).float()
-        if optim_state is None:
-            old.copy_(new)
-        else:
-            engine.chunk_group_of(m).optim_states.split(new, old, optim_state, part.in_tile)
+    def visit(piece: Piece) -> None:
+        new = values[piece.managed].reshape(-1)[piece.part.in_param]
+        piece.set_master(new.to(piece.values.device).float())
 
     write_parts(engine, values, visit)
 
@@ -183,17 +200,16 @@ def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -
 def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:
     """Replaces parameters by `values` (compute dtype), and masters where a value is another."""
 
-    def visit(
-        m: ManagedParam, part: Part, old: torch.Tensor, optim_state: TileState | None
-    ) -> None:
-        new = values[m].reshape(-1)[part.in_param].to(old.device)
-        if optim_state is None:
+    def visit(piece: Piece) -> None:
+        old = piece.values
+        new = values[piece.managed].reshape(-1)[piece.part.in_param].to(old.device)
+        if piece.optim_state is None:
             old.copy_(new)
             return
-        master = engine.chunk_group_of(m).optim_states.join(old, optim_state, part.in_tile)
         changed = new.view(torch.uint8) != old.view(torch.uint8)
         changed = changed.view(new.numel(), -1).any(dim=1)
+        master = piece.master()
         master[changed] = new[changed].float()
-        engine.chunk_group_of(m).optim_states.split(master, old, optim_state, part.in_tile)
+        piece.set_master(master)
 
     write_parts(engine, values, visit)

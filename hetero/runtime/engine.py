@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
 
 from hetero.chunk_groups.build import Shared
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.update_tasks import HyperOf
 from hetero.chunks.layout import Layout
-from hetero.overlap import OverlapUpdates
 from hetero.planning.placement import Placement
 from hetero.planning.predict import Plan
 from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
@@ -23,37 +21,20 @@ from hetero.runtime.gradients.grad_factors import GradFactors
 from hetero.runtime.gradients.grad_hook import GradHook
 from hetero.runtime.gradients.gradients import Gradients
 from hetero.runtime.modules.all_params import AllParams
-from hetero.runtime.modules.module_hooks import ModuleHooks, refuse_use
-from hetero.runtime.modules.saved_tensors import SavedTensors
-from hetero.runtime.optimizer_view import OptimizerView
+from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
 from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.runtime.relocation.memory_limit import BesideMemory
-from hetero.runtime.relocation.moves import InUseError
-from hetero.runtime.relocation.relocate import Change
-from hetero.runtime.step import OptimizerStep
+from hetero.runtime.relocation.migration import InUseError
+from hetero.runtime.relocation.relocate import Change, Relocation
+from hetero.runtime.step import check_factors, check_left_out, check_updatable, meet_with_same
 from hetero.runtime.step_predictions import StepPredictions
 from hetero.runtime.step_tracer import StepTracer
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.traffic import Traffic, traffic_of
-from hetero.runtime.update_schedule import UpdateSchedule
-from hetero.state.loss_scale import LossScale
+from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule
 from hetero.state.managed_param import ManagedParam, can_train
-from offload import _native
-from offload.errors import ClosedError, HeteroError, UnmanagedParameterError
+from offload.errors import ClosedError, NonFiniteError, UnmanagedParameterError
 from offload.memory.operation import THREAD_PREFIX, in_background
-
-
-class ModelHooks(Protocol):
-    """Hooks on the model's modules."""
-
-    def remove(self) -> None:
-        """Takes them off."""
-
-    def cover(self, model: torch.nn.Module) -> None:
-        """Takes account of parameters whose homes have moved, and of modules that are new."""
-
-    def unwind(self) -> None:
-        """Ends calls of modules that an exception has interrupted."""
 
 
 class AddsParams(Protocol):
@@ -85,53 +66,31 @@ class Engine:
         """Points the model's parameters to their homes and installs the hooks.
 
         If it raises, the hooks are off again; the chunk groups and the backend are the caller's to
-        close. Otherwise close() does that.
+        close. Otherwise close() does that. The engine does not keep the model alive.
 
         Args:
-            model: the model, which the engine does not keep alive.
-            chunk_groups: its chunk groups, which have the values; the main one first.
-            shared: configuration, device, ledger and notes of all chunk groups.
+            chunk_groups: they have the parameters' values; the main one first.
             first_number: by a parameter's index, the number of its first element in the model.
-            optimizer: the optimizer's param groups.
-            planner: chooses placements anew when steps were measured; None: by sizes alone.
         """
-        self.chunk_groups: list[ChunkGroup] = []
         self.shared = shared
         self.config, self.backend = shared.config, shared.backend
         self.ledger, self.notes = shared.ledger, shared.notes
+        self.loss_scale = shared.loss_scale
         self.first_number = dict(first_number)
-        self.loss_scale: LossScale = shared.loss_scale
         self.world: ProcessGroups = chunk_groups[0].world
-        overlap = self.config.overlap
-        self.params = AllParams(self.chunk_groups)
-        self.schedule = UpdateSchedule(self.chunk_groups, overlap, self.config.prefetch, optimizer)
+        self.params = AllParams()
+        self.chunk_groups = self.params.chunk_groups
+        self.schedule = UpdateSchedule(self.params, self.config, optimizer)
         self.gradients = Gradients(
-            self.chunk_groups,
-            self.loss_scale,
-            self.schedule,
-            note_backward=lambda: self.tracer.gradient(),
+            self.params, self.loss_scale, self.schedule, lambda: self.tracer.gradient()
         )
         self.grad_factors = GradFactors(
-            self.chunk_groups,
-            self.gradients,
-            self.loss_scale,
-            self.world,
-            overlap,
-            step_left_out=lambda: self.tracer.forget(),
+            self.params, self.gradients, shared, self.world.shard, lambda: self.tracer.forget()
         )
         self._model = weakref.ref(model)
-        self._managed: dict[int, ManagedParam] = {}
-        self._step = OptimizerStep(
-            self._managed,
-            self.params,
-            self.gradients,
-            self.grad_factors,
-            self.schedule,
-            self.loss_scale,
-            self.world,
-        )
+        self.optimizer = optimizer
         self._added_params: AddsParams | None = None
-        self._hooks = ExitStack()  # removes all hooks
+        self.hooks = ExitStack()  # removes all hooks
         self._model_hooks: list[ModelHooks] = []
         self._closed = False
         self._process = os.getpid()
@@ -139,45 +98,29 @@ class Engine:
         try:
             for chunk_group in chunk_groups:
                 self._take_over(chunk_group)
-            self._module_hooks = self._make_module_hooks(model)
-            self.tracer = StepTracer(model, self.chunk_groups, beside)
-            self._hooks.callback(self.tracer.remove)
-            self.budget_moves = BudgetMoves(self, beside)
-            self._hooks.callback(self.budget_moves.remove)
-            self._predictions = StepPredictions(
-                self, self.budget_moves.group_plans, lambda: self.tracer.latest
+            self._module_hooks = ModuleHooks(
+                model, self.params, shared, self._before_forward, self.hooks
+            )
+            self._model_hooks.append(self._module_hooks)
+            self.tracer = StepTracer(model, self.chunk_groups, beside, self.hooks)
+            self.hooks.callback(beside.close)
+            relocation = Relocation(self.chunk_groups, shared, self._pause, self.homes_moved)
+            self.budget_moves = BudgetMoves(relocation, beside)
+            self.predictions = StepPredictions(
+                self.chunk_groups, shared, self.budget_moves.group_plans, self.tracer
             )
         except BaseException:
             self._detach_params()
-            self._hooks.close()
+            self.hooks.close()
             raise
         # The engine lives as long as the model; without close() it ends with it, or at exit.
         self._finalizer = weakref.finalize(model, self._outlive)
 
-    def _make_module_hooks(self, model: torch.nn.Module) -> ModuleHooks:
-        module_hooks = ModuleHooks(
-            model,
-            self.known,
-            self.params,
-            SavedTensors(self.chunk_groups, self.params),
-            self._before_forward,
-            self.chunk_groups[0].dtypes.torch_compute,
-            self.backend.device,
-            all_modules=self.config.overlap is not OverlapUpdates.NONE,
-        )
-        self._hooks.callback(module_hooks.remove)
-        self._model_hooks.append(module_hooks)
-        return module_hooks
-
-    def attach(self, hooks: ModelHooks, added_params: AddsParams) -> None:
-        """Completes the engine; called once, by initialize().
-
-        Args:
-            hooks: further hooks on the model, which close() removes.
-            added_params: gives parameters a place later.
+    def attach(self, model_hooks: ModelHooks, added_params: AddsParams) -> None:
+        """Completes the engine with further hooks on the model, and with what gives parameters a
+        place later; called once, by initialize().
         """
-        self._model_hooks.append(hooks)
-        self._hooks.callback(hooks.remove)
+        self._model_hooks.append(model_hooks)
         self._added_params = added_params
 
     @property
@@ -191,7 +134,7 @@ class Engine:
         """Manages further chunk groups, whose values are there: their parameters move to them."""
         for chunk_group in chunk_groups:
             self._take_over(chunk_group)
-        move_rest(self.model, self._managed, self.backend.device)
+        move_rest(self.model, self.params.managed, self.backend.device)
         self.homes_moved()
 
     def _take_over(self, chunk_group: ChunkGroup) -> None:
@@ -200,27 +143,22 @@ class Engine:
         self.gradients.take_over(chunk_group)
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
-            old = self._managed.get(id(m.param))
+            old = self.params.known(m.param)
             if old is not None:
                 old.retire()
             m.place(chunk_group.params.home(m.chunk))
-            self._managed[id(m.param)] = m
+            self.params.managed[id(m.param)] = m
             if m.chunk.trainable:
                 m.let_change_grad(self.grad_factors)
-                self._hooks.callback(GradHook(m, self.gradients).remove)
-
-    def finish_updates(self) -> None:
-        """Waits until no update is under way, so that homes can move."""
-        self._check_open()
-        self.schedule.wait_all()
+                self.hooks.callback(GradHook(m, self.gradients).remove)
 
     def homes_moved(self) -> None:
         """Takes account of homes that have moved, or of parameters that were added."""
-        for hooks in self._model_hooks:
-            hooks.cover(self.model)
+        for model_hooks in self._model_hooks:
+            model_hooks.cover(self.model)
         for chunk_group in self.chunk_groups:
             self.params.follow_homes(chunk_group)
-        self._predictions.homes_moved()
+        self.predictions.learned.restart()  # what was learned so far was of other placements
 
     @property
     def model(self) -> torch.nn.Module:
@@ -228,14 +166,6 @@ class Engine:
         model = self._model()
         assert model is not None
         return model
-
-    def known(self, param: torch.Tensor) -> ManagedParam | None:
-        """The ManagedParam of a tensor; None if this engine does not manage it."""
-        return self._managed.get(id(param))
-
-    def chunk_group_of(self, managed: ManagedParam) -> ChunkGroup:
-        """The chunk group that has a parameter."""
-        return self.chunk_groups[managed.chunk.group_index]
 
     @property
     def layout(self) -> Layout:
@@ -255,7 +185,7 @@ class Engine:
             ClosedError: the engine was closed.
         """
         self._check_open()
-        managed = self._managed.get(id(param))
+        managed = self.params.known(param)
         if managed is None:
             raise UnmanagedParameterError(
                 f"a parameter of shape {tuple(param.shape)} is not managed by this engine; pass "
@@ -286,28 +216,18 @@ class Engine:
         """
         return self.grad_factors.total_norm(self.with_grads(params))
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the block gradients are added up on each rank and nothing is sent.
-
-        They are kept whole until the first backward outside, within host_memory. More gradients of
-        the step are known to come, so none is final: no update is submitted.
-        """
-        return self.gradients.no_sync()
-
     # Steps
 
-    def step(self, param_groups: Sequence[dict[str, Any]], hyper_of: HyperOf) -> None:
-        """Makes one optimizer update of all parameters that have gradients.
+    def step(self) -> None:
+        """Makes one optimizer update of all parameters that have gradients, on all ranks or none.
 
         Homes may move after it. If they cannot, that is a note, unless it could not be undone.
 
-        Args:
-            param_groups: the optimizer's param groups.
-            hyper_of: what their options mean.
-
         Raises:
             HeteroError: a change would be lost: a parameter was moved or unfrozen after
-                initialize(), or this is inside gathered(). Nothing is changed.
+                initialize(), or this is inside gathered(); or ranks differ.
+            NonFiniteError: a factor of a gradient is not finite, or fp16 gradients overflow at the
+                smallest loss scale. Nothing is changed, here and above.
             BudgetError: the process needs more than process_memory. The step is made.
             NativeIoError, PeerError: a transfer, or a rank, failed.
         """
@@ -316,58 +236,54 @@ class Engine:
         self.schedule.wait_all()
         self.added_params.take_in_unfrozen()
         self.gradients.average(force=True)
-        groups = [(group, self.find_all(group["params"])) for group in param_groups]
-        self._check_left_out({m for _, members in groups for m in members})
-        self._step.make(groups, hyper_of)
-        self.schedule.end_step()
+        managed = self.params.managed.values()
+        param_groups = self.optimizer.param_groups()
+        listed = [(group, self.find_all(group["params"])) for group in param_groups]
+        given = dict.fromkeys(m for _, members in listed for m in members)
+        check_left_out(managed, given)
+        for m in given:
+            check_updatable(m, self.config.overlap)
+        groups = [(options, self.gradients.of(members)) for options, members in listed]
+        members = [m for _, some in groups for m in some]
+        overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
+        self.params.settle()
+        meet_with_same(members, managed, self.world)
+        if overflow and self.loss_scale.value <= 1:
+            raise NonFiniteError(
+                "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
+                "'fp32', whose range is wider"
+            )
+        if (members or self.schedule.is_half_made) and not overflow:
+            check_factors(members)
+            self.schedule.step(groups)
+        if members:
+            self.loss_scale.update(overflow)
         self._end_step()
 
     def _end_step(self) -> None:
         """Looks at the step that was made: its seconds, its rates and its memory."""
-        made = self.tracer.end_step()
-        host_bytes = self.tracer.take_evaluation_bytes()
-        device_bytes = 0
-        if made is not None:
-            host_bytes = max(host_bytes, made.peak_host_bytes)
-            device_bytes = made.peak_device_bytes
+        self.schedule.end_step()
+        host_bytes, device_bytes = self.tracer.end_step()
         for chunk_group in self.chunk_groups:
             chunk_group.order.end_step()
-        self._predictions.end_step()
+        self.predictions.end_step()
         self.budget_moves.end_step(host_bytes, device_bytes)
 
-    def meet(self, said: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def meet(self, what: str) -> None:
         """Waits for all ranks, so that none of them still reads values that are about to change.
 
-        Args:
-            said: what this rank tells the others: a tensor of the same shape and dtype on each.
-            what: what the ranks are about to do, for errors.
-
-        Returns:
-            What each rank said, in their order.
-
-        Raises:
-            PeerError: a rank did not come.
+        Raises PeerError if a rank does not come; `what` says what they are about to do.
         """
         self.schedule.wait_all()
         self.params.settle()
-        return self.world.all_gather(said, what)
-
-    def _check_left_out(self, given: Collection[ManagedParam]) -> None:
-        """Raises HeteroError for a gradient of what was frozen and is in no param group."""
-        for m in self._managed.values():
-            frozen = m.was_frozen and not m.chunk.trainable
-            if frozen and m.param.grad is not None and m not in given:
-                raise HeteroError(
-                    f"{m.name} was frozen at hetero.initialize() and has a gradient now, but no "
-                    f"param group has it; add it with optimizer.add_param_group()"
-                )
+        self.world.all_gather(torch.zeros(1), what)
 
     # Calls of the model
 
     def unwind(self) -> None:
         """Ends forwards and loads of the model that an exception has interrupted."""
-        for hooks in self._model_hooks:
-            hooks.unwind()
+        for model_hooks in self._model_hooks:
+            model_hooks.unwind()
 
     def _before_forward(self) -> None:
         self.unwind()
@@ -409,12 +325,8 @@ class Engine:
         self.schedule.require_whole("set_budget()")
         self.budget_moves.set_budget(host_memory, device_memory)
 
-    def pause(self) -> None:
-        """Until no update is under way, so that homes can move.
-
-        Raises:
-            InUseError: a forward is running.
-        """
+    def _pause(self) -> None:
+        """Until no update is under way, so that homes can move."""
         if self._module_hooks.running:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
         self.schedule.wait_all()
@@ -428,11 +340,7 @@ class Engine:
     def plans(self) -> list[Plan]:
         """The placement of each chunk group, the main one first, and the step it is predicted to
         take; empty until a saved profile or two steps say how fast anything is."""
-        return self.predicted_plans()
-
-    def predicted_plans(self, grad_factors: bool = False) -> list[Plan]:
-        """As `plans`; with `grad_factors` of steps that take the norm of all gradients."""
-        return self._predictions.plans(grad_factors)
+        return self.predictions.plans()
 
     def explain(self) -> str:
         """A table for people of where state is, what a step is expected to take, what bounds it,
@@ -441,7 +349,7 @@ class Engine:
         Seconds are those of the saved profile of this machine (hetero profile), or of this
         training's own steps. Bytes are of this rank. Takes a few placements' time.
         """
-        return self._predictions.explain()
+        return self.predictions.explain()
 
     # Facts
 
@@ -460,23 +368,12 @@ class Engine:
     @property
     def io_engine(self) -> str | None:
         """ "io_uring" or "threads"; None if nothing is homed on DISK."""
-        return next(
-            (
-                chunk_group.disk.io.kind
-                for chunk_group in self.chunk_groups
-                if chunk_group.disk is not None
-            ),
-            None,
-        )
-
-    @property
-    def isa(self) -> str:
-        """The instruction set that the optimizer's kernels use."""
-        return _native.isa()
+        disks = (chunk_group.disk for chunk_group in self.chunk_groups)
+        return next((disk.io.kind for disk in disks if disk is not None), None)
 
     def managed_params(self) -> list[ManagedParam]:
         """All managed parameters, in the model's order."""
-        return sorted(self._managed.values(), key=lambda m: m.slice.param.index)
+        return sorted(self.params.managed.values(), key=lambda m: m.slice.param.index)
 
     # End
 
@@ -496,15 +393,12 @@ class Engine:
         self._finalizer.detach()
         model = self._model()
         if model is not None:
-            refuse_use(
-                model,
-                lambda: ClosedError("the model was used after its engine was closed"),
-            )
+            refuse_use(model)
         self._detach_params()
         self._free()
 
     def _detach_params(self) -> None:
-        for m in self._managed.values():
+        for m in self.params.managed.values():
             m.close()
 
     def _outlive(self) -> None:
@@ -530,7 +424,7 @@ class Engine:
         if not self._closed:
             self._leave_ranks()
         self._closed = True
-        self._hooks.close()
+        self.hooks.close()
         for chunk_group in reversed(self.chunk_groups):
             chunk_group.close()
             chunk_group.world.close()

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from offload.device.backend import Backend
 from offload.profile.machine_profile import Rates
 
 _STEPS = 8  # the last ones that are looked at: a disk's speed changes within minutes
-_SKIPPED_STEPS = 1  # after each start: the first step does things that no other does
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,10 @@ class Counters:
     update_bytes: float = 0.0  # on the CPU, as UpdateKind.bytes_moved counts them
     update_s: float = 0.0
 
-    def since(self, earlier: Counters) -> Counters:
-        """What came after `earlier`."""
-        return _by_field(lambda name: getattr(self, name) - getattr(earlier, name))
-
-
-def _by_field(value: Callable[[str], float]) -> Counters:
-    return Counters(**{field.name: value(field.name) for field in fields(Counters)})
+    def since(self, earlier: Counters, steps: int = 1) -> Counters:
+        """What came after `earlier`, per step."""
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return Counters(*((now - before) / steps for now, before in pairs))
 
 
 def counters_of(chunk_groups: Sequence[ChunkGroup], backend: Backend) -> Counters:
@@ -74,61 +70,44 @@ class LearnedRates:
     def __init__(
         self, counters: Callable[[], Counters], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Begins now.
-
-        Args:
-            counters: what was counted so far.
-            clock: seconds.
-        """
+        """`counters` says what was counted so far, `clock` the seconds."""
         self._counters = counters
         self._clock = clock
-        self._steps: deque[tuple[Counters, float]] = deque(maxlen=_STEPS)
-        self.restart()
+        # What was counted at the ends of steps. The first step after each start does things that no
+        # other does, so it counts from its end on.
+        self._ends: deque[tuple[Counters, float]] = deque(maxlen=_STEPS + 1)
 
     def restart(self) -> None:
         """Forgets all: homes have moved, which counts as no step and makes counters begin anew."""
-        self._steps.clear()
-        self._to_skip = _SKIPPED_STEPS
-        self._before = self._counters(), self._clock()
+        self._ends.clear()
 
     def end_step(self) -> None:
         """A step is over."""
-        counters, now_s = self._counters(), self._clock()
-        if self._to_skip:
-            self._to_skip -= 1
-        else:
-            self._steps.append((counters.since(self._before[0]), now_s - self._before[1]))
-        self._before = counters, now_s
+        self._ends.append((self._counters(), self._clock()))
 
     @property
     def steps(self) -> int:
         """How many steps the means are of."""
-        return len(self._steps)
+        return max(0, len(self._ends) - 1)
 
     @property
     def step_s(self) -> float:
         """Seconds of a step; 0 before there was one."""
-        return sum(seconds for _, seconds in self._steps) / max(1, self.steps)
+        return (self._ends[-1][1] - self._ends[0][1]) / self.steps if self.steps else 0.0
 
     @property
     def per_step(self) -> Counters:
-        """Bytes and seconds of a step."""
-        count = max(1, self.steps)
-        return _by_field(lambda name: sum(getattr(step, name) for step, _ in self._steps) / count)
+        """Bytes and seconds of a step; all 0 before there was one."""
+        if not self.steps:
+            return Counters()
+        return self._ends[-1][0].since(self._ends[0][0], self.steps)
 
     def rates(self, dtypes: Sequence[str], separate: bool) -> Rates | None:
-        """What predictions take in the place of a profile.
+        """What predictions take in the place of a profile; None if a rate is not known yet.
 
         A disk has one rate, that of its reads and writes as they were mixed, queues that ran dry
-        included; updates have one for all dtypes, also on a DEVICE that is emulated.
-
-        Args:
-            dtypes: in which parameters are updated.
-            separate: whether DEVICE has memory of its own.
-
-        Returns:
-            The rates; None if nothing was updated on the CPU or nothing crossed the link, so that
-            their rates are not known.
+        included; updates have one for all `dtypes`, also on a DEVICE that is emulated. `separate`:
+        DEVICE has memory of its own.
         """
         seen = self.per_step
         if not (seen.update_bytes and seen.update_s):

@@ -1,111 +1,74 @@
-"""One optimizer step: what is checked before anything is changed, and then the update."""
+"""What is checked, and agreed by all ranks, before an optimizer step changes anything."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
-from hetero.chunk_groups.update_tasks import Groups, HyperOf
+from hetero.overlap import OverlapUpdates
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.gradients.grad_factors import GradFactors
-from hetero.runtime.gradients.gradients import Gradients
-from hetero.runtime.modules.all_params import AllParams
-from hetero.runtime.update_schedule import UpdateSchedule
-from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, NonFiniteError
 
 
-class OptimizerStep:
-    """Makes steps: of all ranks together, or of none."""
-
-    def __init__(
-        self,
-        managed: Mapping[int, ManagedParam],
-        params: AllParams,
-        gradients: Gradients,
-        grad_factors: GradFactors,
-        schedule: UpdateSchedule,
-        loss_scale: LossScale,
-        world: ProcessGroups,
-    ) -> None:
-        """`managed` are all parameters, by id(); more may come."""
-        self._managed = managed
-        self._params = params
-        self._gradients = gradients
-        self._grad_factors = grad_factors
-        self._schedule = schedule
-        self._loss_scale = loss_scale
-        self._world = world
-
-    def make(self, listed: Groups, hyper_of: HyperOf) -> None:
-        """Updates the parameters of `listed`, the optimizer's param groups, that have gradients.
-
-        Gradients are means over the ranks. Raises, before anything is changed, HeteroError for what
-        would be lost silently, or if ranks differ; NonFiniteError for factors that are not finite,
-        and if fp16 gradients overflow at the smallest loss scale.
-        """
-        for _, all_members in listed:
-            for m in all_members:
-                self._check_trainable(m)
-        groups = [(options, self._gradients.of(some)) for options, some in listed]
-        members = [m for _, some in groups for m in some]
-        overflow = self._loss_scale.dynamic and self._grad_factors.any_non_finite(members)
-        self._meet(members)
-        if overflow and self._loss_scale.value <= 1:
-            raise NonFiniteError(
-                "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
-                "'fp32', whose range is wider"
-            )
-        if (members or self._schedule.is_half_made) and not overflow:
-            _check_factors(members)
-            self._schedule.step(groups, hyper_of)
-        if members:
-            self._loss_scale.update(overflow)
-
-    def _meet(self, members: Sequence[ManagedParam]) -> None:
-        """Until all ranks are about to update, and the same `members`."""
-        everyone = self._world.everyone
-        if everyone is None:
-            return
-        name_of = {m.slice.param.index: m.name for m in self._managed.values()}
-        flags = torch.zeros(max(name_of) + 1, dtype=torch.uint8)
-        flags[[m.slice.param.index for m in members]] = 1
-        self._params.settle()
-        for peer, theirs in enumerate(self._world.all_gather(flags, "optimizer.step()")):
-            if not torch.equal(theirs, flags):
-                index = int((theirs != flags).nonzero()[0])
-                raise HeteroError(
-                    f"{name_of[index]} has a gradient on one of {self._world.name} and "
-                    f"{everyone.name(peer)} only at optimizer.step(); clear gradients, and give "
-                    f"the optimizer parameters, on all ranks alike"
-                )
-
-    def _check_trainable(self, managed: ManagedParam) -> None:
-        # (If step() does not wait, a parameter in use would lose its value there.)
-        free = managed.uses == 0 or not self._schedule.overlap.in_forward
-        if not (free and managed.is_in_place):
+def check_left_out(managed: Iterable[ManagedParam], given: Container[ManagedParam]) -> None:
+    """Raises HeteroError for a gradient of what was frozen and is in no param group."""
+    for m in managed:
+        frozen = m.was_frozen and not m.chunk.trainable
+        if frozen and m.param.grad is not None and m not in given:
             raise HeteroError(
-                f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
-                f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
-                f"update would be lost"
-            )
-        if managed.changed_unnoticed:
-            raise HeteroError(
-                f"{managed.name} was changed in place outside hetero.gathered(..., "
-                f"modifier_rank=0); its master would not follow"
-            )
-        if not managed.chunk.trainable and managed.param.grad is not None:
-            raise HeteroError(
-                f"{managed.name} was frozen at hetero.initialize() and has a gradient now, but no "
-                f"optimizer state; set requires_grad before initialize(), or before a forward "
-                f"outside hetero.gathered()"
+                f"{m.name} was frozen at hetero.initialize() and has a gradient now, but no "
+                f"param group has it; add it with optimizer.add_param_group()"
             )
 
 
-def _check_factors(members: Sequence[ManagedParam]) -> None:
+def check_updatable(managed: ManagedParam, overlap: OverlapUpdates) -> None:
+    """Raises HeteroError if an update of the parameter, or a change of it, would be lost."""
+    # (If step() does not wait, a parameter in use would lose its value there.)
+    free = managed.uses == 0 or not overlap.in_forward
+    if not (free and managed.is_in_place):
+        raise HeteroError(
+            f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
+            f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "
+            f"update would be lost"
+        )
+    if managed.changed_unnoticed:
+        raise HeteroError(
+            f"{managed.name} was changed in place outside hetero.gathered(..., "
+            f"modifier_rank=0); its master would not follow"
+        )
+    if not managed.chunk.trainable and managed.param.grad is not None:
+        raise HeteroError(
+            f"{managed.name} was frozen at hetero.initialize() and has a gradient now, but no "
+            f"optimizer state; set requires_grad before initialize(), or before a forward "
+            f"outside hetero.gathered()"
+        )
+
+
+def meet_with_same(
+    members: Sequence[ManagedParam], managed: Iterable[ManagedParam], world: ProcessGroups
+) -> None:
+    """Until all ranks are about to update, and of all that are `managed` the same `members`."""
+    everyone = world.everyone
+    if everyone is None:
+        return
+    name_of = {m.slice.param.index: m.name for m in managed}
+    flags = torch.zeros(max(name_of) + 1, dtype=torch.uint8)
+    flags[[m.slice.param.index for m in members]] = 1
+    for peer, theirs in enumerate(everyone.all_gather(flags, "optimizer.step()")):
+        if not torch.equal(theirs, flags):
+            index = int((theirs != flags).nonzero()[0])
+            raise HeteroError(
+                f"{name_of[index]} has a gradient on one of {world.name} and "
+                f"{everyone.name(peer)} only at optimizer.step(); clear gradients, and give "
+                f"the optimizer parameters, on all ranks alike"
+            )
+
+
+def check_factors(members: Iterable[ManagedParam]) -> None:
+    """Raises NonFiniteError for a gradient that would be multiplied by what is not finite."""
     for m in members:
         if not math.isfinite(m.grad_factor):
             raise NonFiniteError(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from hetero.chunk_groups.build import Shared
+from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.machine_profile import saved_profile
 from hetero.planning.predict import Plan, predict
 from hetero.planning.report import explain, explain_bytes, gains
 from hetero.planning.trace import Work
 from hetero.runtime.learned_rates import LearnedRates, counters_of
-from hetero.runtime.relocation.relocate import MovingEngine
-from hetero.runtime.step_tracer import MeasuredStep
+from hetero.runtime.step_tracer import StepTracer
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Profile, Rates
 
@@ -29,34 +30,28 @@ class StepPredictions:
 
     def __init__(
         self,
-        engine: MovingEngine,
+        chunk_groups: Sequence[ChunkGroup],
+        shared: Shared,
         group_plans: Callable[[], Sequence[ChunkGroupPlan]],
-        latest: Callable[[], MeasuredStep | None],
+        tracer: StepTracer,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Nothing is predicted yet.
+        """Predicts steps of `chunk_groups`, of which more may come.
 
-        Args:
-            engine: whose steps are predicted.
-            group_plans: its chunk groups as they are placed now.
-            latest: its latest step, if there was one.
-            clock: seconds.
+        `group_plans` gives them as they are placed now, `tracer` the latest step.
         """
-        self._engine = engine
+        self._shared = shared
+        self._world = chunk_groups[0].world
         self._group_plans = group_plans
-        self._latest = latest
-        self.learned = LearnedRates(lambda: counters_of(engine.chunk_groups, engine.backend), clock)
+        self._tracer = tracer
+        self.learned = LearnedRates(lambda: counters_of(chunk_groups, shared.backend), clock)
         self._has_noted = False
 
     def plans(self, grad_factors: bool = False) -> list[Plan]:
-        """Each chunk group's placement with the step that is predicted for it.
+        """Each chunk group's placement with the step that is predicted for it, main one first.
 
-        Args:
-            grad_factors: whether steps take the norm of all gradients.
-
-        Returns:
-            The plans, the main chunk group's first; none if neither a saved profile nor steps say
-            how fast anything is.
+        None if neither a saved profile nor steps say how fast anything is. `grad_factors`: steps
+        take the norm of all gradients.
         """
         groups = self._group_plans()
         rates = self._saved_profile() or self._learned(groups)
@@ -71,7 +66,7 @@ class StepPredictions:
         """The table of bytes, seconds and limits, for people."""
         plans = self.plans()
         if not plans:
-            limits = {tier: self._engine.ledger.budget_bytes[tier.value] for tier in Tier}
+            limits = {tier: self._shared.ledger.budget_bytes[tier.value] for tier in Tier}
             return (
                 f"{explain_bytes(self._group_plans(), limits)}\n\nNo step time is expected: there "
                 f"is no profile of this machine (hetero profile) that says what is used here, and "
@@ -92,13 +87,9 @@ class StepPredictions:
         if not self._has_noted and self.learned.steps >= _FEWEST_STEPS:
             self._note_limit()
 
-    def homes_moved(self) -> None:
-        """What was learned so far was of another placement."""
-        self.learned.restart()
-
     def _note_limit(self) -> None:
         seen, step_s = self.learned.per_step, self.learned.step_s
-        made = self._latest()
+        made = self._tracer.latest
         if made is None or step_s < _SHORT_STEP_S:
             return
         computing_s = made.computing.forward_s + made.computing.backward_s
@@ -111,19 +102,18 @@ class StepPredictions:
         saved_s = gains(plans).get("RAM", 0.0) if plans else 0.0
         if saved_s > 0:
             note += f"; one more GiB of host_memory is predicted to save {saved_s:.2g} s"
-        self._engine.notes.append(f"{note} (engine.explain() has the figures)")
+        self._shared.notes.append(f"{note} (engine.explain() has the figures)")
 
     def _plans(
         self, groups: Sequence[ChunkGroupPlan], rates: Rates, grad_factors: bool
     ) -> list[Plan]:
-        made, network = self._latest(), None
+        made, network = self._tracer.latest, None
         if isinstance(rates, Profile):
-            world = self._engine.world
-            several_machines = world.local_ranks < world.size
+            several_machines = self._world.local_ranks < self._world.size
             network = rates.node_bytes_per_s if several_machines else rates.rank_bytes_per_s
         elif made is None:
             return []
-        config = self._engine.config
+        config = self._shared.config
         return predict(
             groups,
             rates,
@@ -137,10 +127,10 @@ class StepPredictions:
 
     def _saved_profile(self) -> Profile | None:
         try:
-            return saved_profile(self._engine.config, self._engine.world.local_ranks)
+            return saved_profile(self._shared.config, self._world.local_ranks)
         except ValueError:  # of another version or backend
             return None
 
     def _learned(self, groups: Sequence[ChunkGroupPlan]) -> Rates | None:
         dtypes = sorted({group.dtypes.compute for group in groups})
-        return self.learned.rates(dtypes, self._engine.backend.separate)
+        return self.learned.rates(dtypes, self._shared.backend.separate)

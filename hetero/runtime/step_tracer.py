@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.utils.hooks import RemovableHandle
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.trace import Computing, Phase
@@ -93,13 +93,11 @@ class StepTracer:
         model: torch.nn.Module,
         chunk_groups: Sequence[ChunkGroup],
         memory: Callable[[], tuple[int, int]],
+        hooks: ExitStack,
     ) -> None:
-        """Puts hooks on the model.
+        """Puts hooks on the model, which `hooks` takes off; more `chunk_groups` may come.
 
-        Args:
-            model: whose steps are traced.
-            chunk_groups: of its parameters; more of them may come.
-            memory: bytes beside the model state now, (in RAM, on DEVICE); takes some 20 us.
+        `memory` tells the bytes beside the model state now, (in RAM, on DEVICE), in some 20 us.
         """
         self.latest: MeasuredStep | None = None
         self.step_clock = StepClock(memory, lambda: sum(group.wait_s for group in chunk_groups))
@@ -109,10 +107,8 @@ class StepTracer:
         self._in_backward = False
         self._evaluations = 0  # since the last step
         self._evaluation_bytes = 0  # the most RAM beside model state after one
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before),
-            model.register_forward_hook(self._after, always_call=True),
-        ]
+        hooks.callback(model.register_forward_pre_hook(self._before).remove)
+        hooks.callback(model.register_forward_hook(self._after, always_call=True).remove)
 
     @_disable_dynamo
     def _before(self, module: torch.nn.Module, args: Any) -> None:
@@ -131,13 +127,10 @@ class StepTracer:
         if self._with_grad:
             self.step_clock.begin(None)
             for tensor in _tensors(output)[:_MOST_OUTPUTS]:
-                tensor.register_hook(self._begin_backward)
+                tensor.register_hook(lambda _: self.gradient())
         elif self._evaluations < _MOST_EVALUATIONS:
             self._evaluations += 1
             self._evaluation_bytes = max(self._evaluation_bytes, self._memory()[0])
-
-    def _begin_backward(self, grad: torch.Tensor) -> None:
-        self.gradient()
 
     def gradient(self) -> None:
         """A gradient is there: a backward goes on."""
@@ -152,46 +145,34 @@ class StepTracer:
             self._in_backward = False
             self.step_clock.begin(None)
 
-    def take_evaluation_bytes(self) -> int:
-        """The most RAM beside model state after forwards without gradients since the last call."""
-        found, self._evaluation_bytes = self._evaluation_bytes, 0
-        return found
+    def end_step(self) -> tuple[int, int]:
+        """The step is `latest` now, unless it had no forward of the whole model.
 
-    def end_step(self) -> MeasuredStep | None:
-        """The step, which is `latest` from now on; None if it had no forward of the whole model."""
+        Returns the most bytes beside the model state (in RAM, on DEVICE) since the last step.
+        """
         made = self.step_clock.end_step()
+        host_bytes, self._evaluation_bytes = self._evaluation_bytes, 0
         self._in_backward = False
         self._depth = 0  # a forward that Ctrl-C ended has not said so
         self._evaluations = 0
-        self.latest = made or self.latest
-        return made
+        if made is None:
+            return host_bytes, 0
+        self.latest = made
+        return max(host_bytes, made.peak_host_bytes), made.peak_device_bytes
 
     def forget(self) -> None:
         """The step is left out."""
         self.step_clock.reset()
         self._in_backward = False
 
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """Tensors in what a model returned from which a backward can begin."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.grad_fn is not None else []
     if isinstance(output, dict):
         output = list(output.values())
-    elif not isinstance(output, (list, tuple)):
+    elif not isinstance(output, (torch.Tensor, list, tuple)):
         output = list(vars(output).values()) if hasattr(output, "__dict__") else []
-    return [tensor for part in output if part is not None for tensor in _shallow(part)]
-
-
-def _shallow(part: Any) -> list[torch.Tensor]:
-    if isinstance(part, torch.Tensor):
-        return [part] if part.grad_fn is not None else []
-    if isinstance(part, (list, tuple)):
-        return [p for p in part if isinstance(p, torch.Tensor) and p.grad_fn is not None]
-    return []
+    parts = output if isinstance(output, (list, tuple)) else [output]
+    nested = [part if isinstance(part, (list, tuple)) else [part] for part in parts]
+    tensors = (tensor for part in nested for tensor in part if isinstance(tensor, torch.Tensor))
+    return [tensor for tensor in tensors if tensor.grad_fn is not None]

@@ -16,8 +16,9 @@ has changed, or because a locked parameter reads NaN and refuses to be used by a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,22 @@ import torch
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, Update, hyper_table
 from hetero.chunks.layout import Chunk
+from hetero.config import Config
 from hetero.overlap import OverlapUpdates
 from hetero.runtime.grad_counts import GradCounts
+from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import inside_another_backward
-from hetero.runtime.optimizer_view import OptimizerView
 from hetero.state.chunk_updates import TO_GO_ON
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
+
+
+@dataclass(frozen=True)
+class OptimizerView:
+    """The optimizer's param groups, and what their options mean; it does not keep it alive."""
+
+    param_groups: Callable[[], Sequence[dict[str, Any]]]
+    hyper_of: HyperOf
 
 
 def check_overlap(overlap: OverlapUpdates, ranks: int) -> None:
@@ -46,20 +56,13 @@ def check_overlap(overlap: OverlapUpdates, ranks: int) -> None:
 class UpdateSchedule:
     """Submits the updates of all chunk groups and waits for them."""
 
-    def __init__(
-        self,
-        chunk_groups: Sequence[ChunkGroup],
-        overlap: OverlapUpdates,
-        prefetch: bool,
-        optimizer: OptimizerView,
-    ) -> None:
-        """`chunk_groups` may grow. `prefetch`: what step() needs first is read during backward."""
-        self._chunk_groups = chunk_groups
-        self.overlap = overlap
-        self._name = f"overlap_updates={overlap.value!r}"
+    def __init__(self, params: AllParams, config: Config, optimizer: OptimizerView) -> None:
+        self._params = params
+        self.overlap = config.overlap
+        self._name = f"overlap_updates={self.overlap.value!r}"
         self._counts = GradCounts()
-        self._param_groups, self._hyper_of = optimizer.param_groups, optimizer.hyper_of
-        self._reads_ahead = prefetch
+        self._optimizer = optimizer
+        self._reads_ahead = config.prefetch
         self._has_read_ahead = False  # in this step
         # The update that is about to be submitted. If Ctrl-C comes meanwhile it stays here, because
         # whether that update is made is not known.
@@ -69,21 +72,25 @@ class UpdateSchedule:
         self._group_of: dict[int, int] = {}  # by id(param): index of its param group
 
     @property
+    def _locked_chunks(self) -> list[list[ManagedParam]]:
+        """The parameters of each locked chunk."""
+        groups = self._params.chunk_groups
+        return [members for group in groups for members in group.updates.locked.values()]
+
+    @property
     def _locked(self) -> list[ManagedParam]:
-        chunks = [c for group in self._chunk_groups for c in group.updates.locked.values()]
-        return [m for members in chunks for m in members]
+        return [m for members in self._locked_chunks for m in members]
 
     @property
     def is_half_made(self) -> bool:
         """Whether some chunks are updated and the others wait for step()."""
-        return any(chunk_group.updates.locked for chunk_group in self._chunk_groups)
+        return bool(self._locked_chunks)
 
     # What is refused while a step is half made
 
     def require_whole(self, what: str) -> None:
         """Raises HeteroError because `what` cannot be done while a step is half made."""
-        if self.is_half_made:
-            count = sum(len(group.updates.locked) for group in self._chunk_groups)
+        if count := len(self._locked_chunks):
             raise HeteroError(
                 f"{what} came while a step is half made: {count} chunks were updated during "
                 f"backward ({self._name}), the others were not; {TO_GO_ON}"
@@ -91,7 +98,7 @@ class UpdateSchedule:
 
     def check_gradient(self, managed: ManagedParam) -> None:
         """Raises HeteroError if a gradient of a locked parameter comes, or is assigned."""
-        if managed.chunk.id in self._group(managed.chunk).updates.locked:
+        if managed.chunk.id in self._params.group(managed.chunk).updates.locked:
             count = self._counts.expected(managed)
             raise HeteroError(
                 f"{managed.name} gets another gradient after it was updated during backward "
@@ -111,7 +118,7 @@ class UpdateSchedule:
         if self._has_read_ahead or not self._reads_ahead:
             return
         self._has_read_ahead = True
-        for chunk_group in self._chunk_groups:
+        for chunk_group in self._params.chunk_groups:
             lock = chunk_group.optim_states.lock
             if lock.acquire(blocking=False):  # else the buffers are used to read optimizer states
                 try:
@@ -127,35 +134,35 @@ class UpdateSchedule:
         self._counts.note(managed, added, counts)
         if not counts:
             return
-        self._group(managed.chunk).params.finish_updates([managed.chunk])  # of the last step
+        self._params.group(managed.chunk).params.finish_updates([managed.chunk])  # of the last step
         self._note_final(managed.chunk)
-        final = [chunk for group in self._chunk_groups for chunk in group.updates.final]
+        final = [chunk for group in self._params.chunk_groups for chunk in group.updates.final]
         if final and not inside_another_backward():
             for chunk in final:
                 # (Gradients may have been cleared since, or another one have come.)
                 if self._note_final(chunk):
-                    if not self._group(chunk).grads.has_arrived(chunk):
+                    if not self._params.group(chunk).grads.has_arrived(chunk):
                         return  # it is on its way from the device
                     self._submit_early(chunk)
 
     def _note_final(self, chunk: Chunk) -> bool:
-        chunk_group = self._group(chunk)
+        chunk_group = self._params.group(chunk)
         final = self._counts.are_final(chunk_group.grads.members(chunk))
         chunk_group.updates.set_final(chunk, final)
         return final
 
     def _submit_early(self, chunk: Chunk) -> None:
         """Submits the chunk's update; leaves it to step() if that would refuse it."""
-        chunk_group = self._group(chunk)
+        chunk_group = self._params.group(chunk)
         chunk_group.updates.set_final(chunk, False)
         members = chunk_group.grads.members(chunk)
         groups = self._grouped(members)
         if groups is None or chunk_group.grads.has_lost(chunk):
             return
-        if not all(self._is_updatable(m, chunk_group) for m in members):
+        if not all(is_free(m) and m.grad_factor == 1.0 for m in members):
             return
         try:
-            table = hyper_table(groups, self._hyper_of)
+            table = hyper_table(groups, self._optimizer.hyper_of)
         except ValueError:
             return
         now = {index: _copied(options) for index, (options, some) in enumerate(groups) if some}
@@ -166,14 +173,9 @@ class UpdateSchedule:
         self._submit(chunk_group, groups, table, last=False)
         self._submitting = ""
 
-    def _is_updatable(self, m: ManagedParam, chunk_group: ChunkGroup) -> bool:
-        free = m.uses == 0 and m.is_at_home and not m.changed_unnoticed
-        return free and m.grad_factor == 1.0
-
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
         """The param groups, with `members` alone; None if one is in no group."""
-        groups: list[tuple[dict[str, Any], list[ManagedParam]]]
-        groups = [(group, []) for group in self._param_groups()]
+        groups: Groups = [(group, []) for group in self._optimizer.param_groups()]
         if not self._group_of or not self.is_half_made:
             self._group_of = {
                 id(p): index for index, (group, _) in enumerate(groups) for p in group["params"]
@@ -215,7 +217,7 @@ class UpdateSchedule:
         for members in update.members:
             chunk_group.params.publish(members[0].chunk)
 
-    def step(self, groups: Groups, hyper_of: HyperOf) -> None:
+    def step(self, groups: Groups) -> None:
         """Updates the parameters in `groups`, but for those that backward has updated already.
 
         Raises HeteroError for what would make the two parts of the step differ, and ValueError for
@@ -224,13 +226,13 @@ class UpdateSchedule:
         self._check_half(groups)
         locked = set(self._locked)
         rest = [(options, [m for m in some if m not in locked]) for options, some in groups]
-        table = hyper_table(rest, hyper_of)
+        table = hyper_table(rest, self._optimizer.hyper_of)
         used = {m.chunk.group_index for m in locked}
         used |= {m.chunk.group_index for _, members in rest for m in members}
         try:
             for number in sorted(used):
                 mine = [(g, [m for m in some if m.chunk.group_index == number]) for g, some in rest]
-                self._submit(self._chunk_groups[number], mine, table, last=True)
+                self._submit(self._params.chunk_groups[number], mine, table, last=True)
         except BaseException as error:
             if locked and not isinstance(error, Exception):  # Ctrl-C
                 self._submitting = "optimizer.step()"
@@ -259,7 +261,7 @@ class UpdateSchedule:
             now = _copied(groups[index][0])
             changed = [key for key in before if now.get(key) != before[key]]
             if changed:
-                count = sum(len(group.updates.locked) for group in self._chunk_groups)
+                count = len(self._locked_chunks)
                 raise HeteroError(
                     f"{changed[0]} of param group {index} is {now.get(changed[0])!r} at step() and "
                     f"was {before[changed[0]]!r} during backward, when {count} chunks were updated "
@@ -283,7 +285,7 @@ class UpdateSchedule:
                     f"the state that is loaded lacks {m.name}, which was updated already in a step "
                     f"that is half made ({self._name}); load one of all parameters"
                 )
-        for chunk_group in self._chunk_groups:
+        for chunk_group in self._params.chunk_groups:
             if chunk_group.updates.locked:
                 chunk_group.stepper.stop()
         self._unlock()
@@ -294,7 +296,7 @@ class UpdateSchedule:
         self._submitting = ""
         self._options.clear()
         self._group_of.clear()
-        for chunk_group in self._chunk_groups:
+        for chunk_group in self._params.chunk_groups:
             chunk_group.updates.end_step()
 
     # Waiting
@@ -302,7 +304,7 @@ class UpdateSchedule:
     def wait_all(self) -> None:
         """Until all parameters have their new values, but for locked ones. Raises what an update
         met."""
-        for chunk_group in self._chunk_groups:
+        for chunk_group in self._params.chunk_groups:
             under_way = chunk_group.updates.under_way
             if under_way:
                 # (One call of native code, which Ctrl-C does not end: parameters that step() leaves
@@ -312,7 +314,12 @@ class UpdateSchedule:
                 chunk_group.grads.release_used()
 
     def _group(self, chunk: Chunk) -> ChunkGroup:
-        return self._chunk_groups[chunk.group_index]
+        return self._params.chunk_groups[chunk.group_index]
+
+
+def is_free(managed: ManagedParam) -> bool:
+    """Whether nothing uses the parameter or has changed it, so that it can be updated or moved."""
+    return managed.uses == 0 and managed.is_at_home and not managed.changed_unnoticed
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

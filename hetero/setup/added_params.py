@@ -11,7 +11,7 @@ import torch
 
 from hetero.chunk_groups.build import build_chunk_group
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunks.layout import Layout, ParamSpec
+from hetero.chunks.layout import ParamSpec
 from hetero.planning.group_plans import (
     ChunkGroupPlan,
     groups_of,
@@ -22,8 +22,10 @@ from hetero.planning.group_plans import (
 from hetero.planning.placement import Budgets, SlotBytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
-from hetero.runtime.optimizer_view import ParamGroups
-from hetero.setup.first_values import fill
+from hetero.runtime.relocation.budget_moves import budgets_of
+from hetero.runtime.update_schedule import is_free
+from hetero.setup.construction import arena_of
+from hetero.setup.first_values import FirstValues, fill
 from hetero.setup.same_start import take_from_first
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
@@ -43,25 +45,24 @@ class AddedParams:
     the same.
     """
 
-    def __init__(self, engine: Engine, param_groups: ParamGroups) -> None:
-        """`param_groups` gives the optimizer's groups as they are at the time."""
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._param_groups = param_groups
-        self._frozen = self._find_frozen()
+        self._frozen: list[ManagedParam]  # the parameters without an optimizer state
+        self._find_frozen()
 
-    def _find_frozen(self) -> list[ManagedParam]:
-        """The parameters without an optimizer state."""
-        return [m for m in self._engine.managed_params() if not m.chunk.trainable]
+    def _find_frozen(self) -> None:
+        managed = self._engine.managed_params()
+        self._frozen = [m for m in managed if not m.chunk.trainable]
 
     def take_in_unfrozen(self) -> None:
         """Adds the frozen parameters that need gradients by now and are the optimizer's.
 
         Those that are in use are left for another time. Raises as admit().
         """
-        waiting = [m for m in self._frozen if m.param.requires_grad and _is_free(m)]
+        waiting = [m for m in self._frozen if m.param.requires_grad and is_free(m)]
         if not waiting:
             return
-        given = {id(p) for group in self._param_groups() for p in group["params"]}
+        given = {id(p) for group in self._engine.optimizer.param_groups() for p in group["params"]}
         found = [m.param for m in waiting if id(m.param) in given]
         if found:
             self._add(found)
@@ -84,28 +85,23 @@ class AddedParams:
         self._engine.world.require_equal(facts, "the param groups that are added")
         added = []
         for param in wanted:
-            known = self._engine.known(param)
-            if known is None:
-                added.append(param)
-            elif not known.chunk.trainable and param.requires_grad:
-                if not _is_free(known):
+            known = self._engine.params.known(param)
+            if known is not None:
+                if known.chunk.trainable or not param.requires_grad:
+                    continue
+                if not is_free(known):
                     raise HeteroError(
                         f"{known.name} is in use; call add_param_group() outside hetero.gathered()"
                     )
-                added.append(param)
+            added.append(param)
         if added:
             self._add(added)
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         engine = self._engine
-        engine.finish_updates()
+        engine.schedule.wait_all()
         engine.take_over(_make_chunk_groups(engine, engine.model, params))
-        self._frozen = self._find_frozen()
-
-
-def _is_free(managed: ManagedParam) -> bool:
-    """Whether the parameter is not in use, so that it can get another home."""
-    return managed.uses == 0 and managed.is_at_home and not managed.changed_unnoticed
+        self._find_frozen()
 
 
 def _make_chunk_groups(
@@ -130,34 +126,26 @@ def _make_chunk_groups(
             end += spec.numel
     kept = kept_in_fp32(model, engine.config.keep_fp32)
     is_kept = [
-        id(p) in kept if (known := engine.known(p)) is None else known.dtype is torch.float32
+        id(p) in kept if (known := engine.params.known(p)) is None else known.dtype is torch.float32
         for _, p in specs
     ]
-    dtypes = replace(
-        engine.config.dtypes,
-        rule=engine.chunk_groups[0].dtypes.rule,
-        state=engine.chunk_groups[0].dtypes.state,
-    )
+    main = engine.chunk_groups[0].dtypes
+    dtypes = replace(engine.config.dtypes, rule=main.rule, state=main.state)
     kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, dtypes)
     shard, first = engine.layout.shard, len(engine.chunk_groups)
     # The chunk group with most to train reduces gradients during backward, the others at its end.
     trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]
-    early = None
-    if max(trained) > max(
-        chunk_group.trained_numel
-        for chunk_group in engine.chunk_groups
-        if not chunk_group.reduce_at_end
-    ):
-        early = first + trained.index(max(trained))
+    most = max(group.trained_numel for group in engine.chunk_groups if not group.reduce_at_end)
+    early = first + trained.index(max(trained)) if max(trained) > most else None
     budgets = _budgets(engine, reduce_at_end=early is not None)
     plans = plan_chunk_groups(model, kinds, by_index, engine.config, budgets, shard, first, early)
     _begin_alike(engine, model, by_index.values())
     spare_bytes = budgets.host - budgets.taken_host
     spare_bytes -= sum(plan.placement.host_bytes for plan in plans)
-    chunk_groups = []
     with ExitStack() as resources:
-        for plan in plans:
-            chunk_groups.append(_make(engine, plan, by_index, first_number, spare_bytes, resources))
+        chunk_groups = [
+            _make(engine, plan, by_index, first_number, spare_bytes, resources) for plan in plans
+        ]
         if early is not None:
             # What is under way in one chunk group must not meet another one's backward.
             engine.gradients.average(force=True)
@@ -225,7 +213,7 @@ def _begin_alike(
     everyone = engine.world.everyone
     if everyone is None:
         return
-    new = {id(p): p for p in params if engine.known(p) is None}
+    new = {id(p): p for p in params if engine.params.known(p) is None}
     for param in new.values():
         take_from_first(param.data, everyone)
     for module in model.modules():
@@ -240,16 +228,14 @@ def _specs(
 ) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
     """The specs of `params`, in the model's order; new parameters come after all others.
 
-    Raises:
-        ValueError: a parameter is not the model's.
-        HeteroError: a new one cannot be managed.
+    Raises ValueError for one that is not the model's, HeteroError for one that cannot be managed.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     group_of = groups_of(model, engine.config.shard_strategy)
     found = []
     next_index = len(engine.first_number)
     for param in dict.fromkeys(params):
-        known = engine.known(param)
+        known = engine.params.known(param)
         group = group_of.get(id(param))
         if known is not None:
             assert not known.chunk.trainable
@@ -271,7 +257,7 @@ def _specs(
 def _check_new(param: torch.nn.Parameter, name: str) -> None:
     if param.device.type != "cpu":
         raise HeteroError(f"{name} is on {param.device}; make the module on the CPU")
-    if getattr(param, "_hetero_construction", None) is not None:
+    if arena_of(param) is not None:
         raise HeteroError(
             f"{name} was made in a ZeroInitContext, which is for models that are initialized; make "
             f"a module that comes later outside of it"
@@ -292,26 +278,17 @@ def _refuse_scaled(specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]]) -> Non
 def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
     """The engine's budgets, less what its chunk groups have planned or, if that is more, use.
 
-    Args:
-        reduce_at_end: all present chunk groups are going to keep gradients whole until the end of
-            backward.
+    `reduce_at_end`: all of them are going to keep gradients whole until the end of backward.
     """
-    ledger, chunk_groups = engine.ledger, engine.chunk_groups
+    chunk_groups = engine.chunk_groups
     for chunk_group in chunk_groups:
         chunk_group.params.shrink()
-    limits, in_use = ledger.budget_bytes, ledger.in_use_bytes
+    in_use = engine.ledger.in_use_bytes
     placements = [
         chunk_group.placement_if_reducing_at_end() if reduce_at_end else chunk_group.placement
         for chunk_group in chunk_groups
     ]
-    budgets = Budgets(
-        host=limits[Tier.HOST.value] or 0,
-        disk=limits[Tier.DISK.value] or 0,
-        gathered=None if engine.backend.separate else limits[Tier.DEVICE.value],
-        device=limits[Tier.DEVICE.value] if engine.backend.separate else None,
-        keep_optim_states=engine.config.host_memory is not None,
-        under_construction=False,
-    )
+    budgets = budgets_of(engine.shared, {})
     for chunk_group, placement in zip(chunk_groups, placements, strict=True):
         slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
         budgets = budgets.minus(placement, slot)
@@ -327,24 +304,17 @@ def _budgets(engine: Engine, reduce_at_end: bool) -> Budgets:
     )
 
 
-class _FromModel:
+class _FromModel(FirstValues):
     """First values from where parameters are now: their old chunk, or the module's own tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
-        """Nothing: every rank can read the whole parameters."""
-
     def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        """As FirstValues.blocks()."""
-        old = self._engine.known(managed.param)
+        old = self._engine.params.known(managed.param)
         values = managed.param.data
         if old is not None:
             values = old.part_of(self._engine.params.flat(old.chunk))
         flat = values.reshape(-1)
         for begin in range(wanted.start, wanted.stop, _BLOCK_NUMEL):
             yield begin, flat[begin : min(begin + _BLOCK_NUMEL, wanted.stop)].float()
-
-    def done(self, managed: ManagedParam) -> None:
-        """Nothing: the engine places the parameters when all of them have values."""

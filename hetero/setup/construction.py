@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import ceil
-from typing import NamedTuple
 
 import torch
 
@@ -26,19 +26,31 @@ _TRIM_BYTES = 16 << 20  # freed, after which the heap is trimmed
 _USES_OF_UNSHARED = 2  # of a storage to which only the parameter and the counting code refer
 
 
-@dataclass
-class _Extent:
-    """Where a parameter's bytes are in the scratch file; kept while its values are in RAM."""
+@dataclass(eq=False)
+class _Record:
+    """A parameter under construction, and where its bytes are.
 
-    offset: int
-    nbytes: int  # reserved
+    Attributes:
+        param: the parameter.
+        number: its place in the order of adoption (an id is used again when a parameter is gone).
+        nbytes: its size in the last dtype it had.
+        charged: bytes charged for the whole parameter in RAM; 0 if it is offloaded.
+        stand_in: what takes its place while it is offloaded.
+        part: this rank's part of it, if that is in RAM.
+        offset, reserved: where it is in the scratch file, and bytes there; kept while it is in RAM.
+        brought: the elements that bring_elements() brought, in the construction dtype, and the
+            first one's number.
+    """
 
-
-class _Brought(NamedTuple):
-    """The elements of an offloaded parameter that bring_elements() brought."""
-
-    first: int
-    flat: torch.Tensor  # in the construction dtype
+    param: weakref.ref[torch.nn.Parameter]
+    number: int
+    nbytes: int
+    charged: int
+    stand_in: torch.Tensor | None = None
+    part: torch.Tensor | None = None
+    offset: int = 0
+    reserved: int = 0
+    brought: tuple[int, torch.Tensor] | None = None
 
 
 class ConstructionArena:
@@ -48,14 +60,13 @@ class ConstructionArena:
     least recently used are offloaded: `param.data` becomes a stand-in that reads NaN, and the bytes
     go to a scratch file. Of several ranks, which all build the same model, each first keeps its
     part of an offloaded parameter in RAM; all ranks must then bring in the same parameters in the
-    same order. A parameter's arena is its attribute `_hetero_construction`.
+    same order.
     """
 
     def __init__(self, config: Config, world: ProcessGroups) -> None:
         """An arena without parameters; all ranks of `world` make one.
 
-        Raises:
-            ValueError: the backend does not work with so many ranks.
+        Raises ValueError if the backend does not work with so many ranks.
         """
         if config.backend == "cuda" and world.size > 1:
             raise ValueError(
@@ -64,14 +75,15 @@ class ConstructionArena:
             )
         self.config = config
         self.world = world
-        # The same on all ranks, or their plans would differ.
-        self.host_bytes = world.agree(config.host_bytes(world.local_ranks), min, "budgets")
-        self.disk_bytes = world.agree(config.disk_bytes(world.local_ranks), min, "budgets")
+
+        def agreed(nbytes: int) -> int:  # the same on all ranks, or their plans would differ
+            return world.agree(nbytes, min, "budgets")
+
+        self.host_bytes = agreed(config.host_bytes(world.local_ranks))
+        self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
         # None unless DEVICE has memory of its own.
         device_bytes = config.device_bytes
-        self.device_bytes = (
-            None if device_bytes is None else world.agree(device_bytes, min, "budgets")
-        )
+        self.device_bytes = None if device_bytes is None else agreed(device_bytes)
         self.ledger = Ledger(
             {
                 Tier.DEVICE: self.device_bytes or config.budget(Tier.DEVICE),
@@ -83,17 +95,11 @@ class ConstructionArena:
             _weakly(self._relieve),
         )
         self._ended = False  # nothing moves to disk any more
-        self._charged: dict[int, int] = {}  # id(param) -> bytes; the order is that of eviction
-        self._params: dict[int, weakref.ref[torch.nn.Parameter]] = {}
-        self._extents: dict[int, _Extent] = {}  # by id(param)
-        self._offloaded: set[int] = set()  # id(param)
-        self._parts: dict[int, torch.Tensor] = {}  # id(param) -> this rank's part, if it is in RAM
-        self._number: dict[int, int] = {}  # id(param) -> its place in the order of adoption
-        self._numbers = count()  # (an id is used again when a parameter is gone)
-        self._nbytes: dict[int, int] = {}  # id(param) -> bytes, of the last dtype it had
-        self._brought: dict[int, _Brought] = {}  # by id(param)
-        self._stand_ins: dict[int, torch.Tensor] = {}  # by id(param)
-        self._by_storage: dict[int, int] = {}  # address of a stand-in's element -> id(param)
+        # By id(param). One that is offloaded or brought in becomes the last: the first is the next.
+        self._records: OrderedDict[int, _Record] = OrderedDict()
+        self._offloaded: set[_Record] = set()  # those whose `param.data` is the stand-in
+        self._numbers = count()
+        self._by_storage: dict[int, _Record] = {}  # by the address of a stand-in's element
         self._file: ScratchFile | None = None
         self._untrimmed_bytes = 0
 
@@ -114,10 +120,7 @@ class ConstructionArena:
             HeteroError: it is not on the CPU.
             BudgetError: it does not fit the host budget.
         """
-        if (
-            getattr(param, "_hetero_construction", None) is not None
-            or not param.is_floating_point()
-        ):
+        if arena_of(param) is not None or not param.is_floating_point():
             return
         if param.device.type != "cpu":
             raise HeteroError(
@@ -126,26 +129,23 @@ class ConstructionArena:
             )
         key, nbytes = id(param), param.numel() * param.element_size()
         self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
-        self._charged[key] = nbytes
-        self._number[key] = next(self._numbers)
-        self._nbytes[key] = nbytes
         param._hetero_construction = self  # type: ignore[attr-defined]
         forget = _weakly(self._forget)
-        self._params[key] = weakref.ref(param, lambda _: forget(key))
+        reference = weakref.ref(param, lambda _: forget(key))
+        self._records[key] = _Record(reference, next(self._numbers), nbytes, charged=nbytes)
 
     def _forget(self, key: int) -> None:
         """Frees what there is of a parameter that was deleted, or has a home now."""
-        self._release_bytes(self._charged.pop(key, 0))
-        self._drop_part(key)
-        if key in self._brought:
-            self._release_bytes(self._brought.pop(key).flat.nbytes)
-        self._params.pop(key, None)
-        self._nbytes.pop(key, None)
-        self._offloaded.discard(key)
-        self._extents.pop(key, None)
-        stand_in = self._stand_ins.pop(key, None)
-        if stand_in is not None:
-            del self._by_storage[stand_in.untyped_storage().data_ptr()]
+        record = self._records.pop(key, None)
+        if record is None:
+            return
+        self._offloaded.discard(record)
+        self._release_bytes(record.charged)
+        self._drop_part(record)
+        if record.brought is not None:
+            self._release_bytes(record.brought[1].nbytes)
+        if record.stand_in is not None:
+            del self._by_storage[record.stand_in.untyped_storage().data_ptr()]
 
     def _relieve(self, tier: Tier, nbytes: int) -> None:
         """Frees at least `nbytes` of RAM, as far as it can: called by the ledger."""
@@ -153,37 +153,41 @@ class ConstructionArena:
         if self._ended or tier is not Tier.HOST or not (has_file or self.world.shard):
             return
         before = self.ledger.used(tier, Account.INIT)
-        for key in list(self._charged):
+        for record in list(self._records.values()):
             if before - self.ledger.used(tier, Account.INIT) >= nbytes:
                 return
-            param = self._params[key]()
-            if param is not None and _may_be_offloaded(param):
-                self._offload(key, param)
-        for key in list(self._parts) if has_file else []:
+            self._offload(record)
+        for record in list(self._records.values()) if has_file else []:
             if before - self.ledger.used(tier, Account.INIT) >= nbytes:
                 return
-            self._write(key, self._parts[key])
-            self._drop_part(key)
+            if record.part is not None:
+                self._write(record, record.part)
+                self._drop_part(record)
 
-    def _offload(self, key: int, param: torch.nn.Parameter) -> None:
+    def _offload(self, record: _Record) -> None:
+        """Offloads a parameter that is in RAM, unless something else refers to its memory."""
+        param = record.param()
+        if not record.charged or param is None or not _may_be_offloaded(param):
+            return
         flat = param.data.contiguous().view(-1).view(torch.uint8)
-        self._nbytes[key] = flat.numel()
+        record.nbytes = flat.numel()
         part: torch.Tensor | None = None
         if self.world.shard is None:
-            self._write(key, flat)
+            self._write(record, flat)
         else:
             part = flat[self._part(flat.numel(), self.world.rank)].clone()
-        stand_in = self._stand_ins.get(key)
-        if stand_in is None:
-            stand_in = torch.full((), float("nan"), dtype=param.dtype).expand(param.shape)
-            self._stand_ins[key] = stand_in
-            self._by_storage[stand_in.untyped_storage().data_ptr()] = key
-        param.data = stand_in
-        self._offloaded.add(key)
-        self._release_bytes(self._charged.pop(key))
+        if record.stand_in is None:
+            nan = torch.full((), float("nan"), dtype=param.dtype)
+            record.stand_in = nan.expand(param.shape)
+            self._by_storage[nan.untyped_storage().data_ptr()] = record
+        param.data = record.stand_in
+        self._offloaded.add(record)
+        self._records.move_to_end(id(param))
+        charged, record.charged = record.charged, 0
+        self._release_bytes(charged)
         if part is not None:  # after the whole was given up: there is room for a part of it
             self.ledger.charge(Tier.HOST, Account.INIT, self._part_bytes(flat.numel()))
-            self._parts[key] = part
+            record.part = part
 
     def _part_bytes(self, nbytes: int) -> int:
         """Bytes charged for a rank's part: the same on all ranks, so that they offload the same."""
@@ -194,25 +198,24 @@ class ConstructionArena:
         part_bytes = self._part_bytes(nbytes)
         return slice(min(nbytes, rank * part_bytes), min(nbytes, (rank + 1) * part_bytes))
 
-    def _write(self, key: int, flat: torch.Tensor) -> None:
+    def _write(self, record: _Record, flat: torch.Tensor) -> None:
         """Writes bytes of an offloaded parameter, its whole or this rank's part, to the file."""
         if self._file is None:
             self._file = ScratchFile(self.config.nvme_paths, self.ledger, Account.INIT)
-        extent = self._extents.get(key)
-        if extent is None or extent.nbytes < flat.numel():  # (or converted to a larger dtype since)
-            extent = _Extent(self._file.reserve(flat.numel()), flat.numel())
-            self._extents[key] = extent
+        if record.reserved < flat.numel():  # (it may have been converted to a larger dtype since)
+            record.offset = self._file.reserve(flat.numel())
+            record.reserved = flat.numel()
         for begin, block in _blocks(flat.numel()):
             part = flat[begin : begin + len(block)]
             torch.frombuffer(block, dtype=torch.uint8)[: part.numel()].copy_(part)
             self._file.write_from(
-                block[: round_up(part.numel(), PAGE_BYTES)], extent.offset + begin
+                block[: round_up(part.numel(), PAGE_BYTES)], record.offset + begin
             )
 
-    def _drop_part(self, key: int) -> None:
-        if key in self._parts:
-            del self._parts[key]
-            self._release_bytes(self._part_bytes(self._nbytes[key]))
+    def _drop_part(self, record: _Record) -> None:
+        if record.part is not None:
+            record.part = None
+            self._release_bytes(self._part_bytes(record.nbytes))
 
     def _release_bytes(self, nbytes: int) -> None:
         self.ledger.release(Tier.HOST, Account.INIT, nbytes)
@@ -221,37 +224,39 @@ class ConstructionArena:
             self._untrimmed_bytes = 0
             trim_heap()
 
-    def _bring_in(self, key: int, param: torch.nn.Parameter) -> None:
+    def _bring_in(self, record: _Record, param: torch.nn.Parameter) -> None:
         nbytes = param.numel() * param.element_size()
         self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
-        self._charged[key] = nbytes
-        param.data = self._values(key, param)
-        self._drop_part(key)
-        self._offloaded.remove(key)
+        record.charged = nbytes
+        self._records.move_to_end(id(param))
+        param.data = self._values(record, param)
+        self._drop_part(record)
+        self._offloaded.remove(record)
 
-    def _values(self, key: int, param: torch.nn.Parameter) -> torch.Tensor:
+    def _values(self, record: _Record, param: torch.nn.Parameter) -> torch.Tensor:
         """An offloaded parameter's values: from the file, or from all ranks' parts."""
         values = torch.empty(param.shape, dtype=param.dtype)
         raw = values.view(-1).view(torch.uint8)
-        shard = self.world.shard
-        if shard is None:
-            self._read_into(raw, key)
-            return values
-        self._exchange(key, raw, [slice(0, raw.numel())] * shard.size)
+        if self.world.shard is None:
+            self._read_into(raw, record)
+        else:
+            self._exchange(record, param, raw, [slice(0, raw.numel())] * self.world.ranks)
         return values
 
-    def _exchange(self, key: int, into: torch.Tensor, wanted: Sequence[slice]) -> None:
+    def _exchange(
+        self,
+        record: _Record,
+        param: torch.nn.Parameter,
+        into: torch.Tensor,
+        wanted: Sequence[slice],
+    ) -> None:
         """Gives every rank the bytes wanted[rank] of a parameter. All ranks call it.
 
-        Args:
-            key: id of the parameter.
-            into: takes this rank's bytes, flat.
-            wanted: byte ranges of the whole parameter, by rank.
+        `into` takes this rank's bytes, flat; `wanted` are byte ranges of the whole parameter.
         """
-        shard, param = self.world.shard, self._params[key]()
+        shard = self.world.shard
         assert shard is not None
-        assert param is not None
-        number = torch.tensor([self._number[key]])
+        number = torch.tensor([record.number])
         if any(not torch.equal(n, number) for n in shard.all_gather(number, "building the model")):
             raise HeteroError(
                 "the ranks need different parameters while they build the model; inside "
@@ -259,12 +264,12 @@ class ConstructionArena:
             )
         nbytes = param.numel() * param.element_size()
         kept = [self._part(nbytes, rank) for rank in range(shard.size)]
-        mine = self._parts.get(key)
-        if key not in self._offloaded:
+        mine = record.part
+        if record not in self._offloaded:
             mine = param.data.contiguous().view(-1).view(torch.uint8)[kept[shard.rank]]
         elif mine is None:
             mine = torch.empty(kept[shard.rank].stop - kept[shard.rank].start, dtype=torch.uint8)
-            self._read_into(mine, key)
+            self._read_into(mine, record)
         sends = [_common(mine, kept[shard.rank], wanted[rank]) for rank in range(shard.size)]
         receives = [_common(into, wanted[shard.rank], kept[rank]) for rank in range(shard.size)]
         shard.all_to_all(
@@ -274,8 +279,8 @@ class ConstructionArena:
         ).wait()
         receives[shard.rank].copy_(sends[shard.rank])
 
-    def _read_into(self, raw: torch.Tensor, key: int) -> None:
-        for begin, part in self._read(self._extents[key].offset, raw.numel()):
+    def _read_into(self, raw: torch.Tensor, record: _Record) -> None:
+        for begin, part in self._read(record.offset, raw.numel()):
             raw[begin : begin + part.numel()] = part
 
     def _read(self, offset: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -289,18 +294,18 @@ class ConstructionArena:
         """`tensor`, or the values if it is an offloaded parameter's stand-in or an alias of it."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return tensor
-        key = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if key is None:
+        record = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        if record is None:
             return tensor
-        param = self._params[key]()
+        param = record.param()
         assert param is not None
-        if key in self._offloaded:
-            self._bring_in(key, param)
+        if record in self._offloaded:
+            self._bring_in(record, param)
         return param.data
 
     def is_offloaded(self, param: torch.nn.Parameter) -> bool:
         """Whether `param.data` is a stand-in."""
-        return id(param) in self._offloaded
+        return self._records.get(id(param)) in self._offloaded
 
     def keep_own_parts(self) -> None:
         """Offloads every parameter, of which each rank then keeps its part. All ranks call it.
@@ -309,25 +314,23 @@ class ConstructionArena:
         """
         if self.world.shard is None:
             return
-        for key in list(self._charged):
-            param = self._params[key]()
-            if param is not None and _may_be_offloaded(param):
-                self._offload(key, param)
+        for record in list(self._records.values()):
+            self._offload(record)
 
     def bring_elements(self, param: torch.nn.Parameter, wanted: Sequence[slice]) -> None:
         """Brings the elements wanted[rank] of the parameter to every rank, for blocks().
 
         All ranks call it. The ranks' parts of the parameter are freed.
         """
-        key, itemsize = id(param), param.element_size()
+        record, itemsize = self._records[id(param)], param.element_size()
         mine = wanted[self.world.rank]
         nbytes = (mine.stop - mine.start) * itemsize
         self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
         values = torch.empty(mine.stop - mine.start, dtype=param.dtype)
         as_bytes = [slice(w.start * itemsize, w.stop * itemsize) for w in wanted]
-        self._exchange(key, values.view(torch.uint8), as_bytes)
-        self._brought[key] = _Brought(mine.start, values)
-        self._drop_part(key)
+        self._exchange(record, param, values.view(torch.uint8), as_bytes)
+        record.brought = mine.start, values
+        self._drop_part(record)
 
     def blocks(
         self, param: torch.nn.Parameter, wanted: slice
@@ -342,9 +345,10 @@ class ConstructionArena:
         Raises:
             HeteroError: the parameter was converted or replaced while it was in the file.
         """
-        key, itemsize = id(param), param.element_size()
-        if key not in self._offloaded or key in self._brought:
-            first, flat = self._brought.get(key, _Brought(0, param.data.reshape(-1)))
+        record, itemsize = self._records.get(id(param)), param.element_size()
+        brought = None if record is None else record.brought
+        if record is None or record not in self._offloaded or brought is not None:
+            first, flat = brought or (0, param.data.reshape(-1))
             for begin in range(wanted.start, wanted.stop, _BLOCK_BYTES // itemsize):
                 end = min(begin + _BLOCK_BYTES // itemsize, wanted.stop)
                 yield begin, flat[begin - first : end - first].float()
@@ -356,15 +360,14 @@ class ConstructionArena:
             )
         first = wanted.start * itemsize // PAGE_BYTES * PAGE_BYTES
         skip = wanted.start * itemsize - first
-        offset = self._extents[key].offset + first
-        for begin, raw in self._read(offset, wanted.stop * itemsize - first):
+        for begin, raw in self._read(record.offset + first, wanted.stop * itemsize - first):
             values = raw[skip:].view(param.dtype).float()
             yield (first + begin + skip) // itemsize, values
             skip = 0
 
     def release(self, param: torch.nn.Parameter) -> None:
         """Frees what there is of a parameter that has a home now. Idempotent."""
-        if getattr(param, "_hetero_construction", None) is not None:
+        if arena_of(param) is not None:
             self._forget(id(param))
             del param._hetero_construction  # type: ignore[attr-defined]
 
@@ -372,9 +375,9 @@ class ConstructionArena:
         """Gives all parameters their values, as if they had not been adopted, and closes."""
         self._ended = True
         for param in params:
-            key = id(param)
-            if key in self._offloaded:
-                param.data = self._values(key, param)
+            record = self._records.get(id(param))
+            if record is not None and record in self._offloaded:
+                param.data = self._values(record, param)
             self.release(param)
         self.close()
 
@@ -385,6 +388,11 @@ class ConstructionArena:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def arena_of(param: torch.Tensor) -> ConstructionArena | None:
+    """The arena in which a parameter waits for its chunk, if it does."""
+    return getattr(param, "_hetero_construction", None)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

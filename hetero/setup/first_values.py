@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -13,7 +12,7 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import Part, TileState, parts_of
 
 
-class FirstValues(Protocol):
+class FirstValues:
     """Where the values of parameters are before they have a chunk."""
 
     def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
@@ -25,6 +24,7 @@ class FirstValues(Protocol):
         Yields:
             (first element, values as a flat fp32 tensor); a tensor is valid until the next one.
         """
+        raise NotImplementedError
 
     def done(self, managed: ManagedParam) -> None:
         """The chunk has the parameter's values."""

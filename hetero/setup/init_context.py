@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -80,23 +80,33 @@ class ZeroInitContext:
     ) -> None:
         made = Config.make(config, **options)
         self.construction = ConstructionArena(made, join_ranks(made, process_group, mesh))
-        self._mode = _DispatchMode(self.construction)
-        self._register: Callable[..., None] | None = None
-        self._random: torch.Tensor | None = None  # this rank's own state, if it was another
+        self._block = ExitStack()  # what ends with it
 
     def __enter__(self) -> ZeroInitContext:
         if ZeroInitContext._active is not None:
             raise HeteroError("ZeroInitContext is already active; contexts do not nest")
-        ZeroInitContext._active = self
-        self._draw_alike()
-        original = torch.nn.Module.register_parameter
-        self._register = original
+        with ExitStack() as block:
+            block.callback(setattr, ZeroInitContext, "_active", None)
+            ZeroInitContext._active = self
+            self._draw_alike(block)
+            original = torch.nn.Module.register_parameter
+            block.callback(setattr, torch.nn.Module, "register_parameter", original)
+            torch.nn.Module.register_parameter = self._adopting(original)  # type: ignore
+            block.enter_context(_DispatchMode(self.construction))
+            self._block = block.pop_all()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._block.close()
+
+    def _adopting(self, register: Callable[..., None]) -> Callable[..., None]:
+        """Module.register_parameter() that also puts the parameter under construction."""
         construction = self.construction
 
         def register_parameter(
             module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
         ) -> None:
-            original(module, name, param)
+            register(module, name, param)
             if param is not None:
                 try:
                     construction.adopt(param)
@@ -106,24 +116,9 @@ class ZeroInitContext:
                         f"({format_bytes(param.numel() * param.element_size())}): {error}"
                     ) from None
 
-        torch.nn.Module.register_parameter = register_parameter  # type: ignore
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        return self
+        return register_parameter
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        assert self._register is not None
-        torch.nn.Module.register_parameter = self._register  # type: ignore[method-assign]
-        ZeroInitContext._active = None
-        if self._random is not None:
-            torch.set_rng_state(self._random)
-
-    def _draw_alike(self) -> None:
+    def _draw_alike(self, block: ExitStack) -> None:
         """Makes all ranks draw the first rank's random numbers inside the block.
 
         Each rank may keep only a part of a parameter, and all parts must be of the same values.
@@ -131,5 +126,5 @@ class ZeroInitContext:
         own = torch.get_rng_state()
         states = self.construction.world.all_gather(own, "ZeroInitContext")
         if not torch.equal(own, states[0]):
-            self._random = own
+            block.callback(torch.set_rng_state, own)
             torch.set_rng_state(states[0])

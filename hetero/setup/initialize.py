@@ -22,8 +22,8 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.update_schedule import check_overlap
 from hetero.setup.added_params import AddedParams
-from hetero.setup.construction import ConstructionArena
-from hetero.setup.first_values import fill
+from hetero.setup.construction import ConstructionArena, arena_of
+from hetero.setup.first_values import FirstValues, fill
 from hetero.setup.join_ranks import join_ranks
 from hetero.setup.same_start import start_alike
 from hetero.state.loss_scale import LossScale
@@ -92,19 +92,19 @@ def initialize(
         for param in model.parameters():
             construction.adopt(param)
         with ExitStack() as resources:
-            check_overlap(construction.config.overlap, construction.world.size)
-            dtypes = optimizer.dtypes(construction.config)
+            made, world = construction.config, construction.world
+            check_overlap(made.overlap, world.size)
             shard = Shard(
-                construction.world.rank,
-                construction.world.ranks,
-                grads=construction.config.zero_stage >= 2,
-                params=construction.config.zero_stage >= 3,
-                replicas=construction.world.size // construction.world.ranks,
+                world.rank,
+                world.ranks,
+                grads=made.zero_stage >= 2,
+                params=made.zero_stage >= 3,
+                replicas=world.size // world.ranks,
             )
             arrangement = arrange(
                 model,
-                construction.config,
-                dtypes,
+                made,
+                optimizer.dtypes(made),
                 construction.host_bytes,
                 construction.disk_bytes,
                 optimized,
@@ -114,8 +114,7 @@ def initialize(
             start_alike(model, arrangement, construction)
             construction.keep_own_parts()
             engine = _build(model, arrangement, construction, optimizer, resources)
-            added_params = AddedParams(engine, optimizer.view().param_groups)
-            engine.attach(StateDictHooks(model, engine), added_params)
+            engine.attach(StateDictHooks(model, engine), AddedParams(engine))
             resources.pop_all()
     except BaseException:
         if adopting:
@@ -136,18 +135,12 @@ def _context_construction(
 ) -> ConstructionArena | None:
     """The arena of the ZeroInitContext that built the model, or None.
 
-    Raises:
-        HeteroError: several contexts built it.
-        ValueError: other options are given than the context has.
+    Raises HeteroError if several built it, ValueError if other options are given than it has.
     """
-    constructions = {
-        id(construction): construction
-        for p in model.parameters()
-        if (construction := getattr(p, "_hetero_construction", None)) is not None
-    }
+    constructions = {arena_of(param) for param in model.parameters()} - {None}
     if len(constructions) > 1:
         raise HeteroError("the model's parameters come from several ZeroInitContexts; use one")
-    construction = next(iter(constructions.values()), None)
+    construction = next(iter(constructions), None)
     given = config is not None or bool(options)
     if construction is not None and given and Config.make(config, **options) != construction.config:
         raise ValueError(
@@ -180,15 +173,12 @@ def _build(
 ) -> Engine:
     """Builds the chunk groups and the engine; until it is there `resources` close them."""
     config = construction.config
-    specs = [
-        s.param for plan in arrangement.chunk_groups for c in plan.layout.chunks for s in c.slices
-    ]
+    plans = arrangement.chunk_groups
+    specs = [s.param for plan in plans for c in plan.layout.chunks for s in c.slices]
     specs.sort(key=lambda spec: spec.index)
     ends = accumulate(spec.numel for spec in specs)
     first_number = {s.index: end - s.numel for s, end in zip(specs, ends, strict=True)}
-    spare_bytes = construction.host_bytes - sum(
-        plan.placement.host_bytes for plan in arrangement.chunk_groups
-    )
+    spare_bytes = construction.host_bytes - sum(plan.placement.host_bytes for plan in plans)
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
     loss_scale = LossScale()
@@ -197,51 +187,36 @@ def _build(
     backend = config.make_backend()
     resources.callback(backend.close)
     shared = Shared(config, backend, construction.ledger, notes, loss_scale)
-    chunk_groups: dict[int, ChunkGroup] = {}
+    chunk_groups: list[ChunkGroup] = []
     # Placed last first, and made in the same order, for which the plans have reckoned.
-    for number, plan in reversed(list(enumerate(arrangement.chunk_groups))):
-        if number:
-            world = construction.world.duplicate()
+    for plan in reversed(plans):
+        world = construction.world
+        if plan is not plans[0]:
+            world = world.duplicate()
             resources.callback(world.close)
-        else:
-            world = construction.world
-        chunk_group = build_chunk_group(
-            plan,
-            params,
-            first_number,
-            shared,
-            world,
-            spare_bytes,
-        )
+        chunk_group = build_chunk_group(plan, params, first_number, shared, world, spare_bytes)
         resources.callback(chunk_group.close)
         fill(chunk_group, _FromConstruction(construction))
-        chunk_groups[number] = chunk_group
-    for chunk_group in chunk_groups.values():
+        chunk_groups.insert(0, chunk_group)
+    for chunk_group in reversed(chunk_groups):
         chunk_group.commit()
     # Of the file that parameters waited in; most of it the engine's own file has said already.
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
     move_rest(model, managed=map(id, arrangement.params), device=backend.device)
-    engine = Engine(
-        model,
-        [chunk_groups[number] for number in sorted(chunk_groups)],
-        shared,
-        first_number,
-        optimizer.view(),
-    )
+    engine = Engine(model, chunk_groups, shared, first_number, optimizer.view())
     resources.pop_all()
     resources.callback(engine.close)
     return engine
 
 
-class _FromConstruction:
+class _FromConstruction(FirstValues):
     """First values from the construction arena."""
 
     def __init__(self, construction: ConstructionArena) -> None:
         self._construction = construction
 
     def prepare(self, members: Sequence[ManagedParam], layout: Layout) -> None:
-        """Brings the elements of this rank's shard from the other ranks."""
         ranks = range(layout.shard.ranks)
         if len(ranks) > 1:
             for m in members:
@@ -249,10 +224,8 @@ class _FromConstruction:
                 self._construction.bring_elements(m.param, elements)
 
     def blocks(self, managed: ManagedParam, wanted: slice) -> Iterator[tuple[int, torch.Tensor]]:
-        """As FirstValues.blocks()."""
         return self._construction.blocks(managed.param, wanted)
 
     def done(self, managed: ManagedParam) -> None:
-        """Frees the bytes under construction: the chunk has them."""
         self._construction.release(managed.param)
         managed.unload()

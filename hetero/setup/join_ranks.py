@@ -29,13 +29,7 @@ def join_ranks(
     backend calls torch.distributed.init_process_group() first. The process's threads for optimizer
     updates become its share of the machine's CPUs, unless hetero.set_threads() has chosen.
 
-    Args:
-        config: its rank_timeout_s limits each wait for another rank.
-        process_group: the ranks; None: all of them, or those of `mesh`.
-        mesh: one dimension shards; two replicate and shard.
-
-    Raises:
-        ValueError: for both a group and a mesh, or for one that cannot be used.
+    Raises ValueError as ProcessGroups, which has the arguments, does.
     """
     if not is_distributed() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Loaded after the group is there, it would keep the group's threads past its end.

@@ -30,7 +30,7 @@ def start_alike(
     facts |= {
         f"option {key}": str(value)
         for key, value in vars(construction.config).items()
-        if key not in ("nvme_path", "profile")
+        if key != "nvme_path"
     }
     facts["offloaded parameters"] = str(sum(map(construction.is_offloaded, model.parameters())))
     layouts = [plan.layout for plan in arrangement.chunk_groups]

@@ -24,6 +24,7 @@ from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.machine_profile import saved_profile
 from hetero.planning.predict import figures, predict
 from hetero.planning.trace import Work
+from offload import _native
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
@@ -96,7 +97,7 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
                 policy=options.policy,
                 threads=torch.get_num_threads(),
                 engine=engine.io_engine,
-                isa=engine.isa,
+                isa=_native.isa(),
                 budget_bytes=dict(engine.ledger.budget_bytes),
                 notes=tuple(notes),
                 steps=options.steps,
@@ -166,7 +167,7 @@ def _predicted(
     try:
         profile = saved_profile(config, threads=options.threads)
         if profile is None:
-            plans = engine.predicted_plans(grad_factors=clips)
+            plans = engine.predictions.plans(grad_factors=clips)
         else:
             plans = predict(
                 engine.budget_moves.group_plans(),

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.overlap import OverlapUpdates
-from hetero.ranks.process_groups import ProcessGroups
+from hetero.chunk_groups.build import Shared
+from hetero.ranks.messages import Communicator
 from hetero.runtime.gradients.gradients import Gradients
+from hetero.runtime.modules.all_params import AllParams
 from hetero.state.grads import Grads
-from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, NonFiniteError
 
@@ -34,21 +33,21 @@ class GradFactors:
 
     def __init__(
         self,
-        chunk_groups: Sequence[ChunkGroup],
+        params: AllParams,
         gradients: Gradients,
-        loss_scale: LossScale,
-        world: ProcessGroups,
-        overlap: OverlapUpdates,
+        shared: Shared,
+        shard: Communicator | None,
         step_left_out: Callable[[], object],
     ) -> None:
-        """`chunk_groups` may grow. `step_left_out` is called when a GradScaler is about to leave
-        out a step, before the recordings of the order of uses end.
+        """`shard`: the ranks that share gradients, if there are several. `step_left_out` is called
+        when a GradScaler is about to leave out a step, before the recordings of the order of uses
+        end.
         """
-        self._chunk_groups = chunk_groups
+        self._params = params
         self._gradients = gradients
-        self._loss_scale = loss_scale
-        self._world = world
-        self._overlap = overlap
+        self._loss_scale = shared.loss_scale
+        self._overlap = shared.config.overlap
+        self._shard = shard
         self._step_left_out = step_left_out
         # With several ranks: sums of squares of whole gradients, the same on all ranks, and after
         # how many changes of means they were taken.
@@ -56,37 +55,33 @@ class GradFactors:
         self._sums_at = -1  # GradReducer.changes of all chunk groups when they were taken
 
     def _grads(self, managed: ManagedParam) -> Grads:
-        return self._chunk_groups[managed.chunk.group_index].grads
+        return self._params.group(managed.chunk).grads
 
     # Facts, per parameter
 
     def sums_of_squares(self, members: Members) -> list[float]:
         """Of each gradient, in double, in a fixed order: the same bits for every placement."""
         self._gradients.average()
-        if self._world.shard is None:
+        if self._shard is None:
             return [self._grads(m).sum_of_squares(m) * m.grad_factor**2 for m in members]
-        changes = sum(
-            g.ranks.grad_reducer.changes for g in self._chunk_groups if g.ranks is not None
-        )
+        chunk_groups = self._params.chunk_groups
+        changes = sum(g.ranks.grad_reducer.changes for g in chunk_groups if g.ranks is not None)
         if changes != self._sums_at:
             self._whole_sums.clear()
             self._sums_at = changes
         if any(m not in self._whole_sums for m in members):
-            trained = (
-                m for group in self._chunk_groups for m in group.members if m.chunk.trainable
-            )
+            trained = (m for group in chunk_groups for m in group.members if m.chunk.trainable)
             all_members = [m for m in trained if m.has_grad]
-            mine = [self._grads(m).sum_of_squares(m) for m in all_members]
-            sums = self._over_ranks(mine)
+            sums = self._over_ranks([self._grads(m).sum_of_squares(m) for m in all_members])
             self._whole_sums.update(zip(all_members, sums.sum(dim=0).tolist(), strict=True))
         return [self._whole_sums[m] * m.grad_factor**2 for m in members]
 
     def _over_ranks(self, values: Sequence[float]) -> torch.Tensor:
         """Every rank's values, of which each has its shards', as rows."""
         mine = torch.tensor(values, dtype=torch.float64)
-        shard = self._world.shard
-        found = [mine] if shard is None else shard.all_gather(mine, "the gradients' norms")
-        return torch.stack(found)
+        if self._shard is None:
+            return mine.unsqueeze(0)
+        return torch.stack(self._shard.all_gather(mine, "the gradients' norms"))
 
     def any_non_finite(self, members: Members) -> bool:
         """Whether an element is infinite or NaN."""
@@ -95,18 +90,17 @@ class GradFactors:
     def largest(self, members: Members) -> list[float]:
         """The largest magnitude in each gradient; NaN if it has a NaN."""
         self._gradients.average()
-        largest = (
-            self._over_ranks([self._grads(m).largest(m) for m in members]).amax(dim=0).tolist()
-        )
+        over_ranks = self._over_ranks([self._grads(m).largest(m) for m in members])
+        largest = over_ranks.amax(dim=0).tolist()
         return [one * abs(m.grad_factor) for one, m in zip(largest, members, strict=True)]
 
     def read(self, managed: ManagedParam) -> torch.Tensor:
         """A copy of the gradient, as the step will use it: in fp32."""
         self._gradients.average()
         mine = self._grads(managed).read(managed)
-        shard = self._world.shard
+        shard = self._shard
         if shard is not None:
-            layout = self._chunk_groups[managed.chunk.group_index].layout
+            layout = self._params.group(managed.chunk).layout
             whole = torch.empty(managed.numel, dtype=mine.dtype)
             parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
             parts[shard.rank].copy_(mine)
@@ -194,7 +188,7 @@ class GradFactors:
         overflow = self.any_non_finite(members)
         if overflow:  # GradScaler is going to leave out the step, which would say that it is over
             self._step_left_out()
-            for chunk_group in self._chunk_groups:
+            for chunk_group in self._params.chunk_groups:
                 chunk_group.order.end_step()
         return overflow
 
@@ -204,12 +198,12 @@ class GradFactors:
 
     def _require_changeable(self) -> None:
         if self._overlap.in_backward:
-            name = f"overlap_updates={self._overlap.value!r}"
             raise HeteroError(
-                f"gradients cannot be clipped, unscaled or multiplied with {name}: updates are "
-                f"made while backward runs, before the last gradient is there; use 'forward' or "
-                f"'none', or leave out the change (register_hook() of a parameter can make one; "
-                f"optimizer.engine.grad_norm() tells the norm and changes nothing)"
+                f"gradients cannot be clipped, unscaled or multiplied with overlap_updates="
+                f"{self._overlap.value!r}: updates are made while backward runs, before the last "
+                f"gradient is there; use 'forward' or 'none', or leave out the change "
+                f"(register_hook() of a parameter can make one; optimizer.engine.grad_norm() tells "
+                f"the norm and changes nothing)"
             )
 
     def forget(self, members: Members) -> None:

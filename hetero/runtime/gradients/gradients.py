@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.update_schedule import UpdateSchedule
 from hetero.state.grad_placeholder import GradPlaceholder
 from hetero.state.loss_scale import LossScale
@@ -25,13 +26,13 @@ class Gradients:
 
     def __init__(
         self,
-        chunk_groups: Sequence[ChunkGroup],
+        params: AllParams,
         loss_scale: LossScale,
         schedule: UpdateSchedule,
         note_backward: Callable[[], object],
     ) -> None:
-        """`chunk_groups` may grow. `note_backward` is called when autograd gives a gradient."""
-        self._chunk_groups = chunk_groups
+        """`note_backward` is called when autograd gives a gradient."""
+        self._params = params
         self._loss_scale = loss_scale
         self._schedule = schedule
         self._note_backward = note_backward
@@ -75,7 +76,7 @@ class Gradients:
         self._schedule.begin_backward()
         self._store(managed, grad, accumulate, self._loss_scale.grad_factor)
         self._schedule.grad_arrived(managed, accumulate, counts=not self._unsynced)
-        self._group(managed).grads.write_complete()
+        self._params.group(managed.chunk).grads.write_complete()
 
     # From the user
 
@@ -96,7 +97,7 @@ class Gradients:
                     f"the .grad that was assigned to {m.name} is all NaN, as what is computed from "
                     f"the .grad of a managed parameter; use hetero.grads() instead"
                 )
-            if self._group(m).placement.grad_offload_bytes:
+            if self._params.group(m.chunk).placement.grad_offload_bytes:
                 grad = grad.clone()  # it leaves the device later; the user may change it sooner
             self._store(m, grad, False, 1.0)
 
@@ -111,7 +112,7 @@ class Gradients:
         return [m for m in trained if m.has_grad]
 
     def _store(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
-        chunk_group = self._group(m)
+        chunk_group = self._params.group(m.chunk)
         # Before the gradient, so that an exception in between leaves both as they belong.
         chunk_group.grads.set_factor(m, factor, accumulate)
         self._unaveraged = True
@@ -124,9 +125,13 @@ class Gradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are only added up on each rank, and none is final."""
+        """Inside the block gradients are added up on each rank and nothing is sent.
+
+        They are kept whole until the first backward outside, within host_memory. More gradients of
+        the step are known to come, so none is final: no update is submitted.
+        """
         with ExitStack() as contexts:
-            for chunk_group in self._chunk_groups:
+            for chunk_group in self._params.chunk_groups:
                 contexts.enter_context(chunk_group.no_sync())
             self._unsynced.append(contexts)
             try:
@@ -147,15 +152,10 @@ class Gradients:
         # If one chunk group has something all do: which chunk group has may differ between ranks.
         force = force or self._unaveraged
         # First the one that averages during backward, of which other ranks may be in the middle.
-        for chunk_group in sorted(
-            self._chunk_groups, key=lambda chunk_group: chunk_group.reduce_at_end
-        ):
+        for chunk_group in sorted(self._params.chunk_groups, key=lambda group: group.reduce_at_end):
             if chunk_group.ranks is not None:
                 chunk_group.ranks.grad_reducer.reduce_all(force)
         self._unaveraged = False
-
-    def _group(self, m: ManagedParam) -> ChunkGroup:
-        return self._chunk_groups[m.chunk.group_index]
 
 
 def _check_dense(managed: ManagedParam, grad: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""The parameters of all chunk groups: each use goes to the chunk group that has the chunk."""
+"""All managed parameters: each use goes to the chunk group that has the chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -13,23 +13,27 @@ from hetero.state.managed_param import ManagedParam
 
 
 class AllParams:
-    """Gives parameters their values, whichever chunk group they are in."""
+    """The managed parameters of an engine and the chunk groups that have them; more may come."""
 
-    def __init__(self, chunk_groups: Sequence[ChunkGroup]) -> None:
-        """`chunk_groups` may grow."""
-        self._chunk_groups = chunk_groups
-        self._homes_changed_in_backward: dict[int, Chunk] = {}
+    def __init__(self) -> None:
+        self.chunk_groups: list[ChunkGroup] = []
+        self.managed: dict[int, ManagedParam] = {}  # by id() of the parameter
+        # By address, the homes that compute uses in place and backward's updates change.
+        self.homes_changed_in_backward: dict[int, Chunk] = {}
 
-    @property
-    def homes_changed_in_backward(self) -> Mapping[int, Chunk]:
-        """By address, the homes that compute uses in place and backward's updates change."""
-        return self._homes_changed_in_backward
+    def known(self, param: torch.Tensor) -> ManagedParam | None:
+        """The ManagedParam of a tensor; None if it is not managed."""
+        return self.managed.get(id(param))
+
+    def group(self, chunk: Chunk) -> ChunkGroup:
+        """The chunk group that has the chunk."""
+        return self.chunk_groups[chunk.group_index]
 
     def follow_homes(self, chunk_group: ChunkGroup) -> None:
         """Notes where the chunk group's homes are: the group is new, or some homes have moved."""
         if not chunk_group.updates.overlap.in_backward:
             return
-        homes = self._homes_changed_in_backward
+        homes = self.homes_changed_in_backward
         mine = chunk_group.layout.chunks[0].group_index
         for address in [at for at, chunk in homes.items() if chunk.group_index == mine]:
             del homes[address]
@@ -41,15 +45,15 @@ class AllParams:
     @property
     def gathers(self) -> bool:
         """Whether some parameters are gathered."""
-        return any(chunk_group.params.gathers for chunk_group in self._chunk_groups)
+        return any(chunk_group.params.gathers for chunk_group in self.chunk_groups)
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
-        return self._chunk_groups[chunk.group_index].params.is_resident(chunk)
+        return self.group(chunk).params.is_resident(chunk)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's parameters now, whole and flat; unless resident a pin on a gathered copy."""
-        return self._chunk_groups[chunk.group_index].params.flat(chunk)
+        return self.group(chunk).params.flat(chunk)
 
     @contextmanager
     def present(self, members: Iterable[ManagedParam]) -> Iterator[None]:
@@ -64,16 +68,16 @@ class AllParams:
         """
         with ExitStack() as acquired:
             for managed in members:
-                params = self._chunk_groups[managed.chunk.group_index].params
+                params = self.group(managed.chunk).params
                 params.acquire(managed)
                 acquired.callback(params.release, managed)
             yield
 
     def settle(self) -> None:
         """Waits until nothing that was asked of other ranks is under way."""
-        for chunk_group in self._chunk_groups:
+        for chunk_group in self.chunk_groups:
             chunk_group.params.settle()
 
     def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""
-        return sum(chunk_group.params.pinned_copies() for chunk_group in self._chunk_groups)
+        return sum(chunk_group.params.pinned_copies() for chunk_group in self.chunk_groups)

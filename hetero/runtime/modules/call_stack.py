@@ -29,8 +29,7 @@ def _callers() -> Iterator[FrameType]:
 def module_frame(*functions: str) -> FrameType:
     """The innermost frame of torch.nn.Module's own code, to be called from within a hook.
 
-    Args:
-        functions: the names of the functions that count, if there is one of them; else all count.
+    Of `functions` by name, if there is one of them; else of any.
     """
     innermost: FrameType | None = None
     for frame in _callers():
@@ -105,14 +104,9 @@ class EnteredCalls:
         return self._of_thread.get(threading.current_thread(), [])
 
     @property
-    def any_thread(self) -> bool:
-        """Whether a thread has entered a call."""
-        return bool(self._of_thread)
-
-    @property
-    def several_threads(self) -> bool:
-        """Whether more than one thread has."""
-        return len(self._of_thread) > 1
+    def threads(self) -> int:
+        """How many threads have entered calls."""
+        return len(self._of_thread)
 
     def enter(self, module: torch.nn.Module, frame: FrameType) -> EnteredCall:
         """Notes that this thread's call of `module` begins; then enter its contexts."""

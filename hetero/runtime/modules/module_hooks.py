@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,18 +13,36 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
+from hetero.chunk_groups.build import Shared
+from hetero.overlap import OverlapUpdates
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
 from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.runtime.modules.uses_outside_owner import UsesOutsideOwner
 from hetero.runtime.to_device import to_device
 from hetero.state.managed_param import ManagedParam
-from offload.errors import HeteroError
+from offload.errors import ClosedError, HeteroError
 
 
-class ModuleHooks:
+class ModelHooks(ABC):
+    """Hooks on a model's modules, and the calls of modules that they have seen begin."""
+
+    def __init__(self, hooks: ExitStack) -> None:
+        """`hooks` takes them off when it is closed."""
+        self._hooks = hooks
+        self._calls = EnteredCalls()
+
+    @abstractmethod
+    def cover(self, model: torch.nn.Module) -> None:
+        """Takes account of parameters whose homes have moved, and of modules that are new."""
+
+    def unwind(self) -> None:
+        """Ends calls that an exception, or Ctrl-C, has interrupted."""
+        self._calls.unwind()
+
+
+class ModuleHooks(ModelHooks):
     """Acquires a module's own parameters before its forward and releases them after it.
 
     While a module runs, autograd saves views of gathered copies as SavedView, so that a forward
@@ -32,46 +52,34 @@ class ModuleHooks:
     def __init__(
         self,
         model: torch.nn.Module,
-        find: Callable[[torch.Tensor], ManagedParam | None],
         params: AllParams,
-        saved_tensors: SavedTensors,
+        shared: Shared,
         before_forward: Callable[[], None],
-        dtype: torch.dtype,
-        device: torch.device,
-        all_modules: bool,
+        hooks: ExitStack,
     ) -> None:
         """Installs hooks on the model and on those of its modules that need them.
 
-        Args:
-            find: the ManagedParam of a tensor, or None.
-            before_forward: called before each forward of the whole model, while no other one runs.
-            dtype: what floating inputs of the model are cast to.
-            device: where compute happens, to which inputs are moved.
-            all_modules: acquire resident parameters too, because they have no values until an
-                update that goes on meanwhile is made.
+        `before_forward` is called before each forward of the whole model, while no other one runs.
         """
-        self._device = device
-        self._find = find
+        super().__init__(hooks)
+        self._device = shared.backend.device
+        self._dtype = params.chunk_groups[0].dtypes.torch_compute
         self._params = params
-        self._saved_tensors = saved_tensors
-        self._dtype = dtype
+        self._saved_tensors = SavedTensors(params)
         self._before_forward = before_forward
-        self._all_modules = all_modules
+        # Resident parameters too have no values until an update that goes on meanwhile is made.
+        self._all_modules = shared.config.overlap is not OverlapUpdates.NONE
         # What each hooked module needs; its hooks have the same list objects.
         self._needed: weakref.WeakKeyDictionary[torch.nn.Module, list[ManagedParam]]
         self._needed = weakref.WeakKeyDictionary()
-        self._calls = EnteredCalls()
-        self._handles: list[RemovableHandle] = []
         self.cover(model)
-        self._handles.append(
-            model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
-        )
+        inputs = model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+        hooks.callback(inputs.remove)
 
     def cover(self, model: torch.nn.Module) -> None:
-        """Takes account of parameters whose homes have moved, and of modules that are new."""
         for module in model.modules():
             params = (p for p in module._parameters.values() if p is not None)
-            own = [m for p in params if (m := self._find(p)) is not None]
+            own = [m for p in params if (m := self._params.known(p)) is not None]
             needed = [m for m in own if self._all_modules or not self._params.is_resident(m.chunk)]
             if module in self._needed:
                 self._needed[module][:] = needed
@@ -80,27 +88,22 @@ class ModuleHooks:
                 self._hook(module, needed)
 
     def _hook(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        self._handles.append(module.register_forward_pre_hook(partial(self._before, needed)))
+        before = module.register_forward_pre_hook(partial(self._before, needed))
+        self._hooks.callback(before.remove)
         # always_call: after an exception too, so that nothing stays acquired.
-        self._handles.append(module.register_forward_hook(self._after, always_call=True))
+        after = module.register_forward_hook(self._after, always_call=True)
+        self._hooks.callback(after.remove)
 
     # torch.compile must not trace into what moves parameters: here its graphs end. (This is the
     # lazy form of torch.compiler.disable; importing the compiler takes a second.)
 
     @_disable_dynamo
     def _before(self, needed: list[ManagedParam], module: torch.nn.Module, args: Any) -> None:
-        self._enter(module, needed)
-
-    @_disable_dynamo
-    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._calls.leave(module)
-
-    def _enter(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
         outermost = not self._calls.own
         call = self._calls.enter(module, module_frame())
         call.present.enter_context(self._params.present(needed))
         if outermost and (self._params.gathers or self._all_modules):
-            call.modes.enter_context(UsesOutsideOwner(self._find, self._params, self._calls))
+            call.modes.enter_context(UsesOutsideOwner(self._params, self._calls))
         if not self._saved_tensors.needed:
             return
         packing = any(entered.packing for entered in self._calls.own)
@@ -109,20 +112,19 @@ class ModuleHooks:
             call.modes.enter_context(saved_tensors_hooks(*hooks))
             call.packing = True
 
+    @_disable_dynamo
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._calls.leave(module)
+
     @property
     def running(self) -> bool:
         """Whether a forward runs in any thread."""
         self.unwind()
-        return self._calls.any_thread
-
-    def unwind(self) -> None:
-        """Ends forwards that Ctrl-C has interrupted."""
-        self._calls.unwind()
+        return self._calls.threads > 0
 
     @_disable_dynamo
     def _begin(self) -> None:
-        self.unwind()
-        if not self._calls.any_thread:
+        if not self.running:
             self._before_forward()
 
     def __deepcopy__(self, memo: Any) -> ModuleHooks:
@@ -149,18 +151,12 @@ class ModuleHooks:
 
         return tree_map_only(torch.Tensor, cast, args), tree_map_only(torch.Tensor, cast, kwargs)
 
-    def remove(self) -> None:
-        """Takes all hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
-
-def refuse_use(model: torch.nn.Module, error: Callable[[], Exception]) -> None:
-    """Makes every forward of the model and of its modules raise `error()`."""
+def refuse_use(model: torch.nn.Module) -> None:
+    """Makes every forward of the model and of its modules raise ClosedError."""
 
     def refuse(module: torch.nn.Module, args: Any) -> None:
-        raise error()
+        raise ClosedError("the model was used after its engine was closed")
 
     for module in model.modules():
         if module is model or module._parameters:

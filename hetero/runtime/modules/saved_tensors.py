@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import is_recomputing
@@ -34,9 +33,7 @@ class SavedTensor:
 class SavedTensors:
     """Saved-tensor hooks for the time while modules run, so that forward pins no copies."""
 
-    def __init__(self, chunk_groups: Sequence[ChunkGroup], params: AllParams) -> None:
-        """`chunk_groups` may grow."""
-        self._chunk_groups = chunk_groups
+    def __init__(self, params: AllParams) -> None:
         self._params = params
 
     @property
@@ -47,42 +44,32 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
         """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again."""
         if tensor.layout is torch.strided:
-            for chunk_group in self._chunk_groups:
+            for chunk_group in self._params.chunk_groups:
                 view = chunk_group.params.pack(tensor)
                 if view is not None:
                     return view
-            if self._params.homes_changed_in_backward:
-                chunk = self._params.homes_changed_in_backward.get(
-                    tensor.untyped_storage().data_ptr()
-                )
+            if homes := self._params.homes_changed_in_backward:
+                chunk = homes.get(tensor.untyped_storage().data_ptr())
                 return SavedTensor(tensor, tensor._version, chunk)
         return SavedTensor(tensor, tensor._version)
 
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
-        """The tensor that was packed.
-
-        Raises:
-            StaleGraphError: it was changed since.
-        """
+        """The tensor that was packed. Raises StaleGraphError if it was changed since."""
         if isinstance(saved, SavedView):
-            return self._chunk_groups[saved.chunk.group_index].params.unpack(saved)
+            return self._params.group(saved.chunk).params.unpack(saved)
         if saved.chunk is not None:
-            self._chunk_groups[saved.chunk.group_index].updates.require_unchanged(saved.chunk)
+            self._params.group(saved.chunk).updates.require_unchanged(saved.chunk)
         if saved.tensor._version != saved.version:
             raise StaleGraphError(
-                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was "
-                f"modified by an inplace operation (it is at version "
-                f"{saved.tensor._version}, expected {saved.version})"
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified "
+                f"by an inplace operation (it is at version {saved.tensor._version}, expected "
+                f"{saved.version})"
             )
         return saved.tensor
 
     def hooks(self, packing: bool) -> Hooks | None:
-        """The hooks that autograd is to ask from here on; None if it asks these already.
-
-        None, too, where it must not ask them.
-
-        Args:
-            packing: whether a call around this one has entered these hooks.
+        """The hooks that autograd is to ask from here on; None if it asks these already (`packing`:
+        a call around this one has entered them), or must not ask them.
         """
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
         if top is None:

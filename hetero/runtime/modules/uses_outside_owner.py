@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
-from hetero.state.managed_param import ManagedParam
 
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
 
@@ -48,21 +47,11 @@ class UsesOutsideOwner(TorchFunctionMode):
     language model's head the embedding's.
     """
 
-    def __init__(
-        self,
-        find: Callable[[torch.Tensor], ManagedParam | None],
-        params: AllParams,
-        calls: EnteredCalls,
-    ) -> None:
-        """A mode for one thread.
-
-        Args:
-            find: the ManagedParam of a tensor, or None.
-            params: what gives parameters their values.
-            calls: the forwards of all threads. What one acquired may go while another uses it.
+    def __init__(self, params: AllParams, calls: EnteredCalls) -> None:
+        """A mode for one thread; `calls` are the forwards of all threads, because what one
+        acquired may go while another uses it.
         """
         super().__init__()
-        self._find = find
         self._params = params
         self._calls = calls
 
@@ -73,11 +62,11 @@ class UsesOutsideOwner(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _VALUE_FREE:
             return func(*args, **kwargs)
-        known = map(self._find, _parameters((*args, *kwargs.values())))
+        known = map(self._params.known, _parameters((*args, *kwargs.values())))
         needed = [
             managed
             for managed in known
-            if managed is not None and (managed.uses == 0 or self._calls.several_threads)
+            if managed is not None and (managed.uses == 0 or self._calls.threads > 1)
         ]
         if not needed:
             return func(*args, **kwargs)

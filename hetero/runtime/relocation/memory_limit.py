@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from offload.device.backend import Backend
 from offload.memory.ledger import Ledger
@@ -51,43 +52,43 @@ class BesideMemory:
             return 0
         return self._ledger.in_use_bytes[Tier.DEVICE.value]
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Closes the file that RSS is read from."""
         if os.getpid() == self._process:
             self._resident.close()
 
 
+@dataclass
 class MemoryLimit:
     """How many bytes of a tier model state may have, so that all stays within a limit.
 
     That becomes less as soon as a step needed more beside it, by what is missing and a 64th of the
     limit. It becomes more only once: after the first steps, when what they need is known. So it
     does not go up and down.
+
+    Attributes:
+        tier: whose memory the limit is of.
+        limit: bytes that all may hold together.
+        wanted_bytes: for model state, if the limit allows.
+        beside: measures what is not model state.
+        was_raised: whether it has become more, or must not.
+        peak_bytes: the most beside model state so far.
     """
 
-    def __init__(self, tier: Tier, limit: int, wanted_bytes: int, beside: BesideMemory) -> None:
-        """Nothing was measured yet.
-
-        Args:
-            tier: whose memory the limit is of.
-            limit: bytes that all may hold together.
-            wanted_bytes: for model state, if the limit allows.
-            beside: measures what is not model state.
-        """
-        self.tier = tier
-        self.limit = limit
-        self.wanted_bytes = wanted_bytes
-        self.was_raised = False
-        self.peak_bytes = 0  # the most beside model state
-        self._beside = beside
+    tier: Tier
+    limit: int
+    wanted_bytes: int
+    beside: BesideMemory
+    was_raised: bool = False
+    peak_bytes: int = 0
 
     def passed(self, beside_bytes: int) -> bool:
         """Whether a step that had `beside_bytes` beside model state passed the limit."""
-        return beside_bytes + self._beside.managed_bytes(self.tier) > self.limit
+        return beside_bytes + self.beside.managed_bytes(self.tier) > self.limit
 
     def state_bytes(self, beside_bytes: int) -> int:
         """Bytes that model state may have beside `beside_bytes` of anything else."""
-        others = self._beside.shared_bytes(self.tier)
+        others = self.beside.shared_bytes(self.tier)
         return min(self.wanted_bytes, self.limit - self.limit // _MARGIN - beside_bytes - others)
 
 

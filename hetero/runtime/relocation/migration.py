@@ -14,18 +14,39 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts
 from hetero.chunks.layout import Chunk
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.runtime.relocation.moves import InUseError, Move, moves_between
 from hetero.state.managed_param import ManagedParam, ParamState
-from hetero.state.memory.file_layout import extent_size
+from hetero.state.memory.file_layout import ExtentSize, extent_size
+from hetero.state.memory.homes import Homes
 from offload._native import IoOp
 from offload.disk.backing import Extent
-from offload.errors import BudgetError
+from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import StateKind, Tier
+
+
+class InUseError(HeteroError):
+    """Something that would have to move is in use; it may be free later."""
+
+
+@dataclass(eq=False)
+class Move:
+    """One kind of state of one chunk gets a home on another tier.
+
+    `homes` are those of its state kind. `written` is where in the file
+    it was written to, `copied` whether it has a second home.
+    """
+
+    state_kind: StateKind
+    chunk: Chunk
+    of: Tier
+    to: Tier
+    homes: Homes
+    written: Extent | None = None
+    copied: bool = False
 
 
 class Migration:
@@ -35,30 +56,37 @@ class Migration:
         """Moves nothing yet: call prepare(), leave() and arrive(), or abandon() before leave()."""
         self._chunk_group = chunk_group
         self._before, self._after = chunk_group.placement, after
-        self._homes = chunk_group.memory.homes
-        self._extents = {kind: homes.extents for kind, homes in self._homes.items()}
         self._file = chunk_group.memory.file
         self._arenas = chunk_group.memory.arenas
         self._grad_reducer = None if chunk_group.ranks is None else chunk_group.ranks.grad_reducer
-        self._moves = moves_between(chunk_group.layout, self._before, after)
-        self._written: dict[Move, Extent] = {}
-        self._copied: list[Move] = []  # to second homes
+        self._moves = self._plan_moves()
         self._stayed: list[Move] = []  # what should have come to RAM and could not be read
-        self._slot = SlotBytes.of(chunk_group.layout, chunk_group.dtypes)
-        self._moving: dict[int, Chunk] = {}  # whose parameters are in state MOVING
+        self._moving: list[Chunk] = []  # whose parameters are in state MOVING
         # Without parameters that another chunk group has by now.
         self._members: dict[int, list[ManagedParam]] = {c.id: [] for c in chunk_group.layout.chunks}
         for m in chunk_group.members:
             if m.state is not ParamState.RETIRED:
                 self._members[m.chunk.id].append(m)
 
+    def _plan_moves(self) -> list[Move]:
+        """The kinds of state whose tier differs between the two placements, chunk by chunk."""
+        memory, moves = self._chunk_group.memory, []
+        for kind in StateKind:
+            old, new = getattr(self._before, kind.value), getattr(self._after, kind.value)
+            moves += [
+                Move(kind, c, old[c.id], new[c.id], memory.homes[kind])
+                for c in self._chunk_group.layout.chunks
+                if old[c.id] is not new[c.id]
+            ]
+        return moves
+
     @property
     def moved_bytes(self) -> Counter[tuple[Tier, Tier]]:
         """Bytes of the homes that move, by (tier before, tier after)."""
         found: Counter[tuple[Tier, Tier]] = Counter()
+        slot = SlotBytes.of(self._chunk_group.layout, self._chunk_group.dtypes)
         for move in self._moves:
-            nbytes = move.chunk.slots * getattr(self._slot, move.state_kind.value)
-            found[move.of, move.to] += nbytes
+            found[move.of, move.to] += move.chunk.slots * getattr(slot, move.state_kind.value)
         return found
 
     def prepare(self) -> None:
@@ -121,12 +149,11 @@ class Migration:
     def _detach(self, chunk: Chunk) -> bool:
         """Points a resident chunk's parameters away from its home.
 
-        Returns:
-            Whether no graph has saved one of them itself, which the pins of the home do not show.
+        Returns whether no graph has saved one of them itself, which the pins do not show.
         """
         if not self._chunk_group.params.is_resident(chunk):
             return True
-        self._moving[chunk.id] = chunk
+        self._moving.append(chunk)
         for m in self._members[chunk.id]:
             m.begin_move()
         return not any(map(_in_a_graph, self._members[chunk.id]))
@@ -156,17 +183,13 @@ class Migration:
         return self._chunk_group.device
 
     def _drop_views(self, move: Move) -> None:
-        """Drops this chunk group's own views of a home that is to move.
-
-        Raises:
-            InUseError: another tensor, or a graph, views it.
-        """
+        """Drops own views of a home that is to move. Raises InUseError if there are others."""
         chunk, chunk_group = move.chunk, self._chunk_group
         free = True
         if move.state_kind is StateKind.PARAM:
             free = self._detach(chunk)
             chunk_group.params.drop_copies(chunk)  # a device may be copying from it
-        if not (self._homes[move.state_kind].release_view(chunk) and free):
+        if not (move.homes.release_view(chunk) and free):
             raise InUseError(
                 f"the {move.state_kind.name} of {chunk.name} cannot move from {move.of.name} to "
                 f"{move.to.name}: a tensor of yours, or of a graph whose backward was not made, "
@@ -176,15 +199,12 @@ class Migration:
     def _allocate_ram(self) -> None:
         """Allocates second homes for what comes from DEVICE to RAM, as far as there is room.
 
-        What has no room there goes through the file.
-
-        Raises:
-            BudgetError: there is no room, and no file.
+        The rest goes through the file. Raises BudgetError if there is none.
         """
         for move in self._moves:
             if (move.of, move.to) == (Tier.DEVICE, Tier.HOST):
                 try:
-                    self._homes[move.state_kind].allocate(move.chunk, Tier.HOST)
+                    move.homes.allocate(move.chunk, Tier.HOST)
                 except BudgetError as error:
                     if self._file.is_possible:
                         continue
@@ -192,21 +212,21 @@ class Migration:
                         f"while homes move, the {move.state_kind.name} of {move.chunk.name} has no "
                         f"room in RAM beside what is there, and there is no nvme_path: {error}"
                     ) from None
-                self._copied.append(move)
+                move.copied = True
 
     def _write_out(self, ops: list[IoOp]) -> None:
         """Writes what leaves memory to the file; appends the writes under way to `ops`."""
-        chunk_group, copied = self._chunk_group, set(self._copied)
         out = [m for m in self._moves if m.of is not Tier.DISK and m.to is not Tier.DEVICE]
-        out = [move for move in out if move not in copied]
-        self._file.reserve(sum(map(self._space, out)))
+        out = [move for move in out if not move.copied]
+        self._file.reserve(sum(self._size(move).space_bytes for move in out))
+        grads = self._chunk_group.grads
         for move in out:
-            extent = self._written[move] = self._new_extent(move)
-            if move.state_kind is StateKind.GRAD and not chunk_group.grads.leaves_memory(
-                move.chunk
-            ):
+            size = self._size(move)
+            offset = self._file.allocate(size.space_bytes)
+            extent = move.written = Extent(offset, size.transfer_bytes, move.chunk.slots)
+            if move.state_kind is StateKind.GRAD and not grads.leaves_memory(move.chunk):
                 continue  # there is nothing worth keeping
-            home = self._homes[move.state_kind].bytes(move.chunk)[: extent.nbytes]
+            home = move.homes.bytes(move.chunk)[: extent.nbytes]
             if move.of is Tier.HOST:
                 ops.append(self._file.write(home.data_ptr(), extent.nbytes, extent.offset))
             else:
@@ -214,11 +234,10 @@ class Migration:
 
     def _copy_to_ram(self) -> None:
         """Copies what comes from DEVICE to its second homes in RAM."""
-        for move in self._copied:
-            home = self._homes[move.state_kind]
-            if self._has_bytes(move):
-                to = home.bytes(move.chunk, second=True)
-                self._device.home_copier.to_ram(home.bytes(move.chunk), to)
+        for move in self._moves:
+            if move.copied and self._has_bytes(move):
+                to = move.homes.bytes(move.chunk, second=True)
+                self._device.home_copier.to_ram(move.homes.bytes(move.chunk), to)
 
     def _copy_to_device(self) -> None:
         """Copies what comes to DEVICE to second homes there, in the room of slots that it frees."""
@@ -229,83 +248,65 @@ class Migration:
             self._device.updater.prepare()
         self._arenas.resize_gathered(0)
         for move in moves:
-            self._homes[move.state_kind].allocate(move.chunk, Tier.DEVICE)
-            self._copied.append(move)
+            move.homes.allocate(move.chunk, Tier.DEVICE)
+            move.copied = True
         for move in moves:
             if self._has_bytes(move):
-                homes = self._homes[move.state_kind]
-                to = homes.bytes(move.chunk, second=True)
+                to = move.homes.bytes(move.chunk, second=True)
                 if move.of is Tier.HOST:
-                    self._device.home_copier.from_ram(homes.bytes(move.chunk), to)
+                    self._device.home_copier.from_ram(move.homes.bytes(move.chunk), to)
                 else:
-                    extent = self._extents[move.state_kind][move.chunk.id]
+                    extent = move.homes.extents[move.chunk.id]
                     self._device.home_copier.from_file(extent.offset, to[: extent.nbytes])
 
     def _has_bytes(self, move: Move) -> bool:
         """Whether the home that moves has values: a gradient may not be there."""
-        return move.state_kind is not StateKind.GRAD or self._chunk_group.grads.comes_to_memory(
-            move.chunk
-        )
+        grads = self._chunk_group.grads
+        return move.state_kind is not StateKind.GRAD or grads.comes_to_memory(move.chunk)
 
-    def _new_extent(self, move: Move) -> Extent:
+    def _size(self, move: Move) -> ExtentSize:
         chunk_group = self._chunk_group
-        size = extent_size(chunk_group.layout, chunk_group.dtypes, move.state_kind, move.chunk)
-        offset = self._file.allocate(size.space_bytes)
-        return Extent(offset, size.transfer_bytes, move.chunk.slots)
+        return extent_size(chunk_group.layout, chunk_group.dtypes, move.state_kind, move.chunk)
+
+    def _give_back(self, move: Move, extent: Extent) -> None:
+        self._file.free(extent.offset, self._size(move).space_bytes)
 
     def abandon(self) -> None:
-        """Undoes prepare(); idempotent.
-
-        Raises:
-            BudgetError: the room on DEVICE was taken for something else meanwhile.
-        """
+        """Undoes prepare(); idempotent. Raises BudgetError if room on DEVICE is gone."""
         chunk_group = self._chunk_group
-        for move, extent in self._written.items():
-            self._give_back(move, extent)
-        self._written.clear()
         for move in self._moves:
-            self._homes[move.state_kind].free_second(move.chunk)
-        self._copied.clear()
-        for chunk in self._moving.values():
+            if move.written is not None:
+                self._give_back(move, move.written)
+                move.written = None
+            move.homes.free_second(move.chunk)
+            move.copied = False
+        for chunk in self._moving:
             self._attach(chunk, moved=False)
         self._moving.clear()
         if self._arenas.gathered.slots < self._before.gathered_slots:
             self._arenas.resize_gathered(self._before.gathered_slots)
             chunk_group.params.note_gathered_slots()
 
-    def _give_back(self, move: Move, extent: Extent) -> None:
-        self._file.free(extent.offset, self._space(move))
-
-    def _space(self, move: Move) -> int:
-        chunk_group = self._chunk_group
-        return extent_size(
-            chunk_group.layout, chunk_group.dtypes, move.state_kind, move.chunk
-        ).space_bytes
-
     def leave(self) -> None:
         """Makes second homes the homes, and frees all slots and the memory of homes that left."""
-        for move, extent in self._written.items():
-            self._extents[move.state_kind][move.chunk.id] = extent
-            self._homes[move.state_kind].free(move.chunk)
-        for move in self._copied:
-            self._homes[move.state_kind].switch(move.chunk)
-            if move.of is Tier.DISK:
-                self._give_back(move, self._extents[move.state_kind].pop(move.chunk.id))
+        for move in self._moves:
+            if move.written is not None:
+                move.homes.extents[move.chunk.id] = move.written
+                move.homes.free(move.chunk)
+            elif move.copied:
+                move.homes.switch(move.chunk)
+                if move.of is Tier.DISK:
+                    self._give_back(move, move.homes.extents.pop(move.chunk.id))
         self._arenas.free()
         if self._grad_reducer is not None:
             self._grad_reducer.resize(0, 0)
 
     def arrive(self, spare_bytes: int) -> BaseException | None:
-        """Reads what comes to RAM, and allocates the slots of the new placement.
+        """Reads what comes to RAM, and allocates slots; returns the first error, or None.
 
         What cannot be read stays in the file; the chunk group works nevertheless, if RAM suffices
-        for the slots which that takes.
-
-        Args:
-            spare_bytes: RAM that no placement counts on, for gathered copies while it is free.
-
-        Returns:
-            The first error, or None.
+        for the slots which that takes. `spare_bytes` of RAM, on which no placement counts, are for
+        gathered copies while they are free.
         """
         chunk_group, error = self._chunk_group, self._read_in()
         made = self._after
@@ -336,21 +337,18 @@ class Migration:
         first_error: BaseException | None = None
         reads: list[tuple[Move, IoOp | None]] = []
         for move in self._moves:
-            if move.to is not Tier.HOST or (move.of is not Tier.DISK and move not in self._written):
+            if move.to is not Tier.HOST or (move.of is not Tier.DISK and move.written is None):
                 continue
-            homes, extent = (
-                self._homes[move.state_kind],
-                self._extents[move.state_kind][move.chunk.id],
-            )
+            extent = move.homes.extents[move.chunk.id]
             try:
-                homes.allocate(move.chunk, Tier.HOST)
+                move.homes.allocate(move.chunk, Tier.HOST)
                 op = None
                 if self._has_bytes(move):
-                    address = homes.bytes(move.chunk, second=True).data_ptr()
+                    address = move.homes.bytes(move.chunk, second=True).data_ptr()
                     op = self._file.read(address, extent.nbytes, extent.offset)
                 reads.append((move, op))
             except BaseException as error:
-                homes.free_second(move.chunk)
+                move.homes.free_second(move.chunk)
                 self._stayed.append(move)
                 first_error = first_error or error
         for move, op in reads:
@@ -358,12 +356,12 @@ class Migration:
                 if op is not None:
                     op.wait()
             except BaseException as error:
-                self._homes[move.state_kind].free_second(move.chunk)
+                move.homes.free_second(move.chunk)
                 self._stayed.append(move)
                 first_error = first_error or error
             else:
-                self._homes[move.state_kind].switch(move.chunk)
-                self._give_back(move, self._extents[move.state_kind].pop(move.chunk.id))
+                move.homes.switch(move.chunk)
+                self._give_back(move, move.homes.extents.pop(move.chunk.id))
         return first_error
 
     def _with_slots_for(self, made: Placement) -> Placement:

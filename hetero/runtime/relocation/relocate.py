@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from hetero.chunk_groups.build import Shared
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.config import Config
 from hetero.planning.placement import Placement
-from hetero.ranks.process_groups import ProcessGroups
-from hetero.runtime.relocation.migration import Migration
-from hetero.runtime.relocation.moves import InUseError
-from offload.device.backend import Backend
+from hetero.runtime.relocation.migration import InUseError, Migration
 from offload.errors import BudgetError
-from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Tier
 
 # Bytes of homes by where they were and where they are.
 Routes = Counter[tuple[Tier, Tier]]
-
-
-class MovingEngine(Protocol):
-    """An engine, as far as moving its homes needs it.
-
-    Attributes:
-        chunk_groups: whose homes move; more of them may come.
-        world: the ranks that do so together.
-        ledger: the budgets, and what is in use of them.
-        backend: what computes.
-        config: the user's options.
-        notes: what the user should know.
-    """
-
-    chunk_groups: list[ChunkGroup]
-    world: ProcessGroups
-    ledger: Ledger
-    backend: Backend
-    config: Config
-    notes: list[str]
-
-    def pause(self) -> None:
-        """Until no update is under way. Raises InUseError while a forward is running."""
-
-    def homes_moved(self) -> None:
-        """Homes are elsewhere now: whatever knows of them must look again."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +48,28 @@ class Change:
 class Relocation:
     """Carries out what was chosen, within the larger of the old and the new budgets."""
 
-    def __init__(self, engine: MovingEngine) -> None:
-        """Nothing has moved yet."""
-        self._engine = engine
-        self.moved: Routes = Counter()  # so far
+    def __init__(
+        self,
+        chunk_groups: Sequence[ChunkGroup],
+        shared: Shared,
+        pause: Callable[[], None],
+        homes_moved: Callable[[], None],
+    ) -> None:
+        """Nothing has moved yet.
 
-    def go_over(self, placements: Sequence[Placement], wanted: Mapping[Tier, int]) -> None:
-        """Moves homes until the chunk groups are placed as wanted.
+        Args:
+            chunk_groups: whose homes move; more of them may come.
+            pause: waits until no update is under way. Raises InUseError while a forward is running.
+            homes_moved: called when homes are elsewhere; whatever knows of them must look again.
+        """
+        self.chunk_groups = chunk_groups
+        self.shared = shared
+        self.world = chunk_groups[0].world
+        self._pause = pause
+        self._homes_moved = homes_moved
+
+    def go_over(self, placements: Sequence[Placement], wanted: Mapping[Tier, int]) -> Routes:
+        """Moves homes until the chunk groups are placed as wanted; returns what has moved.
 
         Args:
             placements: one per chunk group.
@@ -96,67 +80,65 @@ class Relocation:
             HeteroError: another rank met one of these; or a read failed, after which what could not
                 be read stays on NVMe.
         """
-        engine, ledger = self._engine, self._engine.ledger
+        ledger = self.shared.ledger
         before = {tier: ledger.budget_bytes[tier.value] for tier in wanted}
-        engine.pause()
+        self._pause()
         self._together(None)  # nobody asks for anything any more
-        for chunk_group in engine.chunk_groups:
+        for chunk_group in self.chunk_groups:
             chunk_group.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
         for tier, nbytes in wanted.items():
             old = before[tier]
             if old is not None and nbytes > old:
                 ledger.set_budget(tier, nbytes)
         try:
-            self._migrate(placements, wanted)
+            return self._migrate(placements, wanted)
         except BaseException:
-            engine.backend.trim()  # of second homes that were freed
+            self.shared.backend.trim()  # of second homes that were freed
             for tier, old in before.items():
                 if old is not None and ledger.in_use_bytes[tier.value] <= old:
                     ledger.set_budget(tier, old)
             raise
 
-    def _migrate(self, placements: Sequence[Placement], wanted: Mapping[Tier, int]) -> None:
-        engine = self._engine
-        host_bytes = wanted.get(Tier.HOST, engine.ledger.budget_bytes[Tier.HOST.value] or 0)
+    def _migrate(self, placements: Sequence[Placement], wanted: Mapping[Tier, int]) -> Routes:
+        ledger = self.shared.ledger
+        host_bytes = wanted.get(Tier.HOST, ledger.budget_bytes[Tier.HOST.value] or 0)
         spare_bytes = host_bytes - sum(made.host_bytes for made in placements)
         migrations = [
             Migration(chunk_group, made)
-            for chunk_group, made in zip(engine.chunk_groups, placements, strict=True)
+            for chunk_group, made in zip(self.chunk_groups, placements, strict=True)
             if not same(chunk_group.placement, made)
         ]
         self._prepare(migrations)
         failure: BaseException | None = None
+        moved: Routes = Counter()
         for migration in migrations:
             migration.leave()
         if migrations:
-            engine.backend.trim()
+            self.shared.backend.trim()
         for migration in migrations:
             error = migration.arrive(spare_bytes)
             failure = failure or error
-            self.moved += migration.moved_bytes
-        engine.homes_moved()
+            moved += migration.moved_bytes
+        self._homes_moved()
         for tier, nbytes in wanted.items():
             try:
-                engine.ledger.set_budget(tier, nbytes)
+                ledger.set_budget(tier, nbytes)
             except BudgetError as error:
                 failure = failure or error
         self._together(failure)
+        return moved
 
     def _prepare(self, migrations: Sequence[Migration]) -> None:
         """All migrations of all ranks, or none."""
         begun: list[Migration] = []
         failure: Exception | None = None
         try:
-            for migration in migrations:
-                migration.prepare()
-                begun.append(migration)
-        except Exception as error:
-            failure = error
-        except BaseException:
-            for migration in begun:
-                migration.abandon()
-            raise
-        try:
+            try:
+                for migration in migrations:
+                    migration.prepare()
+                    begun.append(migration)
+            except Exception as error:
+                failure = error
             self._together(failure)
         except BaseException:
             for migration in begun:
@@ -165,11 +147,10 @@ class Relocation:
 
     def _together(self, failure: BaseException | None) -> None:
         """Returns when no rank has met a failure; raises as ProcessGroups.all_or_none()."""
-        world = self._engine.world
-        if world.everyone is not None:
-            for chunk_group in self._engine.chunk_groups:
+        if self.world.everyone is not None:
+            for chunk_group in self.chunk_groups:
                 chunk_group.params.settle()
-        world.all_or_none(failure, "move homes", (InUseError,))
+        self.world.all_or_none(failure, "move homes", (InUseError,))
 
 
 def same(one: Placement, other: Placement) -> bool:

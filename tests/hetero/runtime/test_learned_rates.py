@@ -113,15 +113,14 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counting = Counting()
-        self.latest: MeasuredStep | None = None
+        self.tracer: Any = SimpleNamespace(latest=None)
         layout = layout_of(*[SLOT] * 12)
         spec = make_spec(layout, Budgets(100 * SLOT, AMPLE, under_construction=False))
         self.group = ChunkGroupPlan(spec, place(spec))
         assert Tier.DISK in self.group.placement.optim_state
         self.notes: list[str] = []
-        engine: Any = SimpleNamespace(
-            chunk_groups=[],
-            world=SimpleNamespace(size=1, local_ranks=1),
+        group: Any = SimpleNamespace(world=SimpleNamespace(size=1, local_ranks=1))
+        shared: Any = SimpleNamespace(
             ledger=SimpleNamespace(budget_bytes=dict.fromkeys(("device", "host", "disk"))),
             backend=SimpleNamespace(separate=False),
             config=hetero.Config(),
@@ -129,12 +128,12 @@ class Steps:
         )
         monkeypatch.setattr(step_predictions, "counters_of", lambda *_: self.counting.now)
         self.predictions = StepPredictions(
-            engine, lambda: [self.group], lambda: self.latest, lambda: self.counting.now_s
+            [group], shared, lambda: [self.group], self.tracer, lambda: self.counting.now_s
         )
 
     def make(self, moved: Counters, seconds: float, computing_s: float, count: int = 1) -> None:
         computing = Computing(computing_s / 3, computing_s * 2 / 3)
-        self.latest = MeasuredStep(1, computing, 0, 0)
+        self.tracer.latest = MeasuredStep(1, computing, 0, 0)
         for _ in range(count):
             self.counting.step(self.predictions, moved, seconds)
 

@@ -267,7 +267,7 @@ def test_batch_normalisation_that_is_unfrozen() -> None:
     optimizer.step()
     assert model[1].weight.dtype is torch.float32
     assert (
-        optimizer.engine.chunk_group_of(optimizer.engine.find(model[1].weight)).dtypes.compute
+        optimizer.engine.params.group(optimizer.engine.find(model[1].weight).chunk).dtypes.compute
         == "fp32"
     )
     assert not torch.equal(before, hetero.masters(model[1].weight)[0])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hetero
 from hetero.planning.placement import Placement
-from hetero.runtime.relocation.moves import InUseError
+from hetero.runtime.relocation.migration import InUseError
 from offload.disk.free_space import FreeSpace
 from offload.errors import BudgetError, HeteroError
 from offload.memory.tiers import Tier
@@ -422,7 +422,7 @@ def on_ranks(rank: int, world: int, path: str, stage: int, moving: bool) -> list
         optimizer.step()
         optimizer.zero_grad()
     if moving:
-        assert engine.budget_moves.moved_bytes
+        assert sum(change.moved_bytes for change in engine.changes)
     found += hetero.masters(model.parameters())
     engine.close()
     return found
