@@ -21,10 +21,10 @@ from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
 
 if TYPE_CHECKING:
-    from offload.device.cuda_runtime import Event, Runtime, Stream
+    from offload.device.cuda_runtime import CudaRuntime, Event, Stream
 
 
-def check_not_capturing(runtime: Runtime) -> None:
+def check_not_capturing(runtime: CudaRuntime) -> None:
     """Raises HeteroError if work is captured in a CUDA graph now.
 
     Parameters are gathered, and gradients kept, by hooks, which do not run when a graph is
@@ -41,7 +41,7 @@ class DeviceArena(HostArena):
     """Slots in one allocation of the device's memory, all charged from the start."""
 
     def __init__(
-        self, runtime: Runtime, slots: int, slot_bytes: int, ledger: Ledger, account: Account
+        self, runtime: CudaRuntime, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> None:
         """Raises BudgetError if the budget, or the device, has no room."""
         self._runtime = runtime
@@ -138,7 +138,7 @@ class PageLockedArena(HostArena):
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: CudaRuntime,
         notes: list[str],
         slots: int,
         slot_bytes: int,

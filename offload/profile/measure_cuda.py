@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload._native import Hyper, UpdateKind
-from offload.device.backend import DeviceTask
 from offload.device.cuda_backend import CudaBackend
-from offload.device.cuda_runtime import Runtime
+from offload.device.cuda_runtime import CudaRuntime
+from offload.device.updater import DeviceTask
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
@@ -34,7 +34,7 @@ _TORCH: dict[DtypeName, torch.dtype] = {
 
 
 def measure_cuda(
-    runtime: Runtime | None = None,
+    runtime: CudaRuntime | None = None,
     *,
     copy_bytes: int = COPY_BYTES,
     numel: int = NUMEL,

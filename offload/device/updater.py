@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import c_char, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from offload._native import Hyper, UpdateKind, update_constants
-from offload.device.backend import DeviceTask
-from offload.device.cuda_module import THREADS, Kernels
+from offload.device.cuda_module import THREADS, CudaModule
 
 if TYPE_CHECKING:
-    from offload.device.cuda_runtime import Runtime
+    from offload.device.cuda_runtime import CudaRuntime
 
 # As native/update/cuda/update.cu has them.
 _GROUP = 4
@@ -76,18 +76,28 @@ class _SplitArrays(ctypes.Structure):
     _fields_ = (("param", c_void_p), ("remainder", c_void_p), ("carrier", c_void_p))
 
 
-class DeviceUpdater:
+@dataclass(frozen=True)
+class DeviceTask:
+    """One tile's update: addresses on the device, and segments as StepTask has them."""
+
+    param: int
+    grad: int
+    optim_state: int
+    segments: Sequence[tuple[int, int, int, int]]
+
+
+class Updater:
     """One kind's update, sums of squares and split, on the device, in the stream of compute.
 
-    Nothing waits: what the caller gives to the device afterwards comes after it. The bits are those
-    of the CPU's kernels. Optimizer states are laid out as docs/formats.md says.
+    It does not wait for the device: what the caller gives to it afterwards comes after it. The bits
+    are those of the CPU's kernels. Optimizer states are laid out as docs/formats.md says.
     """
 
-    def __init__(self, runtime: Runtime, kind: UpdateKind, tile_numel: int) -> None:
+    def __init__(self, runtime: CudaRuntime, kind: UpdateKind, tile_numel: int) -> None:
         """The kernels are compiled when they are first needed, or by prepare()."""
         self._runtime = runtime
         self._kind = kind
-        self._made: Kernels | None = None
+        self._made: CudaModule | None = None
         state_bytes = _BYTES[kind.state_dtype] * tile_numel
         master_bytes = kind.optim_state_bytes * tile_numel - kind.states * state_bytes
         self._has_master = master_bytes > 0
@@ -105,7 +115,7 @@ class DeviceUpdater:
             self._made = None
 
     @property
-    def _kernels(self) -> Kernels:
+    def _kernels(self) -> CudaModule:
         self.prepare()
         assert self._made is not None
         return self._made
@@ -178,7 +188,7 @@ class DeviceUpdater:
         remainder: torch.Tensor,
         carrier: torch.Tensor,
     ) -> None:
-        """As _native.split_master(); all on the device, flat and contiguous."""
+        """As _native.split_master(), of flat tensors on the device."""
         at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
         arguments = [c_void_p(values.data_ptr()), at, c_uint64(values.numel())]
         self._one_each("hetero_split", values.numel(), arguments)
@@ -190,7 +200,7 @@ class DeviceUpdater:
         carrier: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        """As _native.join_master(); all on the device, flat and contiguous."""
+        """As _native.join_master(), of flat tensors on the device."""
         at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
         arguments = [at, c_void_p(target.data_ptr()), c_uint64(target.numel())]
         self._one_each("hetero_join", target.numel(), arguments)
