@@ -26,7 +26,7 @@ COPIES = 4
 NUMEL = 64 << 20  # of an update
 # Rows, inner dimension and columns: a transformer's, with as many tokens as a device is given.
 SHAPES = ((4096, 4096, 4096), (4096, 4096, 16384))
-_TORCH: dict[DtypeName, torch.dtype] = {
+TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
@@ -53,8 +53,8 @@ def measure_cuda(
             "devices": torch.cuda.device_count() if devices is None else devices,
             "h2d_bytes_per_s": h2d,
             "d2h_bytes_per_s": d2h,
-            "device_update_bytes_per_s": {d: _update(backend, d, numel) for d in _TORCH},
-            "matmul_flop_per_s": {d: _products(backend, d, shapes) for d in _TORCH},
+            "device_update_bytes_per_s": {d: _update(backend, d, numel) for d in TORCH_DTYPES},
+            "matmul_flop_per_s": {d: _products(backend, d, shapes) for d in TORCH_DTYPES},
             "device_bytes": backend.runtime.memory()[1],
         }
     finally:
@@ -101,7 +101,7 @@ def _link(backend: CudaBackend, copy_bytes: int) -> tuple[float, float]:
 def _update(backend: CudaBackend, dtype: DtypeName, numel: int) -> float:
     """Bytes per second, as UpdateKind.bytes_moved counts them, of AdamW's update."""
     kind = UpdateKind(dtype, dtype)
-    itemsize = _TORCH[dtype].itemsize
+    itemsize = TORCH_DTYPES[dtype].itemsize
     sizes = (itemsize * numel, itemsize * numel, kind.optim_state_bytes * numel)
     # Zeros are numbers in every dtype.
     param, grad, optim_state = (backend.runtime.empty(size).zero_() for size in sizes)
@@ -115,20 +115,31 @@ def _update(backend: CudaBackend, dtype: DtypeName, numel: int) -> float:
 def _products(
     backend: CudaBackend, dtype: DtypeName, shapes: tuple[tuple[int, int, int], ...]
 ) -> float:
-    """FLOP/s of a linear layer's three products, as measure.py's on the CPU."""
+    """FLOP/s of a linear layer's three products."""
     rates = []
-    for rows, inner, columns in shapes:
-        made = [(rows, inner), (columns, inner), (rows, columns)]
-        inputs, weight, grad = (
-            torch.randn(size, device=backend.device, dtype=_TORCH[dtype]) for size in made
-        )
-
-        def run(
-            inputs: torch.Tensor = inputs, weight: torch.Tensor = weight, grad: torch.Tensor = grad
-        ) -> None:
-            inputs @ weight.t()
-            grad @ weight
-            grad.t() @ inputs
-
-        rates.append(6 * rows * inner * columns / _median_s(backend, run))
+    for shape in shapes:
+        flop, run = linear_products(shape, TORCH_DTYPES[dtype], backend.device)
+        rates.append(flop / _median_s(backend, run))
     return statistics.harmonic_mean(rates)
+
+
+def linear_products(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[int, Callable[[], None]]:
+    """The FLOP of a linear layer's three products, of its forward and two of backward, and they.
+
+    `shape` is rows, inner dimension and columns.
+    """
+    rows, inner, columns = shape
+    generator = torch.Generator(device).manual_seed(0)
+    inputs, weight, grad = (
+        torch.randn(size, generator=generator, device=device).to(dtype)
+        for size in ((rows, inner), (columns, inner), (rows, columns))
+    )
+
+    def run() -> None:
+        inputs @ weight.t()
+        grad @ weight
+        grad.t() @ inputs
+
+    return 6 * rows * inner * columns, run
