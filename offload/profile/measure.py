@@ -134,7 +134,8 @@ class _Arrays:
 
     def stream(self) -> float:
         """Bytes per second of the memory yardstick."""
-        return self._rate(28, lambda: _native.stream(*self._parts[:4], self._numel))
+        param, grad, exp_avg, exp_avg_sq, _ = self._parts
+        return self._rate(28, lambda: _native.stream(param, grad, exp_avg, exp_avg_sq, self._numel))
 
     def update(self, dtype: DtypeName) -> float:
         """Bytes per second, as UpdateKind.bytes_moved counts them, of one AdamW update."""

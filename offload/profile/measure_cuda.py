@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,6 @@ from offload._native import Hyper, UpdateKind
 from offload.device.cuda_backend import CudaBackend
 from offload.device.cuda_runtime import CudaRuntime
 from offload.device.updater import DeviceTask
-from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
 
@@ -76,11 +76,10 @@ def _median_s(backend: CudaBackend, run: Callable[[], object]) -> float:
 def _link(backend: CudaBackend, copy_bytes: int) -> tuple[float, float]:
     """Bytes per second to the device, and from it."""
     ledger = Ledger({})
-    ram: HostArena | None = None
-    sides: list[tuple[torch.Tensor, torch.Tensor]] = []
-    there = backend.arena(COPIES, copy_bytes, ledger, Account.GATHERED)
-    try:
-        ram = backend.host_arena(COPIES, copy_bytes, ledger, Account.PARAM)
+    with (
+        closing(backend.arena(COPIES, copy_bytes, ledger, Account.GATHERED)) as there,
+        closing(backend.host_arena(COPIES, copy_bytes, ledger, Account.PARAM)) as ram,
+    ):
         ram.commit(0, COPIES)
         sides = [
             (there.view(slot, 1, torch.uint8), ram.view(slot, 1, torch.uint8))
@@ -91,11 +90,6 @@ def _link(backend: CudaBackend, copy_bytes: int) -> tuple[float, float]:
             backend, lambda: [backend.grad_offload(to, source) for source, to in sides]
         )
         return COPIES * copy_bytes / h2d_s, COPIES * copy_bytes / d2h_s
-    finally:
-        del sides[:]
-        there.close()
-        if ram is not None:
-            ram.close()
 
 
 def _update(backend: CudaBackend, dtype: DtypeName, numel: int) -> float:
