@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -153,15 +154,11 @@ class PageLockedArena(HostArena):
 
     def commit(self, slot: int, run: int = 1) -> None:
         """As HostArena. What is committed in one call is one range, which a copy may span."""
-        fresh = [s for s in range(slot, slot + run) if not self._committed[s]]
+        ranges = groupby(range(slot, slot + run), self._committed.__getitem__)
+        fresh = [list(slots) for is_committed, slots in ranges if not is_committed]
         super().commit(slot, run)
-        while fresh:
-            first = fresh.pop(0)
-            length = 1
-            while fresh and fresh[0] == first + length:
-                fresh.pop(0)
-                length += 1
-            self._page_lock(first, length)
+        for slots in fresh:
+            self._page_lock(slots[0], len(slots))
 
     def _page_lock(self, slot: int, run: int) -> None:
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)

@@ -50,9 +50,7 @@ class ChunkFetch:
     def wait(self) -> None:
         """Until the chunk is on the device; it is the next one that gets room in RAM.
 
-        Raises:
-            BudgetError: if there is no room in RAM and none will come.
-            OSError: if reading or copying failed.
+        Raises BudgetError if there is none and none will come, an OSError if a transfer failed.
         """
         self.queue.finish(self)
 
@@ -79,12 +77,10 @@ class FetchQueue:
     ) -> None:
         """
         Args:
-            arena: Has the device's slots.
-            backend: Copies to them.
+            arena: The device's slots.
             home: The whole chunk, flat, if its home is in RAM; else None.
             in_ram: Brings the other chunks to RAM.
-            runs: How many slots of `arena` each chunk takes.
-            used_bytes: How many bytes of them are copied.
+            runs, used_bytes: How many slots a chunk takes, and how many bytes of them are copied.
         """
         self._arena = arena
         self._backend = backend
@@ -104,8 +100,7 @@ class FetchQueue:
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts fetching a chunk to the slots from `slot` on.
 
-        Raises:
-            OSError: if the copy of a chunk at home in RAM cannot be started.
+        Raises an OSError if the copy of a chunk at home in RAM cannot be started.
         """
         slots = range(slot, slot + self._runs[chunk])
         self._end_lost(slots)
@@ -116,15 +111,13 @@ class FetchQueue:
             if not self._backend.in_order:
                 return op
             self._from_home[chunk] = op
-            return _OrderedCopy(op)
+            return _InOrder()
         fetch = ChunkFetch(self, chunk, slots, to)
-        fetch.chain = Chain(
-            (
-                (self._staging, lambda: self._stage(fetch)),
-                (self._copying, lambda: self._copy(fetch)),
-            ),
-            lambda error: self._end(fetch, error),
+        steps = (
+            (self._staging, lambda: self._stage(fetch)),
+            (self._copying, lambda: self._copy(fetch)),
         )
+        fetch.chain = Chain(steps, lambda error: self._end(fetch, error))
         with self._changed:
             self._into.update(dict.fromkeys(slots, fetch))
             self._queue.append(fetch)
@@ -172,7 +165,7 @@ class FetchQueue:
 
     def _stage(self, fetch: ChunkFetch) -> Operation | None:
         assert fetch.in_ram is not None
-        return None if fetch.in_ram.is_ready else fetch.in_ram
+        return None if fetch.in_ram.op is None else fetch.in_ram
 
     def _copy(self, fetch: ChunkFetch) -> Operation:
         assert fetch.in_ram is not None
@@ -249,14 +242,11 @@ class FetchQueue:
         self._from_home.clear()
 
 
-class _OrderedCopy:
+class _InOrder:
     """A copy that the device was given: what it is given afterwards comes after the copy."""
-
-    def __init__(self, copy: Operation) -> None:
-        self._copy = copy
 
     def wait(self) -> None:
         """Nothing: the host need not wait."""
 
     def cancel(self) -> None:
-        self._copy.cancel()
+        """Nothing: a device that works in order leaves nothing out."""

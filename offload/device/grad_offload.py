@@ -242,9 +242,9 @@ class GradOffload:
         """Drops what is not in RAM yet and ends the thread; idempotent."""
         with self._changed:
             self._closing = True
-            for each in (*self._ahead, *self._queue):
-                if each.op is not None:
-                    each.op.cancel()
+            for op in [tile.op for tile in self._ahead] + [item.op for item in self._queue]:
+                if op is not None:
+                    op.cancel()
         self._worker.close()
 
 
