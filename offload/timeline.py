@@ -13,9 +13,10 @@ nothing is kept.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,7 +97,11 @@ class Timeline:
 
     def busy_s(self, *lanes: LaneName) -> float:
         """Seconds in which any of the lanes was busy."""
-        return sum(end - begin for begin, end in self._busy(lanes))
+        busy_s, until_s = 0.0, -math.inf
+        for begin, end in sorted((i.begin_s, i.end_s) for i in self.intervals if i.lane in lanes):
+            busy_s += max(0.0, end - max(begin, until_s))
+            until_s = max(until_s, end)
+        return busy_s
 
     def both_s(self, some: Sequence[LaneName], others: Sequence[LaneName]) -> float:
         """Seconds in which one of `some` and one of `others` were busy at once."""
@@ -105,16 +110,6 @@ class Timeline:
     def nbytes(self, lane: LaneName) -> int:
         """Bytes of all of a lane's intervals."""
         return sum(i.nbytes for i in self.of(lane))
-
-    def _busy(self, lanes: Iterable[LaneName]) -> list[tuple[float, float]]:
-        merged: list[tuple[float, float]] = []
-        chosen = set(lanes)
-        for begin, end in sorted((i.begin_s, i.end_s) for i in self.intervals if i.lane in chosen):
-            if merged and begin <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
-            else:
-                merged.append((begin, end))
-        return merged
 
     def rows(self, lane: LaneName) -> list[list[Interval]]:
         """A lane's intervals in as few rows as have no two that overlap."""
@@ -136,24 +131,17 @@ class Timeline:
         for lane in self.lanes:
             rows = self.rows(lane)
             for row, intervals in enumerate(rows):
-                track = {"pid": 1, "tid": len(events) + 1}
-                name = LANES[lane] + (f" {row + 1}" if len(rows) > 1 else "")
-                events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": name}})
-                events.append(
-                    {"ph": "M", "name": "thread_sort_index", **track,
-                     "args": {"sort_index": track["tid"]}}
-                )  # fmt: skip
-                events += [
-                    {
-                        "ph": "X",
-                        "name": i.name or LANES[lane],
-                        **track,
-                        "ts": (i.begin_s - self.begin_s) * 1e6,
-                        "dur": i.seconds * 1e6,
-                        "args": {"bytes": i.nbytes} if i.nbytes else {},
-                    }
-                    for i in intervals
-                ]
+                tid = len(events) + 1
+                track = {"pid": 1, "tid": tid}
+                words = LANES[lane] + (f" {row + 1}" if len(rows) > 1 else "")
+                for name, value in (("name", words), ("sort_index", tid)):
+                    what = {"name": f"thread_{name}", "args": {name: value}}
+                    events.append({"ph": "M", **what, **track})
+                for i in intervals:
+                    span_us = {"ts": (i.begin_s - self.begin_s) * 1e6, "dur": i.seconds * 1e6}
+                    nbytes = {"bytes": i.nbytes} if i.nbytes else {}
+                    what = {"name": i.name or LANES[lane], "args": nbytes}
+                    events.append({"ph": "X", **what, **span_us, **track})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -176,14 +164,14 @@ _current: Recording | None = None
 
 
 @contextmanager
-def record(most_intervals: int = MOST_INTERVALS) -> Iterator[Recording]:
+def record() -> Iterator[Recording]:
     """Records what the process does inside the block, one recording at a time.
 
-    Room for `most_intervals` of the native core, of 32 bytes each, is taken at the beginning.
+    Room for MOST_INTERVALS of the native core, of 32 bytes each, is taken at the beginning.
     Raises RuntimeError if another recording is under way.
     """
     global _current
-    _native.start_timeline(most_intervals)
+    _native.start_timeline(MOST_INTERVALS)
     recording = _current = Recording()
     try:
         yield recording
@@ -195,11 +183,6 @@ def record(most_intervals: int = MOST_INTERVALS) -> Iterator[Recording]:
         # (Others' threads may be noting what they have just ended.)
         found += [replace(i, begin_s=max(i.begin_s, begin_s)) for i in list(recording._intervals)]
         recording._timeline = Timeline(begin_s, end_s, tuple(found), dropped)
-
-
-def recording() -> bool:
-    """Whether a recording is under way."""
-    return _current is not None
 
 
 def note(

@@ -24,7 +24,6 @@ from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
-from hetero.state.host_source import HostSource
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.file_layout import map_file
@@ -254,12 +253,20 @@ class _ChunkGroupBuilder:
             if gathering is not None:
                 in_ram = SharedCache(self._cache(arenas.staged, gathering, order), dtype)
                 caches, drops = (in_ram,), (in_ram.drop,)
+
+            chunks = self._layout.chunks
+
+            def whole_home(chunk: int) -> torch.Tensor | None:
+                found = chunks[chunk]
+                return homes.flat(found) if homes.whole and found in homes else None
+
             fetches = FetchQueue(
                 arenas.gathered,
                 self._backend,
-                HostSource(self._layout, homes, in_ram),
-                {c.id: c.slots for c in self._layout.chunks},
-                {c.id: c.used_numel * self._dtypes.param_bytes for c in self._layout.chunks},
+                whole_home,
+                in_ram,
+                {c.id: c.slots for c in chunks},
+                {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
             )
             self.resources.callback(fetches.close)
             cache = self._cache(arenas.gathered, fetches, order)

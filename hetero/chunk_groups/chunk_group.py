@@ -24,9 +24,10 @@ from hetero.state.optimizer_state import OptimizerState, TileState
 from hetero.state.params import Params
 from offload._native import StepPipeline
 from offload.cache.use_order import UseOrder
-from offload.device.backend import Backend, Updater
+from offload.device.backend import Backend
 from offload.device.grad_offload import GradOffload
 from offload.device.home_copy import HomeCopier
+from offload.device.updater import Updater
 from offload.memory.tiers import StateKind
 
 

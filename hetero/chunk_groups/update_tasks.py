@@ -14,7 +14,7 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.optimizer_state import parts_of
 from offload._native import Hyper, StepTask
-from offload.device.backend import DeviceTask, Updater
+from offload.device.updater import DeviceTask, Updater
 from offload.memory.tiers import StateKind
 
 # From a param group's options, the update's number and the factor of gradients.

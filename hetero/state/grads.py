@@ -13,8 +13,8 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from offload._native import Location, sum_of_squares
 from offload.cache.slot_cache import SlotCache
-from offload.device.backend import Updater
 from offload.device.grad_offload import GradOffload
+from offload.device.updater import Updater
 
 
 class Grads:

@@ -15,7 +15,7 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
 from offload._native import join_master, split_master
-from offload.device.backend import Updater
+from offload.device.updater import Updater
 from offload.disk.backing import FileTransfers
 
 

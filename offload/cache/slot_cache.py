@@ -6,7 +6,7 @@ import contextlib
 import enum
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,8 @@ from offload.cache.use_order import UseOrder
 from offload.disk.backing import Backing
 from offload.errors import BudgetError
 from offload.memory.arena import HostArena
-from offload.memory.operation import Operation
+from offload.memory.operation import Operation, wait_quietly
 from offload.memory.sizes import format_bytes
-
-
-def _never(chunk: int) -> bool:
-    return False
 
 
 class SlotState(enum.Enum):
@@ -180,7 +176,7 @@ class SlotCache:
         if chunk in self._entries:
             self._forget(chunk)
 
-    def prefetch(self, depth: int, leave_out: Callable[[int], bool] = _never) -> None:
+    def prefetch(self, depth: int, leave_out: Callable[[int], bool] = lambda _: False) -> None:
         """Starts reading the next `depth` chunks expected, into room that is not needed sooner.
 
         Chunks for which `leave_out` returns True are not read.
@@ -197,9 +193,7 @@ class SlotCache:
 
         Raises what a transfer met; what was not written is held as before.
         """
-        for chunk in list(self._entries):
-            self.write_back(chunk)
-            self._forget(chunk)
+        self._give_up(list(self._entries))
 
     def refit(self, limit: int | None = None) -> None:
         """The arena was resized while no copy was held; `limit` as at first."""
@@ -221,9 +215,7 @@ class SlotCache:
             if entry.op is not None and entry.state is SlotState.READING:
                 entry.op.cancel()
         for entry in self._entries.values():
-            if entry.op is not None:
-                with contextlib.suppress(Exception):
-                    entry.op.wait()
+            wait_quietly(entry.op)
         self._entries.clear()
         self._table.clear()
 
@@ -243,8 +235,8 @@ class SlotCache:
 
     def _hold(self, chunk: int, slot: int, state: SlotState) -> _Entry:
         self._table.add(chunk, slot)
-        entry = self._entries[chunk] = _Entry(state)
-        return entry
+        self._entries[chunk] = _Entry(state)
+        return self._entries[chunk]
 
     def _release(self, chunk: int) -> None:
         del self._entries[chunk]
@@ -273,8 +265,7 @@ class SlotCache:
         elif entry.op is not None:
             entry.op.cancel()  # nobody wants the bytes
             entry.unwanted = True
-            with contextlib.suppress(Exception):
-                entry.op.wait()
+            wait_quietly(entry.op)
         else:  # Ctrl-C took the handle of a read that may still fill the slots
             self._arena.wait_transfers(self._table.slot_of(chunk), self._runs[chunk])
         self._release(chunk)
@@ -304,17 +295,18 @@ class SlotCache:
         """Gives up slots past the limit, from the end on, up to one that is pinned."""
         while self._limit > self._least and not self._table.is_pinned(self._limit - 1):
             self._limit -= 1
-            for other in self._table.owners(self._limit, 1):
-                self.write_back(other)
-                self._forget(other)
+            self._give_up(self._table.owners(self._limit, 1))
             self._arena.decommit(self._limit, 1)
 
     def _take(self, slot: int, run: int) -> int:
-        for other in self._table.owners(slot, run):
-            self.write_back(other)
-            self._forget(other)
+        self._give_up(self._table.owners(slot, run))
         self._arena.commit(slot, run)
         return slot
+
+    def _give_up(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            self.write_back(chunk)
+            self._forget(chunk)
 
     def _slots_for(self, chunk: int) -> int | None:
         """The slots that the chunk should take now, whatever they hold."""

@@ -90,7 +90,7 @@ class SlotTable:
         may_evict: Callable[[int], bool],
         later_than: int = -1,
     ) -> int | None:
-        """The slots that cost least to take.
+        """The first of `run` consecutive slots that cost least to take; None if none may be taken.
 
         Slots without an owner come first: a single one at the high end and a run at the low end, so
         that long runs stay possible. Then those whose soonest next use is farthest; of equals, as
@@ -98,13 +98,9 @@ class SlotTable:
         last may be on its way to the file still, and would have to be waited for.)
 
         Args:
-            run: How many consecutive slots are needed.
             limit: Slots from here on are not considered.
             may_evict: Whether a chunk may lose its slots, if they are not pinned.
             later_than: Only chunks whose next use has a greater number lose theirs.
-
-        Returns:
-            The first of the slots, or None if none may be taken.
         """
         if run == 1:
             return self._best_slot(limit, may_evict, later_than)

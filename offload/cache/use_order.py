@@ -149,13 +149,6 @@ class UseOrder:
         """The one followed best; of equals the one seen most often, then the last seen."""
         self._best = max(self._known, key=lambda s: (s.followed, s.times_seen), default=None)
 
-    def next_use(self, chunk: int) -> int:
-        """How many uses from now `chunk` is needed; a large number if it is not known to be."""
-        if self._best is None:
-            return 1
-        distance = self._best.distance(chunk)
-        return len(self._best.uses) + 1 if distance is None else distance
-
     def next_use_number(self, chunk: int) -> int:
         """The number of the chunk's next use, counted from the beginning of the generation.
 
@@ -170,10 +163,9 @@ class UseOrder:
     def moved(self) -> tuple[int, Sequence[int]]:
         """What has changed in next_use_number(), for who keeps its results.
 
-        Returns:
-            The number of the generation, and the chunks whose next use has changed since it began,
-            in the order of these changes; a chunk may be there several times. The list only grows
-            until another generation begins, in which all next uses may be different.
+        The number of the generation, and the chunks whose next use has changed since it began, in
+        the order of these changes; a chunk may be there several times. The list only grows until
+        another generation begins, in which all next uses may be different.
         """
         return self._generation, self._moved
 

@@ -11,14 +11,17 @@ import errno
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 
 from offload._native import UpdateKind
-from offload.device.cuda_runtime import CudaRuntime, Event, Runtime
+from offload.device.backend import Backend, check_sides
+from offload.device.cuda_runtime import CudaRuntime, Event, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
-from offload.device.device_updater import DeviceUpdater
+from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import format_bytes
@@ -27,7 +30,6 @@ from offload.memory.tiers import Account
 # The share of the free memory that is for model state, if the user does not say; the rest is for
 # activations, gradients and temporaries.
 DEFAULT_SHARE = 0.7
-
 
 _LEAST_CUDA = 12  # its run-time compiler is the first one that knows C++20
 
@@ -51,32 +53,29 @@ def default_device_bytes() -> int:
     return int(free * DEFAULT_SHARE)
 
 
-class CudaBackend:
-    """torch's current CUDA device, with copies in the background. Any thread may use it."""
+class CudaBackend(Backend):
+    """torch's current CUDA device, with copies in the background."""
 
     kind = "cuda"
     separate = True
-    link_busy_s = (0.0, 0.0)  # nobody counts
     in_order = True
+    h2d_bytes = 0
+    d2h_bytes = 0
 
-    def __init__(self, runtime: Runtime | None = None) -> None:
+    def __init__(self, runtime: CudaRuntime | None = None) -> None:
         """`runtime` is for tests."""
-        self.runtime: Runtime = CudaRuntime() if runtime is None else runtime
+        super().__init__()
+        self.runtime = CudaRuntime() if runtime is None else runtime
         self.device = self.runtime.device
-        self.notes: list[str] = []
-        self.h2d_bytes = 0
-        self.d2h_bytes = 0
-        self._fetching = self.runtime.new_stream()
-        self._draining = self.runtime.new_stream()
+        self._fetching = _Way("from RAM to the device", self.runtime.new_stream())
+        self._draining = _Way("from the device to RAM", self.runtime.new_stream())
         # Reentrant: the garbage collector may close what it finds at any time.
         self._lock = threading.RLock()  # guards all below, and the order in the two streams
         self._arenas: weakref.WeakSet[DeviceArena] = weakref.WeakSet()
-        self._under_way: tuple[deque[_Copy], deque[_Copy]] = (deque(), deque())
-        self._updaters: dict[tuple[UpdateKind, int], DeviceUpdater] = {}
+        self._updaters: dict[tuple[UpdateKind, int], Updater] = {}
         self.runtime.reset_peak()
 
     def arena(self, slots: int, slot_bytes: int, ledger: Ledger, account: Account) -> HostArena:
-        """Memory of the device, allocated at once. Raises BudgetError if it has no room."""
         made = DeviceArena(self.runtime, slots, slot_bytes, ledger, account)
         with self._lock:
             self._arenas.add(made)
@@ -85,11 +84,9 @@ class CudaBackend:
     def host_arena(
         self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> HostArena:
-        """Page-locked RAM, for copies between it and the device."""
         return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
 
     def record_event(self) -> Event:
-        """The event after all work that the current stream was given so far."""
         check_not_capturing(self.runtime)
         return self.runtime.record(self.runtime.current_stream())
 
@@ -98,37 +95,39 @@ class CudaBackend:
 
         `to` is in an arena; work with pinned views of its slots then follows the copy by itself.
         """
-        _check(to, source)
+        check_sides(to, source)
         with self._lock:
             arena, slot, run = self._find(to)
-            copy = self._start("h2d", to, source, arena.before_write(slot, run))
+            copy = self._start(self._fetching, to, source, arena.before_write(slot, run))
             arena.written(slot, run, copy.event)
             self.h2d_bytes += to.nbytes
         return copy
 
     def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Event = None) -> _Copy:
-        """Starts copying from the device to RAM after the event `after`: by default, one of now."""
-        _check(to, source)
+        check_sides(to, source)
         after = self.record_event() if after is None else after
         with self._lock:
-            copy = self._start("d2h", to, source, [after])
+            copy = self._start(self._draining, to, source, [after])
             self.d2h_bytes += to.nbytes
         return copy
 
     def _start(
-        self, direction: str, to: torch.Tensor, source: torch.Tensor, events: list[Event]
+        self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]
     ) -> _Copy:
         """Needs the lock."""
-        stream = self._fetching if direction == "h2d" else self._draining
-        under_way = self._under_way[direction != "h2d"]
-        while under_way and under_way[0].done():
-            under_way.popleft()
+        self._forget_done()
         for event in events:
-            self.runtime.wait(stream, event)
-        self.runtime.copy(to, source, stream)
-        copy = _Copy(self.runtime, self.runtime.record(stream), direction, to, source)
-        under_way.append(copy)
+            self.runtime.wait(way.stream, event)
+        self.runtime.copy(to, source, way.stream)
+        copy = _Copy(self.runtime, self.runtime.record(way.stream), way.words, to, source)
+        way.under_way.append(copy)
         return copy
+
+    def _forget_done(self) -> None:
+        """Needs the lock."""
+        for way in (self._fetching, self._draining):
+            while way.under_way and way.under_way[0].done():
+                way.under_way.popleft()
 
     def _find(self, to: torch.Tensor) -> tuple[DeviceArena, int, int]:
         """The arena that has `to`, and its slots. Needs the lock."""
@@ -138,11 +137,10 @@ class CudaBackend:
                 return arena, slot, -(-to.nbytes // arena.slot_bytes)
         raise AssertionError("a fetch goes to slots of an arena of this backend")
 
-    def updater(self, kind: UpdateKind, tile_numel: int) -> DeviceUpdater:
-        """What updates homes on DEVICE. Raises HeteroError if its kernels cannot be compiled."""
+    def updater(self, kind: UpdateKind, tile_numel: int) -> Updater:
         key = kind, tile_numel
         if key not in self._updaters:
-            self._updaters[key] = DeviceUpdater(self.runtime, kind, tile_numel)
+            self._updaters[key] = Updater(self.runtime, kind, tile_numel)
         return self._updaters[key]
 
     def synchronize(self) -> None:
@@ -150,12 +148,9 @@ class CudaBackend:
         with suppress(RuntimeError):
             self.runtime.synchronize_all()
         with self._lock:
-            for under_way in self._under_way:
-                while under_way and under_way[0].done():
-                    under_way.popleft()
+            self._forget_done()
 
     def device_bytes(self) -> int:
-        """All that the device has."""
         return self.runtime.memory()[1]
 
     def beside_bytes(self) -> int:
@@ -165,32 +160,25 @@ class CudaBackend:
         torch's allocator has reserved and no tensor uses, the context and libraries, and other
         processes.
         """
-        most = self.runtime.torch_bytes()[2]
+        _, taken, most = self.runtime.torch_bytes()
+        free, total = self.runtime.memory()
+        others = max(0, total - free - taken)  # context, libraries, other processes
         with self._lock:
             arenas = [arena for arena in self._arenas if arena.is_open]
-        ours = sum(arena.slots * arena.slot_bytes for arena in arenas)
-        return max(0, self._taken_by_others() + most - ours)
+        return max(0, others + most - sum(arena.slots * arena.slot_bytes for arena in arenas))
 
     def reset_beside(self) -> None:
-        """Restarts the measurement of beside_bytes()."""
         self.runtime.reset_peak()
 
     def trim(self) -> None:
-        """Frees memory that torch's allocator has reserved and no tensor uses."""
         self.runtime.empty_cache()
 
-    def _taken_by_others(self) -> int:
-        """Bytes of the device that are not torch's: context, libraries, other processes."""
-        free, total = self.runtime.memory()
-        return max(0, total - free - self.runtime.torch_bytes()[1])
-
     def close(self) -> None:
-        """Waits for copies under way; idempotent."""
-        for copy in [copy for under_way in self._under_way for copy in under_way]:
-            with suppress(OSError):
-                copy.wait()
-        for under_way in self._under_way:
-            under_way.clear()
+        for way in (self._fetching, self._draining):
+            for copy in list(way.under_way):
+                with suppress(OSError):
+                    copy.wait()
+            way.under_way.clear()
         if self._updaters:
             with suppress(RuntimeError):
                 self.runtime.synchronize_all()  # until no kernel is running
@@ -199,24 +187,25 @@ class CudaBackend:
         self._updaters.clear()
 
 
+@dataclass
+class _Way:
+    """A direction of copies; those under way are in the stream's order."""
+
+    words: str
+    stream: Stream
+    under_way: deque[_Copy] = field(default_factory=deque)
+
+
 class _Copy:
-    """A copy on the device's stream, and what it needs."""
+    """A copy on the device's stream, and what it needs until it is done."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        event: Event,
-        direction: str,
-        to: torch.Tensor,
-        source: torch.Tensor,
+        self, runtime: CudaRuntime, event: Event, way: str, *tensors: torch.Tensor
     ) -> None:
         self.event = event
         self._runtime = runtime
-        self._words = (
-            f"copy of {format_bytes(to.nbytes)} "
-            f"{'from RAM to the device' if direction == 'h2d' else 'from the device to RAM'}"
-        )
-        self._tensors: tuple[torch.Tensor, ...] = (to, source)
+        self._words = f"copy of {format_bytes(tensors[0].nbytes)} {way}"
+        self._tensors = tensors
 
     def done(self) -> bool:
         """Whether it is done or has failed."""
@@ -239,10 +228,3 @@ class _Copy:
 
     def cancel(self) -> None:
         """Nothing: the device cannot be told to leave out a copy."""
-
-
-def _check(to: torch.Tensor, source: torch.Tensor) -> None:
-    assert to.is_contiguous()
-    assert source.is_contiguous()
-    assert to.dtype is source.dtype, (to.dtype, source.dtype)
-    assert to.nbytes == source.nbytes, (to.nbytes, source.nbytes)

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offload._native import UpdateKind, cuda_sources
-from offload.device.nvrtc import Nvrtc
+from offload.device.nvrtc import Nvrtc, load_library
 from offload.errors import HeteroError
 
 THREADS = 256  # of a block, as native/update/cuda/update.cu has it
@@ -35,21 +35,17 @@ _PROTOTYPES = {
 }
 
 
-class Kernels(Protocol):
-    """The kernels of native/update/cuda/update.cu, for one kind."""
-
-    def launch(self, kernel: str, blocks: int, arguments: Sequence[Any], stream: Any) -> None:
-        """Starts `blocks` blocks of THREADS threads on `stream`; `arguments` are ctypes objects."""
-
-    def close(self) -> None:
-        """Unloads them; none of them is running. Idempotent."""
-
-
 class CudaModule:
-    """Kernels on the device `index`. Any thread may launch them, whatever its current device."""
+    """The kernels of native/update/cuda/update.cu, for one kind, on one device.
+
+    Any thread may launch them, whatever its current device.
+    """
 
     def __init__(self, kind: UpdateKind, index: int) -> None:
-        """Compiles them, in half a second. Raises HeteroError with the compiler's messages."""
+        """Compiles them for device `index`, in half a second.
+
+        Raises HeteroError with the compiler's messages.
+        """
         code = compile_kernels(kind, torch.cuda.get_device_capability(index))
         self._driver = _driver()
         self._index = index
@@ -66,26 +62,28 @@ class CudaModule:
             raise
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any], stream: Any) -> None:
-        """As Kernels says; `stream` is torch's. Raises HeteroError if it cannot be started."""
+        """Starts `blocks` blocks of THREADS threads on torch's `stream`.
+
+        `arguments` are ctypes objects. Raises HeteroError if the kernel cannot be started.
+        """
         if blocks == 0:
             return
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         shape = (blocks, 1, 1, THREADS, 1, 1, 0)
         handle = c_void_p(stream.cuda_stream)
         with self._in_context():
-            function = self._functions.get(kernel)
-            if function is None:
+            if kernel not in self._functions:
                 name, function = kernel.encode(), c_void_p()
                 found = self._driver.cuModuleGetFunction(byref(function), self._module, name)
                 self._check(found, kernel)
                 self._functions[kernel] = function
-            self._check(
-                self._driver.cuLaunchKernel(function, *shape, handle, pointers, None),
-                f"launching {kernel} with {blocks} blocks",
+            launched = self._driver.cuLaunchKernel(
+                self._functions[kernel], *shape, handle, pointers, None
             )
+            self._check(launched, f"launching {kernel} with {blocks} blocks")
 
     def close(self) -> None:
-        """As Kernels says; the device's primary context is one user's less."""
+        """Unloads them; none of them is running. Idempotent."""
         if self._context.value is None:
             return
         with suppress(HeteroError), self._in_context():
@@ -134,9 +132,4 @@ def compile_kernels(kind: UpdateKind, capability: tuple[int, int]) -> bytes:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _PROTOTYPES.items():
-        function = getattr(driver, name)
-        function.argtypes = arguments
-        function.restype = c_int
-    return driver
+    return load_library("libcuda.so.1", _PROTOTYPES)

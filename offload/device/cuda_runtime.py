@@ -7,81 +7,20 @@ wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offload._native import UpdateKind
-from offload.device.cuda_module import CudaModule, Kernels
+from offload.device.cuda_module import CudaModule
 
 Stream = Any
 Event = Any
 
 
-class Runtime(Protocol):
-    """One device. Any thread may use it."""
-
-    device: torch.device
-    dlpack_device: tuple[int, int]  # DLPack's type and number
-
-    def new_stream(self) -> Stream:
-        """A new stream."""
-
-    def current_stream(self) -> Stream:
-        """The stream that gets the calling thread's work."""
-
-    def capturing(self) -> bool:
-        """Whether what this thread gives the current stream is captured in a CUDA graph."""
-
-    def record(self, stream: Stream) -> Event:
-        """An event that comes when all work that `stream` was given so far is done."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """What `stream` is given from now on is done after `event`; the host goes on."""
-
-    def done(self, event: Event) -> bool:
-        """Whether the event has come. Raises RuntimeError if work on the device failed."""
-
-    def synchronize(self, event: Event) -> None:
-        """The host sleeps until `event`. Raises RuntimeError as done()."""
-
-    def synchronize_all(self) -> None:
-        """The host waits for all work on the device. Raises RuntimeError as done()."""
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Gives `stream` a copy between RAM and the device, of flat tensors of one dtype."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory of the device. Raises RuntimeError (torch.cuda.OutOfMemoryError)."""
-
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Page-locks RAM, so that copies go on in the background.
-
-        Returns the reason if that cannot be done."""
-
-    def unregister(self, address: int) -> None:
-        """Undoes register()."""
-
-    def memory(self) -> tuple[int, int]:
-        """(free, all) bytes of the device."""
-
-    def torch_bytes(self) -> tuple[int, int, int]:
-        """Torch's: (in use by tensors, taken from CUDA, the most taken since reset_peak())."""
-
-    def reset_peak(self) -> None:
-        """Restarts the peak that torch_bytes() returns."""
-
-    def empty_cache(self) -> None:
-        """Gives memory back to CUDA that torch has reserved and no tensor uses."""
-
-    def kernels(self, kind: UpdateKind) -> Kernels:
-        """The kernels of one kind of update. Raises HeteroError if they cannot be compiled."""
-
-
 class CudaRuntime:
-    """torch.cuda's current device."""
+    """torch.cuda's current device. Any thread may use it."""
 
     def __init__(self) -> None:
         torch.cuda.init()
@@ -90,69 +29,76 @@ class CudaRuntime:
         self.dlpack_device = (2, self._index)  # kDLCUDA
 
     def new_stream(self) -> Stream:
-        """As Runtime."""
+        """A new stream."""
         return torch.cuda.Stream(self.device)
 
     def current_stream(self) -> Stream:
-        """As Runtime."""
+        """The stream that gets the calling thread's work."""
         return torch.cuda.current_stream(self.device)
 
     def capturing(self) -> bool:
-        """As Runtime."""
+        """Whether what this thread gives the current stream is captured in a CUDA graph."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def record(self, stream: Stream) -> Event:
-        """As Runtime."""
+        """An event that comes when all work that `stream` was given so far is done."""
         event = torch.cuda.Event(blocking=True)  # who waits sleeps
         event.record(stream)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """As Runtime."""
+        """What `stream` is given from now on is done after `event`; the host goes on."""
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
-        """As Runtime."""
+        """Whether the event has come. Raises RuntimeError if work on the device failed."""
         return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
-        """As Runtime."""
+        """The host sleeps until `event`. Raises RuntimeError as done()."""
         event.synchronize()
 
     def synchronize_all(self) -> None:
-        """As Runtime."""
+        """The host waits for all work on the device. Raises RuntimeError as done()."""
         torch.cuda.synchronize(self.device)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """As Runtime."""
+        """Gives `stream` a copy between RAM and the device, of flat tensors of one dtype."""
         with torch.no_grad(), torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """As Runtime."""
+        """Memory of the device. Raises RuntimeError (torch.cuda.OutOfMemoryError)."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """As Runtime."""
-        # Portable (1): every context may use it.
-        failure = _failure(lambda cudart: cudart.cudaHostRegister(address, nbytes, 1))
-        if failure is not None:
-            # CUDA remembers its last error, and torch would take it for that of its next kernel.
-            with suppress(RuntimeError):
-                torch.zeros(1, device=self.device)
-        return failure
+        """Page-locks RAM, so that copies go on in the background.
+
+        Returns the reason if that cannot be done."""
+        cudart: Any = torch.cuda.cudart()
+        result = cudart.cudaHostRegister(address, nbytes, 1)  # portable: every context may use it
+        if int(result) == 0:
+            return None
+        # CUDA remembers its last error, and torch would take it for that of its next kernel.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+        words = f"error {int(result)}"
+        with suppress(Exception):  # not every torch has it
+            words = f"{cudart.cudaGetErrorString(result)} ({words})"
+        return words
 
     def unregister(self, address: int) -> None:
-        """As Runtime."""
-        _failure(lambda cudart: cudart.cudaHostUnregister(address))
+        """Undoes register()."""
+        cudart: Any = torch.cuda.cudart()
+        cudart.cudaHostUnregister(address)
 
     def memory(self) -> tuple[int, int]:
-        """As Runtime."""
+        """(free, all) bytes of the device."""
         free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
 
     def torch_bytes(self) -> tuple[int, int, int]:
-        """As Runtime."""
+        """Torch's: (in use by tensors, taken from CUDA, the most taken since reset_peak())."""
         return (
             torch.cuda.memory_allocated(self.device),
             torch.cuda.memory_reserved(self.device),
@@ -160,25 +106,13 @@ class CudaRuntime:
         )
 
     def reset_peak(self) -> None:
-        """As Runtime."""
+        """Restarts the peak that torch_bytes() returns."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def empty_cache(self) -> None:
-        """As Runtime."""
+        """Gives memory back to CUDA that torch has reserved and no tensor uses."""
         torch.cuda.empty_cache()
 
-    def kernels(self, kind: UpdateKind) -> Kernels:
-        """As Runtime."""
+    def kernels(self, kind: UpdateKind) -> CudaModule:
+        """The kernels of one kind of update. Raises HeteroError if they cannot be compiled."""
         return CudaModule(kind, self._index)
-
-
-def _failure(call: Callable[[Any], Any]) -> str | None:
-    """What a function of CUDA's runtime says, if it failed."""
-    cudart: Any = torch.cuda.cudart()
-    result = call(cudart)
-    if int(result) == 0:
-        return None
-    words = f"error {int(result)}"
-    with suppress(Exception):  # not every torch has it
-        words = f"{cudart.cudaGetErrorString(result)} ({words})"
-    return words

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,10 +22,10 @@ from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
 
 if TYPE_CHECKING:
-    from offload.device.cuda_runtime import Event, Runtime, Stream
+    from offload.device.cuda_runtime import CudaRuntime, Event, Stream
 
 
-def check_not_capturing(runtime: Runtime) -> None:
+def check_not_capturing(runtime: CudaRuntime) -> None:
     """Raises HeteroError if work is captured in a CUDA graph now.
 
     Parameters are gathered, and gradients kept, by hooks, which do not run when a graph is
@@ -41,7 +42,7 @@ class DeviceArena(HostArena):
     """Slots in one allocation of the device's memory, all charged from the start."""
 
     def __init__(
-        self, runtime: Runtime, slots: int, slot_bytes: int, ledger: Ledger, account: Account
+        self, runtime: CudaRuntime, slots: int, slot_bytes: int, ledger: Ledger, account: Account
     ) -> None:
         """Raises BudgetError if the budget, or the device, has no room."""
         self._runtime = runtime
@@ -138,7 +139,7 @@ class PageLockedArena(HostArena):
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: CudaRuntime,
         notes: list[str],
         slots: int,
         slot_bytes: int,
@@ -153,15 +154,11 @@ class PageLockedArena(HostArena):
 
     def commit(self, slot: int, run: int = 1) -> None:
         """As HostArena. What is committed in one call is one range, which a copy may span."""
-        fresh = [s for s in range(slot, slot + run) if not self._committed[s]]
+        ranges = groupby(range(slot, slot + run), self._committed.__getitem__)
+        fresh = [list(slots) for is_committed, slots in ranges if not is_committed]
         super().commit(slot, run)
-        while fresh:
-            first = fresh.pop(0)
-            length = 1
-            while fresh and fresh[0] == first + length:
-                fresh.pop(0)
-                length += 1
-            self._page_lock(first, length)
+        for slots in fresh:
+            self._page_lock(slots[0], len(slots))
 
     def _page_lock(self, slot: int, run: int) -> None:
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)

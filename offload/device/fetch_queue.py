@@ -11,31 +11,15 @@ import copy
 import enum
 import threading
 from collections import deque
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from offload.device.backend import Backend
-from offload.device.shared_cache import HostCopy
+from offload.device.shared_cache import HostCopy, SharedCache
 from offload.memory.arena import HostArena
 from offload.memory.operation import Chain, Operation, Worker, wait_quietly
-
-
-class ChunksInRam(Protocol):
-    """Has chunks in RAM, or brings them there. Any thread may use it."""
-
-    def home(self, chunk: int) -> torch.Tensor | None:
-        """The whole chunk, flat, if its home is in RAM."""
-
-    def start(self, chunk: int) -> HostCopy | None:
-        """Starts bringing another chunk to a slot; None if pins leave no room now.
-
-        Raises what starting raises. Does not wait for transfers of what is pinned.
-        """
-
-    def no_room(self, chunk: int) -> Exception:
-        """The error that says that there is no room, with numbers."""
 
 
 class FetchState(enum.Enum):
@@ -47,32 +31,32 @@ class FetchState(enum.Enum):
     DONE = "nothing in RAM"
 
 
+@dataclass(eq=False)
 class ChunkFetch:
-    """A chunk on its way to the device: the Operation that FetchQueue.read() returns."""
+    """A chunk on its way to the device: the Operation that FetchQueue.read() returns.
 
-    def __init__(self, queue: FetchQueue, chunk: int, slots: range, to: torch.Tensor) -> None:
-        """Only FetchQueue makes and changes it, under its lock."""
-        self._queue = queue
-        self.chunk = chunk
-        self.slots = slots  # of the device; `to` is a view of them
-        self.to: torch.Tensor | None = to
-        self.state = FetchState.QUEUED
-        self.in_ram: HostCopy | None = None
-        self.chain: Chain | None = None
-        self.error: BaseException | None = None
+    Only FetchQueue makes and changes it, under its lock.
+    """
+
+    queue: FetchQueue
+    chunk: int
+    slots: range  # of the device
+    to: torch.Tensor | None  # a view of them
+    state: FetchState = FetchState.QUEUED
+    in_ram: HostCopy | None = None
+    chain: Chain | None = None
+    error: BaseException | None = None
 
     def wait(self) -> None:
         """Until the chunk is on the device; it is the next one that gets room in RAM.
 
-        Raises:
-            BudgetError: if there is no room in RAM and none will come.
-            OSError: if reading or copying failed.
+        Raises BudgetError if there is none and none will come, an OSError if a transfer failed.
         """
-        self._queue.finish(self)
+        self.queue.finish(self)
 
     def cancel(self) -> None:
         """The chunk is not needed: wait() may end early, with an OSError of ECANCELED."""
-        self._queue.cancel(self)
+        self.queue.cancel(self)
 
 
 class FetchQueue:
@@ -86,14 +70,22 @@ class FetchQueue:
         self,
         arena: HostArena,
         backend: Backend,
-        source: ChunksInRam,
+        home: Callable[[int], torch.Tensor | None],
+        in_ram: SharedCache,
         runs: Mapping[int, int],
         used_bytes: Mapping[int, int],
     ) -> None:
-        """By chunk: how many slots of `arena` it takes, and how many bytes of them are copied."""
+        """
+        Args:
+            arena: The device's slots.
+            home: The whole chunk, flat, if its home is in RAM; else None.
+            in_ram: Brings the other chunks to RAM.
+            runs, used_bytes: How many slots a chunk takes, and how many bytes of them are copied.
+        """
         self._arena = arena
         self._backend = backend
-        self._source = source
+        self._home = home
+        self._in_ram = in_ram
         self._runs = runs
         self._used_bytes = used_bytes
         self._changed = threading.Condition()  # reentrant; guards all below, and fetches
@@ -108,27 +100,24 @@ class FetchQueue:
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts fetching a chunk to the slots from `slot` on.
 
-        Raises:
-            OSError: if the copy of a chunk at home in RAM cannot be started.
+        Raises an OSError if the copy of a chunk at home in RAM cannot be started.
         """
         slots = range(slot, slot + self._runs[chunk])
         self._end_lost(slots)
         to = self._arena.view(slot, len(slots), torch.uint8)[: self._used_bytes[chunk]]
-        home = self._source.home(chunk)
+        home = self._home(chunk)
         if home is not None:
             op = self._backend.fetch(to, self._bytes(home, chunk))
             if not self._backend.in_order:
                 return op
             self._from_home[chunk] = op
-            return _OrderedCopy(op)
+            return _InOrder()
         fetch = ChunkFetch(self, chunk, slots, to)
-        fetch.chain = Chain(
-            (
-                (self._staging, lambda: self._stage(fetch)),
-                (self._copying, lambda: self._copy(fetch)),
-            ),
-            lambda error: self._end(fetch, error),
+        steps = (
+            (self._staging, lambda: self._stage(fetch)),
+            (self._copying, lambda: self._copy(fetch)),
         )
+        fetch.chain = Chain(steps, lambda error: self._end(fetch, error))
         with self._changed:
             self._into.update(dict.fromkeys(slots, fetch))
             self._queue.append(fetch)
@@ -162,7 +151,7 @@ class FetchQueue:
             fetch = self._queue[0]
             assert fetch.chain is not None
             try:
-                in_ram = self._source.start(fetch.chunk)
+                in_ram = self._in_ram.start(fetch.chunk)
             except Exception as error:
                 self._queue.popleft()
                 self._end(fetch, error.with_traceback(None))
@@ -175,12 +164,10 @@ class FetchQueue:
             fetch.chain.start()
 
     def _stage(self, fetch: ChunkFetch) -> Operation | None:
-        """The first step: until the chunk is in RAM."""
         assert fetch.in_ram is not None
-        return None if fetch.in_ram.is_ready else fetch.in_ram
+        return None if fetch.in_ram.op is None else fetch.in_ram
 
     def _copy(self, fetch: ChunkFetch) -> Operation:
-        """The second step: until the chunk is on the device."""
         assert fetch.in_ram is not None
         assert fetch.to is not None
         with self._changed:
@@ -204,7 +191,7 @@ class FetchQueue:
             self._changed.notify_all()
 
     def cancel(self, fetch: ChunkFetch) -> None:
-        """For ChunkFetch: its chunk is not needed."""
+        """For ChunkFetch."""
         with self._changed:
             if fetch in self._queue:
                 self._queue.remove(fetch)
@@ -222,7 +209,7 @@ class FetchQueue:
                 if fetch.state is FetchState.QUEUED and not self._under_way:
                     # Room comes from fetches alone.
                     self._queue.remove(fetch)
-                    self._end(fetch, self._source.no_room(fetch.chunk))
+                    self._end(fetch, self._in_ram.no_room(fetch.chunk))
                 else:
                     self._changed.wait()
         if fetch.error is not None:
@@ -255,15 +242,11 @@ class FetchQueue:
         self._from_home.clear()
 
 
-class _OrderedCopy:
+class _InOrder:
     """A copy that the device was given: what it is given afterwards comes after the copy."""
-
-    def __init__(self, copy: Operation) -> None:
-        self._copy = copy
 
     def wait(self) -> None:
         """Nothing: the host need not wait."""
 
     def cancel(self) -> None:
-        """Passes it on."""
-        self._copy.cancel()
+        """Nothing: a device that works in order leaves nothing out."""

@@ -15,7 +15,7 @@ from offload.device.backend import Backend
 from offload.errors import BudgetError, HeteroError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
-from offload.memory.operation import THREAD_PREFIX, Operation
+from offload.memory.operation import Operation, Worker
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
@@ -82,7 +82,7 @@ class GradOffload:
         self._pending: dict[Hashable, int] = {}  # gradients under way, of those who have some
         self._errors: dict[Hashable, BaseException] = {}
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("grad-offload")
         self.wait_s = 0.0  # that take() has waited for room on the device
 
     def take(
@@ -112,20 +112,18 @@ class GradOffload:
                 ) from None
             item = _Item(owner, grad, kept, add)
             try:
+                if self._closing:
+                    raise HeteroError("the engine was closed")
                 item.after = self._backend.record_event()
                 if straight:
                     item.op = self._backend.grad_offload(kept, grad, item.after)
-                if self._thread is None:
-                    name = THREAD_PREFIX + "grad-offload"
-                    self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-                    self._thread.start()
+                self._worker.do(self._work)
             except BaseException:
                 self._ledger.release(Tier.DEVICE, Account.GRAD_SLOT, grad.nbytes)
                 raise
             self._in_flight_bytes += grad.nbytes
             self._pending[owner] = self._pending.get(owner, 0) + 1
             self._queue.append(item)
-            self._changed.notify_all()
 
     def busy(self, owner: Hashable) -> bool:
         """Whether gradients of `owner` are under way."""
@@ -160,30 +158,27 @@ class GradOffload:
         """Until one more gradient than now has arrived; False if none is under way."""
         with self._changed:
             count = self._count()
-            if not count:
-                return False
             # (The only thread that calls take() waits here, so that no more come.)
-            while self._count() >= count:
+            while count and self._count() >= count:
                 self._changed.wait()
-            return True
+            return count > 0
 
     def _count(self) -> int:
         return sum(self._pending.values())
 
-    # The thread
+    # In the worker's thread
 
     def _work(self) -> None:
+        """Finishes all that was taken; nothing, if a job for what was taken before has done so."""
         while self._look_ahead():
             self._finish(self._ahead[0])
             with self._changed:
                 self._ahead.popleft()
 
     def _look_ahead(self) -> bool:
-        """Starts tiles; waits for the first. False if none will come."""
+        """Starts tiles. False if there are none."""
         # A function of its own, because a variable of _work() would hold the last item.
         with self._changed:
-            while not (self._queue or self._ahead or self._closing):
-                self._changed.wait()
             while self._queue and len(self._ahead) < BUFFERS:
                 tile = self._start(self._queue[0])
                 if tile.last:
@@ -247,14 +242,10 @@ class GradOffload:
         """Drops what is not in RAM yet and ends the thread; idempotent."""
         with self._changed:
             self._closing = True
-            ops = [tile.op for tile in self._ahead] + [item.op for item in self._queue]
-            for op in ops:
+            for op in [tile.op for tile in self._ahead] + [item.op for item in self._queue]:
                 if op is not None:
                     op.cancel()
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._worker.close()
 
 
 def _store(into: torch.Tensor, values: torch.Tensor, add: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
@@ -11,11 +11,10 @@ from offload.device.backend import Backend
 from offload.device.grad_offload import BUFFERS
 from offload.disk.backing import FileTransfers
 from offload.memory.arena import HostArena
-from offload.memory.operation import Operation
+from offload.memory.operation import Operation, wait_quietly
 
-# Starts moving bytes [first, first + len(buffer)) of a home to the buffer or from it. None: it is
-# done already.
-_Part = Callable[[int, torch.Tensor], Operation | None]
+# Starts moving a part of a home to a buffer, or from it. None: it is done already.
+_Move = Callable[[slice, torch.Tensor], Operation | None]
 
 
 class HomeCopier:
@@ -35,75 +34,71 @@ class HomeCopier:
 
     def to_ram(self, source: torch.Tensor, to: torch.Tensor) -> None:
         """Copies `source`, on DEVICE, to `to`, in RAM."""
-
-        def put(first: int, buffer: torch.Tensor) -> None:
-            to[first : first + len(buffer)] = buffer
-
-        self._run(len(source), self._from_device(source), put)
+        self._run(
+            len(source), self._from_device(source), lambda part, buffer: _copy(to[part], buffer)
+        )
 
     def to_file(self, source: torch.Tensor, offset: int) -> None:
         """Writes `source`, on DEVICE, to the file from byte `offset` on; whole pages."""
 
-        def write(first: int, buffer: torch.Tensor) -> Operation:
-            return self._file.write(buffer.data_ptr(), len(buffer), offset + first)
+        def write(part: slice, buffer: torch.Tensor) -> Operation:
+            return self._file.write(buffer.data_ptr(), len(buffer), offset + part.start)
 
         self._run(len(source), self._from_device(source), write)
 
     def from_ram(self, source: torch.Tensor, to: torch.Tensor) -> None:
         """Copies `source`, in RAM, to `to`, on DEVICE."""
-
-        def get(first: int, buffer: torch.Tensor) -> None:
-            buffer.copy_(source[first : first + len(buffer)])
-
-        self._run(len(to), get, self._to_device(to))
+        self._run(len(to), lambda part, buffer: _copy(buffer, source[part]), self._to_device(to))
 
     def from_file(self, offset: int, to: torch.Tensor) -> None:
         """Reads the file from byte `offset` on to `to`, on DEVICE; whole pages."""
 
-        def read(first: int, buffer: torch.Tensor) -> Operation:
-            return self._file.read(buffer.data_ptr(), len(buffer), offset + first)
+        def read(part: slice, buffer: torch.Tensor) -> Operation:
+            return self._file.read(buffer.data_ptr(), len(buffer), offset + part.start)
 
         self._run(len(to), read, self._to_device(to))
 
-    def _from_device(self, source: torch.Tensor) -> _Part:
-        return lambda first, buffer: self._backend.grad_offload(
-            buffer, source[first : first + len(buffer)]
-        )
+    def _from_device(self, source: torch.Tensor) -> _Move:
+        return lambda part, buffer: self._backend.grad_offload(buffer, source[part])
 
-    def _to_device(self, to: torch.Tensor) -> _Part:
-        return lambda first, buffer: self._backend.fetch(to[first : first + len(buffer)], buffer)
+    def _to_device(self, to: torch.Tensor) -> _Move:
+        return lambda part, buffer: self._backend.fetch(to[part], buffer)
 
-    def _run(self, nbytes: int, fill: _Part, empty: _Part) -> None:
-        """Fills a buffer with each part, and empties it once it is full."""
+    def _run(self, nbytes: int, fill: _Move, empty: _Move) -> None:
+        """Fills a buffer with each part, and empties it while the other one is filled."""
         length = self._buffers.slot_bytes
-        filling: dict[int, tuple[int, torch.Tensor, Operation | None]] = {}  # by buffer
-        emptying: dict[int, Operation | None] = {}
+        filling: deque[tuple[slice, torch.Tensor, Operation | None]] = deque()
+        emptying: deque[Operation | None] = deque()
 
-        def start_emptying(number: int) -> None:
-            """Waits until the buffer is full, if it is being filled, and starts emptying it."""
-            if number in filling:
-                first, buffer, op = filling[number]
-                _wait(op)
-                del filling[number]
-                emptying[number] = empty(first, buffer)
+        def empty_next() -> None:
+            part, buffer, op = filling[0]
+            _wait(op)
+            filling.popleft()
+            emptying.append(empty(part, buffer))
 
         try:
             for count, first in enumerate(range(0, nbytes, length)):
-                number = count % BUFFERS
-                _wait(emptying.pop(number, None))
-                buffer = self._buffers.view(number, 1, torch.uint8)[: min(length, nbytes - first)]
-                filling[number] = first, buffer, fill(first, buffer)
-                start_emptying((count + 1) % BUFFERS)  # the one before, while this one is filled
-            for number in list(filling):
-                start_emptying(number)
-            for op in emptying.values():
-                _wait(op)
+                if len(filling) + len(emptying) == BUFFERS:
+                    _wait(emptying.popleft())
+                part = slice(first, min(first + length, nbytes))
+                buffer = self._buffers.view(count % BUFFERS, 1, torch.uint8)
+                buffer = buffer[: part.stop - part.start]
+                filling.append((part, buffer, fill(part, buffer)))
+                if len(filling) == BUFFERS:
+                    empty_next()
+            while filling:
+                empty_next()
+            while emptying:
+                _wait(emptying.popleft())
         except BaseException:
-            for op in (*emptying.values(), *(op for _, _, op in filling.values())):
-                with suppress(Exception):
-                    _wait(op)  # its memory gets another use
+            for op in (*emptying, *(op for _, _, op in filling)):
+                wait_quietly(op)  # its memory gets another use
             self._backend.synchronize()  # a copy whose handle KeyboardInterrupt has lost
             raise
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source)
 
 
 def _wait(op: Operation | None) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,10 +38,6 @@ class Nvrtc:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name, arguments in _PROTOTYPES.items():
-            function = getattr(library, name)
-            function.argtypes = arguments
-            function.restype = c_int
         library.nvrtcGetErrorString.argtypes = (c_int,)
         library.nvrtcGetErrorString.restype = c_char_p
 
@@ -53,7 +50,7 @@ class Nvrtc:
                 # It opens this one by its bare name, which works for what is loaded already.
                 for builtins in sorted(Path(name).parent.glob("libnvrtc-builtins.so*")):
                     ctypes.CDLL(str(builtins))
-                return cls(ctypes.CDLL(name))
+                return cls(load_library(name, _PROTOTYPES))
             except OSError as error:
                 tried.append(str(error))
         raise HeteroError(
@@ -75,14 +72,11 @@ class Nvrtc:
         Raises HeteroError with the compiler's messages.
         """
         program = c_void_p()
-        texts = _strings(headers.values())
-        names = _strings(headers.keys())
-        self._check(
-            self._library.nvrtcCreateProgram(
-                byref(program), source.encode(), name.encode(), len(headers), texts, names
-            ),
-            name,
+        texts, names = _strings(headers.values()), _strings(headers)
+        created = self._library.nvrtcCreateProgram(
+            byref(program), source.encode(), name.encode(), len(headers), texts, names
         )
+        self._check(created, name)
         try:
             failure = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
             if failure:
@@ -111,6 +105,15 @@ class Nvrtc:
         return text.decode() if text else f"error {result}"
 
 
+def load_library(name: str, prototypes: Mapping[str, Sequence[Any]]) -> ctypes.CDLL:
+    """A library whose functions of `prototypes` return error codes. Raises OSError."""
+    library = ctypes.CDLL(name)
+    for function_name, arguments in prototypes.items():
+        function = getattr(library, function_name)
+        function.argtypes, function.restype = arguments, c_int
+    return library
+
+
 def _names() -> Iterator[str]:
     """Of the library: one that torch has loaded goes by its bare name."""
     major = (torch.version.cuda or "").split(".")[0]
@@ -123,6 +126,6 @@ def _names() -> Iterator[str]:
     yield "/usr/local/cuda/lib64/libnvrtc.so"
 
 
-def _strings(texts: object) -> ctypes.Array[c_char_p]:
-    encoded = [text.encode() for text in texts]  # type: ignore[attr-defined]
+def _strings(texts: Iterable[str]) -> ctypes.Array[c_char_p]:
+    encoded = [text.encode() for text in texts]
     return (c_char_p * len(encoded))(*encoded)

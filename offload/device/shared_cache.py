@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -15,33 +15,31 @@ from offload.memory.operation import Operation
 
 
 class HostCopy:
-    """A chunk's bytes in RAM, or on their way there; its slots are pinned until release()."""
+    """A chunk's bytes in RAM, or on their way there; its slots are pinned until release().
+
+    SharedCache.start() makes it.
+    """
 
     def __init__(self, cache: SharedCache, chunk: int, op: Operation | None) -> None:
-        """SharedCache.start() makes it. `op` brings the bytes; None if they are there."""
+        """`op` brings the bytes; None if they are there."""
         self._cache = cache
         self._chunk = chunk
-        self._op = op
+        self.op = op
         self._pin: torch.Tensor | None
         self.flat, self._pin = cache.views(chunk)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the bytes need not be waited for."""
-        return self._op is None
-
     def wait(self) -> None:
         """Until the bytes are there. Raises what bringing them raises."""
-        if self._op is not None:
+        if self.op is not None:
             try:
-                self._op.wait()
+                self.op.wait()
             finally:
-                self._cache.note_done(self._chunk, self._op)
+                self._cache.note_done(self._chunk, self.op)
 
     def cancel(self) -> None:
         """The bytes are not needed: wait() may end early, with an error."""
-        if self._op is not None:
-            self._op.cancel()
+        if self.op is not None:
+            self.op.cancel()
 
     def release(self) -> None:
         """Ends the pin; `flat` must not be used any more. Idempotent."""
@@ -71,13 +69,9 @@ class SharedCache:
         self._started: weakref.WeakSet[HostCopy] = weakref.WeakSet()
 
     def start(self, chunk: int) -> HostCopy | None:
-        """Starts bringing the chunk to RAM.
+        """Starts bringing the chunk to RAM; the caller releases the copy.
 
-        Returns:
-            The copy, which the caller releases; None if pins leave no room now.
-
-        Raises:
-            OSError: if it cannot be started.
+        None if pins leave no room now. Raises an OSError if it cannot be started.
         """
         with self._changed:
             if not self._cache.has_room(chunk):
@@ -86,26 +80,20 @@ class SharedCache:
             self._started.add(copy)
             return copy
 
-    @contextmanager
-    def open(self, chunk: int) -> Iterator[torch.Tensor]:
+    def open(self, chunk: int) -> AbstractContextManager[torch.Tensor]:
         """The chunk's bytes, flat, inside the block.
 
-        Raises:
-            BudgetError: if there is no room, and none comes in time.
-            OSError: if they cannot be read.
+        Raises BudgetError if there is no room and none comes in time, and an OSError if they cannot
+        be read.
         """
-        with self._pinned(chunk, self._cache.get) as flat:
-            yield flat
+        return self._pinned(chunk, self._cache.get)
 
-    @contextmanager
-    def fill(self, chunk: int) -> Iterator[torch.Tensor]:
+    def fill(self, chunk: int) -> AbstractContextManager[torch.Tensor]:
         """Flat memory for the chunk's new bytes; call changed() in the block when they are there.
 
-        Raises:
-            BudgetError: if there is no room, and none comes in time.
+        Raises BudgetError if there is no room and none comes in time.
         """
-        with self._pinned(chunk, self._cache.create) as flat:
-            yield flat
+        return self._pinned(chunk, self._cache.create)
 
     @contextmanager
     def _pinned(self, chunk: int, bring: Callable[[int], None]) -> Iterator[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -31,11 +31,9 @@ def measure_rates(engine: IoEngine, members: Sequence[MemberFile]) -> list[float
     """
     nbytes = _REQUEST_BYTES[engine.kind]
     arena = Arena(2 * nbytes)
-    # Not zeros, which some devices do not write; and not from torch's global generator, whose
-    # numbers are the user's.
-    content = torch.from_dlpack(arena.export(0, nbytes))  # type: ignore[attr-defined]
-    content.random_(0, 256, generator=torch.Generator().manual_seed(0))
+    fill_randomly(arena)
     source, sink = arena.address, arena.address + nbytes
+    area = range(0, AREA_BYTES, nbytes)
     files: list[int] = []
     try:
         for member in members:
@@ -43,25 +41,17 @@ def measure_rates(engine: IoEngine, members: Sequence[MemberFile]) -> list[float
 
         def fill(file: int) -> None:
             # What was allocated and never written is read without a look at the disk.
-            offsets = range(0, AREA_BYTES, nbytes)
-            ops = [engine.write(file, source, nbytes, offset) for offset in offsets]
-            for op in ops:
-                op.wait()
+            transfer((engine.write(file, source, nbytes, offset) for offset in area), nbytes, DEPTH)
 
         def rate(file: int) -> float:
-            offsets = itertools.cycle(range(0, AREA_BYTES, nbytes))
+            offsets = itertools.cycle(area)
             turns = itertools.cycle(((engine.read, sink), (engine.write, source)))
-            flying: deque[IoOp] = deque()
-            begin = now = time.perf_counter()
-            moved = 0
-            while flying or not moved:
-                while len(flying) < DEPTH and now < begin + WINDOW_S:
-                    start, address = next(turns)
-                    flying.append(start(file, address, nbytes, next(offsets)))
-                flying.popleft().wait()
-                moved += nbytes
-                now = time.perf_counter()
-            return moved / (now - begin)
+
+            def start() -> IoOp:
+                verb, address = next(turns)
+                return verb(file, address, nbytes, next(offsets))
+
+            return transfer(started_for(WINDOW_S, start), nbytes, DEPTH)
 
         with ThreadPoolExecutor(len(files)) as pool:
             list(pool.map(fill, files))
@@ -69,3 +59,32 @@ def measure_rates(engine: IoEngine, members: Sequence[MemberFile]) -> list[float
     finally:
         for file in files:
             engine.remove_file(file)
+
+
+def fill_randomly(arena: Arena) -> None:
+    """Not zeros, which some disks do not write; and not from the generator of the user."""
+    content = torch.from_dlpack(arena.export(0, arena.nbytes))  # type: ignore[attr-defined]
+    content.random_(0, 256, generator=torch.Generator().manual_seed(0))
+
+
+def started_for(seconds: float, start: Callable[[], IoOp]) -> Iterator[IoOp]:
+    """Operations that are started when they are asked for, within `seconds`; at least one."""
+    end = time.perf_counter() + seconds
+    yield start()
+    while time.perf_counter() < end:
+        yield start()
+
+
+def transfer(ops: Iterable[IoOp], nbytes: int, depth: int) -> float:
+    """Bytes per second of operations of `nbytes` each, `depth` of them in flight at a time."""
+    flying: deque[IoOp] = deque()
+    begin = time.perf_counter()
+    moved = 0
+    for op in ops:
+        flying.append(op)
+        moved += nbytes
+        if len(flying) == depth:
+            flying.popleft().wait()
+    for op in flying:
+        op.wait()
+    return moved / (time.perf_counter() - begin)

@@ -37,14 +37,13 @@ def make_io_engine(kind: str, directories: int = 1) -> tuple[IoEngine, list[str]
             threads=min(256, _THREADS * directories),
         )
 
-    if kind != "auto":
-        engine = make(kind)
-        return engine, list(engine.notes)
     try:
-        engine = make("io_uring")
-        return engine, list(engine.notes)
+        engine = make("io_uring" if kind == "auto" else kind)
     except OSError as refusal:
+        if kind != "auto":
+            raise
         return make("threads"), [f"I/O by threads, because io_uring is not available: {refusal}"]
+    return engine, list(engine.notes)
 
 
 class ScratchFile:
@@ -87,8 +86,7 @@ class ScratchFile:
                 self._deal([1], "")
             else:
                 # Nothing is known of the speeds nor of the size: use all the space there is.
-                free = [free_bytes(m.directory) for m in self.members]
-                filesystems = self._filesystems()
+                free, filesystems = self._space()
                 shares = [
                     max(1.0, room / filesystems.count(filesystem))
                     for room, filesystem in zip(free, filesystems, strict=True)
@@ -109,34 +107,28 @@ class ScratchFile:
         """
         if self._stripes is not None or len(self.members) == 1:
             return
-        free = [free_bytes(member.directory) for member in self.members]
-        filesystems = self._filesystems()
+        free, filesystems = self._space()
         roomy = [
             member
             for member, fs, room in zip(self.members, filesystems, free, strict=True)
             if AREA_BYTES * filesystems.count(fs) <= room
         ]
-        full = [member.directory for member in self.members if member not in roomy]
-        cached = [member.directory for member in self.members if not member.direct]
+        full = ", ".join(member.directory for member in self.members if member not in roomy)
+        cached = ", ".join(member.directory for member in self.members if not member.direct)
         rates = [1.0] * len(self.members)
         if nbytes < AREA_BYTES * len(self.members):
             how = "too little is to be stored to measure the disks"
         elif cached:
-            how = (
-                f"not measured: without O_DIRECT in {', '.join(cached)} it would be the page cache"
-            )
+            how = f"not measured: without O_DIRECT in {cached} it would be the page cache"
         elif len(roomy) < 2:
-            how = f"not measured: too little free space in {', '.join(full)}"
+            how = f"not measured: too little free space in {full}"
         else:
-            measured = self._measure(engine, roomy)
-            rates = [
-                measured[roomy.index(member)] if member in roomy else min(measured)
-                for member in self.members
-            ]
-            speeds = ", ".join(f"{format_bytes(rate)}/s" for rate in measured)
+            measured = dict(zip(roomy, self._measure(engine, roomy), strict=True))
+            rates = [measured.get(member, min(measured.values())) for member in self.members]
+            speeds = ", ".join(f"{format_bytes(rate)}/s" for rate in measured.values())
             how = f"measured {speeds}, reading and writing together for {WINDOW_S} s"
             if full:
-                how += f"; not measured, for want of free space: {', '.join(full)}"
+                how += f"; not measured, for want of free space: {full}"
         weights = choose_weights(rates, nbytes, free, filesystems)
         # If it cannot fit, reserve() says what is missing where.
         self._deal(weights or [1] * len(self.members), how)
@@ -187,8 +179,10 @@ class ScratchFile:
             member.close()
         self.members = []
 
-    def _filesystems(self) -> list[int]:
-        return [filesystem_of(member.directory) for member in self.members]
+    def _space(self) -> tuple[list[int], list[int]]:
+        """Of each member's directory, the free bytes and the filesystem."""
+        directories = [member.directory for member in self.members]
+        return list(map(free_bytes, directories)), list(map(filesystem_of, directories))
 
     def _measure(self, engine: IoEngine, members: Sequence[MemberFile]) -> list[float]:
         area_bytes = AREA_BYTES * len(members)
@@ -209,21 +203,18 @@ class ScratchFile:
     def _deal(self, weights: Sequence[int], how: str) -> None:
         """Decides for `weights`; a member that gets nothing is closed."""
         if len(weights) > 1:
-            dealt = ", ".join(
-                f"{member.directory} {weight}"
-                for member, weight in zip(self.members, weights, strict=True)
-            )
+            pairs = zip(self.members, weights, strict=True)
+            dealt = ", ".join(f"{member.directory} {weight}" for member, weight in pairs)
             self.notes.append(
                 f"striped over {len(weights)} directories, {format_bytes(UNIT_BYTES)} at a time in "
                 f"turns of {sum(weights)}: {dealt} ({how})"
             )
-            if len(set(self._filesystems())) < len(weights):
+            if len(set(self._space()[1])) < len(weights):
                 self.notes.append("some directories of nvme_path share a filesystem and its disk")
         for member, weight in zip(list(self.members), weights, strict=True):
             if weight == 0:
-                self.notes.append(
-                    f"{member.directory} is not used: too slow or too full beside the others"
-                )
+                unused = f"{member.directory} is not used: too slow or too full beside the others"
+                self.notes.append(unused)
                 member.close()
                 self.members.remove(member)
         self._stripes = StripeMap([weight for weight in weights if weight], UNIT_BYTES)
@@ -231,9 +222,10 @@ class ScratchFile:
     def _require_free(self, nbytes: int, sizes: Sequence[int]) -> None:
         """StoreError if the members cannot grow to `sizes`, for `nbytes` more in all."""
         needed: dict[int, int] = {}
-        for member, filesystem, size in zip(self.members, self._filesystems(), sizes, strict=True):
+        for member, available, filesystem, size in zip(
+            self.members, *self._space(), sizes, strict=True
+        ):
             needed[filesystem] = needed.get(filesystem, 0) + size - member.nbytes
-            available = free_bytes(member.directory)
             if needed[filesystem] > available:
                 share = f" as its share of {format_bytes(nbytes)}" if len(self.members) > 1 else ""
                 raise StoreError(

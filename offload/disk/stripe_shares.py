@@ -13,11 +13,7 @@ _TOLERANCE = 1.05  # a pattern this much slower than the best is taken if it is 
 
 
 def choose_weights(
-    rates: Sequence[float],
-    nbytes: int,
-    free: Sequence[int],
-    filesystems: Sequence[int],
-    unit_bytes: int = UNIT_BYTES,
+    rates: Sequence[float], nbytes: int, free: Sequence[int], filesystems: Sequence[int]
 ) -> list[int] | None:
     """Weights under which `nbytes` move fastest and fit; None if no pattern fits.
 
@@ -27,11 +23,25 @@ def choose_weights(
     gets 0. The shortest pattern within 5 % of the best is taken.
     """
     room = dict(zip(filesystems, free, strict=True))
+
+    def fastest(places: int) -> list[int] | None:
+        """Deals `places` one by one to who is done with one more first, as far as there is room."""
+        weights = [0] * len(rates)
+        left = {fs: room[fs] * places // max(1, nbytes) for fs in room}
+        for _ in range(places):
+            open_ = [member for member, fs in enumerate(filesystems) if left[fs] > 0]
+            if not open_:
+                return None
+            taker = min(open_, key=lambda member: (weights[member] + 1) / rates[member])
+            weights[taker] += 1
+            left[filesystems[taker]] -= 1
+        return weights
+
     for most in _MORE_PLACES:
         found: list[tuple[float, list[int]]] = []
         for places in range(1, most + 1):
-            weights = _fastest(places, rates, nbytes, room, filesystems)
-            if weights and fits(weights, nbytes, room, filesystems, unit_bytes):
+            weights = fastest(places)
+            if weights and fits(weights, nbytes, room, filesystems):
                 slowest = max(w / rate for w, rate in zip(weights, rates, strict=True))
                 found.append((slowest / places, weights))
         if found:
@@ -41,36 +51,12 @@ def choose_weights(
 
 
 def fits(
-    weights: Sequence[int],
-    nbytes: int,
-    room: dict[int, int],
-    filesystems: Sequence[int],
-    unit_bytes: int,
+    weights: Sequence[int], nbytes: int, room: dict[int, int], filesystems: Sequence[int]
 ) -> bool:
     """Whether the shares of `nbytes` under `weights` are within the `room` of each filesystem."""
     used = [(w, filesystem) for w, filesystem in zip(weights, filesystems, strict=True) if w]
-    stripes = StripeMap([w for w, _ in used], unit_bytes)
+    stripes = StripeMap([w for w, _ in used], UNIT_BYTES)
     left = dict(room)
     for member, (_, filesystem) in enumerate(used):
         left[filesystem] -= stripes.member_bytes(member, nbytes)
     return min(left.values()) >= 0
-
-
-def _fastest(
-    places: int,
-    rates: Sequence[float],
-    nbytes: int,
-    room: dict[int, int],
-    filesystems: Sequence[int],
-) -> list[int] | None:
-    """Deals `places` one by one to who is done with one more first, as far as there is room."""
-    weights = [0] * len(rates)
-    left = {fs: room[fs] * places // max(1, nbytes) for fs in room}
-    for _ in range(places):
-        open_ = [member for member, fs in enumerate(filesystems) if left[fs] > 0]
-        if not open_:
-            return None
-        taker = min(open_, key=lambda member: (weights[member] + 1) / rates[member])
-        weights[taker] += 1
-        left[filesystems[taker]] -= 1
-    return weights

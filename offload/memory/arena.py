@@ -29,13 +29,10 @@ class HostArena:
         account: Account,
         tier: Tier = Tier.HOST,
     ) -> None:
-        self.slots = slots
         self.tier = tier
-        self.slot_bytes = slot_bytes
-        self.pins = Pins(slots)
         self._ledger = ledger
         self._account = account
-        self._committed = [False] * slots
+        self._shape(slots, slot_bytes)
         self._memory: Arena | None = self._map(slots * slot_bytes) if slots else None
 
     def _map(self, nbytes: int) -> Arena:
@@ -53,20 +50,19 @@ class HostArena:
         return self._memory
 
     def commit(self, slot: int, run: int = 1) -> None:
-        """Charges slots [slot, slot + run) that are not charged yet."""
-        fresh = [s for s in range(slot, slot + run) if not self._committed[s]]
+        """Charges slots [slot, slot + run) that are not charged yet. Raises BudgetError."""
+        assert slot + run <= self.slots
+        fresh = run - sum(self._committed[slot : slot + run])
         if fresh:
-            self._ledger.charge(self.tier, self._account, len(fresh) * self.slot_bytes)
-            for s in fresh:
-                self._committed[s] = True
+            self._ledger.charge(self.tier, self._account, fresh * self.slot_bytes)
+            self._committed[slot : slot + run] = [True] * run
 
     def decommit(self, slot: int, run: int) -> None:
         """Gives back charge and pages of slots [slot, slot + run); their content is lost."""
-        charged = [s for s in range(slot, slot + run) if self._committed[s]]
+        charged = sum(self._committed[slot : slot + run])
         self.memory.discard(slot * self.slot_bytes, run * self.slot_bytes)
-        self._ledger.release(self.tier, self._account, len(charged) * self.slot_bytes)
-        for s in charged:
-            self._committed[s] = False
+        self._ledger.release(self.tier, self._account, charged * self.slot_bytes)
+        self._committed[slot : slot + run] = [False] * run
 
     def resize(self, slots: int, slot_bytes: int | None = None) -> None:
         """The arena has `slots` slots from now on, other ones, of which none is charged.
@@ -76,12 +72,11 @@ class HostArena:
         """
         self.close()
         self._shape(slots, self.slot_bytes if slot_bytes is None else slot_bytes)
-        if slots:
-            try:
-                self._memory = self._map(slots * self.slot_bytes)
-            except BaseException:
-                self._shape(0, self.slot_bytes)
-                raise
+        try:
+            self._memory = self._map(slots * self.slot_bytes) if slots else None
+        except BaseException:
+            self._shape(0, self.slot_bytes)
+            raise
 
     def _shape(self, slots: int, slot_bytes: int) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes

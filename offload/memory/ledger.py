@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from offload.errors import BudgetError
 from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
-
-_TIMELINE_ENTRIES = 20_000  # beyond this every second entry is dropped: pictures do not need more
 
 
 class Ledger:
@@ -28,11 +26,9 @@ class Ledger:
                 is refused: frees that many if it can. (Parameters under construction move to disk.)
         """
         self._budgets = {tier: budgets.get(tier) for tier in Tier}
-        self._accounts: dict[tuple[Tier, Account], int] = {}
+        self._accounts: Counter[tuple[Tier, Account]] = Counter()
         self._in_use = dict.fromkeys(Tier, 0)
         self._peak = dict.fromkeys(Tier, 0)
-        self._start_s = time.perf_counter()
-        self._timeline: list[tuple[float, int, int, int]] = []
         self._lock = threading.RLock()
         self._relieve = relieve
 
@@ -59,7 +55,7 @@ class Ledger:
     def release(self, tier: Tier, account: Account, nbytes: int) -> None:
         """Gives back `nbytes` that were charged."""
         with self._lock:
-            assert self._accounts.get((tier, account), 0) >= nbytes, (tier, account, nbytes)
+            assert self._accounts[tier, account] >= nbytes, (tier, account, nbytes)
             self._change(tier, account, -nbytes)
 
     def set_budget(self, tier: Tier, nbytes: int) -> None:
@@ -78,18 +74,13 @@ class Ledger:
         return 0 if budget is None else self._in_use[tier] + nbytes - budget
 
     def _change(self, tier: Tier, account: Account, nbytes: int) -> None:
-        key = (tier, account)
-        self._accounts[key] = self._accounts.get(key, 0) + nbytes
+        self._accounts[tier, account] += nbytes
         self._in_use[tier] += nbytes
         self._peak[tier] = max(self._peak[tier], self._in_use[tier])
-        device, host, disk = self._in_use.values()
-        self._timeline.append((time.perf_counter() - self._start_s, device, host, disk))
-        if len(self._timeline) > _TIMELINE_ENTRIES:
-            del self._timeline[1::2]
 
     def used(self, tier: Tier, account: Account) -> int:
         """Bytes of one account now."""
-        return self._accounts.get((tier, account), 0)
+        return self._accounts[tier, account]
 
     @property
     def budget_bytes(self) -> dict[str, int | None]:
@@ -105,9 +96,3 @@ class Ledger:
     def peak_bytes(self) -> dict[str, int]:
         """The most bytes each tier has held, by name."""
         return {tier.value: nbytes for tier, nbytes in self._peak.items()}
-
-    @property
-    def timeline(self) -> list[tuple[float, int, int, int]]:
-        """(seconds since the start, device bytes, host bytes, disk bytes) at each change."""
-        with self._lock:
-            return list(self._timeline)

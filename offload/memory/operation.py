@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Protocol
 
 THREAD_PREFIX = "hetero-"  # of the names of all threads of this project
@@ -43,39 +44,33 @@ class Worker:
     def __init__(self, name: str) -> None:
         """`name` is the thread's, after THREAD_PREFIX."""
         self._name = THREAD_PREFIX + name
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
+        self._lock = threading.RLock()  # reentrant: the garbage collector may close things anywhere
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def do(self, job: Callable[[], None]) -> None:
         """Does `job` after all that were given before it. Not after close()."""
-        with self._changed:
+        with self._lock:
             assert not self._closing
-            self._jobs.append(job)
             if self._thread is None:
                 # A daemon: an engine that was not closed is closed at exit, after other threads.
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify()
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._jobs.put(job)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs:
-                    if self._closing:
-                        return
-                    self._changed.wait()
-                job = self._jobs.popleft()
+        while (job := self._jobs.get()) is not None:
             job()
             del job  # with all it refers to, before the next one is waited for
 
     def close(self) -> None:
         """Does the jobs that are left and ends the thread; idempotent. Not from a job."""
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify()
         if self._thread is not None:
+            self._jobs.put(None)
             self._thread.join()
             self._thread = None
 

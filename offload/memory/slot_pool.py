@@ -36,17 +36,12 @@ class SlotPool:
         self.arena.commit(self._limit, more)
         self._limit += more
 
-    @property
-    def is_free(self) -> bool:
-        """Whether no slot is taken."""
-        return not any(self._taken)
-
     def refit(self, slots: int, limit: int) -> None:
         """Gives the arena `slots` slots and a new limit, while none is allocated.
 
         Raises BudgetError.
         """
-        assert self.is_free
+        assert not any(self._taken)
         if slots != self.arena.slots:
             self.arena.resize(slots)
             self._taken = [False] * slots
@@ -62,7 +57,3 @@ class SlotPool:
         extra = max(first, self._limit)
         if extra < first + run:
             self.arena.decommit(extra, first + run - extra)
-
-    def close(self) -> None:
-        """Frees the arena."""
-        self.arena.close()

@@ -15,6 +15,11 @@ FORMAT = 2
 _TEXTS = ("name", "date", "source")
 _COUNTS = ("devices", "threads")
 _TABLES = ("update_bytes_per_s", "device_update_bytes_per_s", "matmul_flop_per_s")
+# What ranks share only if they share a device.
+_OF_A_DEVICE = (
+    *("h2d_bytes_per_s", "d2h_bytes_per_s", "rank_bytes_per_s", "node_bytes_per_s"),
+    *("device_update_bytes_per_s", "matmul_flop_per_s", "device_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,17 +55,9 @@ class Rates:
         return self.h2d_bytes_per_s is not None
 
     def rate(self, table: str, dtype: str) -> float:
-        """An entry of a table of rates.
+        """The rate in the table of that name, by the parameters' dtype.
 
-        Args:
-            table: the table's name.
-            dtype: of the parameters.
-
-        Returns:
-            The rate.
-
-        Raises:
-            ValueError: there is none for `dtype`.
+        Raises ValueError if there is none for `dtype`.
         """
         rates = getattr(self, table) or {}
         if dtype not in rates:
@@ -140,26 +137,17 @@ class Profile(Rates):
         RAM, disks and the CPU are shared; a device is shared only by more ranks than there are.
         """
         per_device = math.ceil(ranks / self.devices)
-
-        def part(value: float | None, of: int) -> float | None:
-            return None if value is None else value / of
-
-        def parts(table: Mapping[str, float] | None, of: int) -> dict[str, float] | None:
-            return None if table is None else {name: rate / of for name, rate in table.items()}
-
-        made: dict[str, Any] = {}
-        for name in ("dram", "nvme_read", "nvme_write", "nvme_mixed"):
-            made[f"{name}_bytes_per_s"] = part(getattr(self, f"{name}_bytes_per_s"), ranks)
-        for name in ("h2d", "d2h", "rank", "node"):
-            made[f"{name}_bytes_per_s"] = part(getattr(self, f"{name}_bytes_per_s"), per_device)
-        made["update_bytes_per_s"] = parts(self.update_bytes_per_s, ranks)
-        made["device_update_bytes_per_s"] = parts(self.device_update_bytes_per_s, per_device)
-        made["matmul_flop_per_s"] = parts(self.matmul_flop_per_s, per_device)
-        made["host_bytes"] = self.host_bytes // ranks
-        for name, of in (("device_bytes", per_device), ("nvme_bytes", ranks)):
-            value = getattr(self, name)
-            made[name] = None if value is None else value // of
-        return dataclasses.replace(self, devices=1, threads=max(1, self.threads // ranks), **made)
+        made: dict[str, Any] = {"devices": 1, "threads": max(1, self.threads // ranks)}
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            of = per_device if name in _OF_A_DEVICE else ranks
+            if isinstance(value, Mapping):
+                made[name] = {dtype: rate / of for dtype, rate in value.items()}
+            elif name.endswith("_bytes") and value is not None:
+                made[name] = value // of
+            elif name.endswith("_bytes_per_s") and value is not None:
+                made[name] = value / of
+        return dataclasses.replace(self, **made)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that a file holds."""
@@ -209,13 +197,9 @@ class Profile(Rates):
             if not isinstance(value, Mapping) or not value:
                 raise ValueError(f"{name} must be an object of rates by dtype, not {value!r}")
             for key, rate in value.items():
-                if not _is_positive(rate):
-                    raise ValueError(f"{name}[{key!r}] must be a positive number, not {rate!r}")
-        elif name in _COUNTS or name.endswith("_bytes"):
-            if not _is_positive(value) or not isinstance(value, int):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        elif not _is_positive(value):
-            raise ValueError(f"{name} must be a positive number, not {value!r}")
+                _require_positive(f"{name}[{key!r}]", rate)
+        else:
+            _require_positive(name, value, whole=name in _COUNTS or name.endswith("_bytes"))
 
 
 def default_path() -> Path:
@@ -226,9 +210,8 @@ def default_path() -> Path:
     return base / "hetero" / "profile.json"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_positive(value: object) -> bool:
-    return _is_number(value) and 0 < value < math.inf  # type: ignore[operator]
+def _require_positive(name: str, value: Any, whole: bool = False) -> None:
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        kind = "integer" if whole else "number"
+        raise ValueError(f"{name} must be a positive {kind}, not {value!r}")

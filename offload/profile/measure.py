@@ -10,9 +10,8 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from typing import TYPE_CHECKING, Literal
 
@@ -22,13 +21,14 @@ import torch
 from offload import _native
 from offload._native import Arena, Hyper, IoOp, UpdateKind
 from offload.device.cuda_backend import cuda_available
+from offload.disk.bandwidth import fill_randomly, started_for, transfer
 from offload.disk.directories import check_directories, total_free_bytes
 from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
 from offload.memory.ledger import Ledger
 from offload.memory.sizes import round_up
 from offload.memory.tiers import Account
 from offload.profile.machine_profile import Profile
-from offload.profile.measure_cuda import measure_cuda
+from offload.profile.measure_cuda import TORCH_DTYPES, linear_products, measure_cuda
 
 if TYPE_CHECKING:
     from offload._native import DtypeName
@@ -44,13 +44,9 @@ NUMEL = 16 << 20  # of the arrays of an update: far more than caches hold
 SHAPES = ((1024, 1024, 1024), (1024, 4096, 1024))
 _TRIAL_SHAPE = (256, 256, 256)
 _MOST_PRODUCT_S = 0.5  # a larger product is not worth waiting for: the small one's rate is taken
-_TORCH: dict[DtypeName, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
 
 Mode = Literal["read", "write", "mixed"]
+MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 
 
 def measure_profile(
@@ -73,25 +69,18 @@ def measure_profile(
     tell("RAM, updates, products of matrices")
     arrays = _Arrays(numel)
     samplers: dict[str, Callable[[], float]] = {"dram": arrays.stream}
-    for dtype in _TORCH:
+    for dtype in TORCH_DTYPES:
         samplers[f"update {dtype}"] = lambda dtype=dtype: arrays.update(dtype)  # type: ignore[misc]
         samplers[f"matmul {dtype}"] = _matmul_sampler(dtype)
     rates = _medians(samplers)
-    found = {f"nvme {mode}": float("nan") for mode in ("read", "write", "mixed")}
+    nvme: dict[str, float] = {}
     nvme_bytes = None
     if nvme_paths:
         paths = check_directories(nvme_paths)
         nvme_bytes = total_free_bytes(paths)
         tell(f"NVMe in {', '.join(paths)}")
-        with _open_disk(paths, area_bytes, tell) as disk:
-            modes: tuple[Mode, ...] = ("read", "write", "mixed")
-            found = _medians(
-                {f"nvme {mode}": lambda mode=mode: disk.rate(mode, window_s) for mode in modes}  # type: ignore[misc]
-            )
-
-    def nvme(mode: Mode) -> float | None:
-        return found[f"nvme {mode}"] if nvme_paths else None
-
+        with _open_disk(paths, area_bytes, window_s, tell) as rate:
+            nvme = _medians({mode: lambda mode=mode: rate(mode) for mode in MODES})  # type: ignore[misc]
     profile = Profile(
         name=name,
         date=date.today().isoformat(),
@@ -100,16 +89,16 @@ def measure_profile(
         devices=1,
         threads=_native.threads(),
         dram_bytes_per_s=rates["dram"],
-        nvme_read_bytes_per_s=nvme("read"),
-        nvme_write_bytes_per_s=nvme("write"),
-        nvme_mixed_bytes_per_s=nvme("mixed"),
+        nvme_read_bytes_per_s=nvme.get("read"),
+        nvme_write_bytes_per_s=nvme.get("write"),
+        nvme_mixed_bytes_per_s=nvme.get("mixed"),
         h2d_bytes_per_s=None,
         d2h_bytes_per_s=None,
         rank_bytes_per_s=None,
         node_bytes_per_s=None,
-        update_bytes_per_s={dtype: rates[f"update {dtype}"] for dtype in _TORCH},
+        update_bytes_per_s={dtype: rates[f"update {dtype}"] for dtype in TORCH_DTYPES},
         device_update_bytes_per_s=None,
-        matmul_flop_per_s={dtype: rates[f"matmul {dtype}"] for dtype in _TORCH},
+        matmul_flop_per_s={dtype: rates[f"matmul {dtype}"] for dtype in TORCH_DTYPES},
         host_bytes=psutil.virtual_memory().total,
         device_bytes=None,
         nvme_bytes=nvme_bytes,
@@ -135,8 +124,9 @@ class _Arrays:
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
-        self._part_bytes = round_up(4 * numel, 2 << 20)
-        self._arena = Arena(5 * self._part_bytes)
+        part_bytes = round_up(4 * numel, 2 << 20)
+        self._arena = Arena(5 * part_bytes)
+        self._parts = [self._arena.address + part * part_bytes for part in range(5)]
         memory = torch.from_dlpack(self._arena.export(0, self._arena.nbytes))  # type: ignore[attr-defined]
         # Zeros are numbers in every dtype, and no denormals come of them.
         memory.zero_()
@@ -144,13 +134,13 @@ class _Arrays:
 
     def stream(self) -> float:
         """Bytes per second of the memory yardstick."""
-        param, grad, exp_avg, exp_avg_sq = (self._address(part) for part in range(4))
+        param, grad, exp_avg, exp_avg_sq, _ = self._parts
         return self._rate(28, lambda: _native.stream(param, grad, exp_avg, exp_avg_sq, self._numel))
 
     def update(self, dtype: DtypeName) -> float:
         """Bytes per second, as UpdateKind.bytes_moved counts them, of one AdamW update."""
         kind = UpdateKind(dtype, dtype)
-        param, grad, master, *states = (self._address(part) for part in range(5))
+        param, grad, master, *states = self._parts
         master = 0 if dtype == "fp32" else master
         return self._rate(
             kind.bytes_moved,
@@ -163,25 +153,15 @@ class _Arrays:
         run()
         return self._numel * bytes_per_element / (time.perf_counter() - begin)
 
-    def _address(self, part: int) -> int:
-        return self._arena.address + part * self._part_bytes
-
 
 def _matmul_sampler(dtype: DtypeName) -> Callable[[], float]:
-    """Measures FLOP/s of a linear layer's three products: of its forward, and two of backward."""
-    generator = torch.Generator().manual_seed(0)
+    """Measures FLOP/s of a linear layer's three products."""
 
     def rate(shape: tuple[int, int, int]) -> float:
-        rows, inner, columns = shape
-        made = [(rows, inner), (columns, inner), (rows, columns)]
-        inputs, weight, grad = (
-            torch.randn(size, generator=generator).to(_TORCH[dtype]) for size in made
-        )
+        flop, run = linear_products(shape, TORCH_DTYPES[dtype], torch.device("cpu"))
         begin = time.perf_counter()
-        inputs @ weight.t()
-        grad @ weight
-        grad.t() @ inputs
-        return 6 * rows * inner * columns / (time.perf_counter() - begin)
+        run()
+        return flop / (time.perf_counter() - begin)
 
     trial = max(rate(_TRIAL_SHAPE) for _ in range(5))
     shapes = [s for s in SHAPES if 6 * s[0] * s[1] * s[2] / trial < _MOST_PRODUCT_S]
@@ -190,80 +170,51 @@ def _matmul_sampler(dtype: DtypeName) -> Callable[[], float]:
     return lambda: statistics.harmonic_mean([rate(s) for s in shapes or [_TRIAL_SHAPE]])
 
 
-class _Disk:
-    """Transfers within the first `area_bytes` of a file that have been written."""
-
-    def __init__(self, transfers: Transfers, arena: Arena, area_bytes: int) -> None:
-        self._transfers = transfers
-        self._arena = arena
-        self._area_bytes = area_bytes
-        self._turn = 0
-
-    def fill(self) -> None:
-        """Writes the area once, for FILL_S at most; it is as large from then on as was written."""
-        begin = time.perf_counter()
-        flying: deque[IoOp] = deque()
-        written = 0
-        while written < self._area_bytes and time.perf_counter() < begin + FILL_S:
-            if len(flying) == IN_FLIGHT:
-                flying.popleft().wait()
-            address = self._address(written // TRANSFER_BYTES)
-            flying.append(self._transfers.write(address, TRANSFER_BYTES, written))
-            written += TRANSFER_BYTES
-        for op in flying:
-            op.wait()
-        self._area_bytes = written
-
-    def rate(self, mode: Mode, seconds: float) -> float:
-        """Bytes per second, during `seconds`."""
-        offsets = range(0, self._area_bytes, TRANSFER_BYTES)
-        turns = itertools.cycle(("read", "write") if mode == "mixed" else (mode,))
-        flying: deque[IoOp] = deque()
-        begin = now = time.perf_counter()
-        moved = 0
-        while flying or not moved:
-            going = now < begin + seconds
-            while len(flying) < IN_FLIGHT and (going or not (flying or moved)):
-                verb = self._transfers.read if next(turns) == "read" else self._transfers.write
-                offset = offsets[self._turn % len(offsets)]
-                flying.append(verb(self._address(self._turn), TRANSFER_BYTES, offset))
-                self._turn += 1
-            flying.popleft().wait()
-            moved += TRANSFER_BYTES
-            now = time.perf_counter()
-        return moved / (now - begin)
-
-    def _address(self, turn: int) -> int:
-        return self._arena.address + turn % IN_FLIGHT * TRANSFER_BYTES
-
-
 @contextmanager
 def _open_disk(
-    paths: Sequence[str], area_bytes: int, tell: Callable[[str], None]
-) -> Iterator[_Disk]:
+    paths: Sequence[str], area_bytes: int, window_s: float, tell: Callable[[str], None]
+) -> Iterator[Callable[[Mode], float]]:
+    """Writes a file, and gives what measures bytes per second of transfers within it."""
     area_bytes = min(area_bytes, total_free_bytes(paths) // 2) // TRANSFER_BYTES * TRANSFER_BYTES
     area_bytes = max(area_bytes, TRANSFER_BYTES)
-    engine, notes = make_io_engine("auto", len(paths))
-    scratch: ScratchFile | None = None
-    transfers: Transfers | None = None
-    arena = Arena(IN_FLIGHT * TRANSFER_BYTES)
-    try:
+    with ExitStack() as resources:
         scratch = ScratchFile(paths, Ledger({}), Account.FILE)
+        resources.callback(scratch.close)
+        engine, notes = make_io_engine("auto", len(paths))
+        resources.callback(engine.close)
         scratch.balance(engine, area_bytes)
         scratch.reserve(area_bytes)
         transfers = Transfers(engine, scratch)
+        resources.callback(transfers.close)
+        arena = Arena(IN_FLIGHT * TRANSFER_BYTES)
+        fill_randomly(arena)
         engine.register(arena)
         for note in (*notes, *scratch.notes):
             tell(f"note: {note}")
-        # Not zeros, which some disks do not write.
-        content = torch.from_dlpack(arena.export(0, arena.nbytes))  # type: ignore[attr-defined]
-        content.random_(0, 256, generator=torch.Generator().manual_seed(0))
-        disk = _Disk(transfers, arena, area_bytes)
-        disk.fill()
-        yield disk
-    finally:
-        if transfers is not None:
-            transfers.close()
-        engine.close()
-        if scratch is not None:
-            scratch.close()
+        first, end = arena.address, arena.address + arena.nbytes
+        addresses = itertools.cycle(range(first, end, TRANSFER_BYTES))
+        offsets: list[int] = []  # written
+
+        def fill() -> Iterator[IoOp]:
+            end_s = time.perf_counter() + FILL_S
+            while len(offsets) * TRANSFER_BYTES < area_bytes and time.perf_counter() < end_s:
+                offsets.append(len(offsets) * TRANSFER_BYTES)
+                yield transfers.write(next(addresses), TRANSFER_BYTES, offsets[-1])
+
+        transfer(fill(), TRANSFER_BYTES, IN_FLIGHT)
+        places = itertools.cycle(offsets)
+        verbs = {
+            "read": [transfers.read],
+            "write": [transfers.write],
+            "mixed": [transfers.read, transfers.write],
+        }
+
+        def rate(mode: Mode) -> float:
+            turns = itertools.cycle(verbs[mode])
+
+            def start() -> IoOp:
+                return next(turns)(next(addresses), TRANSFER_BYTES, next(places))
+
+            return transfer(started_for(window_s, start), TRANSFER_BYTES, IN_FLIGHT)
+
+        yield rate

@@ -5,15 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload._native import Hyper, UpdateKind
-from offload.device.backend import DeviceTask
 from offload.device.cuda_backend import CudaBackend
-from offload.device.cuda_runtime import Runtime
-from offload.memory.arena import HostArena
+from offload.device.cuda_runtime import CudaRuntime
+from offload.device.updater import DeviceTask
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
 
@@ -26,7 +26,7 @@ COPIES = 4
 NUMEL = 64 << 20  # of an update
 # Rows, inner dimension and columns: a transformer's, with as many tokens as a device is given.
 SHAPES = ((4096, 4096, 4096), (4096, 4096, 16384))
-_TORCH: dict[DtypeName, torch.dtype] = {
+TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
@@ -34,7 +34,7 @@ _TORCH: dict[DtypeName, torch.dtype] = {
 
 
 def measure_cuda(
-    runtime: Runtime | None = None,
+    runtime: CudaRuntime | None = None,
     *,
     copy_bytes: int = COPY_BYTES,
     numel: int = NUMEL,
@@ -53,8 +53,8 @@ def measure_cuda(
             "devices": torch.cuda.device_count() if devices is None else devices,
             "h2d_bytes_per_s": h2d,
             "d2h_bytes_per_s": d2h,
-            "device_update_bytes_per_s": {d: _update(backend, d, numel) for d in _TORCH},
-            "matmul_flop_per_s": {d: _products(backend, d, shapes) for d in _TORCH},
+            "device_update_bytes_per_s": {d: _update(backend, d, numel) for d in TORCH_DTYPES},
+            "matmul_flop_per_s": {d: _products(backend, d, shapes) for d in TORCH_DTYPES},
             "device_bytes": backend.runtime.memory()[1],
         }
     finally:
@@ -76,11 +76,10 @@ def _median_s(backend: CudaBackend, run: Callable[[], object]) -> float:
 def _link(backend: CudaBackend, copy_bytes: int) -> tuple[float, float]:
     """Bytes per second to the device, and from it."""
     ledger = Ledger({})
-    ram: HostArena | None = None
-    sides: list[tuple[torch.Tensor, torch.Tensor]] = []
-    there = backend.arena(COPIES, copy_bytes, ledger, Account.GATHERED)
-    try:
-        ram = backend.host_arena(COPIES, copy_bytes, ledger, Account.PARAM)
+    with (
+        closing(backend.arena(COPIES, copy_bytes, ledger, Account.GATHERED)) as there,
+        closing(backend.host_arena(COPIES, copy_bytes, ledger, Account.PARAM)) as ram,
+    ):
         ram.commit(0, COPIES)
         sides = [
             (there.view(slot, 1, torch.uint8), ram.view(slot, 1, torch.uint8))
@@ -91,17 +90,12 @@ def _link(backend: CudaBackend, copy_bytes: int) -> tuple[float, float]:
             backend, lambda: [backend.grad_offload(to, source) for source, to in sides]
         )
         return COPIES * copy_bytes / h2d_s, COPIES * copy_bytes / d2h_s
-    finally:
-        del sides[:]
-        there.close()
-        if ram is not None:
-            ram.close()
 
 
 def _update(backend: CudaBackend, dtype: DtypeName, numel: int) -> float:
     """Bytes per second, as UpdateKind.bytes_moved counts them, of AdamW's update."""
     kind = UpdateKind(dtype, dtype)
-    itemsize = _TORCH[dtype].itemsize
+    itemsize = TORCH_DTYPES[dtype].itemsize
     sizes = (itemsize * numel, itemsize * numel, kind.optim_state_bytes * numel)
     # Zeros are numbers in every dtype.
     param, grad, optim_state = (backend.runtime.empty(size).zero_() for size in sizes)
@@ -115,20 +109,31 @@ def _update(backend: CudaBackend, dtype: DtypeName, numel: int) -> float:
 def _products(
     backend: CudaBackend, dtype: DtypeName, shapes: tuple[tuple[int, int, int], ...]
 ) -> float:
-    """FLOP/s of a linear layer's three products, as measure.py's on the CPU."""
+    """FLOP/s of a linear layer's three products."""
     rates = []
-    for rows, inner, columns in shapes:
-        made = [(rows, inner), (columns, inner), (rows, columns)]
-        inputs, weight, grad = (
-            torch.randn(size, device=backend.device, dtype=_TORCH[dtype]) for size in made
-        )
-
-        def run(
-            inputs: torch.Tensor = inputs, weight: torch.Tensor = weight, grad: torch.Tensor = grad
-        ) -> None:
-            inputs @ weight.t()
-            grad @ weight
-            grad.t() @ inputs
-
-        rates.append(6 * rows * inner * columns / _median_s(backend, run))
+    for shape in shapes:
+        flop, run = linear_products(shape, TORCH_DTYPES[dtype], backend.device)
+        rates.append(flop / _median_s(backend, run))
     return statistics.harmonic_mean(rates)
+
+
+def linear_products(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[int, Callable[[], None]]:
+    """The FLOP of a linear layer's three products, of its forward and two of backward, and they.
+
+    `shape` is rows, inner dimension and columns.
+    """
+    rows, inner, columns = shape
+    generator = torch.Generator(device).manual_seed(0)
+    inputs, weight, grad = (
+        torch.randn(size, generator=generator, device=device).to(dtype)
+        for size in ((rows, inner), (columns, inner), (rows, columns))
+    )
+
+    def run() -> None:
+        inputs @ weight.t()
+        grad @ weight
+        grad.t() @ inputs
+
+    return 6 * rows * inner * columns, run

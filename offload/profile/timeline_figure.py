@@ -75,23 +75,12 @@ def _draw_lane(axes: Axes, timeline: Timeline, lane: LaneName, place: int) -> No
             # An edge would show waits of no time.
             linewidth=0 if lane == "gather" else 0.4,
         )
-        for interval in row:
-            if interval.name and interval.seconds > _LEAST_NAMED * timeline.seconds:
-                _name(axes, timeline, interval, bottom + height / 2)
-
-
-def _name(axes: Axes, timeline: Timeline, interval: Interval, height: float) -> None:
-    middle = (interval.begin_s + interval.end_s) / 2 - timeline.begin_s
-    dark = interval.name == "backward"
-    axes.text(
-        middle,
-        height,
-        interval.name,
-        ha="center",
-        va="center",
-        fontsize=10,
-        color="white" if dark else "black",
-    )
+        for i in row:
+            if i.name and i.seconds > _LEAST_NAMED * timeline.seconds:
+                middle = (i.begin_s + i.end_s) / 2 - timeline.begin_s
+                colour = "white" if i.name == "backward" else "black"
+                at = (middle, bottom + height / 2)
+                axes.text(*at, i.name, ha="center", va="center", fontsize=10, color=colour)
 
 
 def _colour(interval: Interval) -> str:

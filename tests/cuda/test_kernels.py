@@ -8,7 +8,7 @@ import torch
 
 from offload import _native
 from offload.device.cuda_runtime import CudaRuntime
-from offload.device.device_updater import DeviceUpdater
+from offload.device.updater import Updater
 from tests.support.native.device_tile import DTYPES, KINDS, RULES, TILE, check_update
 from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
 
@@ -24,7 +24,7 @@ def test_sums_of_squares(runtime: CudaRuntime, dtype: str) -> None:
     arrays = [gradients(n, dtype, seed=i) for i, n in enumerate(numels)]
     expected = [_native.sum_of_squares(dtype, a.ctypes.data, len(a)) for a in arrays]
     there = [torch.from_numpy(a.view(np.uint8)).cuda() for a in arrays]
-    updater = DeviceUpdater(runtime, _native.UpdateKind(dtype, dtype), TILE)
+    updater = Updater(runtime, _native.UpdateKind(dtype, dtype), TILE)
     pairs = [(t.data_ptr(), n) for t, n in zip(there, numels, strict=True)]
     assert updater.sums_of_squares(pairs) == expected
 
@@ -35,7 +35,7 @@ def test_split_and_join(runtime: CudaRuntime, rule: str, state_dtype: str) -> No
     kind = _native.UpdateKind("bf16", "bf16", rule, state_dtype)
     arrays = Arrays(kind, masters(1003))
     assert arrays.master is not None
-    updater = DeviceUpdater(runtime, kind, TILE)
+    updater = Updater(runtime, kind, TILE)
     source = torch.from_numpy(masters(1003)).cuda()
     param, remainder = torch.zeros(2, 1003, dtype=torch.int16, device="cuda")
     carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype], device="cuda")

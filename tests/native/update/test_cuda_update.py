@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
-from offload.device.backend import DeviceTask
-from offload.device.device_updater import DeviceUpdater
+from offload.device.updater import DeviceTask, Updater
 from tests.support.native.device_tile import (
     DTYPES,
     KINDS,
@@ -34,7 +33,7 @@ def test_same_bits_as_the_cpu(kind: _native.UpdateKind) -> None:
 def test_more_segments_and_hyper_parameters_than_a_launch_has() -> None:
     kind = _native.UpdateKind("bf16", "bf16")
     runtime = FakeRuntime()
-    updater = DeviceUpdater(runtime, kind, TILE)
+    updater = Updater(runtime, kind, TILE)
     arrays, tile = Arrays(kind, masters(TILE)), Tile(runtime, kind)
     grad = gradients(TILE, "bf16", seed=1)
     tile.take(arrays, grad)
@@ -59,7 +58,7 @@ def test_special_values(dtype: str, special: float) -> None:
     hyper = Hyper(lr=1e-2)
     arrays.step(grad, hyper)
     addresses = tile.param.data_ptr(), tile.grad.data_ptr(), tile.optim_state.data_ptr()
-    updater = DeviceUpdater(runtime, kind, TILE)
+    updater = Updater(runtime, kind, TILE)
     updater.update([DeviceTask(*addresses, [(0, TILE, 0, 0)])], [native(hyper)])
     if special == special:  # a NaN's kind of state may differ
         assert tile.same(arrays)
@@ -77,13 +76,13 @@ def test_sums_of_squares(dtype: str, numels: list[int], many: bool) -> None:
     kind = _native.UpdateKind(dtype, dtype)
     arrays = [gradients(n, dtype, seed=i) for i, n in enumerate(numels)]
     expected = [_native.sum_of_squares(dtype, a.ctypes.data, len(a)) for a in arrays]
-    updater = DeviceUpdater(FakeRuntime(), kind, TILE)
+    updater = Updater(FakeRuntime(), kind, TILE)
     assert updater.sums_of_squares([(a.ctypes.data, len(a)) for a in arrays]) == expected
 
 
 def test_a_sum_that_is_not_finite() -> None:
     values = np.array([1.0, np.inf, 2.0], np.float32)
-    updater = DeviceUpdater(FakeRuntime(), _native.UpdateKind("fp32", "fp32"), TILE)
+    updater = Updater(FakeRuntime(), _native.UpdateKind("fp32", "fp32"), TILE)
     assert updater.sums_of_squares([(values.ctypes.data, 3)]) == [np.inf]
     assert updater.sums_of_squares([]) == []
 
@@ -94,7 +93,7 @@ def test_split_and_join(rule: str, state_dtype: str) -> None:
     kind = _native.UpdateKind("bf16", "bf16", rule, state_dtype)
     arrays = Arrays(kind, masters(1003))
     assert arrays.master is not None
-    updater = DeviceUpdater(FakeRuntime(), kind, TILE)
+    updater = Updater(FakeRuntime(), kind, TILE)
     source = torch.from_numpy(masters(1003))
     param, remainder = torch.zeros(2, 1003, dtype=torch.int16)
     carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype])

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +14,7 @@ from offload import _native
 from offload.cache import slot_cache as cache_module
 from offload.cache.slot_cache import SlotState
 from offload.errors import BudgetError
-from tests.support.native.cache_rig import SLOT, Rig, pattern
+from tests.support.native.cache_rig import SLOT, Rig, next_use, pattern
 
 SLOTS = 6
 RUNS = [1, 1, 1, 1, 1, 2, 2, 3, 4]
@@ -158,10 +159,10 @@ class CacheMachine(RuleBasedStateMachine):
         given_up, begun = before.keys() - after, after - before.keys()
         assert begun <= set(self.rig.order.upcoming(depth))
         assert all(self.rig.state(c) is SlotState.READING for c in begun)
-        next_use = self.rig.order.next_use
+        soon = partial(next_use, self.rig.order)
         for chunk in given_up:
             assert before[chunk] is SlotState.CLEAN
-            assert next_use(chunk) > min(map(next_use, begun))
+            assert soon(chunk) > min(map(soon, begun))
 
     @rule(which=st.integers(0, MOST_PINS - 1))
     def release(self, which):

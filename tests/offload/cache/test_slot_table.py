@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from offload.cache.use_order import UseOrder
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
+from tests.support.native.cache_rig import next_use
 
 PAGE = 4096
 RUNS = [1, 1, 1, 1, 1, 1, 2, 2, 3, 4]
@@ -63,8 +65,8 @@ class Model:
             owners = self.owners(first, run)
             if any(pinned[first : first + run]) or kept & set(owners):
                 continue
-            soonest = min(map(self.order.next_use, owners), default=1 << 62)
-            if until is not None and soonest <= self.order.next_use(until):
+            soonest = min(map(partial(next_use, self.order), owners), default=1 << 62)
+            if until is not None and soonest <= next_use(self.order, until):
                 continue
             # Those in the table are in the order in which they came.
             newest = max((list(self.slot_of).index(chunk) for chunk in owners), default=-1)
@@ -89,7 +91,7 @@ def test_any_search_finds_what_a_search_through_all_windows_finds(data) -> None:
         kept = data.draw(st.sets(chunks, max_size=2))
         taken = max((slot + RUNS[c] for c, slot in model.slot_of.items()), default=0)
         limit = data.draw(st.integers(max(RUNS[chunk], taken), slots))
-        until = chunk if order.next_use(chunk) != 1 and data.draw(st.booleans()) else None
+        until = chunk if next_use(order, chunk) != 1 and data.draw(st.booleans()) else None
         found = table.best_slots(
             RUNS[chunk],
             limit,

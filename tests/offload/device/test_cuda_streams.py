@@ -66,7 +66,7 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
                 backend.grad_offload(into, alias, backend.record_event())
                 drained.append((into, expected))
                 # What is drained is kept until it is there; so the slot stays pinned in truth.
-                runtime.wait(runtime.compute, runtime.record(backend._draining))
+                runtime.wait(runtime.compute, runtime.record(backend._draining.stream))
         elif what < 0.8 and views[slot]:
             views[slot].pop(chance.randrange(len(views[slot])))
         else:
@@ -89,7 +89,7 @@ def test_a_fetch_waits_for_work_with_what_is_there() -> None:
         alias = torch.from_dlpack(arena.memory.export(0, SLOT))
         runtime.give(runtime.compute, lambda a=alias: seen.append(int(a[0])))
         del view
-    while runtime.step(backend._fetching):
+    while runtime.step(backend._fetching.stream):
         pass
     assert seen == []  # the second copy waits for work with the first, which waits for its copy
     runtime.synchronize_all()
@@ -102,7 +102,7 @@ def test_a_fetch_to_a_slot_that_was_not_used_waits_for_nothing() -> None:
         pass  # what came before the arena's memory
     runtime.give(runtime.compute, lambda: None)
     copy = backend.fetch(arena.view(1, 1, torch.uint8), torch.full((SLOT,), 7, dtype=torch.uint8))
-    while runtime.step(backend._fetching):
+    while runtime.step(backend._fetching.stream):
         pass
     assert copy.done()
     assert runtime.synchronized == 0
@@ -120,7 +120,7 @@ def test_a_copy_to_new_memory_waits_for_work_that_reads_what_was_there() -> None
     arena = backend.arena(2, SLOT, Ledger({}), Account.GATHERED)
     assert arena.address(0) == address
     backend.fetch(arena.view(1, 1, torch.uint8), torch.full((SLOT,), 9, dtype=torch.uint8))
-    while runtime.step(backend._fetching):
+    while runtime.step(backend._fetching.stream):
         pass
     runtime.synchronize_all()
     assert seen == [3]

@@ -75,20 +75,11 @@ class Rig:
         self.shared = SharedCache(self.host_cache, UINT8)
         self.backend = GatedBackend(rate)
         self.arena = self.backend.arena(device_slots, SLOT, self.ledger, Account.GATHERED)
-        self.fetches = FetchQueue(self.arena, self.backend, self, self.runs, self.used)
+        self.fetches = FetchQueue(
+            self.arena, self.backend, self.homes.get, self.shared, self.runs, self.used
+        )
         self.order = UseOrder()
         self.cache = SlotCache(self.arena, self.fetches, self.runs, self.order, "chunk {}".format)
-
-    # As ChunksInRam says
-
-    def home(self, chunk: int) -> torch.Tensor | None:
-        return self.homes.get(chunk)
-
-    def start(self, chunk: int) -> HostCopy | None:
-        return self.shared.start(chunk)
-
-    def no_room(self, chunk: int) -> Exception:
-        return self.shared.no_room(chunk)
 
     def want(self, chunk: int) -> torch.Tensor:
         return pattern(self.used[chunk], chunk)

@@ -192,14 +192,22 @@ def test_a_failure_is_raised_where_the_gradient_is_needed(rig, add):
     assert r.charged() == 0
 
 
-def test_busy_and_wait_one(rig):
+def test_busy_and_wait_one(rig, monkeypatch):
     r = rig()
     assert not r.grad_offload.wait_one()
     with r.backend.gate.closed():
         for owner in range(3):
             r.take(owner, torch.ones(5000), torch.zeros(5000))
         assert r.grad_offload.busy(2)
-    assert r.grad_offload.wait_one()
+        count = r.grad_offload._count
+
+        def count_and_open() -> int:
+            found = count()
+            r.backend.gate.open()
+            return found
+
+        monkeypatch.setattr(r.grad_offload, "_count", count_and_open)
+        assert r.grad_offload.wait_one()
     assert not r.grad_offload.busy(0)
     while r.grad_offload.wait_one():
         pass

@@ -71,7 +71,7 @@ def test_what_is_chosen_fits(rates, data):
         needed[filesystems[member]] += stripes.member_bytes(index, nbytes)
     room_of = dict(zip(filesystems, free, strict=True))
     assert all(needed[fs] <= room_of[fs] for fs in needed)
-    assert fits(weights, nbytes, room_of, filesystems, UNIT_BYTES)
+    assert fits(weights, nbytes, room_of, filesystems)
 
 
 def test_a_full_disk_gets_less_than_it_is_fast_for():

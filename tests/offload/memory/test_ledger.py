@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BudgetError
-from offload.memory import ledger as ledger_module
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 
@@ -44,8 +43,6 @@ def test_any_sequence_agrees_with_a_simple_model(budgets, changes):
         assert {(t, a): ledger.used(t, a) for t in Tier for a in Account} == held
         assert ledger.in_use_bytes == {t.value: n for t, n in in_use.items()}
         assert ledger.peak_bytes == {t.value: n for t, n in peak.items()}
-        if ledger.timeline:
-            assert ledger.timeline[-1][1:] == tuple(in_use[t] for t in Tier)
 
 
 def test_a_budget_can_be_filled_to_the_last_byte():
@@ -135,27 +132,6 @@ def test_what_was_not_charged_cannot_be_released():
         with pytest.raises(AssertionError):
             ledger.release(tier, account, nbytes)
     assert ledger.in_use_bytes == {"device": 0, "host": 10, "disk": 0}
-
-
-def test_the_timeline_stays_short_and_keeps_its_ends(monkeypatch):
-    monkeypatch.setattr(ledger_module, "_TIMELINE_ENTRIES", 100)
-    ledger = Ledger({})
-    for n in range(1, 1001):
-        ledger.charge(HOST, PARAM, 1)
-        timeline = ledger.timeline
-        assert len(timeline) <= 100
-        assert timeline[0][2] == 1
-        assert timeline[-1][1:] == (0, n, 0)
-        times = [at for at, *_ in timeline]
-        assert times == sorted(times)
-    assert len(ledger.timeline) > 50
-
-
-def test_the_timeline_is_a_copy():
-    ledger = Ledger({})
-    ledger.charge(HOST, PARAM, 1)
-    ledger.timeline.clear()
-    assert len(ledger.timeline) == 1
 
 
 def test_threads_together_never_pass_the_budget():

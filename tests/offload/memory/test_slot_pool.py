@@ -32,7 +32,6 @@ def test_other_numbers_of_slots_are_charged() -> None:
     assert in_use(ledger) == 5
     first = pool.take(5)
     assert first == 0
-    assert not pool.is_free
     pool.give_back(first, 5)
     pool.refit(0, 0)
     assert in_use(ledger) == 0
@@ -41,7 +40,7 @@ def test_other_numbers_of_slots_are_charged() -> None:
     pool.give_back(0, 3)
     with pytest.raises(BudgetError):
         pool.refit(9, 9)
-    pool.close()
+    pool.arena.close()
     assert in_use(ledger) == 0
 
 
@@ -53,4 +52,4 @@ def test_a_budget_cannot_become_less_than_what_is_in_use() -> None:
     ledger.set_budget(Tier.HOST, 4 * SLOT)
     with pytest.raises(BudgetError):
         pool.reserve(1)
-    pool.close()
+    pool.arena.close()

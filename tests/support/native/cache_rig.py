@@ -21,6 +21,15 @@ PAGE = 4096
 UINT8 = torch.uint8
 
 
+def next_use(order: UseOrder, chunk: int) -> int:
+    """How many uses from now `chunk` is needed; a large number if it is not known to be."""
+    best = order._best
+    if best is None:
+        return 1
+    distance = best.distance(chunk)
+    return len(best.uses) + 1 if distance is None else distance
+
+
 class Rig:
     """A cache of `slots` slots over a file with one extent per entry of `runs`."""
 

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from offload import _native
-from offload.device.backend import DeviceTask
-from offload.device.cuda_runtime import Runtime
-from offload.device.device_updater import DeviceUpdater
+from offload.device.cuda_runtime import CudaRuntime
+from offload.device.updater import DeviceTask, Updater
 from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
 from tests.support.native.update_oracle import Hyper
 
@@ -43,7 +42,7 @@ class Tile:
     device.
     """
 
-    def __init__(self, runtime: Runtime, kind: _native.UpdateKind) -> None:
+    def __init__(self, runtime: CudaRuntime, kind: _native.UpdateKind) -> None:
         self.kind = kind
         self.param = runtime.empty(TILE * TORCH_DTYPES[kind.dtype].itemsize)
         self.grad = runtime.empty(TILE * TORCH_DTYPES[kind.grad_dtype].itemsize)
@@ -70,9 +69,9 @@ class Tile:
         return all(equal_bits(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def check_update(runtime: Runtime, kind: _native.UpdateKind) -> None:
+def check_update(runtime: CudaRuntime, kind: _native.UpdateKind) -> None:
     """Three updates by the device's kernels have the bits of the CPU's."""
-    updater = DeviceUpdater(runtime, kind, TILE)
+    updater = Updater(runtime, kind, TILE)
     arrays, tile = Arrays(kind, masters(TILE)), Tile(runtime, kind)
     index = (1 << 32) - 3000  # numbers are taken modulo 2^32
     for step in range(1, 4):

@@ -41,7 +41,7 @@ class FakeEvent:
 
 
 class FakeRuntime:
-    """As offload.cuda_runtime.Runtime says."""
+    """As offload.device.cuda_runtime.CudaRuntime says."""
 
     device = torch.device("cpu")
     dlpack_device = (1, 0)  # kDLCPU

@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import c_char, c_uint32, c_uint64, c_void_p
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload._native import Hyper, UpdateKind, update_constants
-from offload.device.backend import DeviceTask
-from offload.device.cuda_module import THREADS, Kernels
+from offload.device.cuda_module import THREADS, CudaModule
 
 if TYPE_CHECKING:
-    from offload.device.cuda_runtime import Runtime
+    from offload.device.cuda_runtime import CudaRuntime
 
 # As native/update/cuda/update.cu has them.
 _GROUP = 4
@@ -26,89 +26,65 @@ _SUM_NUMEL = 32 * 1024
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class _Arrays(ctypes.Structure):
-    _fields_ = (
-        ("param", c_void_p),
-        ("grad", c_void_p),
-        ("master", c_void_p),
-        ("first_state", c_void_p),
-        ("second_state", c_void_p),
-    )
+def _struct(**fields: Any) -> Any:
+    return type("_Struct", (ctypes.Structure,), {"_fields_": tuple(fields.items())})
 
 
-class _Segment(ctypes.Structure):
-    _fields_ = (
-        ("first", c_uint64),
-        ("numel", c_uint64),
-        ("index", c_uint64),
-        ("constants", c_uint32),
-        ("first_block", c_uint32),
-    )
+_Segment = _struct(
+    first=c_uint64, numel=c_uint64, index=c_uint64, constants=c_uint32, first_block=c_uint32
+)
+_Batch = _struct(
+    param=c_void_p,
+    grad=c_void_p,
+    master=c_void_p,
+    states=c_void_p * 2,
+    segments=c_uint64,
+    segment=_Segment * _MOST_SEGMENTS,
+    constants=c_char * (_CONSTANTS_BYTES * _MOST_CONSTANTS),
+)
+_SumSegment = _struct(values=c_void_p, numel=c_uint64, first_block=c_uint32, first_out=c_uint32)
+_SumBatch = _struct(lanes=c_void_p, segments=c_uint64, segment=_SumSegment * _MOST_SEGMENTS)
+_SplitArrays = _struct(param=c_void_p, remainder=c_void_p, carrier=c_void_p)
 
 
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        ("at", _Arrays),
-        ("segments", c_uint64),
-        ("segment", _Segment * _MOST_SEGMENTS),
-        ("constants", c_char * (_CONSTANTS_BYTES * _MOST_CONSTANTS)),
-    )
+@dataclass(frozen=True)
+class DeviceTask:
+    """One tile's update: addresses on the device, and segments as StepTask has them."""
+
+    param: int
+    grad: int
+    optim_state: int
+    segments: Sequence[tuple[int, int, int, int]]
 
 
-class _SumSegment(ctypes.Structure):
-    _fields_ = (
-        ("values", c_void_p),
-        ("numel", c_uint64),
-        ("first_block", c_uint32),
-        ("first_out", c_uint32),
-    )
-
-
-class _SumBatch(ctypes.Structure):
-    _fields_ = (
-        ("lanes", c_void_p),
-        ("segments", c_uint64),
-        ("segment", _SumSegment * _MOST_SEGMENTS),
-    )
-
-
-class _SplitArrays(ctypes.Structure):
-    _fields_ = (("param", c_void_p), ("remainder", c_void_p), ("carrier", c_void_p))
-
-
-class DeviceUpdater:
+class Updater:
     """One kind's update, sums of squares and split, on the device, in the stream of compute.
 
-    Nothing waits: what the caller gives to the device afterwards comes after it. The bits are those
-    of the CPU's kernels. Optimizer states are laid out as docs/formats.md says.
+    It does not wait for the device: what the caller gives to it afterwards comes after it. The bits
+    are those of the CPU's kernels. Optimizer states are laid out as docs/formats.md says.
     """
 
-    def __init__(self, runtime: Runtime, kind: UpdateKind, tile_numel: int) -> None:
+    def __init__(self, runtime: CudaRuntime, kind: UpdateKind, tile_numel: int) -> None:
         """The kernels are compiled when they are first needed, or by prepare()."""
         self._runtime = runtime
         self._kind = kind
-        self._made: Kernels | None = None
+        self._made: CudaModule | None = None
         state_bytes = _BYTES[kind.state_dtype] * tile_numel
         master_bytes = kind.optim_state_bytes * tile_numel - kind.states * state_bytes
         self._has_master = master_bytes > 0
         self._state_at = [master_bytes + i * state_bytes for i in range(kind.states)]
 
-    def prepare(self) -> None:
-        """Compiles the kernels, unless that was done. Raises HeteroError."""
+    def prepare(self) -> CudaModule:
+        """The kernels, which are compiled unless that was done. Raises HeteroError."""
         if self._made is None:
             self._made = self._runtime.kernels(self._kind)
+        return self._made
 
     def close(self) -> None:
         """Unloads the kernels, of which none is running; idempotent."""
         if self._made is not None:
             self._made.close()
             self._made = None
-
-    @property
-    def _kernels(self) -> Kernels:
-        self.prepare()
-        assert self._made is not None
-        return self._made
 
     def update(self, tasks: Sequence[DeviceTask], hypers: Sequence[Hyper]) -> None:
         """Starts all updates."""
@@ -128,11 +104,10 @@ class DeviceUpdater:
         stream: object,
     ) -> None:
         batch = _Batch()
-        batch.at.param, batch.at.grad = task.param, task.grad
-        batch.at.master = task.optim_state if self._has_master else None
-        states = [task.optim_state + at for at in self._state_at]
-        batch.at.first_state = states[0]
-        batch.at.second_state = states[1] if len(states) == 2 else None
+        batch.param, batch.grad = task.param, task.grad
+        batch.master = task.optim_state if self._has_master else None
+        for i, at in enumerate(self._state_at):
+            batch.states[i] = task.optim_state + at
         number_of: dict[int, int] = {}
         blocks = 0
         for i, (first, numel, hyper, index) in enumerate(segments):
@@ -142,7 +117,7 @@ class DeviceUpdater:
         batch.segments = len(segments)
         packed = b"".join(constants[hyper] for hyper in number_of)
         ctypes.memmove(ctypes.addressof(batch) + _Batch.constants.offset, packed, len(packed))
-        self._kernels.launch("hetero_update", blocks, [batch], stream)
+        self.prepare().launch("hetero_update", blocks, [batch], stream)
 
     def sums_of_squares(self, arrays: Sequence[tuple[int, int]]) -> list[float]:
         """Of each (address, numel) in the gradients' dtype, as the CPU sums them.
@@ -164,11 +139,11 @@ class DeviceUpdater:
             batch.segments = len(some)
             lanes = self._runtime.empty(8 * _LANES * max(1, out))
             batch.lanes = lanes.data_ptr()
-            self._kernels.launch("hetero_lanes", launched, [batch], stream)
+            self.prepare().launch("hetero_lanes", launched, [batch], stream)
             tree = [c_void_p(lanes.data_ptr()), c_uint64(out)]
-            self._kernels.launch("hetero_tree", -(-out // THREADS), tree, stream)
+            self.prepare().launch("hetero_tree", -(-out // THREADS), tree, stream)
             total = [batch, c_void_p(totals.data_ptr() + 8 * begin)]
-            self._kernels.launch("hetero_total", 1, total, stream)
+            self.prepare().launch("hetero_total", 1, total, stream)
         return [float(value) for value in totals[: len(arrays)].tolist()]
 
     def split(
@@ -178,7 +153,7 @@ class DeviceUpdater:
         remainder: torch.Tensor,
         carrier: torch.Tensor,
     ) -> None:
-        """As _native.split_master(); all on the device, flat and contiguous."""
+        """As _native.split_master(), of flat tensors on the device."""
         at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
         arguments = [c_void_p(values.data_ptr()), at, c_uint64(values.numel())]
         self._one_each("hetero_split", values.numel(), arguments)
@@ -190,14 +165,14 @@ class DeviceUpdater:
         carrier: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        """As _native.join_master(); all on the device, flat and contiguous."""
+        """As _native.join_master(), of flat tensors on the device."""
         at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
         arguments = [at, c_void_p(target.data_ptr()), c_uint64(target.numel())]
         self._one_each("hetero_join", target.numel(), arguments)
 
     def _one_each(self, kernel: str, numel: int, arguments: Sequence[object]) -> None:
         blocks = -(-numel // THREADS)
-        self._kernels.launch(kernel, blocks, arguments, self._runtime.current_stream())
+        self.prepare().launch(kernel, blocks, arguments, self._runtime.current_stream())
 
 
 def _batches(
