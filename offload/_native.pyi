@@ -150,8 +150,6 @@ class StripeMap:
         """The member of each place."""
     def place(self, offset: int) -> tuple[int, int, int]:
         """(member, offset in it, bytes from there on that are contiguous in file and member)"""
-    def offset_of(self, member: int, member_offset: int) -> int:
-        """The inverse of place()."""
     def member_bytes(self, member: int, nbytes: int) -> int:
         """How many of the file's first `nbytes` lie in `member`; they are its first ones."""
 

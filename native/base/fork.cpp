@@ -49,24 +49,15 @@ AcrossFork& across_fork() {
 struct ParentFds {
   Mutex mutex;
   std::set<int*> open GUARDED_BY(mutex);  // where a ParentFd has its number
-};
 
-ParentFds& parent_fds() {
-  static ParentFds* const made = [] {
-    auto* const fresh = new ParentFds;
-    hold_across_fork(fresh->mutex, [] {
-      ParentFds& all = parent_fds();
-      all.mutex.assert_held();
-      for (int* const fd : all.open) {
-        ::close(*fd);
-        *fd = -1;
-      }
-      all.open.clear();
-    });
-    return fresh;
-  }();
-  return *made;
-}
+  void in_child() REQUIRES(mutex) {
+    for (int* const fd : open) {
+      ::close(*fd);
+      *fd = -1;
+    }
+    open.clear();
+  }
+};
 
 }  // namespace
 
@@ -89,10 +80,15 @@ void ForkGuard::require_own() const {
   throw std::runtime_error(text);
 }
 
+MutexLock::MutexLock(Mutex& mutex, const ForkGuard& guard) : mutex_(mutex) {
+  guard.require_own();
+  mutex.lock();
+}
+
 ParentFd::ParentFd(int fd) : fd_(fd) {
   if (fd < 0) return;
   try {
-    ParentFds& all = parent_fds();
+    ParentFds& all = process_wide<ParentFds>();
     const MutexLock lock(all.mutex);
     all.open.insert(&fd_);
   } catch (...) {
@@ -108,7 +104,7 @@ void ParentFd::reset() {
 // Out of the registry first: a closed number may soon be another file's.
 int ParentFd::release() {
   if (fd_ < 0) return -1;
-  ParentFds& all = parent_fds();
+  ParentFds& all = process_wide<ParentFds>();
   const MutexLock lock(all.mutex);
   all.open.erase(&fd_);
   const int fd = fd_;

@@ -12,6 +12,19 @@ namespace hetero {
 // that the child finds it free and what it guards whole. In the child `in_child` is called before.
 void hold_across_fork(Mutex& mutex, void (*in_child)() = nullptr);
 
+// The one T of the process, never destroyed: at exit other threads may still use it. T::mutex is
+// held across fork(); T::in_child() is called in the child, before the mutex is let go.
+template <class T>
+T& process_wide() {
+  static T* const made = [] {
+    auto* const fresh = new T;
+    hold_across_fork(fresh->mutex,
+                     []() NO_THREAD_SAFETY_ANALYSIS { process_wide<T>().in_child(); });
+    return fresh;
+  }();
+  return *made;
+}
+
 // Belongs to an object that only the process which made it can use.
 class ForkGuard {
  public:

@@ -19,19 +19,18 @@
 #define CAPABILITY(name) HETERO_THREAD_ATTRIBUTE(capability(name))
 #define SCOPED_CAPABILITY HETERO_THREAD_ATTRIBUTE(scoped_lockable)
 #define GUARDED_BY(mutex) HETERO_THREAD_ATTRIBUTE(guarded_by(mutex))
-// What the pointer points to, not the pointer.
-#define PT_GUARDED_BY(mutex) HETERO_THREAD_ATTRIBUTE(pt_guarded_by(mutex))
 #define ACQUIRED_BEFORE(...) HETERO_THREAD_ATTRIBUTE(acquired_before(__VA_ARGS__))
 #define REQUIRES(...) HETERO_THREAD_ATTRIBUTE(requires_capability(__VA_ARGS__))
 #define EXCLUDES(...) HETERO_THREAD_ATTRIBUTE(locks_excluded(__VA_ARGS__))
 #define ACQUIRE(...) HETERO_THREAD_ATTRIBUTE(acquire_capability(__VA_ARGS__))
 #define RELEASE(...) HETERO_THREAD_ATTRIBUTE(release_capability(__VA_ARGS__))
-#define TRY_ACQUIRE(...) HETERO_THREAD_ATTRIBUTE(try_acquire_capability(__VA_ARGS__))
 #define ASSERT_CAPABILITY(x) HETERO_THREAD_ATTRIBUTE(assert_capability(x))
 // For what the analysis cannot follow (locks across fork, predicates); a comment says why.
 #define NO_THREAD_SAFETY_ANALYSIS HETERO_THREAD_ATTRIBUTE(no_thread_safety_analysis)
 
 namespace hetero {
+
+class ForkGuard;
 
 class CAPABILITY("mutex") Mutex {
  public:
@@ -40,7 +39,6 @@ class CAPABILITY("mutex") Mutex {
   Mutex& operator=(const Mutex&) = delete;
 
   void lock() ACQUIRE() { mutex_.lock(); }
-  bool try_lock() TRY_ACQUIRE(true) { return mutex_.try_lock(); }
   void unlock() RELEASE() { mutex_.unlock(); }
   // Tells the analysis, in a lambda or after a callback, what it cannot see: the caller holds it.
   void assert_held() const ASSERT_CAPABILITY(this) {}
@@ -50,28 +48,18 @@ class CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex for a scope, or until unlock().
+// Holds a mutex for a scope.
 class SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex.lock(); }
-  ~MutexLock() RELEASE() {
-    if (held_) mutex_.unlock();
-  }
+  // Throws first what guard.require_own() does (base/fork.h).
+  MutexLock(Mutex& mutex, const ForkGuard& guard) ACQUIRE(mutex);
+  ~MutexLock() RELEASE() { mutex_.unlock(); }
   MutexLock(const MutexLock&) = delete;
   MutexLock& operator=(const MutexLock&) = delete;
 
-  void lock() ACQUIRE() {
-    mutex_.lock();
-    held_ = true;
-  }
-  void unlock() RELEASE() {
-    held_ = false;
-    mutex_.unlock();
-  }
-
  private:
   Mutex& mutex_;
-  bool held_ = true;
 };
 
 // Lets a mutex that is held go for a scope.

@@ -18,46 +18,20 @@ namespace {
 struct Recorder {
   Mutex mutex;
   Recording current GUARDED_BY(mutex);  // meaningful while a recording is under way
+
+  // A child has no recording: who makes it is the parent.
+  void in_child() REQUIRES(mutex) {
+    detail::recording.store(false, std::memory_order_relaxed);
+    current = {};
+  }
 };
 
-// Held for ever: at exit other threads may still note something.
-Recorder& recorder() {
-  static Recorder* const made = [] {
-    auto* const fresh = new Recorder;
-    // A child has no recording: who makes it is the parent.
-    hold_across_fork(fresh->mutex, [] {
-      Recorder& all = recorder();
-      all.mutex.assert_held();
-      detail::recording.store(false, std::memory_order_relaxed);
-      all.current = {};
-    });
-    return fresh;
-  }();
-  return *made;
-}
-
 }  // namespace
-
-const char* name_of(Lane lane) {
-  switch (lane) {
-    case Lane::update:
-      return "update";
-    case Lane::nvme_read:
-      return "nvme_read";
-    case Lane::nvme_write:
-      return "nvme_write";
-    case Lane::h2d:
-      return "h2d";
-    case Lane::d2h:
-      return "d2h";
-  }
-  throw std::logic_error("unknown lane");
-}
 
 // `recording` changes with the mutex held, under which those who saw it look again; so its own
 // loads and stores need no order.
 void start(std::size_t capacity) {
-  Recorder& all = recorder();
+  Recorder& all = process_wide<Recorder>();
   const MutexLock lock(all.mutex);
   if (on()) throw std::logic_error("a timeline is being recorded already");
   all.current = {};
@@ -67,7 +41,7 @@ void start(std::size_t capacity) {
 }
 
 Recording stop() {
-  Recorder& all = recorder();
+  Recorder& all = process_wide<Recorder>();
   const MutexLock lock(all.mutex);
   if (!on()) throw std::logic_error("no timeline is being recorded");
   detail::recording.store(false, std::memory_order_relaxed);
@@ -77,7 +51,7 @@ Recording stop() {
 
 void note(Lane lane, Clock::time_point begin, std::uint64_t bytes, Clock::time_point end) noexcept {
   if (!on()) return;
-  Recorder& all = recorder();
+  Recorder& all = process_wide<Recorder>();
   const MutexLock lock(all.mutex);
   if (!on()) return;
   Recording& current = all.current;

@@ -15,9 +15,8 @@ namespace hetero::timeline {
 
 using Clock = std::chrono::steady_clock;
 
-enum class Lane { update, nvme_read, nvme_write, h2d, d2h };
-
-const char* name_of(Lane lane);
+// A resource: "update", "nvme_read", "nvme_write", "h2d" or "d2h". Constants.
+using Lane = const char*;
 
 // The resource was busy with `bytes` bytes of one thing.
 struct Interval {

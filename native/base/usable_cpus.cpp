@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <sstream>
 #include <thread>
 
 namespace hetero {
@@ -23,14 +22,6 @@ std::optional<double> quota_of(const std::string& folder) {
   return quota / period;
 }
 
-bool is_in(const std::string& word, const std::string& list) {
-  std::istringstream words(list);
-  for (std::string each; std::getline(words, each, ',');) {
-    if (each == word) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 std::optional<double> cpu_quota(const std::string& root) {
@@ -43,7 +34,7 @@ std::optional<double> cpu_quota(const std::string& root) {
          std::getline(groups, path)) {
     std::string hierarchy_at = mount;
     if (!controllers.empty()) {
-      if (!is_in("cpu", controllers)) continue;
+      if (("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
       hierarchy_at += "/" + controllers;
     }
     // In a container the path may be the host's; its own group is then the root of the mount.

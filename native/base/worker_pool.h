@@ -4,6 +4,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <exception>
@@ -90,6 +91,20 @@ class WorkerPool {
   std::size_t jobs_posted_ GUARDED_BY(mutex_) = 0;
   bool stopping_ GUARDED_BY(mutex_) = false;
 };
+
+// What a worker takes at a time: large enough that taking it costs nothing, small enough that the
+// threads finish together.
+inline constexpr std::size_t kBlockNumel = 64 * 1024;
+
+// Calls body(first, numel) for every block of [0, numel), on the pool.
+template <class Body>
+void for_blocks(std::size_t numel, Body body) {
+  const std::size_t blocks = (numel + kBlockNumel - 1) / kBlockNumel;
+  WorkerPool::instance().run(blocks, [&](std::size_t i) {
+    const std::size_t first = i * kBlockNumel;
+    body(first, std::min(kBlockNumel, numel - first));
+  });
+}
 
 // Keeps a thread that calls run() again and again on the CPU that the pool has for callers.
 class CallerCpu {

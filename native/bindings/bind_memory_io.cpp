@@ -79,31 +79,29 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
 
 void bind_memory(py::module_& module) {
   py::class_<Pins, std::shared_ptr<Pins>>(module, "Pins")
-      .def(py::init<std::size_t>(), py::arg("slots"))
+      .def(py::init<std::size_t>(), "slots"_a)
       .def("__len__", &Pins::size)
-      .def("__getitem__", &Pins::count, py::arg("slot"))
+      .def("__getitem__", &Pins::count, "slot"_a)
       .def("in_use", &Pins::in_use);
 
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init([](std::size_t nbytes, std::size_t slot_bytes) {
              return released_without_gil(std::make_shared<Arena>(nbytes, slot_bytes));
            }),
-           py::arg("nbytes"), py::arg("slot_bytes") = 0)
-      .def_static("over", &arena_over, py::arg("address"), py::arg("nbytes"),
-                  py::arg("device_type"), py::arg("device_id"), py::arg("owner"),
-                  py::arg("slot_bytes") = 0)
+           "nbytes"_a, "slot_bytes"_a = 0)
+      .def_static("over", &arena_over, "address"_a, "nbytes"_a, "device_type"_a, "device_id"_a,
+                  "owner"_a, "slot_bytes"_a = 0)
       .def_property_readonly("nbytes", &Arena::nbytes)
       .def_property_readonly(
           "address",
           [](const Arena& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
-      .def("export", &export_capsule, py::arg("offset"), py::arg("nbytes"),
-           py::arg("pins") = nullptr, py::arg("slot") = 0)
+      .def("export", &export_capsule, "offset"_a, "nbytes"_a, "pins"_a = nullptr, "slot"_a = 0)
       .def_property_readonly("transfers", &Arena::transfers)
-      .def("wipe_on_fork", &Arena::wipe_on_fork, py::arg("offset"), py::arg("nbytes"), ReleaseGil())
-      .def("discard", &Arena::discard, py::arg("offset"), py::arg("nbytes"), ReleaseGil());
+      .def("wipe_on_fork", &Arena::wipe_on_fork, "offset"_a, "nbytes"_a, ReleaseGil())
+      .def("discard", &Arena::discard, "offset"_a, "nbytes"_a, ReleaseGil());
 }
 
-const char* name_of(IoKind kind) { return kind == IoKind::read ? "read" : "write"; }
+constexpr const char* kKinds[] = {"read", "write"};
 
 IoKind kind_of(const std::string& name) {
   if (name == "read") return IoKind::read;
@@ -117,12 +115,12 @@ void raise_io_error(const IoError& failure) {
   const std::string reason = failure.error == 0 ? "unexpected end of file"
                                                 : std::generic_category().message(failure.error);
   const py::object filename = py::reinterpret_steal<py::object>(
-      PyUnicode_DecodeFSDefaultAndSize(failure.path.data(), std::ssize(failure.path)));
+      PyUnicode_DecodeFSDefaultAndSize(failure.path->data(), std::ssize(*failure.path)));
   const py::object type = py::reinterpret_borrow<py::object>(io_error_type);
   const py::object error = type(failure.error, reason, filename);
   error.attr("message") =
       py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(failure.what()));
-  error.attr("op") = name_of(failure.kind);
+  error.attr("op") = kKinds[static_cast<int>(failure.kind)];
   error.attr("offset") = failure.offset;
   error.attr("wanted_bytes") = failure.wanted_bytes;
   error.attr("got_bytes") = failure.got_bytes;
@@ -147,20 +145,7 @@ std::shared_ptr<IoEngine> make_engine(const std::string& kind, unsigned queue_de
   return released_without_gil(make_io_engine(kind, {queue_depth, block_bytes, threads}));
 }
 
-// The handle holds the engine, so that an operation still held can finish. One that nobody holds
-// any more is cancelled, and over when the handle is gone. (py::keep_alive would say the first, but
-// with pybind11 3.1.0 a call with wrong argument types then crashes.)
-struct Transfer {
-  Transfer(std::shared_ptr<IoEngine> engine, std::shared_ptr<IoOp> op)
-      : engine(std::move(engine)), op(std::move(op)) {}
-  Transfer(Transfer&&) = default;
-  ~Transfer() {
-    if (op && !op->done()) without_gil([&] { engine->abandon(*op); });
-  }
-
-  std::shared_ptr<IoEngine> engine;
-  std::shared_ptr<IoOp> op;
-};
+using Transfer = Handle<IoEngine, IoOp>;
 
 template <IoKind kind>
 Transfer submit(const std::shared_ptr<IoEngine>& engine, int file, std::uintptr_t address,
@@ -177,21 +162,12 @@ int add_striped_file(IoEngine& engine, const std::vector<std::pair<int, std::str
 }
 
 py::dict stats_of(const IoEngine& engine) {
-  const IoStats stats = [&] {
-    const py::gil_scoped_release released;
-    return engine.stats();
-  }();
-  py::dict result;
-  result["read_bytes"] = stats.read_bytes;
-  result["written_bytes"] = stats.written_bytes;
-  result["reads"] = stats.reads;
-  result["writes"] = stats.writes;
-  result["short_transfers"] = stats.short_transfers;
-  result["retries"] = stats.retries;
-  result["errors"] = stats.errors;
-  result["in_flight"] = stats.in_flight;
-  result["busy_s"] = stats.busy_s;
-  return result;
+  const IoStats stats = without_gil([&] { return engine.stats(); });
+  return py::dict("read_bytes"_a = stats.read_bytes, "written_bytes"_a = stats.written_bytes,
+                  "reads"_a = stats.reads, "writes"_a = stats.writes,
+                  "short_transfers"_a = stats.short_transfers, "retries"_a = stats.retries,
+                  "errors"_a = stats.errors, "in_flight"_a = stats.in_flight,
+                  "busy_s"_a = stats.busy_s);
 }
 
 void bind_io(py::module_& module) {
@@ -199,15 +175,10 @@ void bind_io(py::module_& module) {
       module, "NativeIoError", "A failed transfer: which, of what file, how far it came, and why.");
   py::register_local_exception_translator(&translate);
 
-  py::class_<Transfer>(module, "IoOp")
-      .def("done", [](const Transfer& self) { return self.op->done(); })
-      .def(
-          "wait", [](const Transfer& self) { self.op->wait(); }, ReleaseGil())
-      .def("cancel", [](const Transfer& self) { self.engine->cancel(*self.op); }, ReleaseGil());
+  Transfer::bind(module, "IoOp");
 
   py::class_<StripeMap>(module, "StripeMap")
-      .def(py::init<const std::vector<unsigned>&, std::uint64_t>(), py::arg("weights"),
-           py::arg("unit_bytes"))
+      .def(py::init<const std::vector<unsigned>&, std::uint64_t>(), "weights"_a, "unit_bytes"_a)
       .def_property_readonly("members", &StripeMap::members)
       .def_property_readonly("unit_bytes", &StripeMap::unit_bytes)
       .def_property_readonly("pattern", &StripeMap::pattern)
@@ -217,14 +188,13 @@ void bind_io(py::module_& module) {
             const StripeMap::Place place = self.place(offset);
             return py::make_tuple(place.member, place.offset, place.run_bytes);
           },
-          py::arg("offset"))
-      .def("offset_of", &StripeMap::offset_of, py::arg("member"), py::arg("member_offset"))
-      .def("member_bytes", &StripeMap::member_bytes, py::arg("member"), py::arg("nbytes"));
+          "offset"_a)
+      .def("member_bytes", &StripeMap::member_bytes, "member"_a, "nbytes"_a);
 
   const IoOptions defaults;
   py::class_<IoEngine, std::shared_ptr<IoEngine>>(module, "IoEngine")
-      .def(py::init(&make_engine), py::arg("kind"), py::arg("queue_depth") = defaults.queue_depth,
-           py::arg("block_bytes") = defaults.block_bytes, py::arg("threads") = defaults.threads)
+      .def(py::init(&make_engine), "kind"_a, "queue_depth"_a = defaults.queue_depth,
+           "block_bytes"_a = defaults.block_bytes, "threads"_a = defaults.threads)
       .def_property_readonly("kind", &IoEngine::kind)
       .def_property_readonly("notes", py::cpp_function(&IoEngine::notes, ReleaseGil()))
       .def(
@@ -232,24 +202,23 @@ void bind_io(py::module_& module) {
           [](IoEngine& self, int fd, const std::string& path) {
             return self.add_file({{fd, path}}, StripeMap());
           },
-          py::arg("fd"), py::arg("path"), ReleaseGil())
-      .def("add_striped_file", &add_striped_file, py::arg("members"), py::arg("stripes"),
+          "fd"_a, "path"_a, ReleaseGil())
+      .def("add_striped_file", &add_striped_file, "members"_a, "stripes"_a, ReleaseGil())
+      .def("remove_file", &IoEngine::remove_file, "file"_a, ReleaseGil())
+      .def("register", &IoEngine::register_memory, "arena"_a, ReleaseGil())
+      .def("unregister", &IoEngine::unregister_memory, "arena"_a, ReleaseGil())
+      .def("read", &submit<IoKind::read>, "file"_a, "address"_a, "nbytes"_a, "offset"_a,
            ReleaseGil())
-      .def("remove_file", &IoEngine::remove_file, py::arg("file"), ReleaseGil())
-      .def("register", &IoEngine::register_memory, py::arg("arena"), ReleaseGil())
-      .def("unregister", &IoEngine::unregister_memory, py::arg("arena"), ReleaseGil())
-      .def("read", &submit<IoKind::read>, py::arg("file"), py::arg("address"), py::arg("nbytes"),
-           py::arg("offset"), ReleaseGil())
-      .def("write", &submit<IoKind::write>, py::arg("file"), py::arg("address"), py::arg("nbytes"),
-           py::arg("offset"), ReleaseGil())
+      .def("write", &submit<IoKind::write>, "file"_a, "address"_a, "nbytes"_a, "offset"_a,
+           ReleaseGil())
       .def_property_readonly("stats", &stats_of)
       .def(
           "inject",
           [](IoEngine& self, const std::string& op, std::uint64_t nth, int error,
              std::int64_t short_bytes, std::uint64_t count,
              bool throws) { self.inject({kind_of(op), nth, error, short_bytes, count, throws}); },
-          py::arg("op"), py::arg("nth"), py::arg("error") = 0, py::arg("short_bytes") = -1,
-          py::arg("count") = 1, py::arg("throws") = false, ReleaseGil())
+          "op"_a, "nth"_a, "error"_a = 0, "short_bytes"_a = -1, "count"_a = 1, "throws"_a = false,
+          ReleaseGil())
       .def("close", &IoEngine::close, ReleaseGil());
 }
 

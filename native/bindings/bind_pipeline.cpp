@@ -55,25 +55,17 @@ void expect(StepPipeline& pipeline, const std::vector<ExpectationTuple>& expecte
 PipelineHolder make_pipeline(std::shared_ptr<IoEngine> engine, int file, const Arena* arena,
                              std::size_t buffers, const UpdateKind& kind, std::size_t tile_numel,
                              bool param_in_file, bool grad_in_file) {
-  char* const memory = arena == nullptr ? nullptr : reinterpret_cast<char*>(arena->address());
-  return PipelineHolder(new StepPipeline(std::move(engine), file, memory,
-                                         arena == nullptr ? 0 : arena->nbytes(), buffers,
-                                         TileLayout(kind, tile_numel, param_in_file, grad_in_file),
-                                         arena == nullptr ? nullptr : arena->hold_pages()));
+  return PipelineHolder(
+      new StepPipeline(std::move(engine), file, arena, buffers,
+                       TileLayout(kind, tile_numel, param_in_file, grad_in_file)));
 }
 
 py::dict stats_dict(const StepPipeline& pipeline) {
   const StepStats stats = pipeline.stats();
-  py::dict dict;
-  dict["tasks"] = stats.tasks;
-  dict["hits"] = stats.hits;
-  dict["ahead"] = stats.ahead;
-  dict["read_bytes"] = stats.read_bytes;
-  dict["written_bytes"] = stats.written_bytes;
-  dict["adam_s"] = stats.adam_s;
-  dict["read_wait_s"] = stats.read_wait_s;
-  dict["write_wait_s"] = stats.write_wait_s;
-  return dict;
+  return py::dict("tasks"_a = stats.tasks, "hits"_a = stats.hits, "ahead"_a = stats.ahead,
+                  "read_bytes"_a = stats.read_bytes, "written_bytes"_a = stats.written_bytes,
+                  "adam_s"_a = stats.adam_s, "read_wait_s"_a = stats.read_wait_s,
+                  "write_wait_s"_a = stats.write_wait_s);
 }
 
 }  // namespace
@@ -83,14 +75,13 @@ void bind_pipeline(py::module_& module) {
       .def(py::init([](std::uintptr_t address, std::int64_t file_offset) {
              return Location{reinterpret_cast<char*>(address), file_offset};
            }),
-           py::arg("address") = 0, py::arg("file_offset") = -1);
+           "address"_a = 0, "file_offset"_a = -1);
   py::class_<StepTask>(module, "StepTask")
-      .def(py::init(&make_task), py::arg("key"), py::arg("param"), py::arg("grad"),
-           py::arg("optim_state"), py::arg("segments"), py::arg("next_use") = 0);
+      .def(py::init(&make_task), "key"_a, "param"_a, "grad"_a, "optim_state"_a, "segments"_a,
+           "next_use"_a = 0);
   py::class_<StepPipeline, PipelineHolder>(module, "StepPipeline")
-      .def(py::init(&make_pipeline), py::arg("engine").none(true), py::arg("file"),
-           py::arg("arena").none(true), py::arg("buffers"), py::arg("kind").none(false),
-           py::arg("tile_numel"), py::arg("param_in_file"), py::arg("grad_in_file"),
+      .def(py::init(&make_pipeline), "engine"_a.none(true), "file"_a, "arena"_a.none(true),
+           "buffers"_a, "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a,
            py::keep_alive<1, 2>())
       .def_static(
           "buffer_bytes",
@@ -98,24 +89,23 @@ void bind_pipeline(py::module_& module) {
              bool grad_in_file) {
             return TileLayout(kind, tile_numel, param_in_file, grad_in_file).buffer_bytes();
           },
-          py::arg("kind").none(false), py::arg("tile_numel"), py::arg("param_in_file"),
-          py::arg("grad_in_file"))
+          "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a)
       .def(
           "submit",
           [](StepPipeline& self, std::vector<StepTask> tasks, const std::vector<Hyper>& hypers) {
             self.submit(std::move(tasks), hypers);
           },
-          py::arg("tasks"), py::arg("hypers"), ReleaseGil())
-      .def("expect", &expect, py::arg("expected"), py::arg("streaming") = 0, ReleaseGil())
-      .def("wait_updated", &StepPipeline::wait_updated, py::arg("key") = -1, ReleaseGil())
-      .def("is_updated", &StepPipeline::is_updated, py::arg("key") = -1, ReleaseGil())
-      .def("is_written", &StepPipeline::is_written, py::arg("key") = -1, ReleaseGil())
-      .def("wait_written", &StepPipeline::wait_written, py::arg("key") = -1, ReleaseGil())
-      .def("flush", &StepPipeline::flush, py::arg("key") = -1, ReleaseGil())
-      .def("forget", &StepPipeline::forget, py::arg("key") = -1, ReleaseGil())
+          "tasks"_a, "hypers"_a, ReleaseGil())
+      .def("expect", &expect, "expected"_a, "streaming"_a = 0, ReleaseGil())
+      .def("wait_updated", &StepPipeline::wait_updated, "key"_a = -1, ReleaseGil())
+      .def("is_updated", &StepPipeline::is_updated, "key"_a = -1, ReleaseGil())
+      .def("is_written", &StepPipeline::is_written, "key"_a = -1, ReleaseGil())
+      .def("wait_written", &StepPipeline::wait_written, "key"_a = -1, ReleaseGil())
+      .def("flush", &StepPipeline::flush, "key"_a = -1, ReleaseGil())
+      .def("forget", &StepPipeline::forget, "key"_a = -1, ReleaseGil())
       .def_property_readonly("stats", &stats_dict)
-      .def("inject", &StepPipeline::inject, py::arg("nth"), ReleaseGil())
-      .def("hold", &StepPipeline::hold, py::arg("nth"), ReleaseGil())
+      .def("inject", &StepPipeline::inject, "nth"_a, ReleaseGil())
+      .def("hold", &StepPipeline::hold, "nth"_a, ReleaseGil())
       .def("release", &StepPipeline::release, ReleaseGil())
       .def("close", &StepPipeline::close, ReleaseGil());
 }

@@ -22,45 +22,34 @@ namespace {
 
 using Address = std::uintptr_t;
 
-Dtype parse_dtype(const std::string& name, const char* parameter = "dtype") {
-  if (name == "fp32") return Dtype::fp32;
-  if (name == "bf16") return Dtype::bf16;
-  if (name == "fp16") return Dtype::fp16;
-  throw std::invalid_argument(std::string(parameter) + " is '" + name +
-                              "', must be 'fp32', 'bf16' or 'fp16'");
-}
+constexpr const char* kDtypeNames[] = {"fp32", "bf16", "fp16"};
+constexpr const char* kStateDtypeNames[] = {"fp32", "bf16"};
+constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad"};
 
-Dtype parse_state_dtype(const std::string& name) {
-  if (name == "fp32") return Dtype::fp32;
-  if (name == "bf16") return Dtype::bf16;
-  throw std::invalid_argument("state_dtype is '" + name + "', must be 'fp32' or 'bf16'");
-}
-
-Rule parse_rule(const std::string& name) {
-  if (name == "adam") return Rule::adam;
-  if (name == "lion") return Rule::lion;
-  if (name == "adagrad") return Rule::adagrad;
-  throw std::invalid_argument("rule is '" + name + "', must be 'adam', 'lion' or 'adagrad'");
-}
-
-const char* name_of(Rule rule) {
-  switch (rule) {
-    case Rule::adam:
-      return "adam";
-    case Rule::lion:
-      return "lion";
-    case Rule::adagrad:
-      return "adagrad";
+// The value of the enum whose name stands at its number in `names`. Throws std::invalid_argument,
+// with `parameter` and the names.
+template <typename Enum, std::size_t count>
+Enum value_of(const char* const (&names)[count], const std::string& name, const char* parameter) {
+  std::string all;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (name == names[i]) return static_cast<Enum>(i);
+    all += std::string(i == 0 ? "" : i + 1 == count ? " or " : ", ") + "'" + names[i] + "'";
   }
-  throw std::logic_error("unknown rule");
+  throw std::invalid_argument(std::string(parameter) + " is '" + name + "', must be " + all);
 }
+
+Dtype parse_dtype(const std::string& name, const char* parameter = "dtype") {
+  return value_of<Dtype>(kDtypeNames, name, parameter);
+}
+
+const char* name_of(Rule rule) { return kRuleNames[static_cast<std::size_t>(rule)]; }
 
 UpdateKind make_kind(const std::string& dtype, const std::string& grad_dtype,
                      const std::string& rule, const std::string& state_dtype) {
   return {.dtype = parse_dtype(dtype),
           .grad_dtype = parse_dtype(grad_dtype, "grad_dtype"),
-          .rule = parse_rule(rule),
-          .state_dtype = parse_state_dtype(state_dtype)};
+          .rule = value_of<Rule>(kRuleNames, rule, "rule"),
+          .state_dtype = value_of<Dtype>(kStateDtypeNames, state_dtype, "state_dtype")};
 }
 
 std::string repr(const UpdateKind& kind) {
@@ -160,7 +149,7 @@ void bound_stream(Address param, Address grad, Address exp_avg, Address exp_avg_
 void bind_choices(py::module_& module) {
   module.def("isa_available", &isa_available);
   module.def("isa", &isa);
-  module.def("set_isa", &set_isa, py::arg("name"));
+  module.def("set_isa", &set_isa, "name"_a);
   module.def(
       "set_threads",
       [](std::int64_t count, const std::optional<std::vector<int>>& cpus) {
@@ -170,8 +159,8 @@ void bind_choices(py::module_& module) {
         }
         WorkerPool::instance().set_threads(static_cast<unsigned>(count), cpus);
       },
-      py::arg("count"), py::arg("cpus") = py::none(), ReleaseGil());
-  module.def("cpu_quota", &cpu_quota, py::arg("root") = "");
+      "count"_a, "cpus"_a = py::none(), ReleaseGil());
+  module.def("cpu_quota", &cpu_quota, "root"_a = "");
   module.def("usable_cpus", &usable_cpus);
   module.def("threads", [] { return WorkerPool::instance().threads(); });
   module.def("thread_cpus", [] { return WorkerPool::instance().cpus(); });
@@ -180,8 +169,8 @@ void bind_choices(py::module_& module) {
 
 void bind_kind(py::module_& module) {
   py::class_<UpdateKind>(module, "UpdateKind")
-      .def(py::init(&make_kind), py::arg("dtype"), py::arg("grad_dtype"), py::arg("rule") = "adam",
-           py::arg("state_dtype") = "fp32")
+      .def(py::init(&make_kind), "dtype"_a, "grad_dtype"_a, "rule"_a = "adam",
+           "state_dtype"_a = "fp32")
       .def_property_readonly("dtype", [](const UpdateKind& kind) { return name_of(kind.dtype); })
       .def_property_readonly("grad_dtype",
                              [](const UpdateKind& kind) { return name_of(kind.grad_dtype); })
@@ -199,30 +188,23 @@ void bind_kind(py::module_& module) {
 void bind_kernels(py::module_& module) {
   const Hyper defaults;
   py::class_<Hyper>(module, "Hyper")
-      .def(py::init(&make_hyper), py::kw_only(), py::arg("lr"),
-           py::arg("weight_decay") = defaults.weight_decay,
-           py::arg("decoupled") = defaults.decoupled, py::arg("beta1") = defaults.beta1,
-           py::arg("beta2") = defaults.beta2, py::arg("eps") = defaults.eps,
-           py::arg("bias_correction") = defaults.bias_correction,
-           py::arg("lr_decay") = defaults.lr_decay, py::arg("step") = defaults.step,
-           py::arg("grad_scale") = defaults.grad_scale);
-  module.def("update", &bound_update, py::arg("kind").none(false), py::arg("param"),
-             py::arg("grad"), py::arg("master"), py::arg("states"), py::arg("numel"),
-             py::arg("hyper").none(false), py::arg("index") = 0, ReleaseGil());
-  module.def("update_constants", &constants_of, py::arg("kind").none(false),
-             py::arg("hyper").none(false));
-  module.def("split_master", &bound_split_master, py::arg("kind").none(false), py::arg("source"),
-             py::arg("param"), py::arg("remainder"), py::arg("carrier"), py::arg("numel"),
+      .def(py::init(&make_hyper), py::kw_only(), "lr"_a, "weight_decay"_a = defaults.weight_decay,
+           "decoupled"_a = defaults.decoupled, "beta1"_a = defaults.beta1,
+           "beta2"_a = defaults.beta2, "eps"_a = defaults.eps,
+           "bias_correction"_a = defaults.bias_correction, "lr_decay"_a = defaults.lr_decay,
+           "step"_a = defaults.step, "grad_scale"_a = defaults.grad_scale);
+  module.def("update", &bound_update, "kind"_a.none(false), "param"_a, "grad"_a, "master"_a,
+             "states"_a, "numel"_a, "hyper"_a.none(false), "index"_a = 0, ReleaseGil());
+  module.def("update_constants", &constants_of, "kind"_a.none(false), "hyper"_a.none(false));
+  module.def("split_master", &bound_split_master, "kind"_a.none(false), "source"_a, "param"_a,
+             "remainder"_a, "carrier"_a, "numel"_a, ReleaseGil());
+  module.def("join_master", &bound_join_master, "kind"_a.none(false), "param"_a, "remainder"_a,
+             "carrier"_a, "target"_a, "numel"_a, ReleaseGil());
+  module.def("sum_of_squares", &bound_sum_of_squares, "dtype"_a, "address"_a, "numel"_a,
              ReleaseGil());
-  module.def("join_master", &bound_join_master, py::arg("kind").none(false), py::arg("param"),
-             py::arg("remainder"), py::arg("carrier"), py::arg("target"), py::arg("numel"),
+  module.def("mean", &bound_mean, "dtype"_a, "sources"_a, "target"_a, "numel"_a, ReleaseGil());
+  module.def("stream", &bound_stream, "param"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "numel"_a,
              ReleaseGil());
-  module.def("sum_of_squares", &bound_sum_of_squares, py::arg("dtype"), py::arg("address"),
-             py::arg("numel"), ReleaseGil());
-  module.def("mean", &bound_mean, py::arg("dtype"), py::arg("sources"), py::arg("target"),
-             py::arg("numel"), ReleaseGil());
-  module.def("stream", &bound_stream, py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
-             py::arg("exp_avg_sq"), py::arg("numel"), ReleaseGil());
 }
 
 }  // namespace

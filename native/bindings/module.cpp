@@ -1,15 +1,15 @@
-// The extension module offload._native: what it was built from, and everything the other bindings
-// files add.
-#include <pybind11/pybind11.h>
-
+// The extension module offload._native: what it was built from, the timeline, and everything the
+// other bindings files add.
+#include <chrono>
+#include <cstdint>
 #include <sstream>
 #include <string>
 
-namespace py = pybind11;
+#include "base/timeline.h"
+#include "bindings/python.h"
 
 namespace hetero {
 
-void bind_timeline(py::module_& module);
 void bind_memory_io(py::module_& module);
 void bind_update(py::module_& module);
 void bind_pipeline(py::module_& module);
@@ -37,6 +37,19 @@ py::dict build_info() {
   return info;
 }
 
+std::int64_t nanoseconds(timeline::Clock::time_point at) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
+}
+
+py::tuple stop_timeline() {
+  const timeline::Recording found = without_gil(&timeline::stop);
+  py::list intervals;
+  for (const auto& [lane, begin, end, bytes] : found.intervals) {
+    intervals.append(py::make_tuple(lane, nanoseconds(begin), nanoseconds(end), bytes));
+  }
+  return py::make_tuple(nanoseconds(found.begin), nanoseconds(found.end), intervals, found.dropped);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -44,7 +57,8 @@ PYBIND11_MODULE(_native, module) {
       "The native core of hetero: host memory, file transfers, updates, the step pipeline, "
       "the emulated link.";
   module.def("build_info", &build_info);
-  bind_timeline(module);
+  module.def("start_timeline", &timeline::start, "capacity"_a, ReleaseGil());
+  module.def("stop_timeline", &stop_timeline);
   bind_memory_io(module);
   bind_update(module);
   bind_pipeline(module);

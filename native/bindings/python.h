@@ -1,29 +1,53 @@
-// What several files of bindings need of Python: the GIL let go, and errors that are OSErrors.
+// What several files of bindings need of Python: the GIL let go, handles, errors that are OSErrors.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 namespace hetero {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 
 // For functions that may block.
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 // Calls `body` without the GIL, which this thread may have or not.
 template <typename Body>
-void without_gil(Body body) {
-  if (PyGILState_Check() != 0) {
-    const py::gil_scoped_release released;
-    body();
-  } else {
-    body();
-  }
+auto without_gil(Body body) {
+  std::optional<py::gil_scoped_release> released;
+  if (PyGILState_Check() != 0) released.emplace();
+  return body();
 }
+
+// The handle of a background operation. It holds the owner, so that an operation still held can
+// finish. One that nobody holds any more is cancelled, and over when the handle is gone.
+// (py::keep_alive would say the first, but with pybind11 3.1.0 a call with wrong argument types
+// then crashes.)
+template <typename Owner, typename Op>
+struct Handle {
+  Handle(std::shared_ptr<Owner> owner, std::shared_ptr<Op> op)
+      : owner(std::move(owner)), op(std::move(op)) {}
+  Handle(Handle&&) = default;
+  ~Handle() {
+    if (op && !op->done()) without_gil([&] { owner->abandon(*op); });
+  }
+
+  static void bind(py::module_& module, const char* name) {
+    py::class_<Handle>(module, name)
+        .def("done", [](const Handle& self) { return self.op->done(); })
+        .def(
+            "wait", [](const Handle& self) { self.op->wait(); }, ReleaseGil())
+        .def("cancel", [](const Handle& self) { self.owner->cancel(*self.op); }, ReleaseGil());
+  }
+
+  std::shared_ptr<Owner> owner;
+  std::shared_ptr<Op> op;
+};
 
 // The last owner lets go of the object without the GIL, because the destructor may take its time.
 template <typename T>

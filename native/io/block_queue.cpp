@@ -273,8 +273,8 @@ void BlockQueue::continue_short(Block& block, std::size_t got) {
 
 void BlockQueue::fail(Block& block, int error, std::size_t got_bytes) {
   ++stats_.errors;
-  block.op->fail(
-      {block.file->path, block.offset, block.nbytes, got_bytes, error, block.file->free_bytes()});
+  block.op->fail({block.op->kind, block.file->path, block.offset, block.nbytes, got_bytes, error,
+                  block.file->free_bytes()});
   block.done_bytes = got_bytes;
   release(block);
 }
@@ -296,8 +296,7 @@ void BlockQueue::settle_if_finished(Operation& op) {
   --op.file->pending;
   if (timeline::on() && op.moved != 0) {
     const bool read = op.kind == IoKind::read;
-    timeline::note(read ? timeline::Lane::nvme_read : timeline::Lane::nvme_write, op.begun,
-                   op.moved);
+    timeline::note(read ? "nvme_read" : "nvme_write", op.begun, op.moved);
   }
   op.settle();
   settled_.notify_all();

@@ -14,10 +14,35 @@
 
 #include "base/faults.h"
 #include "base/thread_annotations.h"
-#include "io/io_engine.h"
 #include "io/io_operation.h"
 
 namespace hetero {
+
+struct IoOptions {
+  unsigned queue_depth = 32;
+  std::size_t block_bytes = std::size_t{1} << 20;
+  unsigned threads = 4;
+};
+
+// For tests: the `nth` completion of `kind` (from 0, counted from now) and the `count` - 1 after it
+// become -`error`, or are cut to `short_bytes`, or throw in the engine's own thread.
+struct Fault {
+  IoKind kind;
+  std::uint64_t nth = 0;
+  int error = 0;
+  std::int64_t short_bytes = -1;
+  std::uint64_t count = 1;
+  bool throws = false;
+};
+
+// Counters since the engine was made.
+struct IoStats {
+  std::uint64_t read_bytes = 0, written_bytes = 0;
+  std::uint64_t reads = 0, writes = 0;  // blocks completed
+  std::uint64_t short_transfers = 0, retries = 0, errors = 0;
+  std::uint64_t in_flight = 0;  // blocks, now
+  double busy_s = 0;            // for which at least one block was in flight
+};
 
 inline constexpr std::chrono::milliseconds kStallPause{1};
 

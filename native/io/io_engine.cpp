@@ -1,12 +1,11 @@
 #include "io/io_engine.h"
 
 #include <cerrno>
-#include <cstdio>
+#include <limits>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
-#include "io/engines/block_engine.h"
 #include "io/engines/thread_driver.h"
 #ifdef HETERO_LIBURING
 #include "io/engines/uring_driver.h"
@@ -16,49 +15,12 @@ namespace hetero {
 
 namespace {
 
-std::string describe(IoKind kind, const std::string& path, std::uint64_t offset,
-                     std::size_t wanted_bytes, std::size_t got_bytes, int error,
-                     std::int64_t free_bytes) {
-  std::string text = kind == IoKind::read ? "read of " : "write of ";
-  text += std::to_string(wanted_bytes) + " bytes at offset " + std::to_string(offset) + " of " +
-          path + " failed after " + std::to_string(got_bytes) + " bytes: ";
-  text += error == 0
-              ? "unexpected end of file"
-              : std::generic_category().message(error) + " (errno " + std::to_string(error) + ")";
-  if (free_bytes >= 0) {
-    char free[48];
-    std::snprintf(free, sizeof free, "; %.1f GiB free",
-                  static_cast<double>(free_bytes) / (std::uint64_t{1} << 30));
-    text += free;
-  }
-  return text;
-}
-
-std::shared_ptr<IoEngine> make(const IoOptions& options, BlockEngine::MakeDriver* driver) {
-  return {new BlockEngine(options, driver), [](BlockEngine* engine) {
-            engine->close();
-            if (engine->disposable()) delete engine;
-          }};
-}
-
-}  // namespace
-
-IoError::IoError(IoKind kind, std::string path, std::uint64_t offset, std::size_t wanted_bytes,
-                 std::size_t got_bytes, int error, std::int64_t free_bytes)
-    : std::runtime_error(describe(kind, path, offset, wanted_bytes, got_bytes, error, free_bytes)),
-      kind(kind),
-      path(std::move(path)),
-      offset(offset),
-      wanted_bytes(wanted_bytes),
-      got_bytes(got_bytes),
-      error(error),
-      free_bytes(free_bytes) {}
-
-std::shared_ptr<IoEngine> make_io_engine(const std::string& kind, const IoOptions& options) {
-  if (kind == "threads") return make(options, &ThreadDriver::make);
+std::unique_ptr<Driver> make_driver(const std::string& kind, SharedQueue& shared,
+                                    const IoOptions& options) {
+  if (kind == "threads") return std::make_unique<ThreadDriver>(shared, options);
   if (kind == "io_uring") {
 #ifdef HETERO_LIBURING
-    return make(options, &UringDriver::make);
+    return std::make_unique<UringDriver>(shared, options);
 #else
     throw std::system_error(ENOSYS, std::generic_category(),
                             "the io_uring engine was not built (install liburing-dev and reinstall "
@@ -67,6 +29,128 @@ std::shared_ptr<IoEngine> make_io_engine(const std::string& kind, const IoOption
   }
   throw std::invalid_argument("unknown I/O engine \"" + kind +
                               "\": it is \"io_uring\" or \"threads\"");
+}
+
+}  // namespace
+
+IoEngine::IoEngine(std::string kind, const IoOptions& options)
+    : kind_(std::move(kind)), shared_(options), driver_(make_driver(kind_, shared_, options)) {}
+
+void IoEngine::require_open() const {
+  if (phase_ != Phase::open) throw std::runtime_error("the I/O engine is closed");
+}
+
+std::vector<std::string> IoEngine::notes() const {
+  const MutexLock lock(shared_.mutex, fork_);
+  return shared_.notes;
+}
+
+int IoEngine::add_file(const std::vector<FileMember>& members, const StripeMap& stripes) {
+  fork_.require_own();
+  auto file = std::make_shared<IoFile>(members, stripes);
+  const MutexLock lock(shared_.mutex);
+  require_open();
+  files_.emplace(next_file_, std::move(file));
+  return next_file_++;
+}
+
+void IoEngine::remove_file(int id) {
+  const MutexLock lock(shared_.mutex, fork_);
+  if (phase_ == Phase::closed) return;  // closed with the engine
+  const auto found = files_.find(id);
+  if (found == files_.end()) throw std::invalid_argument("no file " + std::to_string(id));
+  const std::shared_ptr<IoFile> file = found->second;
+  files_.erase(found);
+  while (file->pending != 0) shared_.settled.wait(shared_.mutex);
+}
+
+bool IoEngine::register_memory(const Arena& arena) {
+  fork_.require_own();
+  {
+    const MutexLock lock(shared_.mutex);
+    require_open();
+  }
+  // Before the kernel locks the pages, and whether it does: direct transfers lock them one by one.
+  arena.wipe_on_fork(0, arena.nbytes());
+  return driver_->register_memory(arena);
+}
+
+void IoEngine::unregister_memory(const Arena& arena) {
+  fork_.require_own();
+  driver_->unregister_memory(arena);
+}
+
+std::shared_ptr<IoOp> IoEngine::submit(IoKind kind, int id, void* address, std::size_t nbytes,
+                                       std::uint64_t offset, IoTurn turn) {
+  fork_.require_own();
+  constexpr std::uint64_t kMaxOffset = std::numeric_limits<std::int64_t>::max();
+  if (offset > kMaxOffset || nbytes > kMaxOffset - offset) {
+    throw std::invalid_argument("a transfer of " + std::to_string(nbytes) + " bytes at offset " +
+                                std::to_string(offset) + " is beyond the largest file");
+  }
+  if (address == nullptr && nbytes != 0) throw std::invalid_argument("a transfer needs an address");
+  Span memory = Span::of(address, nbytes);
+
+  const MutexLock lock(shared_.mutex);
+  require_open();
+  const auto found = files_.find(id);
+  if (found == files_.end()) throw std::invalid_argument("no file " + std::to_string(id));
+  auto op = shared_.queue.submit(kind, found->second, static_cast<std::byte*>(address), nbytes,
+                                 offset, std::move(memory), turn);
+  if (const std::size_t waiting = shared_.queue.waiting()) driver_->wake(waiting);
+  return op;
+}
+
+void IoEngine::cancel(IoOp& op) {
+  if (op.done()) return;
+  const MutexLock lock(shared_.mutex, fork_);
+  shared_.queue.cancel(static_cast<Operation&>(op));
+}
+
+void IoEngine::abandon(IoOp& op) noexcept {
+  if (fork_.foreign()) return;
+  try {
+    cancel(op);
+    op.wait();
+  } catch (...) {  // Nobody wants to know how it ended.
+  }
+}
+
+IoStats IoEngine::stats() const {
+  const MutexLock lock(shared_.mutex, fork_);
+  return shared_.queue.stats();
+}
+
+void IoEngine::inject(const Fault& fault) {
+  const MutexLock lock(shared_.mutex, fork_);
+  shared_.queue.inject(fault);
+}
+
+void IoEngine::close() {
+  if (fork_.foreign()) return;
+  const MutexLock lock(shared_.mutex);
+  if (phase_ != Phase::open) {
+    while (phase_ != Phase::closed) closed_.wait(shared_.mutex);
+    return;
+  }
+  phase_ = Phase::closing;
+  shared_.queue.cancel_backlog();
+  shared_.wait_for_earlier();
+  {
+    // The driver's threads take the mutex on their way out.
+    const MutexUnlock unlocked(shared_.mutex);
+    driver_->stop();
+  }
+  files_.clear();
+  phase_ = Phase::closed;
+  closed_.notify_all();
+}
+
+std::shared_ptr<IoEngine> make_io_engine(const std::string& kind, const IoOptions& options) {
+  return {new IoEngine(kind, options), [](IoEngine* engine) {
+            engine->close();
+            if (!engine->foreign()) delete engine;
+          }};
 }
 
 }  // namespace hetero

@@ -1,4 +1,4 @@
-// The I/O engine's interface: asynchronous transfers between memory and files.
+// The I/O engine: asynchronous transfers between memory and files.
 //
 // A caller submits an operation and keeps its handle; the engine splits the operation into blocks,
 // keeps up to `queue_depth` blocks of all operations in flight, checks every completion, resubmits
@@ -7,108 +7,66 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "io/stripe_map.h"
-#include "memory/arena.h"
+#include "base/fork.h"
+#include "io/engines/driver.h"
 
 namespace hetero {
-
-enum class IoKind { read, write };
-
-// When an operation's blocks take their turn: in the order of submission, those that can wait after
-// all others. A block that is in flight is not overtaken.
-enum class IoTurn { next, idle };
-
-// A failed transfer, with all that a message needs. One that cancel() or close() cut off has
-// ECANCELED, and its numbers are those of the whole operation: where it begins in the logical file,
-// its size, and how many of its bytes were transferred (not always the first ones).
-struct IoError : std::runtime_error {
-  IoError(IoKind kind, std::string path, std::uint64_t offset, std::size_t wanted_bytes,
-          std::size_t got_bytes, int error, std::int64_t free_bytes);
-  IoKind kind;
-  std::string path;
-  std::uint64_t offset;      // into the member file, where the failing block began
-  std::size_t wanted_bytes;  // of the block that failed
-  std::size_t got_bytes;
-  int error;                // errno; 0 for an unexpected end of file
-  std::int64_t free_bytes;  // of the filesystem; -1 if unknown
-};
-
-// The handle of one operation. Shared by the submitter and the engine.
-class IoOp {
- public:
-  virtual ~IoOp() = default;
-  virtual bool done() const = 0;
-  virtual void wait() = 0;  // blocks; throws IoError if the operation failed
-};
-
-// A file to be added: the engine duplicates `fd` and uses `path` in messages only.
-struct FileMember {
-  int fd;
-  std::string path;
-};
-
-// For tests: the `nth` completion of `kind` (from 0, counted from now) and the `count` - 1 after it
-// become -`error`, or are cut to `short_bytes`, or throw in the engine's own thread.
-struct Fault {
-  IoKind kind;
-  std::uint64_t nth = 0;
-  int error = 0;
-  std::int64_t short_bytes = -1;
-  std::uint64_t count = 1;
-  bool throws = false;
-};
-
-// Counters since the engine was made.
-struct IoStats {
-  std::uint64_t read_bytes = 0, written_bytes = 0;
-  std::uint64_t reads = 0, writes = 0;  // blocks completed
-  std::uint64_t short_transfers = 0, retries = 0, errors = 0;
-  std::uint64_t in_flight = 0;  // blocks, now
-  double busy_s = 0;            // for which at least one block was in flight
-};
 
 // Asynchronous file transfers; all members may be called from any thread. After fork() an engine
 // belongs to the parent alone: in the child every use throws and close() does nothing.
 class IoEngine {
  public:
-  virtual ~IoEngine() = default;
-  virtual std::string kind() const = 0;
-  virtual std::vector<std::string> notes() const = 0;
+  // Throws as make_io_engine() does.
+  IoEngine(std::string kind, const IoOptions& options);
+  const std::string& kind() const { return kind_; }
+  std::vector<std::string> notes() const;
   // One logical file of several members, or of one. Throws std::invalid_argument unless `stripes`
   // is for as many.
-  virtual int add_file(const std::vector<FileMember>& members, const StripeMap& stripes) = 0;
+  int add_file(const std::vector<FileMember>& members, const StripeMap& stripes);
   // Waits for the file's operations, then closes the duplicates.
-  virtual void remove_file(int file) = 0;
+  void remove_file(int file);
   // Keeps the arena's memory and pages until unregister_memory() or close(); a child that is forked
   // from now on reads zeros there. False, with a note, when the kernel refuses; false without a
   // note when this engine has nothing to register with.
-  virtual bool register_memory(const Arena& arena) = 0;
-  virtual void unregister_memory(const Arena& arena) = 0;
+  bool register_memory(const Arena& arena);
+  void unregister_memory(const Arena& arena);
   // The memory must be in an arena, which keeps it, and counts the transfer, until the operation is
   // done. Throws std::invalid_argument otherwise and for a bad file id, std::runtime_error after
   // close().
-  virtual std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
-                                       std::uint64_t offset, IoTurn turn = IoTurn::next) = 0;
+  std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
+                               std::uint64_t offset, IoTurn turn = IoTurn::next);
   // Drops the blocks of `op` that are not in flight; wait() throws an IoError of ECANCELED as soon
   // as those in flight are done. Nothing if it is done or was cancelled. `op` is this engine's.
-  virtual void cancel(IoOp& op) = 0;
+  void cancel(IoOp& op);
   // cancel(), and waits until the operation is done, however it ends. Nothing in a forked child.
-  virtual void abandon(IoOp& op) noexcept = 0;
-  virtual IoStats stats() const = 0;
-  virtual void inject(const Fault& fault) = 0;
+  void abandon(IoOp& op) noexcept;
+  IoStats stats() const;
+  void inject(const Fault& fault);
   // Cancels what is not in flight and waits for the rest.
-  virtual void close() = 0;
-};
+  void close();
 
-struct IoOptions {
-  unsigned queue_depth = 32;
-  std::size_t block_bytes = std::size_t{1} << 20;
-  unsigned threads = 4;
+  // Whether this process was forked from the one that made the engine. Destroying it here would
+  // touch what is not ours to touch: its memory is leaked on purpose.
+  bool foreign() const { return fork_.foreign(); }
+
+ private:
+  enum class Phase { open, closing, closed };
+
+  void require_open() const REQUIRES(shared_.mutex);
+
+  const ForkGuard fork_{"I/O engine", "make a new engine here"};
+  const std::string kind_;
+  mutable SharedQueue shared_;
+  Phase phase_ GUARDED_BY(shared_.mutex) = Phase::open;
+  Condition closed_;
+  std::map<int, std::shared_ptr<IoFile>> files_ GUARDED_BY(shared_.mutex);
+  int next_file_ GUARDED_BY(shared_.mutex) = 0;
+  const std::unique_ptr<Driver> driver_;  // last: its threads use the others
 };
 
 // "io_uring" or "threads". Throws std::system_error when io_uring was not built (ENOSYS) or the

@@ -8,10 +8,15 @@
 #include <vector>
 
 #include "base/fork.h"
-#include "io/io_engine.h"
 #include "io/stripe_map.h"
 
 namespace hetero {
+
+// A file to be added: the engine duplicates `fd` and uses `path` in messages only.
+struct FileMember {
+  int fd;
+  std::string path;
+};
 
 // A duplicated file descriptor.
 struct OpenFile {

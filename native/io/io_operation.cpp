@@ -1,26 +1,39 @@
 #include "io/io_operation.h"
 
 #include <cerrno>
+#include <cstdio>
+#include <system_error>
 #include <utility>
 
 namespace hetero {
 
-Operation::Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address,
-                     std::size_t nbytes, std::uint64_t offset, std::uint64_t serial, Span memory)
-    : kind(kind),
-      file(std::move(file)),
-      address(address),
-      nbytes(nbytes),
-      offset(offset),
-      serial(serial),
-      memory(std::move(memory)) {}
+namespace {
+
+std::string describe(const Failure& failure) {
+  const auto& [kind, path, offset, wanted_bytes, got_bytes, error, free_bytes] = failure;
+  std::string text = kind == IoKind::read ? "read of " : "write of ";
+  text += std::to_string(wanted_bytes) + " bytes at offset " + std::to_string(offset) + " of " +
+          *path + " failed after " + std::to_string(got_bytes) + " bytes: ";
+  text += error == 0
+              ? "unexpected end of file"
+              : std::generic_category().message(error) + " (errno " + std::to_string(error) + ")";
+  if (free_bytes >= 0) {
+    char free[48];
+    std::snprintf(free, sizeof free, "; %.1f GiB free",
+                  static_cast<double>(free_bytes) / (std::uint64_t{1} << 30));
+    text += free;
+  }
+  return text;
+}
+
+}  // namespace
+
+IoError::IoError(Failure failure)
+    : std::runtime_error(describe(failure)), Failure(std::move(failure)) {}
 
 void Operation::wait() {
   completion_.wait();
-  if (failure_) {
-    throw IoError(kind, *failure_->path, failure_->offset, failure_->wanted_bytes,
-                  failure_->got_bytes, failure_->error, failure_->free_bytes);
-  }
+  if (failure_) throw IoError(*failure_);
 }
 
 void Operation::fail(Failure failure) {
@@ -35,7 +48,7 @@ void Operation::cancel() {
 }
 
 void Operation::settle() {
-  if (cancelled_) failure_.emplace(Failure{file->path, offset, nbytes, moved, ECANCELED, -1});
+  if (cancelled_) failure_.emplace(Failure{kind, file->path, offset, nbytes, moved, ECANCELED, -1});
   file.reset();
   memory.release();
   completion_.settle();

@@ -1,4 +1,4 @@
-// The parts an engine works with: operations and the blocks they are split into.
+// Operations, and the blocks that engines split them into.
 #pragma once
 
 #include <chrono>
@@ -6,24 +6,46 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "base/completion.h"
-#include "io/io_engine.h"
 #include "io/io_file.h"
 #include "memory/arena.h"
 
 namespace hetero {
 
+enum class IoKind { read, write };
+
+// When an operation's blocks take their turn: in the order of submission, those that can wait after
+// all others. A block that is in flight is not overtaken.
+enum class IoTurn { next, idle };
+
 // Why an operation failed. Noted by the engine's threads, so it allocates nothing; the waiter makes
-// the exception of it.
+// the exception of it. One that cancel() or close() cut off has ECANCELED, and its numbers are
+// those of the whole operation: where it begins in the logical file, its size, and how many of its
+// bytes were transferred (not always the first ones).
 struct Failure {
+  IoKind kind;
   std::shared_ptr<const std::string> path;
-  std::uint64_t offset;
-  std::size_t wanted_bytes;
+  std::uint64_t offset;      // into the member file, where the failing block began
+  std::size_t wanted_bytes;  // of the block that failed
   std::size_t got_bytes;
-  int error;
-  std::int64_t free_bytes;
+  int error;                // errno; 0 for an unexpected end of file
+  std::int64_t free_bytes;  // of the filesystem; -1 if unknown
+};
+
+struct IoError : std::runtime_error, Failure {
+  explicit IoError(Failure failure);
+};
+
+// The handle of one operation. Shared by the submitter and the engine.
+class IoOp {
+ public:
+  virtual ~IoOp() = default;
+  virtual bool done() const = 0;
+  virtual void wait() = 0;  // blocks; throws IoError if the operation failed
 };
 
 // One submitted operation. All but the completion belongs to the queue, under its engine's mutex;
@@ -31,7 +53,14 @@ struct Failure {
 class Operation final : public IoOp {
  public:
   Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address, std::size_t nbytes,
-            std::uint64_t offset, std::uint64_t serial, Span memory);
+            std::uint64_t offset, std::uint64_t serial, Span memory)
+      : kind(kind),
+        file(std::move(file)),
+        address(address),
+        nbytes(nbytes),
+        offset(offset),
+        serial(serial),
+        memory(std::move(memory)) {}
 
   bool done() const override { return completion_.done(); }
   void wait() override;

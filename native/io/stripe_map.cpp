@@ -59,13 +59,6 @@ StripeMap::Place StripeMap::place(std::uint64_t offset) const {
   return {at.member, rank * unit_bytes_ + within, at.run * unit_bytes_ - within};
 }
 
-std::uint64_t StripeMap::offset_of(std::size_t member, std::uint64_t member_offset) const {
-  const std::vector<unsigned>& mine = positions_.at(member);
-  const std::uint64_t rank = member_offset / unit_bytes_;
-  const std::uint64_t unit = rank / mine.size() * cycle_.size() + mine[rank % mine.size()];
-  return unit * unit_bytes_ + member_offset % unit_bytes_;
-}
-
 std::uint64_t StripeMap::member_bytes(std::size_t member, std::uint64_t nbytes) const {
   const std::vector<unsigned>& mine = positions_.at(member);
   const std::uint64_t unit = nbytes / unit_bytes_;

@@ -31,8 +31,6 @@ class StripeMap {
   std::vector<unsigned> pattern() const;
 
   Place place(std::uint64_t offset) const;
-  // The inverse of place(): the file's offset of `member`'s byte at `member_offset`.
-  std::uint64_t offset_of(std::size_t member, std::uint64_t member_offset) const;
   // How many of the file's first `nbytes` lie in `member`, which are that member's first ones.
   std::uint64_t member_bytes(std::size_t member, std::uint64_t nbytes) const;
 

@@ -140,7 +140,8 @@ class Link::Way {
       if (queue_.empty()) return;
       const std::shared_ptr<LinkOp> op = std::move(queue_.front());
       queue_.pop_front();
-      int error = next_fault();
+      int error = 0;
+      faults_.next([&](int fault) { error = fault; });
       if (error == 0) {
         const Clock::time_point start = std::max(op->submitted_, due_);
         error = run(*op, start);
@@ -173,12 +174,6 @@ class Link::Way {
     return 0;
   }
 
-  int next_fault() REQUIRES(mutex_) {
-    int error = 0;
-    faults_.next([&](int fault) { error = fault; });
-    return error;
-  }
-
   void settle(LinkOp& op, int error) REQUIRES(mutex_) {
     op.error_ = error;
     op.to_memory_.release();
@@ -205,9 +200,9 @@ class Link::Way {
 Link::Link(double h2d_bytes_per_s, double d2h_bytes_per_s) {
   const double h2d = checked_rate("h2d_bytes_per_s", h2d_bytes_per_s);
   const double d2h = checked_rate("d2h_bytes_per_s", d2h_bytes_per_s);
-  h2d_ = std::make_unique<Way>("hetero-h2d", h2d, timeline::Lane::h2d);
+  h2d_ = std::make_unique<Way>("hetero-h2d", h2d, "h2d");
   try {
-    d2h_ = std::make_unique<Way>("hetero-d2h", d2h, timeline::Lane::d2h);
+    d2h_ = std::make_unique<Way>("hetero-d2h", d2h, "d2h");
   } catch (...) {
     h2d_->close();
     throw;

@@ -16,7 +16,6 @@
 
 #include "base/fork.h"
 #include "base/thread_annotations.h"
-#include "memory/huge_page.h"
 
 namespace hetero {
 
@@ -161,19 +160,12 @@ struct Arena::Mapping : std::enable_shared_from_this<Arena::Mapping> {
   struct Registry {
     Mutex mutex;
     std::multimap<const std::byte*, const Mapping*> mappings GUARDED_BY(mutex);  // by base
+    void in_child() {}
   };
 
   mutable std::shared_ptr<const Mapping> for_ever;  // itself, under the registry's mutex
 
-  // Held for ever: at exit tensors may still die.
-  static Registry& registry() {
-    static Registry* const made = [] {
-      auto* const fresh = new Registry;
-      hold_across_fork(fresh->mutex);
-      return fresh;
-    }();
-    return *made;
-  }
+  static Registry& registry() { return process_wide<Registry>(); }
 
   void count_slots() {
     if (slot_bytes == 0) slot_bytes = nbytes;

@@ -17,6 +17,9 @@
 
 namespace hetero {
 
+// The size of the pages that arenas ask for and that registered buffers are cut at.
+inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+
 // Atomic counters: how many live exports hold each slot.
 class Pins {
  public:

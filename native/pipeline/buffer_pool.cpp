@@ -1,30 +1,39 @@
 #include "pipeline/buffer_pool.h"
 
+#include <algorithm>
+
 #include "base/check.h"
 
 namespace hetero {
 
-bool Buffer::settle() {
-  if (state == BufferState::reading) {
-    for (const auto& read : reads) {
-      if (!read->done()) return false;
-    }
+bool all_done(const Operations& operations) {
+  return std::ranges::all_of(operations, [](const auto& each) { return each->done(); });
+}
+
+std::exception_ptr wait_for_all(const Operations& operations) {
+  std::exception_ptr error;
+  for (const auto& each : operations) {
     try {
-      for (const auto& read : reads) read->wait();
+      each->wait();
     } catch (...) {
-      drop();
+      if (!error) error = std::current_exception();
     }
+  }
+  return error;
+}
+
+bool Buffer::settle() {
+  if (state == BufferState::reading && all_done(reads)) {
+    if (wait_for_all(reads)) drop();
     reads.clear();
     state = BufferState::idle;
   }
-  if (state != BufferState::writing) return state == BufferState::idle;
-  for (const auto& write : writes) {
-    if (!write->done()) return false;
+  if (state == BufferState::writing && all_done(writes)) {
+    if (const auto error = wait_for_all(writes)) std::rethrow_exception(error);
+    writes.clear();
+    state = BufferState::idle;
   }
-  for (const auto& write : writes) write->wait();
-  writes.clear();
-  state = BufferState::idle;
-  return true;
+  return state == BufferState::idle;
 }
 
 void Buffer::drop() {

@@ -3,11 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <unordered_map>
 #include <vector>
 
-#include "io/io_engine.h"
+#include "io/io_operation.h"
 
 namespace hetero {
 
@@ -17,6 +18,12 @@ enum class BufferState {
   assigned,  // a task's that is not updated yet: its reads fill it, its update changes it
   writing,   // the engine reads it, until its writes are done; then idle
 };
+
+using Operations = std::vector<std::shared_ptr<IoOp>>;
+
+bool all_done(const Operations& operations);
+// Waits for all of them; returns the first failure, or null.
+std::exception_ptr wait_for_all(const Operations& operations);
 
 // A buffer keeps its content after its task. An optimizer state that is kept is *clean* (the file
 // has the same) or *dirty* (the file is behind).
@@ -42,8 +49,7 @@ struct Buffer {
   bool read_ahead = false;         // what it keeps was read for a task that did not come yet
   std::int64_t dirty_at = kClean;  // file offset where the dirty optimizer state belongs
   std::uint64_t last_used = 0;
-  std::vector<std::shared_ptr<IoOp>> reads;
-  std::vector<std::shared_ptr<IoOp>> writes;
+  Operations reads, writes;
 };
 
 // It does not lock: it is used under the pipeline's lock.

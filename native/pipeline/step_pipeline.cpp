@@ -13,17 +13,17 @@ namespace hetero {
 namespace {
 
 // The number of buffers, if they fit into the memory; 0 without an engine.
-std::size_t checked_buffers(bool has_engine, const char* memory, std::size_t memory_bytes,
-                            std::size_t buffers, const TileLayout& layout) {
+std::size_t checked_buffers(bool has_engine, const Arena* arena, std::size_t buffers,
+                            const TileLayout& layout) {
   if (!has_engine) return 0;
   if (buffers == 0) {
     throw std::invalid_argument("StepPipeline: buffers is 0, must be at least 1 with an engine");
   }
-  if (memory == nullptr) {
+  if (arena == nullptr) {
     throw std::invalid_argument("StepPipeline: an engine needs an arena for its buffers");
   }
-  if (buffers > memory_bytes / layout.buffer_bytes()) {
-    throw std::invalid_argument("StepPipeline: the arena has " + std::to_string(memory_bytes) +
+  if (buffers > arena->nbytes() / layout.buffer_bytes()) {
+    throw std::invalid_argument("StepPipeline: the arena has " + std::to_string(arena->nbytes()) +
                                 " bytes, " + std::to_string(buffers) + " buffers of " +
                                 std::to_string(layout.buffer_bytes()) + " bytes need more");
   }
@@ -32,16 +32,16 @@ std::size_t checked_buffers(bool has_engine, const char* memory, std::size_t mem
 
 }  // namespace
 
-StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, char* memory,
-                           std::size_t memory_bytes, std::size_t buffers, const TileLayout& layout,
-                           std::shared_ptr<const void> keeper)
+StepPipeline::StepPipeline(std::shared_ptr<IoEngine> engine, int file, const Arena* arena,
+                           std::size_t buffers, const TileLayout& layout)
     : layout_(layout),
       engine_(std::move(engine)),
       file_(file),
-      buffers_(memory, checked_buffers(engine_ != nullptr, memory, memory_bytes, buffers, layout_),
+      buffers_(arena == nullptr ? nullptr : reinterpret_cast<char*>(arena->address()),
+               checked_buffers(engine_ != nullptr, arena, buffers, layout_),
                layout_.buffer_bytes()),
       policy_(queued_, buffers_),
-      keeper_(std::move(keeper)) {
+      pages_(arena == nullptr ? nullptr : arena->hold_pages()) {
   stager_ = quiet_thread("hetero-stage", [this] { thread_main(&StepPipeline::stage_tasks); });
   try {
     updater_ = quiet_thread("hetero-step", [this] { thread_main(&StepPipeline::update_tasks); });
@@ -85,55 +85,40 @@ void StepPipeline::expect(std::vector<Expectation> expected, std::size_t streami
 }
 
 void StepPipeline::wait_updated(std::int64_t key) {
-  guard_.require_own();
-  const MutexLock lock(mutex_);
+  const MutexLock lock(mutex_, guard_);
   wait_until_updated(key);
   settle_all();
 }
 
 bool StepPipeline::is_updated(std::int64_t key) const {
-  guard_.require_own();
-  const MutexLock lock(mutex_);
+  const MutexLock lock(mutex_, guard_);
   return failure_ != nullptr || !is_unfinished(key);
 }
 
 bool StepPipeline::is_written(std::int64_t key) const {
-  guard_.require_own();
-  const MutexLock lock(mutex_);
+  const MutexLock lock(mutex_, guard_);
   if (failure_ != nullptr) return true;
-  const Operations writes = writes_of(key);
-  return !is_unfinished(key) &&
-         std::all_of(writes.begin(), writes.end(), [](const auto& write) { return write->done(); });
+  return !is_unfinished(key) && all_done(writes_of(key));
 }
 
 void StepPipeline::wait_written(std::int64_t key) {
-  guard_.require_own();
-  const MutexLock lock(mutex_);
+  const MutexLock lock(mutex_, guard_);
   wait_until_updated(key);
-  throw_if_failed();
   // A buffer that has been reused since was written before: the stager waits for that.
   const Operations writes = writes_of(key);
   std::exception_ptr error;
   {
     const MutexUnlock unlocked(mutex_);
-    for (const auto& write : writes) {
-      try {
-        write->wait();
-      } catch (...) {
-        if (!error) error = std::current_exception();
-      }
-    }
+    error = wait_for_all(writes);
   }
   if (error) fail(error);
   settle_all();
 }
 
 void StepPipeline::flush(std::int64_t key) {
-  guard_.require_own();
   {
-    const MutexLock lock(mutex_);
+    const MutexLock lock(mutex_, guard_);
     wait_until_updated(key);
-    throw_if_failed();
     throw_if_closed();
     for (Buffer& buffer : buffers_) {
       if (key != kAnyKey && buffer.key != key) continue;
@@ -145,9 +130,8 @@ void StepPipeline::flush(std::int64_t key) {
 }
 
 void StepPipeline::forget(std::int64_t key) {
-  guard_.require_own();
   {
-    const MutexLock lock(mutex_);
+    const MutexLock lock(mutex_, guard_);
     queued_.forget_expected(key);
   }
   flush(key);
@@ -162,26 +146,22 @@ void StepPipeline::forget(std::int64_t key) {
 }
 
 StepStats StepPipeline::stats() const {
-  guard_.require_own();
-  const MutexLock lock(mutex_);
+  const MutexLock lock(mutex_, guard_);
   return stats_;
 }
 
 void StepPipeline::inject(std::uint64_t nth) {
-  guard_.require_own();
-  const MutexLock lock(mutex_);
+  const MutexLock lock(mutex_, guard_);
   updates_until_fault_ = nth;
 }
 
 void StepPipeline::hold(std::uint64_t nth) {
-  guard_.require_own();
-  const MutexLock lock(mutex_);
+  const MutexLock lock(mutex_, guard_);
   updates_until_hold_ = nth;
 }
 
 void StepPipeline::release() {
-  guard_.require_own();
-  const MutexLock lock(mutex_);
+  const MutexLock lock(mutex_, guard_);
   updates_until_hold_.reset();
   changed_.notify_all();
 }
@@ -202,18 +182,11 @@ void StepPipeline::close() {
     const MutexLock lock(mutex_);
     for (const Buffer& buffer : buffers_) {
       reads.insert(reads.end(), buffer.reads.begin(), buffer.reads.end());
-      writes.insert(writes.end(), buffer.writes.begin(), buffer.writes.end());
     }
+    writes = writes_of(kAnyKey);
   }
-  std::exception_ptr error;
   for (const auto& read : reads) engine_->abandon(*read);
-  for (const auto& write : writes) {
-    try {
-      write->wait();
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
-  }
+  const std::exception_ptr error = wait_for_all(writes);
   const MutexLock lock(mutex_);
   if (error) fail(error);
   std::size_t abandoned = 0;
@@ -223,7 +196,7 @@ void StepPipeline::close() {
                                                     std::to_string(abandoned) +
                                                     " submitted updates were made")));
   }
-  keeper_.reset();
+  pages_.reset();
   changed_.notify_all();
 }
 
@@ -235,6 +208,7 @@ bool StepPipeline::is_unfinished(std::int64_t key) const {
 
 void StepPipeline::wait_until_updated(std::int64_t key) {
   while (failure_ == nullptr && is_unfinished(key)) changed_.wait(mutex_);
+  throw_if_failed();
 }
 
 void StepPipeline::throw_if_closed() const {
@@ -265,7 +239,7 @@ void StepPipeline::settle_all() {
   throw_if_failed();
 }
 
-StepPipeline::Operations StepPipeline::writes_of(std::int64_t key) const {
+Operations StepPipeline::writes_of(std::int64_t key) const {
   Operations writes;
   for (const Buffer& buffer : buffers_) {
     if (key != kAnyKey && buffer.key != key) continue;

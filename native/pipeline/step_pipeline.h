@@ -36,13 +36,11 @@ struct StepStats {
 // Works on two threads: the stager gives buffers to the tasks in order and submits their reads, as
 // far ahead as there are buffers; the updater computes and submits the writes.
 //
-// A buffer keeps its content, so that a later task with the same key need not read it. A parameter
-// is written at once, because the next forward reads it from the file; an optimizer state only when
-// its buffer is needed for another one (buffer_policy.h), or by flush(). Until then the file is
-// behind, so a key's optimizer state must not move before forget().
+// A parameter is written at once, because the next forward reads it from the file; an optimizer
+// state only when its buffer is needed for another one (buffer_policy.h), or by flush(). Until then
+// the file is behind, so a key's optimizer state must not move before forget().
 //
-// What later tasks are expected to find in the file is read ahead of them when no task waits for a
-// buffer. No caller has to wait for such reads, or to end them: what buffers keep is what the file
+// No caller has to wait for what is read ahead, or to end it: what buffers keep is what the file
 // has, whether its task comes or not. All transfers take their turns after those of others
 // (IoTurn::idle): a backward that reads parameters meanwhile does not wait for more than is in
 // flight.
@@ -56,11 +54,10 @@ class StepPipeline {
  public:
   static constexpr std::int64_t kAnyKey = -1;
 
-  // `memory` (page-aligned) holds `buffers` buffers one after another; `keeper` keeps it alive
-  // until close(). Without an engine only tasks that live in RAM are allowed. Throws
-  // std::invalid_argument for what does not fit together.
-  StepPipeline(std::shared_ptr<IoEngine> engine, int file, char* memory, std::size_t memory_bytes,
-               std::size_t buffers, const TileLayout& layout, std::shared_ptr<const void> keeper);
+  // `arena` holds `buffers` buffers one after another, until close(). Without an engine only tasks
+  // that live in RAM are allowed. Throws std::invalid_argument for what does not fit together.
+  StepPipeline(std::shared_ptr<IoEngine> engine, int file, const Arena* arena, std::size_t buffers,
+               const TileLayout& layout);
   ~StepPipeline();
   StepPipeline(const StepPipeline&) = delete;
   StepPipeline& operator=(const StepPipeline&) = delete;
@@ -74,9 +71,8 @@ class StepPipeline {
   void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) EXCLUDES(mutex_);
 
   // From now on reads ahead what `expected`, in this order, find in the file and no buffer has;
-  // replaces what was expected before. With `streaming` 0 it takes buffers whose content no task
-  // wants. Else the order is the same in every step, and all buffers but `streaming` keep what is
-  // used next first (buffer_policy.h). Throws std::invalid_argument if any is not valid.
+  // replaces what was expected before. BufferPolicy::expect() says what `streaming` is. Throws
+  // std::invalid_argument if any is not valid.
   void expect(std::vector<Expectation> expected, std::size_t streaming) EXCLUDES(mutex_);
 
   // Waits until every submitted update, or those of `key`, are computed: parameters in RAM are
@@ -113,8 +109,6 @@ class StepPipeline {
   void close() EXCLUDES(closing_mutex_, mutex_);
 
  private:
-  using Operations = std::vector<std::shared_ptr<IoOp>>;
-
   void thread_main(void (StepPipeline::*loop)()) EXCLUDES(mutex_);
 
   // The stager.
@@ -172,8 +166,8 @@ class StepPipeline {
   std::optional<std::uint64_t> updates_until_fault_ GUARDED_BY(mutex_);
   std::optional<std::uint64_t> updates_until_hold_ GUARDED_BY(mutex_);  // 0: that update is held
   bool closing_ GUARDED_BY(mutex_) = false;
-  std::exception_ptr failure_ GUARDED_BY(mutex_);          // the first
-  std::shared_ptr<const void> keeper_ GUARDED_BY(mutex_);  // of the buffers' memory
+  std::exception_ptr failure_ GUARDED_BY(mutex_);         // the first
+  std::shared_ptr<const void> pages_ GUARDED_BY(mutex_);  // of the buffers
 
   Mutex closing_mutex_;  // held by the one caller that closes
   std::thread stager_ GUARDED_BY(closing_mutex_);

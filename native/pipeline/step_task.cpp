@@ -13,12 +13,9 @@ constexpr std::size_t kPageBytes = 4096;
   throw std::invalid_argument("StepTask " + std::to_string(key) + ": " + fact);
 }
 
-void check_key(std::int64_t key) {
-  if (key < 0) refuse(key, "the key must be at least 0");
-}
-
 void check_location(std::int64_t key, const Location& location, const char* name, bool has_room,
                     bool has_file) {
+  if (key < 0) refuse(key, "the key must be at least 0");
   const bool offset_given = location.file_offset >= 0;
   if (location.in_file() != offset_given) {
     refuse(key, std::string(name) + (offset_given ? " has both an address and a file offset"
@@ -40,7 +37,6 @@ void check_location(std::int64_t key, const Location& location, const char* name
 }  // namespace
 
 void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file) const {
-  check_key(key);
   check_location(key, param, "param", layout.param_in_file, has_file);
   check_location(key, grad, "grad", layout.grad_in_file, has_file);
   check_location(key, optim_state, "optim_state", true, has_file);
@@ -67,7 +63,6 @@ void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file
 }
 
 void Expectation::check(const TileLayout& layout, bool has_file) const {
-  check_key(key);
   check_location(key, param, "param", layout.param_in_file, has_file);
   check_location(key, optim_state, "optim_state", true, has_file);
 }

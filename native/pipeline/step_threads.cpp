@@ -109,16 +109,13 @@ bool StepPipeline::read_ahead() {
   buffer->keeps_optim_state = next->optim_state.in_file();
   buffer->keeps_param = next->param.in_file();
   buffer->reads.clear();
-  if (buffer->keeps_optim_state) {
-    buffer->reads.push_back(transfer(IoKind::read, *buffer, 0, layout_.optim_state_bytes(),
-                                     next->optim_state.file_offset));
-    stats_.read_bytes += layout_.optim_state_bytes();
-  }
-  if (buffer->keeps_param) {
-    buffer->reads.push_back(transfer(IoKind::read, *buffer, layout_.param_at(),
-                                     layout_.param_bytes(), next->param.file_offset));
-    stats_.read_bytes += layout_.param_bytes();
-  }
+  const auto read = [&](const Location& from, std::size_t at, std::size_t nbytes) {
+    mutex_.assert_held();
+    buffer->reads.push_back(transfer(IoKind::read, *buffer, at, nbytes, from.file_offset));
+    stats_.read_bytes += nbytes;
+  };
+  if (buffer->keeps_optim_state) read(next->optim_state, 0, layout_.optim_state_bytes());
+  if (buffer->keeps_param) read(next->param, layout_.param_at(), layout_.param_bytes());
   return true;
 }
 

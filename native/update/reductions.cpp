@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/parallel_blocks.h"
 #include "base/worker_pool.h"
 #include "update/isa/isa.h"
 #include "update/update.h"

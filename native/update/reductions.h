@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "base/dtype.h"
+#include "update/update_kind.h"
 
 namespace hetero {
 

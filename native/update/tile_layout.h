@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstddef>
+#include <stdexcept>
+#include <string>
 
 #include "update/update_kind.h"
 
@@ -13,12 +15,20 @@ namespace hetero {
 // What all tiles of a pipeline have in common, and where the parts of a buffer are, in bytes.
 struct TileLayout {
   // Throws std::invalid_argument unless tile_numel is a positive multiple of 2048, which makes
-  // every part a multiple of a page and so fit for direct I/O.
-  TileLayout(const UpdateKind& kind, std::size_t tile_numel, bool param_in_file, bool grad_in_file);
+  // every part, of 2 bytes per element or more, a multiple of a page and so fit for direct I/O.
+  TileLayout(const UpdateKind& kind, std::size_t tile_numel, bool param_in_file, bool grad_in_file)
+      : kind(kind),
+        tile_numel(tile_numel),
+        param_in_file(param_in_file),
+        grad_in_file(grad_in_file) {
+    if (tile_numel == 0 || tile_numel % 2048 != 0) {
+      throw std::invalid_argument("tile_numel is " + std::to_string(tile_numel) +
+                                  ", must be a positive multiple of 2048");
+    }
+  }
 
-  std::size_t state_bytes() const { return tile_numel * element_bytes(kind.state_dtype); }
   std::size_t state_at(std::size_t i) const {
-    return tile_numel * master_bytes(kind.dtype) + i * state_bytes();
+    return tile_numel * (master_bytes(kind.dtype) + i * element_bytes(kind.state_dtype));
   }
   std::size_t optim_state_bytes() const { return state_at(kind.states()); }
   std::size_t param_bytes() const { return tile_numel * element_bytes(kind.dtype); }

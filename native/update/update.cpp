@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/float_state.h"
-#include "base/parallel_blocks.h"
 #include "base/timeline.h"
+#include "base/worker_pool.h"
 #include "update/isa/isa.h"
 
 namespace hetero {
@@ -136,7 +136,7 @@ void update(const UpdateKind& kind, std::span<const UpdateSlice> slices) {
       blocks.push_back({&slice, first});
     }
   }
-  const timeline::Span span(timeline::Lane::update, numel * kind.bytes_moved());
+  const timeline::Span span("update", numel * kind.bytes_moved());
   const Kernels::Update kernel = kernels().update[number_of(kind)];
   WorkerPool::instance().run(blocks.size(), [&](std::size_t i) {
     const auto& [slice, first] = blocks[i];

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,14 @@ struct SharedQueue {
     const std::uint64_t end = queue.next_serial();
     while (!queue.settled_before(end)) settled.wait(mutex);
   }
+  // Gives the blocks of queue.begin_pause() another try, after a pause without the mutex.
+  void pause(Block* resting) REQUIRES(mutex) {
+    {
+      const MutexUnlock unlocked(mutex);
+      std::this_thread::sleep_for(kStallPause);
+    }
+    queue.end_pause(resting);
+  }
   // Keeps what the user should know, once.
   void note(std::string text) REQUIRES(mutex) {
     if (std::ranges::find(notes, text) == notes.end()) notes.push_back(std::move(text));
@@ -39,7 +48,6 @@ struct SharedQueue {
 class Driver {
  public:
   virtual ~Driver() = default;
-  virtual std::string kind() const = 0;
   // `waiting` blocks may be taken. Called with the mutex held.
   virtual void wake(std::size_t waiting) = 0;
   // As IoEngine's, of an engine that is open.

@@ -25,10 +25,6 @@ std::int64_t transfer(const Block& block) {
 
 }  // namespace
 
-std::unique_ptr<Driver> ThreadDriver::make(SharedQueue& shared, const IoOptions& options) {
-  return std::make_unique<ThreadDriver>(shared, options);
-}
-
 ThreadDriver::ThreadDriver(SharedQueue& shared, const IoOptions& options) : shared_(shared) {
   if (options.threads == 0 || options.threads > kMaxThreads) {
     throw std::invalid_argument("threads must be from 1 to " + std::to_string(kMaxThreads) +
@@ -70,12 +66,7 @@ void ThreadDriver::work() {
     // Of what may be taken this thread takes one itself, unless it pauses.
     const std::size_t mine = resting == nullptr ? 1 : 0;
     if (const std::size_t waiting = shared_.queue.waiting(); waiting > mine) wake(waiting - mine);
-    if (resting == nullptr) continue;
-    {
-      const MutexUnlock unlocked(shared_.mutex);
-      std::this_thread::sleep_for(kStallPause);
-    }
-    shared_.queue.end_pause(resting);
+    if (resting != nullptr) shared_.pause(resting);
   }
 }
 

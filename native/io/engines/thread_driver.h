@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -14,10 +12,8 @@ namespace hetero {
 class ThreadDriver final : public Driver {
  public:
   // Throws std::invalid_argument for a number of threads out of range.
-  static std::unique_ptr<Driver> make(SharedQueue& shared, const IoOptions& options);
   ThreadDriver(SharedQueue& shared, const IoOptions& options);
 
-  std::string kind() const override { return "threads"; }
   void wake(std::size_t waiting) override;
   // There is nothing to register with: false, and the memory is used as it is.
   bool register_memory(const Arena&) override { return false; }

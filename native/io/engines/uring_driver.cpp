@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "base/quiet_thread.h"
-#include "memory/huge_page.h"
 
 namespace hetero {
 
@@ -49,8 +48,16 @@ constexpr std::uint64_t kBell = ~std::uint64_t{0};
 constexpr unsigned kSubmitTries = 1000;
 constexpr std::chrono::milliseconds kSubmitPause{1};
 
-// Whether the kernel may do later what it refuses now.
-bool passing(int rc) { return rc == -EAGAIN || rc == -EBUSY || rc == -ENOMEM; }
+// Whether to go on after `rc`: the kernel may do later what it refuses now, so after a pause.
+bool goes_on(int rc, unsigned& tries) {
+  if (rc >= 0 || rc == -EINTR) {
+    tries = 0;
+    return true;
+  }
+  if ((rc != -EAGAIN && rc != -EBUSY && rc != -ENOMEM) || ++tries == kSubmitTries) return false;
+  std::this_thread::sleep_for(kSubmitPause);
+  return true;
+}
 
 std::string reason(int error) {
   return std::generic_category().message(error) + " (errno " + std::to_string(error) + ")";
@@ -100,10 +107,6 @@ std::size_t first_entry_bytes(std::size_t nbytes) {
 
 }  // namespace
 
-std::unique_ptr<Driver> UringDriver::make(SharedQueue& shared, const IoOptions& options) {
-  return std::make_unique<UringDriver>(shared, options);
-}
-
 UringDriver::UringDriver(SharedQueue& shared, const IoOptions& options)
     : shared_(shared),
       // One entry more than blocks, for the bell: an entry is never missing.
@@ -144,26 +147,18 @@ void UringDriver::ring_bell() {
 }
 
 void UringDriver::work() {
-  int rc = (ring_.flags & IORING_SETUP_R_DISABLED) != 0 ? io_uring_enable_rings(&ring_) : 0;
-  for (unsigned tries = 0; tries < kSubmitTries;) {
+  if ((ring_.flags & IORING_SETUP_R_DISABLED) != 0) io_uring_enable_rings(&ring_);
+  unsigned tries = 0;
+  int rc = 0;
+  do {
     if (!prepare_all()) {
       // Whoever has inherited the ring may keep it: its page locks must not outlive this.
       if (registers_) io_uring_unregister_buffers(&ring_);
       return;
     }
     rc = io_uring_submit_and_wait(&ring_, 1);
-    if (rc >= 0) {
-      tries = 0;
-      unsubmitted_.erase(unsubmitted_.begin(), unsubmitted_.begin() + rc);
-    } else if (rc == -EINTR) {
-      tries = 0;
-    } else if (passing(rc)) {
-      ++tries;
-      std::this_thread::sleep_for(kSubmitPause);
-    } else {
-      break;
-    }
-  }
+    if (rc > 0) unsubmitted_.erase(unsubmitted_.begin(), unsubmitted_.begin() + rc);
+  } while (goes_on(rc, tries));
   lose(-rc);
 }
 
@@ -171,13 +166,7 @@ bool UringDriver::prepare_all() {
   const MutexLock lock(shared_.mutex);
   asleep_ = false;
   reap();
-  if (Block* const resting = shared_.queue.begin_pause()) {
-    {
-      const MutexUnlock unlocked(shared_.mutex);
-      std::this_thread::sleep_for(kStallPause);
-    }
-    shared_.queue.end_pause(resting);
-  }
+  if (Block* const resting = shared_.queue.begin_pause()) shared_.pause(resting);
   do_errand();
   if (stopping_) return false;
   arm_bell();
@@ -197,23 +186,13 @@ void UringDriver::lose(int error) {
     errand_done_.notify_all();
   }
   // Waiting submits nothing, so the kernel needs nothing for it that it could be short of.
-  for (unsigned tries = 0; tries < kSubmitTries;) {
-    {
-      const MutexLock lock(shared_.mutex);
-      reap();
-      if (shared_.queue.transferring() == 0) return;
-    }
-    io_uring_cqe* completion = nullptr;
-    const int rc = io_uring_wait_cqe(&ring_, &completion);
-    if (rc == 0 || rc == -EINTR) {
-      tries = 0;
-    } else if (passing(rc)) {
-      ++tries;
-      std::this_thread::sleep_for(kSubmitPause);
-    } else {
-      break;
-    }
-  }
+  io_uring_cqe* completion = nullptr;
+  unsigned tries = 0;
+  do {
+    const MutexLock lock(shared_.mutex);
+    reap();
+    if (shared_.queue.transferring() == 0) return;
+  } while (goes_on(io_uring_wait_cqe(&ring_, &completion), tries));
   const MutexLock lock(shared_.mutex);
   shared_.queue.abandon(error);
 }

@@ -9,7 +9,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -22,10 +21,8 @@ class UringDriver final : public Driver {
  public:
   // Throws std::system_error when the kernel refuses a ring, std::invalid_argument when
   // HETERO_URING_SETUP in the environment is not "defer", "coop" or "plain".
-  static std::unique_ptr<Driver> make(SharedQueue& shared, const IoOptions& options);
   UringDriver(SharedQueue& shared, const IoOptions& options);
 
-  std::string kind() const override { return "io_uring"; }
   void wake(std::size_t waiting) override;
   bool register_memory(const Arena& arena) override;
   void unregister_memory(const Arena& arena) override;

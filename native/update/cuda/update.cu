@@ -82,63 +82,50 @@ unsigned segment_of(const Batch& batch, unsigned block) {
   return low;
 }
 
-struct alignas(8) Bytes8 {
-  std::uint32_t words[2];
-};
-struct alignas(16) Bytes16 {
-  std::uint32_t words[4];
-};
-
 template <std::size_t size>
 struct Wide;
 template <>
 struct Wide<2> {
-  using Group = Bytes8;
   using Element = std::uint16_t;
 };
 template <>
 struct Wide<4> {
-  using Group = Bytes16;
   using Element = std::uint32_t;
 };
 
 // The elements of one array that a thread works on. `whole`: all of a group, which is aligned.
 template <std::size_t size>
-struct Group {
-  alignas(16) char bytes[kGroup * size];
+struct alignas(kGroup * size) Group {
+  using Element = typename Wide<size>::Element;
+  Element elements[kGroup];
+
+  char* at(unsigned i) { return reinterpret_cast<char*>(elements + i); }
 
   void load(const char* from, bool whole, unsigned count) {
-    using Element = typename Wide<size>::Element;
     if (whole) {
-      *reinterpret_cast<typename Wide<size>::Group*>(bytes) =
-          *reinterpret_cast<const typename Wide<size>::Group*>(from);
+      *this = *reinterpret_cast<const Group*>(from);
       return;
     }
 #pragma unroll
     for (unsigned i = 0; i < kGroup; ++i) {
-      const Element element = i < count ? reinterpret_cast<const Element*>(from)[i] : Element{0};
-      reinterpret_cast<Element*>(bytes)[i] = element;
+      elements[i] = i < count ? reinterpret_cast<const Element*>(from)[i] : Element{0};
     }
   }
 
   void store(char* to, bool whole, unsigned count) const {
-    using Element = typename Wide<size>::Element;
     if (whole) {
-      *reinterpret_cast<typename Wide<size>::Group*>(to) =
-          *reinterpret_cast<const typename Wide<size>::Group*>(bytes);
+      *reinterpret_cast<Group*>(to) = *this;
       return;
     }
 #pragma unroll
     for (unsigned i = 0; i < kGroup; ++i) {
-      if (i < count) {
-        reinterpret_cast<Element*>(to)[i] = reinterpret_cast<const Element*>(bytes)[i];
-      }
+      if (i < count) reinterpret_cast<Element*>(to)[i] = elements[i];
     }
   }
 };
 template <>
 struct Group<0> {  // of what a kind does not have
-  char bytes[1];
+  char* at(unsigned) { return nullptr; }
   void load(const char*, bool, unsigned) {}
   void store(char*, bool, unsigned) const {}
 };
@@ -172,18 +159,13 @@ void update_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
   first.load(batch.at.states[0] + at * state_size, whole, count);
   second.load(batch.at.states[1] + at * second_size, whole, count);
 
-  const UpdateConstants& constants = batch.constants[segment.constants];
-  const UpdateRule<VecScalar, kind.rule> rule(constants);
+  const UpdateConstants constants = batch.constants[segment.constants];
 #pragma unroll
   for (unsigned i = 0; i < kGroup; ++i) {
     RandomBits<VecScalar> random_bits(segment.index + offset + i, constants.random_key);
-    const UpdateArrays here = {
-        param.bytes + i * param_size,
-        grad.bytes + i * grad_size,
-        master.bytes + i * master_size,
-        {first.bytes + i * state_size, second.bytes + i * second_size},
-    };
-    update_vector<VecScalar, kind>(here, rule, random_bits);
+    update_vector<VecScalar, kind>(
+        {param.at(i), grad.at(i), master.at(i), {first.at(i), second.at(i)}}, constants,
+        random_bits);
   }
 
   param.store(batch.at.param + at * param_size, whole, count);

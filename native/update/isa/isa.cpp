@@ -1,5 +1,6 @@
 #include "update/isa/isa.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -58,10 +59,7 @@ const Isa& choose() {
   if (const char* wanted = std::getenv("HETERO_ISA"); wanted != nullptr && *wanted != '\0') {
     return find(wanted, "HETERO_ISA");
   }
-  for (const Isa& candidate : kIsas) {
-    if (candidate.runs_here()) return candidate;
-  }
-  return kIsas[std::size(kIsas) - 1];
+  return *std::ranges::find_if(kIsas, [](const Isa& each) { return each.runs_here(); });
 }
 
 const Isa& in_use() {

@@ -2,55 +2,18 @@
 #pragma once
 
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
+
+#include "update/isa/vec_operators.h"
 
 namespace hetero {
 
-// The interface of a vector type. F holds `lanes` fp32 values, U as many 32-bit words, D
-// `double_lanes` doubles. Addresses need no alignment. Every operation is IEEE's, rounded to
-// nearest even; conversions are exact or rounded to nearest even, subnormals included.
-struct VecScalar {
-  static constexpr std::size_t lanes = 1;
-  static constexpr std::size_t double_lanes = 1;
-  using F = float;
-  using U = std::uint32_t;
-  using D = double;
-
-  static F set(float x) { return x; }
-  static F load(const char* p) { return get<float>(p); }
-  static void store(char* p, F x) { put(p, x); }
-  static F add(F a, F b) { return a + b; }
-  static F mul(F a, F b) { return a * b; }
-  static F div(F a, F b) { return a / b; }
-  static F sqrt(F x) { return std::sqrt(x); }
-  static F fma(F a, F b, F c) { return std::fma(a, b, c); }  // a * b + c, rounded once
-
-  static U set_bits(std::uint32_t x) { return x; }
-  static U iota() { return 0; }  // 0, 1, 2, ...: the lanes' numbers
+struct VecScalar : VecOperators<float, std::uint32_t, double> {
+  static U iota() { return 0; }
   static U load_u16(const char* p) { return get<std::uint16_t>(p); }
-  static void store_u16(char* p, U x) { put(p, static_cast<std::uint16_t>(x)); }  // the low halves
-  static U bits(F x) { return get<U>(reinterpret_cast<const char*>(&x)); }
-  static F from_bits(U x) { return get<F>(reinterpret_cast<const char*>(&x)); }
-  static U add(U a, U b) { return a + b; }
-  static U sub(U a, U b) { return a - b; }
-  static U mul(U a, U b) { return a * b; }  // modulo 2^32
-  static U bit_and(U a, U b) { return a & b; }
-  static U bit_or(U a, U b) { return a | b; }
-  static U bit_xor(U a, U b) { return a ^ b; }
-  template <int count>  // 1 to 31, as in shift_right
-  static U shift_left(U x) {
-    return x << count;
-  }
-  template <int count>
-  static U shift_right(U x) {
-    return x >> count;
-  }
-  static U if_nan(F x, U then, U otherwise) { return x != x ? then : otherwise; }
-  static U if_zero(F x, U then, U otherwise) { return x == 0 ? then : otherwise; }
-  // 0 where x is zero or subnormal, which is where its exponent's bits are all 0.
-  static U if_normal(F x, U then) { return (bits(x) & 0x7f800000) != 0 ? then : 0; }
+  static void store_u16(char* p, U x) { put(p, static_cast<std::uint16_t>(x)); }
+  static F sqrt(F x) { return std::sqrt(x); }
+  static F fma(F a, F b, F c) { return std::fma(a, b, c); }
 
   static F load_f16(const char* p) {
     const U half = get<std::uint16_t>(p);
@@ -85,25 +48,9 @@ struct VecScalar {
     store_u16(p, sign | half);
   }
 
-  static D zero_double() { return 0.0; }
-  static void store_double(double* p, D x) { *p = x; }
-  // Adds the squares of x's lanes, in order, to lanes / double_lanes accumulators. The square of
-  // an fp32 value is exact in double, so it does not matter whether the sum is fused.
   static void add_squares(D* sums, F x) {
     const double wide = x;
     sums[0] += wide * wide;
-  }
-
- private:
-  template <class T>
-  static T get(const char* p) {
-    T value;
-    std::memcpy(&value, p, sizeof value);
-    return value;
-  }
-  template <class T>
-  static void put(char* p, T value) {
-    std::memcpy(p, &value, sizeof value);
   }
 };
 

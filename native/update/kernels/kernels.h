@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/dtype.h"
 #include "update/update_kind.h"
 
 namespace hetero {

@@ -4,8 +4,8 @@
 #include <cstddef>
 
 #include "update/kernels/kernels.h"
-#include "update/kernels/load.inl.h"
 #include "update/kernels/split_master.inl.h"
+#include "update/kernels/vectors.inl.h"
 
 namespace hetero {
 
@@ -26,26 +26,26 @@ template <class V, Dtype dtype>
 void mean_block(const char* const* sources, std::size_t count, std::size_t first, std::size_t numel,
                 char* target) {
   constexpr std::size_t size = element_bytes(dtype);
-  const auto divisor = V::set(static_cast<float>(count));
+  const auto divisor = static_cast<float>(count);
   const std::size_t end = first + numel;
   std::size_t i = first;
   for (; i + V::lanes <= end; i += V::lanes) {
     auto sum = load_as_fp32<V, dtype>(sources[0] + i * size);
     for (std::size_t k = 1; k < count; ++k) {
-      sum = V::add(sum, load_as_fp32<V, dtype>(sources[k] + i * size));
+      sum += load_as_fp32<V, dtype>(sources[k] + i * size);
     }
-    store_rounded<V, dtype>(target + i * size, V::div(sum, divisor));
+    store_rounded<V, dtype>(target + i * size, sum / divisor);
   }
   if (i == end) return;
   const std::size_t left_bytes = (end - i) * size;
-  char pad[kPadBytes] = {};
+  char pad[V::lanes * 4] = {};
   __builtin_memcpy(pad, sources[0] + i * size, left_bytes);
   auto sum = load_as_fp32<V, dtype>(pad);
   for (std::size_t k = 1; k < count; ++k) {
     __builtin_memcpy(pad, sources[k] + i * size, left_bytes);
-    sum = V::add(sum, load_as_fp32<V, dtype>(pad));
+    sum += load_as_fp32<V, dtype>(pad);
   }
-  store_rounded<V, dtype>(pad, V::div(sum, divisor));
+  store_rounded<V, dtype>(pad, sum / divisor);
   __builtin_memcpy(target + i * size, pad, left_bytes);
 }
 

@@ -19,17 +19,16 @@ class RandomBits {
   using U = typename V::U;
 
   RandomBits(std::uint64_t index, std::uint32_t key)
-      : counter_(V::add(V::set_bits(static_cast<std::uint32_t>(index)), V::iota())),
-        key_(V::set_bits(key)) {}
+      : counter_(static_cast<std::uint32_t>(index) + V::iota()), key_(V::set_bits(key)) {}
 
   U next() {
-    U x = V::bit_xor(counter_, key_);
-    counter_ = V::add(counter_, V::set_bits(V::lanes));
-    x = V::bit_xor(x, V::template shift_right<16>(x));
-    x = V::mul(x, V::set_bits(0x21f0aaad));
-    x = V::bit_xor(x, V::template shift_right<15>(x));
-    x = V::mul(x, V::set_bits(0xd35a2d97));
-    return V::bit_xor(x, V::template shift_right<15>(x));
+    U x = counter_ ^ key_;
+    counter_ += std::uint32_t{V::lanes};
+    x ^= x >> 16;
+    x *= 0x21f0aaadU;
+    x ^= x >> 15;
+    x *= 0xd35a2d97U;
+    return x ^ (x >> 15);
   }
 
  private:

@@ -9,8 +9,8 @@
 #include <cstddef>
 
 #include "update/kernels/kernels.h"
-#include "update/kernels/load.inl.h"
 #include "update/kernels/state_codec.inl.h"
+#include "update/kernels/vectors.inl.h"
 
 namespace hetero {
 
@@ -20,15 +20,13 @@ struct SplitMaster {
 
   static SplitMaster of(typename V::F master) {
     const auto bits = V::if_nan(master, V::set_bits(0x7fc00000), V::bits(master));
-    const auto upper = V::template shift_right<16>(bits);
-    const auto odd = V::bit_and(upper, V::set_bits(1));
-    const auto half = V::add(V::set_bits(0x7fff), odd);
-    const auto rounded = V::template shift_right<16>(V::add(bits, half));
-    return {rounded, bits, V::sub(rounded, upper)};  // (storing takes the low half of `bits`)
+    const auto upper = bits >> 16;
+    const auto rounded = (bits + (0x7fffU + (upper & 1U))) >> 16;
+    return {rounded, bits, rounded - upper};  // (storing takes the low half of `bits`)
   }
 
   static typename V::F join(typename V::U param, typename V::U remainder, typename V::U carry) {
-    return V::from_bits(V::bit_or(V::template shift_left<16>(V::sub(param, carry)), remainder));
+    return V::from_bits(((param - carry) << 16) | remainder);
   }
 };
 
@@ -50,43 +48,22 @@ void join_vector(const SplitArrays& at, char* target) {
 
 template <class V, Dtype state_dtype, Carrier carrier>
 void split_block(const char* source, const SplitArrays& at, std::size_t numel) {
-  constexpr std::size_t size = element_bytes(state_dtype);
-  SplitArrays here = at;
-  std::size_t left = numel;
-  for (; left >= V::lanes; left -= V::lanes) {
-    split_vector<V, state_dtype, carrier>(source, here);
-    source += V::lanes * 4;
-    here = {here.param + V::lanes * 2, here.remainder + V::lanes * 2,
-            here.carrier + V::lanes * size};
-  }
-  if (left == 0) return;
-  char source_pad[kPadBytes] = {}, pads[3][kPadBytes] = {};
-  __builtin_memcpy(source_pad, source, 4 * left);
-  __builtin_memcpy(pads[2], here.carrier, size * left);
-  split_vector<V, state_dtype, carrier>(source_pad, {pads[0], pads[1], pads[2]});
-  __builtin_memcpy(here.param, pads[0], 2 * left);
-  __builtin_memcpy(here.remainder, pads[1], 2 * left);
-  __builtin_memcpy(here.carrier, pads[2], size * left);
+  for_vectors<V, 4, 2, 2, element_bytes(state_dtype)>(
+      numel,
+      [](const char* from, char* param, char* remainder, char* carried) {
+        split_vector<V, state_dtype, carrier>(from, {param, remainder, carried});
+      },
+      source, at.param, at.remainder, at.carrier);
 }
 
 template <class V, Dtype state_dtype, Carrier carrier>
 void join_block(const SplitArrays& at, char* target, std::size_t numel) {
-  constexpr std::size_t size = element_bytes(state_dtype);
-  SplitArrays here = at;
-  std::size_t left = numel;
-  for (; left >= V::lanes; left -= V::lanes) {
-    join_vector<V, state_dtype, carrier>(here, target);
-    target += V::lanes * 4;
-    here = {here.param + V::lanes * 2, here.remainder + V::lanes * 2,
-            here.carrier + V::lanes * size};
-  }
-  if (left == 0) return;
-  char target_pad[kPadBytes] = {}, pads[3][kPadBytes] = {};
-  __builtin_memcpy(pads[0], here.param, 2 * left);
-  __builtin_memcpy(pads[1], here.remainder, 2 * left);
-  __builtin_memcpy(pads[2], here.carrier, size * left);
-  join_vector<V, state_dtype, carrier>({pads[0], pads[1], pads[2]}, target_pad);
-  __builtin_memcpy(target, target_pad, 4 * left);
+  for_vectors<V, 2, 2, element_bytes(state_dtype), 4>(
+      numel,
+      [](char* param, char* remainder, char* carried, char* to) {
+        join_vector<V, state_dtype, carrier>({param, remainder, carried}, to);
+      },
+      at.param, at.remainder, at.carrier, target);
 }
 
 }  // namespace hetero

@@ -34,28 +34,27 @@ struct StateCodec {
   static constexpr std::uint32_t carry_mask = std::uint32_t{1} << carry_bit;
 
   static U load(const char* p) {
-    if constexpr (dtype == Dtype::bf16) return V::template shift_left<16>(V::load_u16(p));
+    if constexpr (dtype == Dtype::bf16) return V::load_u16(p) << 16;
     return V::bits(V::load(p));
   }
 
   static void store(char* p, U bits) {
     if constexpr (dtype == Dtype::bf16) {
-      V::store_u16(p, V::template shift_right<16>(bits));
+      V::store_u16(p, bits >> 16);
     } else {
       V::store(p, V::from_bits(bits));
     }
   }
 
   static U carry(U bits) {
-    if constexpr (carry_bit != 0) bits = V::template shift_right<carry_bit>(bits);
-    if constexpr (carry_bit == 31) return bits;
-    return V::bit_and(bits, V::set_bits(1));
+    if constexpr (carry_bit == 31) return bits >> carry_bit;
+    return (bits >> carry_bit) & 1U;
   }
 
   // The number, without the carry.
   static F value(U bits) {
     if constexpr (carrier == Carrier::none) return V::from_bits(bits);
-    return V::from_bits(V::bit_and(bits, V::set_bits(~carry_mask)));
+    return V::from_bits(bits & ~carry_mask);
   }
 
   // Bits to store, but for the carry: 0 for what is no normal number. `random` is used from bit 0
@@ -63,8 +62,7 @@ struct StateCodec {
   static U round(F x, U random) {
     if constexpr (dtype != Dtype::bf16) return V::if_normal(x, V::bits(x));
     constexpr std::uint32_t low = (std::uint32_t{1} << dropped) - 1;
-    const U sum = V::add(V::bits(x), V::bit_and(random, V::set_bits(low)));
-    const U kept = V::if_normal(x, V::bit_and(sum, V::set_bits(~low)));
+    const U kept = V::if_normal(x, (V::bits(x) + (random & low)) & ~low);
     return V::if_nan(x, V::set_bits(0x7fc00000), kept);
   }
 
@@ -72,10 +70,9 @@ struct StateCodec {
     if constexpr (carrier == Carrier::none) return bits;
     if constexpr (carrier == Carrier::lowest) {
       // A NaN that has no other bit would become an infinity.
-      bits = V::if_nan(V::from_bits(bits), V::bit_or(bits, V::set_bits(0x00400000)), bits);
+      bits = V::if_nan(V::from_bits(bits), bits | 0x00400000U, bits);
     }
-    if constexpr (carry_bit != 0) carry = V::template shift_left<carry_bit>(carry);
-    return V::bit_or(V::bit_and(bits, V::set_bits(~carry_mask)), carry);
+    return (bits & ~carry_mask) | (carry << carry_bit);
   }
 };
 

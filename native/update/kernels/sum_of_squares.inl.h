@@ -4,7 +4,7 @@
 #include <cstddef>
 
 #include "update/kernels/kernels.h"
-#include "update/kernels/load.inl.h"
+#include "update/kernels/vectors.inl.h"
 
 namespace hetero {
 
@@ -23,10 +23,8 @@ void add_squares(typename V::D* sums, const char* values) {
 #pragma GCC unroll 32
     for (std::size_t i = 0; i < half; i += V::lanes) {
       const auto pairs = V::bits(V::load(values + 4 * i));
-      const auto even = V::template shift_left<16>(pairs);
-      const auto odd = V::bit_and(pairs, V::set_bits(0xffff0000));
-      V::add_squares(sums + i / V::double_lanes, V::from_bits(even));
-      V::add_squares(sums + (half + i) / V::double_lanes, V::from_bits(odd));
+      V::add_squares(sums + i / V::double_lanes, V::from_bits(pairs << 16));
+      V::add_squares(sums + (half + i) / V::double_lanes, V::from_bits(pairs & 0xffff0000U));
     }
   } else {
 #pragma GCC unroll 32
@@ -41,8 +39,7 @@ void add_squares(typename V::D* sums, const char* values) {
 template <class V, Dtype dtype>
 double sum_of_squares_block(const char* values, std::size_t numel) {
   constexpr std::size_t size = element_bytes(dtype);
-  typename V::D sums[kNormLanes / V::double_lanes];
-  for (auto& sum : sums) sum = V::zero_double();
+  typename V::D sums[kNormLanes / V::double_lanes] = {};
   std::size_t i = 0;
   for (; i + kNormLanes <= numel; i += kNormLanes) {
     const char* const here = values + i * size;

@@ -16,20 +16,18 @@
 #include <cstdint>
 
 #include "update/kernels/kernels.h"
-#include "update/kernels/load.inl.h"
-#include "update/kernels/prefetch.inl.h"
 #include "update/kernels/random_bits.inl.h"
 #include "update/kernels/split_master.inl.h"
 #include "update/kernels/state_codec.inl.h"
 #include "update/kernels/update_rules.inl.h"
+#include "update/kernels/vectors.inl.h"
 
 namespace hetero {
 
-// One vector: load, update, store. Inlined by force, or the loop would load the constants anew for
-// every vector.
+// One vector: load, update, store. Inlined by force, as apply_rule().
 template <class V, UpdateKind kind>
 [[gnu::always_inline]] inline void update_vector(const UpdateArrays& at,
-                                                 const UpdateRule<V, kind.rule>& rule,
+                                                 const UpdateConstants& constants,
                                                  RandomBits<V>& random_bits) {
   constexpr std::size_t last = kind.states() - 1;
   using First = StateCodec<V, kind.state_dtype, kind.carrier(0)>;
@@ -45,19 +43,19 @@ template <class V, UpdateKind kind>
   if constexpr (kind.dtype == Dtype::bf16) {
     auto w =
         SplitMaster<V>::join(V::load_u16(at.param), V::load_u16(at.master), Last::carry(last_bits));
-    rule.apply(g, w, states);
+    apply_rule<V, kind.rule>(constants, g, w, states);
     const auto split = SplitMaster<V>::of(w);
     V::store_u16(at.param, split.param);
     V::store_u16(at.master, split.remainder);
     carry = split.carry;
   } else if constexpr (kind.dtype == Dtype::fp16) {
     auto w = V::load(at.master);
-    rule.apply(g, w, states);
+    apply_rule<V, kind.rule>(constants, g, w, states);
     V::store(at.master, w);
     V::store_f16(at.param, w);
   } else {
     auto w = V::load(at.param);
-    rule.apply(g, w, states);
+    apply_rule<V, kind.rule>(constants, g, w, states);
     V::store(at.param, w);
   }
 
@@ -65,7 +63,7 @@ template <class V, UpdateKind kind>
   if constexpr (kind.state_dtype == Dtype::bf16) random = random_bits.next();
   if constexpr (last == 1) {
     First::store(at.states[0], First::round(states[0], random));
-    random = V::template shift_right<16>(random);
+    random = random >> 16;
   }
   Last::store(at.states[last], Last::with_carry(Last::round(states[last], random), carry));
 }
@@ -73,37 +71,18 @@ template <class V, UpdateKind kind>
 template <class V, UpdateKind kind>
 void update_block(const UpdateArrays& at, std::size_t numel, const UpdateConstants& constants,
                   std::uint64_t index) {
-  constexpr std::size_t param_size = element_bytes(kind.dtype);
-  constexpr std::size_t grad_size = element_bytes(kind.grad_dtype);
-  constexpr std::size_t master_size = master_bytes(kind.dtype);
   constexpr std::size_t state_size = element_bytes(kind.state_dtype);
-  const UpdateRule<V, kind.rule> rule(constants);
+  constexpr std::size_t second_size = kind.states() == 2 ? state_size : 0;
+  const UpdateConstants here = constants;  // a copy, which the stores cannot change
   RandomBits<V> random_bits(index, constants.random_key);
-  UpdateArrays here = at;
-  std::size_t left = numel;
-  for (; left >= V::lanes; left -= V::lanes) {
-    prefetch<kind>(here);
-    update_vector<V, kind>(here, rule, random_bits);
-    here.param += V::lanes * param_size;
-    here.grad += V::lanes * grad_size;
-    if constexpr (master_size != 0) here.master += V::lanes * master_size;
-    for (std::size_t i = 0; i < kind.states(); ++i) here.states[i] += V::lanes * state_size;
-  }
-  if (left == 0) return;
-  char param[kPadBytes] = {}, grad[kPadBytes] = {}, master[kPadBytes] = {};
-  char states[kMaxStates][kPadBytes] = {};
-  __builtin_memcpy(param, here.param, left * param_size);
-  __builtin_memcpy(grad, here.grad, left * grad_size);
-  if constexpr (master_size != 0) __builtin_memcpy(master, here.master, left * master_size);
-  for (std::size_t i = 0; i < kind.states(); ++i) {
-    __builtin_memcpy(states[i], here.states[i], left * state_size);
-  }
-  update_vector<V, kind>({param, grad, master, {states[0], states[1]}}, rule, random_bits);
-  __builtin_memcpy(here.param, param, left * param_size);
-  if constexpr (master_size != 0) __builtin_memcpy(here.master, master, left * master_size);
-  for (std::size_t i = 0; i < kind.states(); ++i) {
-    __builtin_memcpy(here.states[i], states[i], left * state_size);
-  }
+  for_vectors<V, element_bytes(kind.dtype), element_bytes(kind.grad_dtype),
+              master_bytes(kind.dtype), state_size, second_size>(
+      numel,
+      [&](char* param, const char* grad, char* master, char* first, char* second)
+          __attribute__((always_inline)) {
+            update_vector<V, kind>({param, grad, master, {first, second}}, here, random_bits);
+          },
+      at.param, at.grad, at.master, at.states[0], at.states[1]);
 }
 
 }  // namespace hetero

@@ -39,113 +39,37 @@
 
 namespace hetero {
 
-// apply(g, w, states) is the formula over one vector; g is not scaled yet.
+template <class V>
+typename V::F sign(typename V::F x) {
+  const auto one = (V::bits(x) & 0x80000000U) | 0x3f800000U;
+  return V::from_bits(V::if_nan(x, V::bits(x), V::if_zero(x, V::set_bits(0), one)));
+}
+
+// The formula over one vector; g is not scaled yet. Inlined by force, or the loop would load the
+// constants anew for every vector.
 template <class V, Rule rule>
-class UpdateRule;
-
-// The part that the rules share: the gradient's scale, and weight decay.
-template <class V>
-class ScaleAndDecay {
- public:
-  using F = typename V::F;
-
-  explicit ScaleAndDecay(const UpdateConstants& c)
-      : decay_(c.decay),
-        grad_scale_(V::set(c.grad_scale)),
-        factor_(V::set(c.decay == Decay::coupled ? c.weight_decay : c.shrink)) {}
-
-  void apply(F& g, F& w) const {
-    g = V::mul(g, grad_scale_);
-    if (decay_ == Decay::coupled) g = V::fma(factor_, w, g);
-    if (decay_ == Decay::decoupled) w = V::mul(w, factor_);
-  }
-
- private:
-  Decay decay_;
-  F grad_scale_, factor_;
-};
-
-template <class V>
-class UpdateRule<V, Rule::adam> {
- public:
-  using F = typename V::F;
-
-  explicit UpdateRule(const UpdateConstants& c)
-      : first_(c),
-        beta1_(V::set(c.beta1)),
-        one_minus_beta1_(V::set(c.one_minus_beta1)),
-        beta2_(V::set(c.beta2)),
-        one_minus_beta2_(V::set(c.one_minus_beta2)),
-        inv_sqrt_bias_correction2_(V::set(c.inv_sqrt_bias_correction2)),
-        eps_(V::set(c.eps)),
-        minus_step_size_(V::set(c.minus_step_size)) {}
-
-  void apply(F g, F& w, F* states) const {
-    F& m = states[0];
-    F& v = states[1];
-    first_.apply(g, w);
-    m = V::fma(one_minus_beta1_, g, V::mul(beta1_, m));
-    v = V::fma(V::mul(one_minus_beta2_, g), g, V::mul(beta2_, v));
-    const F d = V::fma(V::sqrt(v), inv_sqrt_bias_correction2_, eps_);
-    w = V::fma(minus_step_size_, V::div(m, d), w);
-  }
-
- private:
-  ScaleAndDecay<V> first_;
-  F beta1_, one_minus_beta1_, beta2_, one_minus_beta2_;
-  F inv_sqrt_bias_correction2_, eps_, minus_step_size_;
-};
-
-template <class V>
-class UpdateRule<V, Rule::lion> {
- public:
-  using F = typename V::F;
-
-  explicit UpdateRule(const UpdateConstants& c)
-      : first_(c),
-        beta1_(V::set(c.beta1)),
-        one_minus_beta1_(V::set(c.one_minus_beta1)),
-        beta2_(V::set(c.beta2)),
-        one_minus_beta2_(V::set(c.one_minus_beta2)),
-        minus_step_size_(V::set(c.minus_step_size)) {}
-
-  void apply(F g, F& w, F* states) const {
-    F& m = states[0];
-    first_.apply(g, w);
-    const F c = V::fma(one_minus_beta1_, g, V::mul(beta1_, m));
-    w = V::fma(minus_step_size_, sign(c), w);
-    m = V::fma(one_minus_beta2_, g, V::mul(beta2_, m));
-  }
-
- private:
-  static F sign(F x) {
-    const auto one =
-        V::bit_or(V::bit_and(V::bits(x), V::set_bits(0x80000000)), V::set_bits(0x3f800000));
-    return V::from_bits(V::if_nan(x, V::bits(x), V::if_zero(x, V::set_bits(0), one)));
-  }
-
-  ScaleAndDecay<V> first_;
-  F beta1_, one_minus_beta1_, beta2_, one_minus_beta2_, minus_step_size_;
-};
-
-template <class V>
-class UpdateRule<V, Rule::adagrad> {
- public:
-  using F = typename V::F;
-
-  explicit UpdateRule(const UpdateConstants& c)
-      : first_(c), eps_(V::set(c.eps)), minus_step_size_(V::set(c.minus_step_size)) {}
-
-  void apply(F g, F& w, F* states) const {
-    F& s = states[0];
-    first_.apply(g, w);
+[[gnu::always_inline]] inline void apply_rule(const UpdateConstants& c, typename V::F g,
+                                              typename V::F& w, typename V::F* states) {
+  g = g * c.grad_scale;
+  if (c.decay == Decay::coupled) g = V::fma(V::set(c.weight_decay), w, g);
+  if (c.decay == Decay::decoupled) w = w * c.shrink;
+  const auto minus_step_size = V::set(c.minus_step_size);
+  if constexpr (rule == Rule::adam) {
+    auto &m = states[0], &v = states[1];
+    m = V::fma(V::set(c.one_minus_beta1), g, c.beta1 * m);
+    v = V::fma(c.one_minus_beta2 * g, g, c.beta2 * v);
+    const auto d = V::fma(V::sqrt(v), V::set(c.inv_sqrt_bias_correction2), V::set(c.eps));
+    w = V::fma(minus_step_size, m / d, w);
+  } else if constexpr (rule == Rule::lion) {
+    auto& m = states[0];
+    const auto mixed = V::fma(V::set(c.one_minus_beta1), g, c.beta1 * m);
+    w = V::fma(minus_step_size, sign<V>(mixed), w);
+    m = V::fma(V::set(c.one_minus_beta2), g, c.beta2 * m);
+  } else {
+    auto& s = states[0];
     s = V::fma(g, g, s);
-    w = V::fma(minus_step_size_, V::div(g, V::add(V::sqrt(s), eps_)), w);
+    w = V::fma(minus_step_size, g / (V::sqrt(s) + c.eps), w);
   }
-
- private:
-  ScaleAndDecay<V> first_;
-  F eps_, minus_step_size_;
-};
+}
 
 }  // namespace hetero

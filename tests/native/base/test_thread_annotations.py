@@ -9,8 +9,6 @@ BODIES = {
     "MutexLock lock(mutex); while (x == 0) changed.wait(mutex); return x;": True,
     "MutexLock lock(mutex); { MutexUnlock unlocked(mutex); } return x;": True,
     "MutexLock lock(mutex); MutexUnlock unlocked(mutex); return x;": False,
-    "MutexLock lock(mutex); lock.unlock(); return x;": False,
-    "MutexLock lock(mutex); lock.unlock(); lock.lock(); return x;": True,
     "MutexLock(this->mutex); return x;": False,
     "return needs();": False,
     "MutexLock lock(mutex); return needs();": True,
