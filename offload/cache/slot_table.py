@@ -1,9 +1,10 @@
 """Which chunk each slot of an arena holds, and which slots another chunk should take.
 
-Slots are taken from the chunk whose next use is farthest (Belady's rule), of equals from the one that
-has had them longest, and only if nothing pins them. Looking for one slot takes a time that does not grow with the number of slots: chunks are
-kept in a heap by their next use, and pins are counted only of those that the heap offers. A run of
-several slots is looked for among all slots, once.
+Slots are taken from the chunk whose next use is farthest (Belady's rule), of equals from the one
+that has had them longest, and only if nothing pins them. Looking for one slot takes a time that
+does not grow with the number of slots: chunks are kept in a heap by their next use, and pins are
+counted only of those that the heap offers. A run of several slots is looked for among all slots,
+once.
 """
 
 from __future__ import annotations
