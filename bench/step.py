@@ -182,7 +182,7 @@ def summarize(rounds: Rounds, params: int) -> dict[str, Any]:
         "stream_gbps": rounds.median("memory", "gbps"),
         "pipeline": {
             name: rounds.median("hetero", name)
-            for name in ("adam_s", "read_wait_s", "write_wait_s")
+            for name in ("compute_s", "read_wait_s", "write_wait_s")
         },
         "ranges": {
             "step_s": rounds.spread("hetero", "step_s"),

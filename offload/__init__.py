@@ -1,1 +1,1 @@
-"""Where bytes live and how they move: tiers, arenas, transfers, the NVMe chunk store."""
+"""Where bytes live and how they move: tiers, arenas, slot caches, scratch files, devices."""

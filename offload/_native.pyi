@@ -169,7 +169,7 @@ class IoEngine:
     def kind(self) -> str: ...
     @property
     def notes(self) -> list[str]:
-        """What was wanted but refused, in words (registered buffers, registered file)."""
+        """What was wanted but refused, in words (features of io_uring, registered buffers)."""
     def add_file(self, fd: int, path: str) -> int:
         """Duplicates `fd` and returns the file's id here; `path` is used in messages only."""
     def add_striped_file(self, members: Sequence[tuple[int, str]], stripes: StripeMap) -> int:
@@ -375,7 +375,7 @@ class Location:
 
 class StepTask:
     """One tile's update. `segments` are (first element in the tile, numel, index into hypers,
-    number of the first element as in update()). Tasks are made in the order of `next_use`; those
+    number of the first element as in update()). Tasks are made in the order of `priority`; those
     with the same, or of one tile, in the order in which they were submitted."""
 
     def __init__(
@@ -385,7 +385,7 @@ class StepTask:
         grad: Location,
         optim_state: Location,
         segments: Sequence[tuple[int, int, int, int]],
-        next_use: int = 0,
+        priority: int = 0,
     ) -> None: ...
 
 class StepPipeline:
@@ -429,7 +429,7 @@ class StepPipeline:
     ) -> None:
         """Reads ahead what tasks to come, in this order, will find in the file and no buffer has.
 
-        Each is (key, param, optim_state, next_use) as in a StepTask. Replaces what was expected
+        Each is (key, param, optim_state, priority) as in a StepTask. Replaces what was expected
         before; submit() takes its keys out. With `streaming` 0 it takes buffers whose content no
         task wants.
         Else the order is the same in every step, and all buffers but so many keep what is used
@@ -456,7 +456,7 @@ class StepPipeline:
     @property
     def stats(self) -> dict[str, float]:
         """tasks (updated), hits (of them, found in a buffer that kept their parts), ahead (found
-        read ahead), read_bytes, written_bytes, adam_s, read_wait_s, write_wait_s"""
+        read ahead), read_bytes, written_bytes, compute_s, read_wait_s, write_wait_s"""
     def inject(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
     def hold(self, nth: int) -> None:

@@ -23,6 +23,9 @@ RETIRED = {
     "payload": "state kind",
     "payloads": "state kind",
     "ferry": "home copy",
+    "drain": "gradient offload",
+    "drained": "gradient offload",
+    "stepper": "UpdateTasks",
     "seats": "ParamState",
     "comfort": "headroom",
 }

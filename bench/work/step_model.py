@@ -1,6 +1,6 @@
 """A model of nothing but parameters, whose optimizer step is what a model of that size would do.
 
-It goes through hetero.initialize(): layout, placement, buffers and the stepper are the product's.
+It goes through hetero.initialize(): layout, placement, buffers and the tasks are the product's.
 Gradients are made once and stay, as they would between steps without zero_grad().
 """
 
@@ -178,7 +178,7 @@ class HeteroStep:
             self._engine.traffic,
             self._engine.chunk_groups[0].pipeline.stats,
         )
-        timers = ("adam_s", "read_wait_s", "write_wait_s")
+        timers = ("compute_s", "read_wait_s", "write_wait_s")
         return {
             "step_s": seconds / steps,
             "read_bytes": (traffic_after.disk_read - traffic.disk_read) / steps,

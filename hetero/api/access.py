@@ -210,4 +210,4 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
         UnmanagedParameterError: the model has no managed parameters.
         BudgetError: in backward, if there is no room for whole gradients.
     """
-    return engine_of(model.parameters()).gradients.no_sync()
+    return engine_of(model.parameters()).grad_intake.no_sync()

@@ -48,7 +48,7 @@ class StateDictHooks(ModelHooks):
         of = weakref.ref(module)
 
         def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-            self._engine.schedule.require_whole("state_dict()")
+            self._engine.schedule.refuse_half_made("state_dict()")
             for name, managed in self._own(module).items():
                 found = state_dict.get(prefix + name)
                 if found is not None and found.data_ptr() == managed.stand_in.data_ptr():

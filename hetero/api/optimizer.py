@@ -195,7 +195,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         Raises HeteroError between an update during backward and step(): it cannot be undone.
         """
         if self._engine is not None:
-            self._engine.schedule.require_whole("optimizer.zero_grad()")
+            self._engine.schedule.refuse_half_made("optimizer.zero_grad()")
         for param in self._all_params():
             param.grad = None
 

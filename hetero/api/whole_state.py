@@ -55,7 +55,7 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
     The other ranks need not call it. The optimizer state of each tile is brought in once.
     """
-    engine.schedule.require_whole("reading masters or optimizer states")
+    engine.schedule.refuse_half_made("reading masters or optimizer states")
     for members in _by_chunk(managed):
         _read_chunk(engine, members, visit)
 
@@ -78,7 +78,7 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
 
     All ranks must call it.
     """
-    engine.schedule.require_whole("changing parameters or optimizer states")
+    engine.schedule.refuse_half_made("changing parameters or optimizer states")
     for members in _by_chunk(managed):
         _write_chunk(engine, members, visit)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, StateMemory
-from hetero.chunk_groups.update_tasks import Stepper
+from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import SlotBytes, link_bytes
@@ -109,7 +109,7 @@ class _ChunkGroupBuilder:
     def build(self, first_number: Mapping[int, int], spare_bytes: int) -> ChunkGroup:
         """All parts, in the order in which they need each other."""
         memory = self._make_memory(spare_bytes)
-        homes, arenas, file = memory.homes, memory.arenas, memory.file
+        homes, arenas, file = memory.homes, memory.arenas, memory.scratch_space
         device = self._make_device_parts(file)
         grad_offload = None if device is None else device.grad_offload
         updater = None if device is None else device.updater
@@ -147,7 +147,7 @@ class _ChunkGroupBuilder:
             grads=grads,
             optim_states=optim_states,
             updates=updates,
-            stepper=Stepper(self._layout, homes, grads, updates, first_number, updater),
+            update_tasks=UpdateTasks(self._layout, homes, grads, updates, first_number, updater),
             world=self.world,
             ranks=ranks,
             device=device,
@@ -292,7 +292,7 @@ class _ChunkGroupBuilder:
         before_write: Callable[[int], object] | None = None,
     ) -> SlotCache:
         extents = memory.homes[state_kind].extents
-        backing = FileBacking(arena, memory.file, extents, before_read, before_write)
+        backing = FileBacking(arena, memory.scratch_space, extents, before_read, before_write)
         return self._cache(arena, backing, order)
 
     def _cache(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-from hetero.chunk_groups.update_tasks import Stepper
+from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.chunks.layout import Chunk
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
@@ -39,7 +39,7 @@ class StateMemory:
     """
 
     homes: Mapping[StateKind, Homes]
-    file: ScratchSpace
+    scratch_space: ScratchSpace
     arenas: SlotArenas
 
 
@@ -72,7 +72,7 @@ class ChunkGroup:
     Attributes:
         plan: dtypes, layout and first placement.
         members: the parameters, chunk by chunk; `memory` holds their state.
-        params, grads, optim_states: read and change each kind of state; `stepper` updates all.
+        params, grads, optim_states: read and change each kind of state; `update_tasks` updates all.
         updates: the states of chunks in the optimizer step: uses of a chunk wait for its update.
         world: the ranks, over connections that this chunk group alone uses.
         ranks: None for one rank.
@@ -87,7 +87,7 @@ class ChunkGroup:
     grads: Grads
     optim_states: OptimizerState
     updates: ChunkUpdates
-    stepper: Stepper
+    update_tasks: UpdateTasks
     world: ProcessGroups
     ranks: RankParts | None
     device: DeviceParts | None
@@ -111,7 +111,7 @@ class ChunkGroup:
     @property
     def disk(self) -> DiskParts | None:
         """The file and its I/O engine; None until something is homed on DISK."""
-        return self.memory.file.parts
+        return self.memory.scratch_space.parts
 
     @property
     def wait_s(self) -> float:

@@ -57,13 +57,14 @@ def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
     return made
 
 
-class Stepper:
+class UpdateTasks:
     """Makes the tasks of updates, in the order in which tiles are to be updated, and submits them.
 
-    Without overlap the order alternates from step to step (zig-zag): what the last step left in the
-    buffers is what this one needs first. With updates during backward it is backward's order in
-    each step, also of what backward leaves to step(). With updates during forward it is the order
-    in which forward will wait for chunks (ChunkUpdates.next_use).
+    The order, by `overlap_updates`:
+        none: the layout's, reversed from step to step (zig-zag). What the last step left in the
+            buffers is what this one needs first.
+        backward: the layout's reversed, in each step, also of what backward leaves to step().
+        forward, both: that in which forward will wait for chunks (ChunkUpdates.priority).
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class Stepper:
         self._updates = updates
         self._updater = updater
         self._first_number = first_number
-        self._forward = not updates.overlap.in_backward  # whether tiles go in the layout's order
+        self._ascending = not updates.overlap.in_backward  # whether tiles go in the layout's order
         # Tiles that were updated in this step, and in the last step that updated any.
         self._updated: list[Tile] = []
         trained = [chunk for chunk in layout.chunks if chunk.trainable]
         self._last = [(chunk.id, tile) for chunk in trained for tile in range(chunk.slots)]
-        self._last.sort(reverse=not self._forward)
+        self._last.sort(reverse=not self._ascending)
 
     def read_ahead(self) -> None:
         """Has the pipeline read what the step's first updates need, as far as buffers are free.
@@ -105,7 +106,7 @@ class Stepper:
             return
         order = self._last
         if not self._updates.overlap.repeats:
-            order = sorted(order, reverse=not self._forward)
+            order = sorted(order, reverse=not self._ascending)
         chunks = self._layout.chunks
         self._updates.expect(
             [
@@ -113,7 +114,7 @@ class Stepper:
                     self._updates.key(chunks[c], tile),
                     self._params.location(chunks[c], tile),
                     self._optim_states.location(chunks[c], tile),
-                    self.next_use(chunks[c]),
+                    self.priority(chunks[c]),
                 )
                 for c, tile in order
                 if chunks[c] not in self._params or chunks[c] not in self._optim_states
@@ -139,8 +140,8 @@ class Stepper:
                     segment = Segment(part.in_tile.start, part.numel, hyper, number)
                     segments.setdefault((managed.chunk.id, part.tile), []).append(segment)
         chunks = self._layout.chunks
-        order = sorted(segments, reverse=not self._forward)
-        order.sort(key=lambda tile: self.next_use(chunks[tile[0]]))
+        order = sorted(segments, reverse=not self._ascending)
+        order.sort(key=lambda tile: self.priority(chunks[tile[0]]))
         tiles: list[Tile] = []
         tasks: list[StepTask] = []
         device_tasks: list[DeviceTask] = []
@@ -176,7 +177,7 @@ class Stepper:
         if self._updated:
             self._last, self._updated = self._updated, []
         if not self._updates.overlap.repeats:
-            self._forward = not self._forward
+            self._ascending = not self._ascending
         if self._updates.overlap.in_forward:
             # The next step's is read as soon as nothing waits, in forward's last part.
             with suppress(RuntimeError, OSError):  # a failed pipeline says so to who waits for it
@@ -188,9 +189,9 @@ class Stepper:
         self._updates.pipeline.wait_updated()
         self._updated.clear()
 
-    def next_use(self, chunk: Chunk) -> int:
-        """When something will wait for the chunk's update (ChunkUpdates.next_use)."""
-        return self._updates.next_use(chunk, chunk not in self._grad_homes)
+    def priority(self, chunk: Chunk) -> int:
+        """When something will wait for the chunk's update (ChunkUpdates.priority)."""
+        return self._updates.priority(chunk, chunk not in self._grad_homes)
 
     def _task(self, chunk: Chunk, tile: int, segments: list[Segment]) -> StepTask:
         return StepTask(
@@ -199,7 +200,7 @@ class Stepper:
             self._grads.location(chunk, tile),
             self._optim_states.location(chunk, tile),
             segments,
-            self.next_use(chunk),
+            self.priority(chunk),
         )
 
 

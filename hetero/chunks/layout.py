@@ -113,7 +113,7 @@ WHOLE = Shard()
 class Layout:
     """All chunks of a model; slots hold `slot_numel` elements each.
 
-    A rank's shard of a chunk of n slots is a contiguous n-th of it: n tiles of `piece_numel`.
+    A rank's shard of a chunk of n slots is a contiguous n-th of it: n tiles of `tile_numel`.
     """
 
     slot_numel: int
@@ -148,7 +148,7 @@ class Layout:
 def pack(
     params: Sequence[ParamSpec], slot_numel: int, shard: Shard = WHOLE, group_index: int = 0
 ) -> Layout:
-    """Packs parameters into chunks, in order, first fit into the open chunk of their kind.
+    """Packs parameters into chunks, in order, into the open chunk of their kind (next fit).
 
     Trainable and frozen parameters are two kinds. A parameter that does not fit the open chunk
     opens the next one; one larger than a slot gets a chunk of its own. A group has a chunk of its

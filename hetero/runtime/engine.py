@@ -19,7 +19,7 @@ from hetero.planning.predict import Plan
 from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from hetero.runtime.gradients.grad_factors import GradFactors
 from hetero.runtime.gradients.grad_hook import GradHook
-from hetero.runtime.gradients.gradients import Gradients
+from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
 from hetero.runtime.relocation.budget_moves import BudgetMoves
@@ -81,11 +81,11 @@ class Engine:
         self.params = AllParams()
         self.chunk_groups = self.params.chunk_groups
         self.schedule = UpdateSchedule(self.params, self.config, optimizer)
-        self.gradients = Gradients(
+        self.grad_intake = GradIntake(
             self.params, self.loss_scale, self.schedule, lambda: self.tracer.gradient()
         )
         self.grad_factors = GradFactors(
-            self.params, self.gradients, shared, self.world.shard, lambda: self.tracer.forget()
+            self.params, self.grad_intake, shared, self.world.shard, lambda: self.tracer.forget()
         )
         self._model = weakref.ref(model)
         self.optimizer = optimizer
@@ -140,7 +140,7 @@ class Engine:
     def _take_over(self, chunk_group: ChunkGroup) -> None:
         self.chunk_groups.append(chunk_group)
         self.params.follow_homes(chunk_group)
-        self.gradients.take_over(chunk_group)
+        self.grad_intake.take_over(chunk_group)
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
             old = self.params.known(m.param)
@@ -150,7 +150,7 @@ class Engine:
             self.params.managed[id(m.param)] = m
             if m.chunk.trainable:
                 m.let_change_grad(self.grad_factors)
-                self.hooks.callback(GradHook(m, self.gradients).remove)
+                self.hooks.callback(GradHook(m, self.grad_intake).remove)
 
     def homes_moved(self) -> None:
         """Takes account of homes that have moved, or of parameters that were added."""
@@ -202,14 +202,14 @@ class Engine:
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """loss.backward(**options), with the loss times the loss scale under fp16."""
         self._check_open()
-        self.gradients.backward(loss, **options)
+        self.grad_intake.backward(loss, **options)
 
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""
-        return self.gradients.of(self.find_all(params))
+        return self.grad_intake.of(self.find_all(params))
 
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
-        """The 2-norm of the parameters' gradients, unscaled, as far as they are clipped by now.
+        """The 2-norm of the parameters' gradients, after the clipping and unscaling done so far.
 
         Summed in double per parameter in a fixed order, then over parameters in the model's order:
         the same bits for every placement and chunk size.
@@ -235,7 +235,7 @@ class Engine:
         self.unwind()
         self.schedule.wait_all()
         self.added_params.take_in_unfrozen()
-        self.gradients.average(force=True)
+        self.grad_intake.average(force=True)
         managed = self.params.managed.values()
         param_groups = self.optimizer.param_groups()
         listed = [(group, self.find_all(group["params"])) for group in param_groups]
@@ -243,7 +243,7 @@ class Engine:
         check_left_out(managed, given)
         for m in given:
             check_updatable(m, self.config.overlap)
-        groups = [(options, self.gradients.of(members)) for options, members in listed]
+        groups = [(options, self.grad_intake.of(members)) for options, members in listed]
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
         self.params.settle()
@@ -287,11 +287,11 @@ class Engine:
 
     def _before_forward(self) -> None:
         self.unwind()
-        # Ranks may evaluate alone, but train together.
         if self._closed:
             return
         if not self.schedule.overlap.in_forward:
             self.schedule.wait_all()  # of a step() that Ctrl-C ended
+        # All ranks take in unfrozen parameters together, so not in evaluation, which may be one's.
         if torch.is_grad_enabled():
             self.added_params.take_in_unfrozen()
 
@@ -322,7 +322,7 @@ class Engine:
         is changed. After a failed read what could not be read stays on NVMe.
         """
         self._check_open()
-        self.schedule.require_whole("set_budget()")
+        self.schedule.refuse_half_made("set_budget()")
         self.budget_moves.set_budget(host_memory, device_memory)
 
     def _pause(self) -> None:

@@ -50,7 +50,7 @@ def counters_of(chunk_groups: Sequence[ChunkGroup], backend: Backend) -> Counter
             numel = chunk_group.trained_numel / chunk_group.layout.shard.ranks
             bytes_moved = numel * chunk_group.dtypes.kind.bytes_moved
             update_bytes += updated["tasks"] / tiles * bytes_moved
-            update_s += updated["adam_s"]
+            update_s += updated["compute_s"]
     h2d_s, d2h_s = backend.link_busy_s
     return Counters(
         nvme_bytes=nvme_bytes,

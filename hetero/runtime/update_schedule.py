@@ -88,7 +88,7 @@ class UpdateSchedule:
 
     # What is refused while a step is half made
 
-    def require_whole(self, what: str) -> None:
+    def refuse_half_made(self, what: str) -> None:
         """Raises HeteroError because `what` cannot be done while a step is half made."""
         if count := len(self._locked_chunks):
             raise HeteroError(
@@ -123,7 +123,7 @@ class UpdateSchedule:
             if lock.acquire(blocking=False):  # else the buffers are used to read optimizer states
                 try:
                     with suppress(RuntimeError, OSError):  # a failed pipeline says so to step()
-                        chunk_group.stepper.read_ahead()
+                        chunk_group.update_tasks.read_ahead()
                 finally:
                     lock.release()
 
@@ -198,7 +198,7 @@ class UpdateSchedule:
         Raises HeteroError for a gradient that was lost, with nothing changed.
         """
         try:
-            update = chunk_group.stepper.prepare(groups, table)
+            update = chunk_group.update_tasks.prepare(groups, table)
         except BaseException:
             chunk_group.grads.release_used()
             raise
@@ -207,7 +207,7 @@ class UpdateSchedule:
             chunk_group.params.begin_update(members[0].chunk, members, lock=not last)
         try:
             with chunk_group.optim_states.lock:
-                chunk_group.stepper.submit(update, last)
+                chunk_group.update_tasks.submit(update, last)
         except Exception:
             self._publish(chunk_group, update)  # other ranks that ask are told of the failure
             raise
@@ -287,7 +287,7 @@ class UpdateSchedule:
                 )
         for chunk_group in self._params.chunk_groups:
             if chunk_group.updates.locked:
-                chunk_group.stepper.stop()
+                chunk_group.update_tasks.stop()
         self._unlock()
         self.wait_all()
 

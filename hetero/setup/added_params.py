@@ -75,7 +75,7 @@ class AddedParams:
             HeteroError: ranks differ, or a parameter is in use.
             StoreError, NativeIoError: the file cannot be used. Nothing is changed in any case.
         """
-        self._engine.schedule.require_whole("add_param_group()")
+        self._engine.schedule.refuse_half_made("add_param_group()")
         wanted = [p for p in params if p.numel() and can_train(p)]
         names = {id(p): name for name, p in self._engine.model.named_parameters()}
         facts = {
@@ -148,7 +148,7 @@ def _make_chunk_groups(
         ]
         if early is not None:
             # What is under way in one chunk group must not meet another one's backward.
-            engine.gradients.average(force=True)
+            engine.grad_intake.average(force=True)
             for chunk_group in engine.chunk_groups:
                 chunk_group.begin_reducing_at_end()
         resources.pop_all()

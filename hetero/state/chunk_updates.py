@@ -40,14 +40,15 @@ class UpdateState(enum.Enum):
     NO_GRADS = "parameters have their values, and backward may add gradients"
     GRADS_FINAL = "parameters have their values, and backward adds no more gradients"
     SUBMITTED = "the update reads the gradient, and writes parameters and optimizer state"
-    DONE = "the gradient is free, and new values are at home; parameters are not attached to them"
+    DONE = "the gradient is free, new values are at home, and param.data does not point to them yet"
 
 
 class ChunkUpdates:
     """The state of each chunk of a chunk group, and waiting for its update.
 
-    A chunk that was submitted during backward is locked until step() has submitted the rest. But
-    for wait_computed(), which any thread may call, all calls come from the training's thread.
+    A chunk that was submitted during backward is locked until step() has submitted the rest:
+    nothing may use it. Calls come from under Params' lock or from the thread that runs backward;
+    wait_updated() and wait_computed() may come from any thread.
     """
 
     def __init__(
@@ -154,7 +155,8 @@ class ChunkUpdates:
             began_s = time.perf_counter()
             self.wait_computed(chunk)
             self.wait_s += time.perf_counter() - began_s
-            self._states[chunk.id] = UpdateState.DONE
+            if chunk.id in self._states:  # else another thread has finished it meanwhile
+                self._states[chunk.id] = UpdateState.DONE
 
     def wait_computed(self, chunk: Chunk) -> None:
         """Until no update of the chunk is to be computed. Raises what one met. For any thread."""
@@ -182,7 +184,7 @@ class ChunkUpdates:
         if self.overlap.in_forward:
             self._first_use.setdefault(chunk.id, len(self._first_use))
 
-    def next_use(self, chunk: Chunk, backward_waits: bool) -> int:
+    def priority(self, chunk: Chunk, backward_waits: bool) -> int:
         """When something will wait for the update: the smallest number is to be made first.
 
         `backward_waits`: for the slots that the chunk's gradient holds, during backward, before any

@@ -1,4 +1,4 @@
-"""GRAD kinds of state: gradients arrive from autograd, are added up, and wait for the optimizer."""
+"""GRAD: gradients arrive from autograd, are added up, and wait for the update."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Grads:
         for m in members:
             self._members.setdefault(m.chunk.id, []).append(m)
         self._grad_offload = grad_offload
-        self._arrived: dict[int, set[ManagedParam]] = {}  # of DISK-homed chunks, in this round
+        self._arrived: dict[int, set[ManagedParam]] = {}  # of DISK-homed chunks, in this backward
         # Ids of those that have all of them, or will when none is on its way: to be written.
         self._complete: dict[int, None] = {}
         self._sums: dict[ManagedParam, float] = {}

@@ -159,8 +159,7 @@ class Params:
         self._chunk_of_slot[slot] = chunk
         copy = self._cache.tensor(chunk.id, self._dtype)
         if self._prefetch:
-            # Reading what is not written yet would make compute wait for chunks that it does not
-            # need now.
+            # Not chunks whose update is not written yet: starting to read one waits until it is.
             self._cache.prefetch(PREFETCH_CHUNKS, self._is_being_updated)
         return copy
 
@@ -190,9 +189,9 @@ class Params:
                         del self._used[managed.chunk.id]
 
     def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
-        """Flat memory, in the block, for the first values of this rank's shard.
+        """Flat memory, inside the block, for the first values of this rank's shard.
 
-        Call filled() in the block when they are there. All ranks must do so.
+        Write them and call filled() inside the block. All ranks call both.
         """
         self._wait_usable(chunk, chunk.name)
         return self._shards.fill(chunk)

@@ -33,8 +33,8 @@ using SegmentTuple = std::tuple<std::size_t, std::size_t, std::size_t, std::uint
 
 StepTask make_task(std::int64_t key, const Location& param, const Location& grad,
                    const Location& optim_state, const std::vector<SegmentTuple>& segments,
-                   std::uint32_t next_use) {
-  StepTask task = {key, next_use, param, grad, optim_state, {}};
+                   std::uint32_t priority) {
+  StepTask task = {key, priority, param, grad, optim_state, {}};
   task.segments.reserve(segments.size());
   for (const auto& [first, numel, hyper, index] : segments) {
     task.segments.push_back({first, numel, hyper, index});
@@ -46,8 +46,8 @@ void expect(StepPipeline& pipeline, const std::vector<ExpectationTuple>& expecte
             std::size_t streaming) {
   std::vector<Expectation> made;
   made.reserve(expected.size());
-  for (const auto& [key, param, optim_state, next_use] : expected) {
-    made.push_back({key, next_use, param, optim_state});
+  for (const auto& [key, param, optim_state, priority] : expected) {
+    made.push_back({key, priority, param, optim_state});
   }
   pipeline.expect(std::move(made), streaming);
 }
@@ -64,7 +64,7 @@ py::dict stats_dict(const StepPipeline& pipeline) {
   const StepStats stats = pipeline.stats();
   return py::dict("tasks"_a = stats.tasks, "hits"_a = stats.hits, "ahead"_a = stats.ahead,
                   "read_bytes"_a = stats.read_bytes, "written_bytes"_a = stats.written_bytes,
-                  "adam_s"_a = stats.adam_s, "read_wait_s"_a = stats.read_wait_s,
+                  "compute_s"_a = stats.compute_s, "read_wait_s"_a = stats.read_wait_s,
                   "write_wait_s"_a = stats.write_wait_s);
 }
 
@@ -78,7 +78,7 @@ void bind_pipeline(py::module_& module) {
            "address"_a = 0, "file_offset"_a = -1);
   py::class_<StepTask>(module, "StepTask")
       .def(py::init(&make_task), "key"_a, "param"_a, "grad"_a, "optim_state"_a, "segments"_a,
-           "next_use"_a = 0);
+           "priority"_a = 0);
   py::class_<StepPipeline, PipelineHolder>(module, "StepPipeline")
       .def(py::init(&make_pipeline), "engine"_a.none(true), "file"_a, "arena"_a.none(true),
            "buffers"_a, "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a,

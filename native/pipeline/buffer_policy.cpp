@@ -47,7 +47,7 @@ BufferPolicy::ReadAhead BufferPolicy::choose_read_ahead() {
 bool BufferPolicy::reads_ahead_first() const {
   if (!queue_.repeats() || queue_.expected() > buffers_.size() + streaming_) return false;
   const Expectation* const next = first_missing();
-  if (next == nullptr || next->next_use >= queue_.front().task.next_use) return false;
+  if (next == nullptr || next->priority >= queue_.front().task.priority) return false;
   const auto read_ahead = std::count_if(buffers_.begin(), buffers_.end(),
                                         [](const Buffer& buffer) { return buffer.read_ahead; });
   return static_cast<std::size_t>(read_ahead) + 2 < streaming_;
@@ -102,7 +102,7 @@ Buffer* BufferPolicy::wanted_last() {
 
 Buffer* BufferPolicy::wanted_after(QueuePlace place) {
   if (!queue_.repeats()) return nullptr;
-  const bool for_task = place.next_use < WorkQueue::kExpected;
+  const bool for_task = place.priority < WorkQueue::kExpected;
   Buffer* found = nullptr;
   for (Buffer& buffer : buffers_) {
     if (buffer.state == BufferState::assigned || queue_.keeps(buffer.key)) continue;

@@ -30,12 +30,12 @@ struct StepSegment {
   std::uint64_t index = 0;  // number of element `first`, for the random bits of bf16 states
 };
 
-// The update of one tile. `key` names the tile (at least 0); `next_use` orders the first uses of
-// tiles after their updates. Tasks are taken in the order of `next_use`; those with the same, or of
+// The update of one tile. `key` names the tile (at least 0); `priority` orders the first uses of
+// tiles after their updates. Tasks are taken in the order of `priority`; those with the same, or of
 // one tile, in the order in which they were submitted.
 struct StepTask {
   std::int64_t key = 0;
-  std::uint32_t next_use = 0;
+  std::uint32_t priority = 0;
   Location param, grad, optim_state;
   std::vector<StepSegment> segments;
 
@@ -49,7 +49,7 @@ struct StepTask {
 // What a task to come is expected to find in the file, if anything. The fields are the task's.
 struct Expectation {
   std::int64_t key = 0;
-  std::uint32_t next_use = 0;
+  std::uint32_t priority = 0;
   Location param, optim_state;
 
   bool in_file() const { return param.in_file() || optim_state.in_file(); }

@@ -198,15 +198,15 @@ void StepPipeline::update_tasks() {
 
     // From here to the submission of the writes nothing stops the task: half of an update in RAM
     // and the other half not in the file would be worse than none.
-    double adam_s = 0;
+    double compute_s = 0;
     const Work& work = *current_;
     {
       const MutexUnlock unlocked(mutex_);
       cpu.follow();
-      const Stopwatch watch(adam_s);
+      const Stopwatch watch(compute_s);
       update(work);
     }
-    stats_.adam_s += adam_s;
+    stats_.compute_s += compute_s;
     ++stats_.tasks;
     if (buffer != nullptr) submit_writes(work.task, *buffer);
     const auto unfinished = unfinished_.find(work.task.key);  // none after a failure

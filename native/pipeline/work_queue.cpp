@@ -11,7 +11,7 @@ namespace hetero {
 
 void WorkQueue::push(Work work) {
   const std::int64_t key = work.task.key;
-  work.place = {work.task.next_use, pushed_++};
+  work.place = {work.task.priority, pushed_++};
   if (work.task.needs_buffer()) places_[key].push_back(work.place);
   forget_expected(key);
   // From the end, because most tasks come in order.
@@ -55,7 +55,7 @@ void WorkQueue::expect_again(std::vector<Expectation> expected, std::size_t keep
     keep = std::min(keep, order.size());
     std::partial_sort(
         order.begin(), order.begin() + keep, order.end(), [&](std::size_t a, std::size_t b) {
-          return std::pair(expected[a].next_use, b) < std::pair(expected[b].next_use, a);
+          return std::pair(expected[a].priority, b) < std::pair(expected[b].priority, a);
         });
     kept_.clear();
     for (std::size_t i = 0; i < keep; ++i) kept_.insert(expected[order[i]].key);

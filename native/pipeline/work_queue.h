@@ -20,7 +20,7 @@ struct Buffer;
 
 // Where a task stands in the queue: before all tasks with larger places.
 struct QueuePlace {
-  std::uint64_t next_use = 0;  // the task's
+  std::uint64_t priority = 0;  // the task's
   std::uint64_t number = 0;    // among all tasks ever submitted
 
   auto operator<=>(const QueuePlace&) const = default;
@@ -40,7 +40,7 @@ class WorkQueue {
  public:
   static constexpr QueuePlace kNowhere = {std::numeric_limits<std::uint64_t>::max(), 0};
   // What is expected stands behind all tasks.
-  static constexpr std::uint64_t kExpected = kNowhere.next_use - 1;
+  static constexpr std::uint64_t kExpected = kNowhere.priority - 1;
 
   // Puts the task in its place, but behind a front that is held and behind tasks of the same tile.
   // The task is not expected any more.

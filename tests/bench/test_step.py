@@ -114,7 +114,7 @@ def test_a_sample_waits_for_the_last_write(tmp_path: Path) -> None:
 
 
 def test_bound_is_the_larger_one_of_each_round() -> None:
-    step = {"read_bytes": 3e9, "written_bytes": 1e9, "adam_s": 0.1, "read_wait_s": 0.0}
+    step = {"read_bytes": 3e9, "written_bytes": 1e9, "compute_s": 0.1, "read_wait_s": 0.0}
     step |= {"write_wait_s": 0.0}
     rounds = Rounds(
         samples={

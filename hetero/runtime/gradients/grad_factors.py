@@ -9,7 +9,7 @@ import torch
 
 from hetero.chunk_groups.build import Shared
 from hetero.ranks.messages import Communicator
-from hetero.runtime.gradients.gradients import Gradients
+from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.runtime.modules.all_params import AllParams
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
@@ -34,7 +34,7 @@ class GradFactors:
     def __init__(
         self,
         params: AllParams,
-        gradients: Gradients,
+        intake: GradIntake,
         shared: Shared,
         shard: Communicator | None,
         step_left_out: Callable[[], object],
@@ -44,7 +44,7 @@ class GradFactors:
         end.
         """
         self._params = params
-        self._gradients = gradients
+        self._intake = intake
         self._loss_scale = shared.loss_scale
         self._overlap = shared.config.overlap
         self._shard = shard
@@ -61,7 +61,7 @@ class GradFactors:
 
     def sums_of_squares(self, members: Members) -> list[float]:
         """Of each gradient, in double, in a fixed order: the same bits for every placement."""
-        self._gradients.average()
+        self._intake.average()
         if self._shard is None:
             return [self._grads(m).sum_of_squares(m) * m.grad_factor**2 for m in members]
         chunk_groups = self._params.chunk_groups
@@ -89,14 +89,14 @@ class GradFactors:
 
     def largest(self, members: Members) -> list[float]:
         """The largest magnitude in each gradient; NaN if it has a NaN."""
-        self._gradients.average()
+        self._intake.average()
         over_ranks = self._over_ranks([self._grads(m).largest(m) for m in members])
         largest = over_ranks.amax(dim=0).tolist()
         return [one * abs(m.grad_factor) for one, m in zip(largest, members, strict=True)]
 
     def read(self, managed: ManagedParam) -> torch.Tensor:
         """A copy of the gradient, as the step will use it: in fp32."""
-        self._gradients.average()
+        self._intake.average()
         mine = self._grads(managed).read(managed)
         shard = self._shard
         if shard is not None:
@@ -149,7 +149,7 @@ class GradFactors:
     def multiply(self, members: Members, factor: float) -> None:
         """Multiplies each gradient by `factor`."""
         self._require_changeable()
-        self._gradients.average()
+        self._intake.average()
         for m in members:
             m.grad_factor *= factor
 
@@ -160,7 +160,7 @@ class GradFactors:
         its step is going to be skipped.
         """
         self._require_changeable()
-        self._gradients.average()
+        self._intake.average()
         if self._loss_scale.dynamic:
             sums = self.sums_of_squares(members)
             members = [m for m, total in zip(members, sums, strict=True) if math.isfinite(total)]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from hetero.runtime.gradients.gradients import Gradients
+from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.state.managed_param import ManagedParam
 
 
 class GradHook:
-    """Hands each gradient of a parameter to Gradients.keep().
+    """Hands each gradient of a parameter to GradIntake.keep().
 
     `.grad` holds the placeholder if there is a gradient already; it is taken away only when
     autograd is about to accumulate (torch.autograd.grad() does not), and put back if keeping
-    fails. Gradients.check() may refuse by raising.
+    fails. GradIntake.check() may refuse by raising.
     """
 
-    def __init__(self, managed: ManagedParam, gradients: Gradients) -> None:
+    def __init__(self, managed: ManagedParam, intake: GradIntake) -> None:
         self._managed = managed
-        self._gradients = gradients
+        self._intake = intake
         self._nothing = False
         self._accumulating = False
         param = managed.param
@@ -35,7 +35,7 @@ class GradHook:
         self._nothing = grads[0] is None
         if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
             return
-        self._gradients.check(self._managed, grads[0])
+        self._intake.check(self._managed, grads[0])
         self._accumulating = self._managed.has_grad
         if self._accumulating:
             self._managed.param.grad = None
@@ -46,7 +46,7 @@ class GradHook:
         grad, param.grad = param.grad, None
         assert grad is not None
         try:
-            self._gradients.keep(self._managed, grad, self._accumulating)
+            self._intake.keep(self._managed, grad, self._accumulating)
         except BaseException:
             if self._accumulating:
                 param.grad = self._managed.absent_grad

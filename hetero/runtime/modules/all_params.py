@@ -18,7 +18,8 @@ class AllParams:
     def __init__(self) -> None:
         self.chunk_groups: list[ChunkGroup] = []
         self.managed: dict[int, ManagedParam] = {}  # by id() of the parameter
-        # By address, the homes that compute uses in place and backward's updates change.
+        # Trainable resident chunks by the address of their home: with updates during backward such
+        # a home may change while a graph still needs its old value.
         self.homes_changed_in_backward: dict[int, Chunk] = {}
 
     def known(self, param: torch.Tensor) -> ManagedParam | None:

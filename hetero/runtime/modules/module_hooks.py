@@ -68,19 +68,23 @@ class ModuleHooks(ModelHooks):
         self._saved_tensors = SavedTensors(params)
         self._before_forward = before_forward
         # Resident parameters too have no values until an update that goes on meanwhile is made.
-        self._all_modules = shared.config.overlap is not OverlapUpdates.NONE
+        self._acquires_resident = shared.config.overlap is not OverlapUpdates.NONE
         # What each hooked module needs; its hooks have the same list objects.
         self._needed: weakref.WeakKeyDictionary[torch.nn.Module, list[ManagedParam]]
         self._needed = weakref.WeakKeyDictionary()
         self.cover(model)
-        inputs = model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+        inputs = model.register_forward_pre_hook(
+            self._begin_model_forward, prepend=True, with_kwargs=True
+        )
         hooks.callback(inputs.remove)
 
     def cover(self, model: torch.nn.Module) -> None:
         for module in model.modules():
             params = (p for p in module._parameters.values() if p is not None)
             own = [m for p in params if (m := self._params.known(p)) is not None]
-            needed = [m for m in own if self._all_modules or not self._params.is_resident(m.chunk)]
+            needed = [
+                m for m in own if self._acquires_resident or not self._params.is_resident(m.chunk)
+            ]
             if module in self._needed:
                 self._needed[module][:] = needed
             elif needed or module is model:
@@ -102,7 +106,7 @@ class ModuleHooks(ModelHooks):
         outermost = not self._calls.own
         call = self._calls.enter(module, module_frame())
         call.present.enter_context(self._params.present(needed))
-        if outermost and (self._params.gathers or self._all_modules):
+        if outermost and (self._params.gathers or self._acquires_resident):
             call.modes.enter_context(UsesOutsideOwner(self._params, self._calls))
         if not self._saved_tensors.needed:
             return
@@ -139,7 +143,7 @@ class ModuleHooks(ModelHooks):
             "model.state_dict() and optimizer.state_dict() instead"
         )
 
-    def _cast_inputs(
+    def _begin_model_forward(
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Inputs of the model where it computes, floating ones in the compute dtype, as FSDP2."""

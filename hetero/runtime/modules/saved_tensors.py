@@ -73,8 +73,9 @@ class SavedTensors:
         """
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
         if top is None:
-            # torch before 2.8 cannot tell. Of other hooks those of a non-reentrant checkpoint
-            # matter, which must see all tensors if it sees any; what it sees stays pinned.
+            # torch before 2.8 does not tell which hooks are in force. A non-reentrant checkpoint
+            # must see all tensors or none, so inside its recomputation no hooks are added: the
+            # views that it saves stay pinned.
             return None if packing or is_recomputing() else (self.pack, self.unpack)
         others = top(False)
         if others is None:

@@ -41,7 +41,7 @@ _VALUE_FREE = {
 
 
 class UsesOutsideOwner(TorchFunctionMode):
-    """Gives offloaded parameters that a torch function gets their values, for that call.
+    """When a torch function is given an offloaded parameter, gathers it for that call.
 
     Hooks on the owner cannot see these uses: MultiheadAttention uses its projection's weight, a
     language model's head the embedding's.

@@ -56,7 +56,7 @@ class Migration:
         """Moves nothing yet: call prepare(), leave() and arrive(), or abandon() before leave()."""
         self._chunk_group = chunk_group
         self._before, self._after = chunk_group.placement, after
-        self._file = chunk_group.memory.file
+        self._file = chunk_group.memory.scratch_space
         self._arenas = chunk_group.memory.arenas
         self._grad_reducer = None if chunk_group.ranks is None else chunk_group.ranks.grad_reducer
         self._moves = self._plan_moves()

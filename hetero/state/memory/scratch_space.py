@@ -1,4 +1,4 @@
-"""A chunk group's extents of the disks, in a scratch file that is made on demand."""
+"""The part of NVMe that one chunk group uses: extents in a scratch file, and transfers to them."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_an_interrupt_when_an_update_begins(tmp_path: Path, submitted: bool) -> 
     model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "backward")
     one_step(model, optimizer, 0)
     state = optimizer.state_dict()
-    with interrupt_in(optimizer.engine.chunk_groups[0].stepper, "submit", done=submitted):
+    with interrupt_in(optimizer.engine.chunk_groups[0].update_tasks, "submit", done=submitted):
         loss_of(model, 1).backward()
     for _ in range(2):
         with pytest.raises(HeteroError, match="the update of .* was interrupted"):
@@ -181,7 +181,7 @@ def test_an_interrupt_in_step(tmp_path: Path) -> None:
     one_step(model, optimizer, 0)
     state = optimizer.state_dict()
     loss_of(model, 1).backward()
-    with interrupt_in(optimizer.engine.chunk_groups[0].stepper, "submit"):
+    with interrupt_in(optimizer.engine.chunk_groups[0].update_tasks, "submit"):
         optimizer.step()
     with pytest.raises(HeteroError, match=r"optimizer.step\(\) was interrupted"):
         optimizer.step()

@@ -51,10 +51,10 @@ def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
             optimizer.step()
             assert begun.now == 0
             optimizer.zero_grad()
-        drained = place == "emulated"  # the last gradients may be on their way still
+        offloaded = place == "emulated"  # the last gradients may be on their way still
         if overlap == "none":
             assert counts == [0] * STEPS
-        elif drained:
+        elif offloaded:
             assert counts[0] == 0
             assert all(count >= begun.chunks // 2 for count in counts[1:])
         else:

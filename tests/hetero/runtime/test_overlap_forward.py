@@ -270,13 +270,13 @@ def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
 
     chunk_group.updates.wait_computed = watched  # type: ignore[method-assign]
     submitted: list[int] = []
-    task_of = chunk_group.stepper._task
+    task_of = chunk_group.update_tasks._task
 
     def task(chunk: Any, *rest: Any) -> Any:
         submitted.append(chunk.id)
         return task_of(chunk, *rest)
 
-    chunk_group.stepper._task = task  # type: ignore[method-assign]
+    chunk_group.update_tasks._task = task  # type: ignore[method-assign]
     loss_of(model, 2).backward()
     order.clear()
     optimizer.step()
@@ -304,7 +304,7 @@ def test_what_is_due_first(tmp_path: Path, overlap: str) -> None:
     chunks, grad, due_of = (
         engine.layout.chunks,
         engine.placement.grad,
-        engine.chunk_groups[0].stepper.next_use,
+        engine.chunk_groups[0].update_tasks.priority,
     )
     assert grad.count(Tier.DISK) > 5
     assert grad.count(Tier.HOST) > 5

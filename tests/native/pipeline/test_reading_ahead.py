@@ -26,7 +26,7 @@ from tests.support.native.step_tiles import (
 
 
 def expected(
-    filed: Filed, order: Sequence[int], next_use: Mapping[int, int] = MappingProxyType({})
+    filed: Filed, order: Sequence[int], priority: Mapping[int, int] = MappingProxyType({})
 ) -> list[tuple]:
     """What is to be read ahead for filed.tasks(order)."""
     return [
@@ -36,7 +36,7 @@ def expected(
             if filed.param_in_file
             else ram(filed.params[key]),
             _native.Location(file_offset=filed.optim_state_at[key]),
-            next_use.get(key, 0),
+            priority.get(key, 0),
         )
         for key in order
     ]
@@ -117,9 +117,9 @@ def test_what_is_due_first_is_kept(tmp_path: Path, opened: list[Filed], kind: st
     filed = Filed(tiles, tmp_path / "file", kind, buffers=5)
     opened.append(filed)
     order = [9, 8, 1, 7, 2, 6, 0, 5, 4, 3]
-    next_use = {key: key for key in order}
+    priority = {key: key for key in order}
     for step in range(1, 5):
-        filed.pipeline.expect(expected(filed, order, next_use), streaming=2)
+        filed.pipeline.expect(expected(filed, order, priority), streaming=2)
         filed.pipeline.expect([], streaming=2)  # which lets go of nothing
         filed.pipeline.wait_written()
         before = dict(filed.pipeline.stats)

@@ -60,22 +60,22 @@ class PipelineMachine(RuleBasedStateMachine):
         assert not self.failed
         return True
 
-    @rule(order=st.lists(KEYS, min_size=1, max_size=12), next_use=st.lists(st.integers(0, 3)))
-    def submit(self, order: list[int], next_use: list[int]) -> None:
-        """(Tasks of one tile stay in their order, however they are next_use.)"""
+    @rule(order=st.lists(KEYS, min_size=1, max_size=12), priority=st.lists(st.integers(0, 3)))
+    def submit(self, order: list[int], priority: list[int]) -> None:
+        """(Tasks of one tile stay in their order, whatever their priorities.)"""
         self.step += 1
         now = hypers(self.step)
-        if self.call(self.filed.pipeline.submit, self.filed.tasks(order, next_use), now):
+        if self.call(self.filed.pipeline.submit, self.filed.tasks(order, priority), now):
             self.model.submit(self.tiles.tasks_in_ram(order), now)
             self.model.wait_updated()
 
     @rule(
         order=st.lists(KEYS, max_size=COUNT),
         streaming=st.integers(0, 6),
-        next_use=st.dictionaries(KEYS, st.integers(0, 3)),
+        priority=st.dictionaries(KEYS, st.integers(0, 3)),
     )
-    def expect(self, order: list[int], streaming: int, next_use: dict[int, int]) -> None:
-        self.call(self.filed.pipeline.expect, expected(self.filed, order, next_use), streaming)
+    def expect(self, order: list[int], streaming: int, priority: dict[int, int]) -> None:
+        self.call(self.filed.pipeline.expect, expected(self.filed, order, priority), streaming)
 
     @rule()
     def wait_updated(self) -> None:

@@ -39,7 +39,7 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
     computes = [runtime.compute, *([runtime.new_stream()] if several else [])]
     content: dict[int, int] = {}  # slot -> what was fetched there last
     views: dict[int, list[torch.Tensor]] = {slot: [] for slot in range(arena.slots)}
-    drained: list[tuple[torch.Tensor, int]] = []
+    offloaded: list[tuple[torch.Tensor, int]] = []
     wrong: list[str] = []
 
     def use(view: torch.Tensor, expected: int) -> None:
@@ -64,8 +64,8 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
             if chance.random() < 0.3:
                 into = torch.zeros(SLOT, dtype=torch.uint8)
                 backend.grad_offload(into, alias, backend.record_event())
-                drained.append((into, expected))
-                # What is drained is kept until it is there; so the slot stays pinned in truth.
+                offloaded.append((into, expected))
+                # What is offloaded is kept until it is there; so the slot stays pinned in truth.
                 runtime.wait(runtime.compute, runtime.record(backend._draining.stream))
         elif what < 0.8 and views[slot]:
             views[slot].pop(chance.randrange(len(views[slot])))
@@ -74,7 +74,7 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
                 runtime.step(chance.choice(runtime.streams))
     runtime.synchronize_all()
     assert not wrong
-    assert all(bool((into == expected).all()) for into, expected in drained)
+    assert all(bool((into == expected).all()) for into, expected in offloaded)
     views.clear()
     arena.close()
     backend.close()

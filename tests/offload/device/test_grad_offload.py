@@ -1,4 +1,4 @@
-"""offload/drain: gradients arrive in RAM with the same bits, in order, inside the budget."""
+"""offload/device/grad_offload: gradients arrive in RAM, same bits, in order, inside the budget."""
 
 import errno
 

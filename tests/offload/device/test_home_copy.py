@@ -1,4 +1,4 @@
-"""offload/ferry: homes between DEVICE and RAM or the file, in tiles; failures end all of it."""
+"""offload/device/home_copy: homes between DEVICE and RAM or the file, in tiles; failures end it."""
 
 from __future__ import annotations
 

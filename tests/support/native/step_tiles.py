@@ -161,8 +161,8 @@ class Filed:
         self.arena = _native.Arena(buffers * _native.StepPipeline.buffer_bytes(*shape))
         self.pipeline = _native.StepPipeline(self.engine, self.file, self.arena, buffers, *shape)
 
-    def tasks(self, order: Sequence[int], next_use: Sequence[int] = ()) -> list[_native.StepTask]:
-        """In this order, or as they are `next_use`."""
+    def tasks(self, order: Sequence[int], priorities: Sequence[int] = ()) -> list[_native.StepTask]:
+        """In this order, or by priorities."""
 
         def state_kind(in_file: bool, offsets: list[int], arrays: list[np.ndarray], key: int):
             if in_file:
@@ -176,7 +176,7 @@ class Filed:
                 state_kind(self.grad_in_file, self.grad_at, self.tiles.grads, key),
                 _native.Location(file_offset=self.optim_state_at[key]),
                 SEGMENTS,
-                *next_use[place : place + 1],
+                *priorities[place : place + 1],
             )
             for place, key in enumerate(order)
         ]

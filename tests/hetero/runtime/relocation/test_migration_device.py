@@ -367,7 +367,7 @@ def test_what_went_by_the_file_and_cannot_be_read_stays_there(nth: int, tmp_path
     training.step()
     watch_takes(engine, refuse=9)
     engine.set_budget(device_memory=MANY - 1)
-    parts = engine.chunk_groups[0].memory.file
+    parts = engine.chunk_groups[0].memory.scratch_space
     parts.reserve(1 << 20)
     assert parts.parts is not None
     parts.parts.io.inject("read", nth, errno.EIO)
@@ -480,7 +480,7 @@ def on_ranks(
         if number % 2:
             found.append(hetero.clip_grad_norm_(training.model.parameters(), 1.0))
         if moving and (number % 2 or stage > 1):
-            training.engine.gradients.average(force=True)
+            training.engine.grad_intake.average(force=True)
             engine.set_budget(*budgets[number])
         training.optimizer.step()
         training.optimizer.zero_grad()

@@ -17,8 +17,8 @@ from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
 
 
-class Gradients:
-    """Takes gradients in: GradHook -> Gradients -> Grads, or with several ranks GradReducer.
+class GradIntake:
+    """Takes gradients in: GradHook -> GradIntake -> Grads, or with several ranks GradReducer.
 
     Grads keeps this rank's shard of the gradients of a chunk group; GradReducer first averages
     whole gradients over the ranks. Then the update schedule learns that a gradient came.
@@ -113,7 +113,7 @@ class Gradients:
 
     def _store(self, m: ManagedParam, grad: torch.Tensor, accumulate: bool, factor: float) -> None:
         chunk_group = self._params.group(m.chunk)
-        # Before the gradient, so that an exception in between leaves both as they belong.
+        # Before the gradient: if an exception comes between the two, both still belong together.
         chunk_group.grads.set_factor(m, factor, accumulate)
         self._unaveraged = True
         if chunk_group.ranks is None:
