@@ -28,7 +28,7 @@ struct StepStats {
   std::uint64_t hits = 0;   // tasks that found their file parts in a buffer that kept them
   std::uint64_t ahead = 0;  // tasks that found them read ahead
   std::uint64_t read_bytes = 0, written_bytes = 0;
-  double compute_s = 0;        // computing
+  double compute_s = 0;     // computing
   double read_wait_s = 0;   // waiting for a task's reads
   double write_wait_s = 0;  // waiting for a buffer, that is for an earlier task's write
 };
