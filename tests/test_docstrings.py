@@ -1,4 +1,4 @@
-"""Docstrings against signatures: what stands under "Args:" is a parameter."""
+"""Docstrings against the code: arguments are parameters, and what a test names exists."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ def test_an_unknown_argument_is_found() -> None:
     text = f'def f(a, *, b):\n    """{docstring}"""'
     ((function, names),) = _documented(ast.parse(text))
     assert names - _parameters(function) == {"c"}
+
+
+def test_what_a_test_says_it_tests_exists() -> None:
+    first = re.compile(r'"""((?:hetero|offload)/[\w/]+):')
+    named = {
+        path: found[1]
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if (found := first.match(path.read_text()))
+    }
+    gone = [f"{path.name}: {name}" for path, name in named.items() if not _exists(name)]
+    assert named
+    assert not gone, "\n".join(gone)
+
+
+def _exists(name: str) -> bool:
+    return (ROOT / name).is_dir() or (ROOT / f"{name}.py").exists()
 
 
 def _documented(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, set[str]]]:

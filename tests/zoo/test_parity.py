@@ -1,8 +1,8 @@
 """Every model of the zoo trains with hetero as with plain PyTorch, to the last bit.
 
 The oracle's forward and backward are plain PyTorch's; its update is the one that hetero documents
-(tests/update_oracle.py), because another order of rounding would leave nothing to compare exactly.
-That torch's AdamW is the same formula is shown for each model to a tolerance.
+(tests/support/native/update_oracle.py), because another order of rounding would leave nothing to
+compare exactly. That torch's AdamW is the same formula is shown for each model to a tolerance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""hetero/steps: what the pipeline is told about elements."""
+"""hetero/chunk_groups/update_tasks: what the pipeline is told about elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hetero/layout: packing and the search for a slot size."""
+"""hetero/chunks/layout: packing and the search for a slot size."""
 
 import itertools
 import re

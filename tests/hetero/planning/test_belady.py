@@ -1,4 +1,4 @@
-"""hetero/belady: the fewest fetches, against a search of all ways to give slots up."""
+"""hetero/planning/belady: the fewest fetches, against a search of all ways to give slots up."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""hetero/placement: what is chosen fits, follows the policy, and is refused with true numbers."""
+"""hetero/planning/placement: it fits, follows the policy, and is refused with true numbers."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""hetero/cost: seconds and bytes of small steps that can be worked out by hand."""
+"""hetero/planning/step_cost: seconds and bytes of small steps that can be worked out by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""hetero/clipping: norms, factors and values of gradients, against torch's own."""
+"""hetero/runtime/gradients/grad_factors: norms, factors, values, against torch's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hetero/state/file_layout: the file's map."""
+"""hetero/state/memory/file_layout: the file's map."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

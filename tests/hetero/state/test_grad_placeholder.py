@@ -1,4 +1,4 @@
-"""hetero/grad_placeholder: what .grad understands, and that nothing else passes silently."""
+"""hetero/state/grad_placeholder: what .grad understands, and that nothing else passes silently."""
 
 from __future__ import annotations
 

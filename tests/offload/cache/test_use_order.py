@@ -1,4 +1,4 @@
-"""offload/order: the learned order of uses, against a model that searches the whole step."""
+"""offload/cache/use_order: the learned order, against a model that searches the whole step."""
 
 import tracemalloc
 from functools import partial

@@ -1,4 +1,4 @@
-"""offload/nvrtc: finding the compiler; compiling where it is installed, with a GPU or without."""
+"""offload/device/nvrtc: finding the compiler; compiling where it is there, GPU or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""offload/shares: how many units of the pattern each directory gets."""
+"""offload/disk/stripe_shares: how many units of the pattern each directory gets."""
 
 import math
 

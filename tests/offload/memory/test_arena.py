@@ -1,4 +1,4 @@
-"""offload/arena: slots, their views, their pins and what is charged for them."""
+"""offload/memory/arena: slots, their views, their pins and what is charged for them."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""offload/ledger: budgets are never passed and nothing is lost on the way."""
+"""offload/memory/ledger: budgets are never passed and nothing is lost on the way."""
 
 import threading
 

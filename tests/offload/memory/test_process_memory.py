@@ -1,4 +1,4 @@
-"""offload/process: what the system says and allows."""
+"""offload/memory/process_memory: what the system says and allows."""
 
 from __future__ import annotations
 

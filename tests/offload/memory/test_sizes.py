@@ -1,4 +1,4 @@
-"""offload/sizes: reading and writing byte sizes."""
+"""offload/memory/sizes: reading and writing byte sizes."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""offload/pool: slots for every day, and their number."""
+"""offload/memory/slot_pool: slots for every day, and their number."""
 
 from __future__ import annotations
 

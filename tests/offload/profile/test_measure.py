@@ -1,4 +1,4 @@
-"""offload/measure: a whole profile comes of it, and nothing is left behind."""
+"""offload/profile/measure: a whole profile comes of it, and nothing is left behind."""
 
 import os
 
