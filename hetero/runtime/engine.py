@@ -291,8 +291,9 @@ class Engine:
             return
         if not self.schedule.overlap.in_forward:
             self.schedule.wait_all()  # of a step() that Ctrl-C ended
-        # All ranks take in unfrozen parameters together, so not in evaluation, which may be one's.
         if torch.is_grad_enabled():
+            self.backend.check_not_capturing()  # hooks take gradients; a replay does not run them
+            # By all ranks together, so not in evaluation, which may be one rank's alone.
             self.added_params.take_in_unfrozen()
 
     def synchronize(self) -> None:

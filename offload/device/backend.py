@@ -86,6 +86,9 @@ class Backend:
         """The updater of homes on DEVICE, of tiles of `tile_numel` elements; None: the CPU's."""
         return None
 
+    def check_not_capturing(self) -> None:
+        """Raises HeteroError if the caller's work is captured in a graph, for later replays."""
+
     def synchronize(self) -> None:
         """Until the device has done all work that any thread gave to it."""
 

@@ -143,6 +143,9 @@ class CudaBackend(Backend):
             self._updaters[key] = Updater(self.runtime, kind, tile_numel)
         return self._updaters[key]
 
+    def check_not_capturing(self) -> None:
+        check_not_capturing(self.runtime)
+
     def synchronize(self) -> None:
         """Until the device has done all its work. Its next use raises the errors of that work."""
         with suppress(RuntimeError):

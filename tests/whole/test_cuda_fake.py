@@ -291,6 +291,18 @@ def test_a_device_without_room_for_homes_leaves_them_where_they_were(
     assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
 
 
+def test_capturing_a_training_step_is_refused(runtime: FakeRuntime, tmp_path: Path) -> None:
+    """Also if all is resident, so that nothing is gathered: gradients are taken by hooks."""
+    settings = {"placement_policy": "cuda", "device_memory": LARGE}
+    model, optimizer = build(**options(tmp_path, settings, dtype="bf16"))
+    (tokens,) = batches(1)
+    runtime.captures = True
+    with pytest.raises(HeteroError, match="CUDA graph is being captured"):
+        model(input_ids=tokens)
+    runtime.captures = False
+    assert train(model, optimizer, batches(6), 1, clip=1.0).same_bits(reference("bf16", 1))
+
+
 def test_slots_in_ram_stay_pinned_until_no_copy_uses_them(
     runtime: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

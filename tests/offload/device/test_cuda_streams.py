@@ -157,7 +157,7 @@ def test_capturing_a_graph_is_refused() -> None:
     runtime.synchronize_all()
 
 
-def test_leases_count_views() -> None:
+def test_pins_count_views() -> None:
     _, backend, arena = make(2)
     view = arena.view(0, 2, torch.bfloat16, pinned=True)
     assert view.numel() == SLOT
