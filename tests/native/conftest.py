@@ -1,12 +1,14 @@
 """What native tests share: choices left as they were found, and the I/O engines to run with."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from offload import _native
 from tests.support.native.io_tools import BLOCK, KINDS
-from tests.support.native.step_tiles import Filed, pipeline_threads
+from tests.support.native.step_tiles import Filed, FileTiles, Tiles, pipeline_threads
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +33,14 @@ def engine(kind: str) -> Iterator[_native.IoEngine]:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Filed]]:
-    """Whatever a test appends here is closed, and no thread is left."""
-    files: list[Filed] = []
-    yield files
-    for filed in files:
-        filed.close()
+def file_tiles(kind: str, tmp_path: Path) -> Iterator[FileTiles]:
+    """Makes a Filed, which is closed in the end; no thread is left."""
+    with ExitStack() as opened:
+
+        def make(tiles: Tiles, buffers: int, *in_file: bool, **named: bool) -> Filed:
+            filed = Filed(tiles, tmp_path / "file", kind, buffers, *in_file, **named)
+            opened.callback(filed.close)
+            return filed
+
+        yield make
     assert pipeline_threads() == []

@@ -21,28 +21,11 @@ OPTIM_STATE = TILE * KIND.optim_state_bytes
 HYPER = _native.Hyper(lr=1e-2, weight_decay=0.1, decoupled=True)
 
 
-def refusal(kind: str) -> str:
-    try:
-        _native.IoEngine(kind).close()
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.fixture(params=["io_uring", "threads"])
-def engine(request: pytest.FixtureRequest) -> Iterator[_native.IoEngine]:
-    if reason := refusal(request.param):
-        pytest.skip(reason)
-    engine = _native.IoEngine(request.param, queue_depth=4, block_bytes=1 << 16, threads=2)
+@pytest.fixture
+def engine(kind: str) -> Iterator[_native.IoEngine]:
+    engine = _native.IoEngine(kind, queue_depth=4, block_bytes=1 << 16, threads=2)
     yield engine
     engine.close()
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    count = _native.threads()
-    yield
-    _native.set_threads(count)
 
 
 def transfer(engine: _native.IoEngine, file: int, offset: int) -> None:

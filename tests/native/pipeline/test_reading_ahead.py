@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from offload import _native
+from tests.support.native.io_tools import needs_uring
 from tests.support.native.step_tiles import (
-    ENGINES,
     KIND,
     TILE,
     Filed,
+    FileTiles,
     Tiles,
     hypers,
     ram,
@@ -42,17 +43,15 @@ def expected(
     ]
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("buffers", [1, 3, 5, 8])
 @pytest.mark.parametrize("param_in_file", [False, True])
 def test_reads_ahead_as_many_as_there_are_buffers(
-    tmp_path: Path, opened: list[Filed], kind: str, buffers: int, param_in_file: bool
+    file_tiles: FileTiles, buffers: int, param_in_file: bool
 ) -> None:
     """Nothing is read twice, and what buffers keep from the last step is not read at all."""
     count, steps = 5, 4
     tiles = Tiles(count, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers, param_in_file)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers, param_in_file)
     each = tiles.optim_state_bytes + (tiles.param_bytes if param_in_file else 0)
     ahead = min(buffers, count)
     for step in range(1, steps + 1):
@@ -72,23 +71,16 @@ def test_reads_ahead_as_many_as_there_are_buffers(
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("streaming", [1, 2, 3])
 @pytest.mark.parametrize("buffers", [1, 3, 5, 8, 12])
 @pytest.mark.parametrize("param_in_file", [False, True])
 def test_an_order_that_stays_the_same_keeps_its_end(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-    streaming: int,
-    buffers: int,
-    param_in_file: bool,
+    file_tiles: FileTiles, streaming: int, buffers: int, param_in_file: bool
 ) -> None:
     """Tasks come one by one: all but `streaming` buffers keep their tiles from step to step."""
     count, steps = 10, 4
     tiles = Tiles(count, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers, param_in_file)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers, param_in_file)
     random = np.random.default_rng(buffers)
     written = []
     for step in range(1, steps + 1):
@@ -110,12 +102,10 @@ def test_an_order_that_stays_the_same_keeps_its_end(
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_what_is_due_first_is_kept(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+def test_what_is_due_first_is_kept(file_tiles: FileTiles) -> None:
     """Whatever its place in the order, and whatever comes between."""
     tiles = Tiles(10, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=5)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=5)
     order = [9, 8, 1, 7, 2, 6, 0, 5, 4, 3]
     priority = {key: key for key in order}
     for step in range(1, 5):
@@ -140,11 +130,9 @@ def test_what_is_due_first_is_kept(tmp_path: Path, opened: list[Filed], kind: st
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_what_is_expected_need_not_come(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+def test_what_is_expected_need_not_come(file_tiles: FileTiles) -> None:
     tiles = Tiles(6, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=3)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=3)
     for step, order in enumerate([[5, 4, 1], [0], [2, 3, 4, 5], [1, 0, 5]], start=1):
         filed.pipeline.expect(expected(filed, [0, 1, 2, 3]), streaming=2)
         filed.pipeline.submit(filed.tasks(order), hypers(step))
@@ -159,12 +147,10 @@ def test_what_is_expected_need_not_come(tmp_path: Path, opened: list[Filed], kin
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_reading_ahead_is_given_up(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+def test_reading_ahead_is_given_up(file_tiles: FileTiles) -> None:
     """forget() drops what was read ahead, and reads no more: the file may be written behind it."""
     tiles = Tiles(4, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=4)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=4)
     filed.pipeline.expect(expected(filed, range(4)))
     filed.pipeline.forget()
     read = filed.engine.stats["read_bytes"]
@@ -183,12 +169,10 @@ def test_reading_ahead_is_given_up(tmp_path: Path, opened: list[Filed], kind: st
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_a_failed_read_ahead_is_made_again(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+def test_a_failed_read_ahead_is_made_again(file_tiles: FileTiles) -> None:
     """Where its task has not come for it: nothing depended on it."""
     tiles = Tiles(2, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2)
     filed.engine.inject("read", 0, error=errno.EIO)
     filed.pipeline.expect(expected(filed, [0]))
     until(lambda: filed.engine.stats["errors"] == 1)
@@ -200,10 +184,10 @@ def test_a_failed_read_ahead_is_made_again(tmp_path: Path, opened: list[Filed], 
     assert filed.bytes() == tiles.bytes()
 
 
-def test_expectations_are_checked(tmp_path: Path, opened: list[Filed]) -> None:
+@pytest.mark.parametrize("kind", ["threads"])
+def test_expectations_are_checked(file_tiles: FileTiles) -> None:
     tiles = Tiles(1, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", "threads", buffers=1)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=1)
     place = _native.Location(file_offset=filed.optim_state_at[0])
     with pytest.raises(ValueError, match="no room for it"):
         filed.pipeline.expect([(0, place, place, 0)])
@@ -220,10 +204,10 @@ def test_expectations_are_checked(tmp_path: Path, opened: list[Filed]) -> None:
     assert filed.engine.stats["read_bytes"] == 0
 
 
-def test_updates_of_one_key_can_be_waited_for(tmp_path: Path, opened: list[Filed]) -> None:
+@pytest.mark.parametrize("kind", ["threads"])
+def test_updates_of_one_key_can_be_waited_for(file_tiles: FileTiles) -> None:
     tiles = Tiles(3, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", "threads", buffers=2)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2)
     filed.pipeline.submit(filed.tasks(range(3)), hypers(1))
     filed.pipeline.wait_updated(1)
     train_in_ram(tiles, 1)
@@ -231,7 +215,8 @@ def test_updates_of_one_key_can_be_waited_for(tmp_path: Path, opened: list[Filed
         assert filed.params[key].tobytes() == tiles.params[key].tobytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES[:1])
+@needs_uring
+@pytest.mark.parametrize("kind", ["io_uring"])
 def test_what_can_wait_is_transferred_after_all_else(tmp_path: Path, kind: str) -> None:
     """Another read is behind the block in flight alone, however much is to be read ahead.
 

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +9,11 @@ import pytest
 from offload import _native
 from tests.support.native.step_tiles import (
     BYTES,
-    ENGINES,
     KIND,
     MASTER_BYTES,
     SEGMENTS,
     TILE,
-    Filed,
+    FileTiles,
     Tiles,
     hypers,
     ram,
@@ -27,14 +25,11 @@ from tests.support.native.step_tiles import (
 PLACES = [(False, False), (True, False), (True, True)]
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("buffers", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(("param_in_file", "grad_in_file"), PLACES)
 @pytest.mark.parametrize(("dtype", "grad_dtype"), [("bf16", "bf16"), ("fp16", "fp32")])
 def test_file_and_ram_give_the_same_bytes(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
+    file_tiles: FileTiles,
     buffers: int,
     param_in_file: bool,
     grad_in_file: bool,
@@ -43,8 +38,7 @@ def test_file_and_ram_give_the_same_bytes(
 ) -> None:
     count, steps = 5, 4
     tiles = Tiles(count, dtype, grad_dtype)
-    filed = Filed(tiles, tmp_path / "file", kind, buffers, param_in_file, grad_in_file)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers, param_in_file, grad_in_file)
     for step in range(1, steps + 1):
         filed.pipeline.submit(filed.tasks(zig_zag(count, step)), hypers(step, 0.5))
         filed.pipeline.wait_updated()
@@ -75,17 +69,17 @@ def test_file_and_ram_give_the_same_bytes(
     assert stats["write_wait_s"] >= 0
 
 
+@pytest.mark.parametrize("kind", ["threads"])
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("rule", ["adam", "lion", "adagrad"])
 @pytest.mark.parametrize("dtype", BYTES)
 def test_tasks_are_updates_of_the_segments(
-    tmp_path: Path, opened: list[Filed], dtype: str, rule: str, state_dtype: str
+    file_tiles: FileTiles, dtype: str, rule: str, state_dtype: str
 ) -> None:
     """In RAM and through buffers: the parts of an optimizer state are where the layout says."""
     of = (2, dtype, "bf16", rule, state_dtype)
     tiles, wanted = Tiles(*of), Tiles(*of)
-    filed = Filed(tiles, tmp_path / "file", "threads", buffers=1, param_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=1, param_in_file=True)
     kind = tiles.kind
     pipeline = _native.StepPipeline(None, 0, None, 0, kind, TILE, False, False)
     master_bytes = MASTER_BYTES[dtype]
@@ -113,12 +107,10 @@ def test_tasks_are_updates_of_the_segments(
     assert filed.bytes() == wanted.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_several_steps_queued_at_once(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+def test_several_steps_queued_at_once(file_tiles: FileTiles) -> None:
     """The same key again while its buffer is in use, being written, or given to another."""
     tiles = Tiles(3, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2, param_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2, param_in_file=True)
     for step in range(1, 9):
         filed.pipeline.submit(filed.tasks([step % 3, 0, 0, (step + 1) % 3]), hypers(step))
     filed.pipeline.flush()
@@ -131,11 +123,9 @@ def test_several_steps_queued_at_once(tmp_path: Path, opened: list[Filed], kind:
     pipeline.close()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_ram_and_file_tasks_mix(tmp_path: Path, opened: list[Filed], kind: str) -> None:
+def test_ram_and_file_tasks_mix(file_tiles: FileTiles) -> None:
     tiles = Tiles(4, "bf16", "fp32")
-    filed = Filed(tiles, tmp_path / "file", kind, 2, param_in_file=True, grad_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, 2, param_in_file=True, grad_in_file=True)
     moved = [array.copy() for array in (tiles.params[1], tiles.optim_states[1])]
     tasks = filed.tasks(range(4))
     tasks[1] = _native.StepTask(1, ram(moved[0]), ram(tiles.grads[1]), ram(moved[1]), SEGMENTS)
@@ -155,13 +145,9 @@ def test_ram_and_file_tasks_mix(tmp_path: Path, opened: list[Filed], kind: str) 
         assert filed.in_file(param, filed.param_at[key]) == param.tobytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_a_payload_that_was_in_ram_is_not_taken_from_the_buffer(
-    tmp_path: Path, opened: list[Filed], kind: str
-) -> None:
+def test_a_payload_that_was_in_ram_is_not_taken_from_the_buffer(file_tiles: FileTiles) -> None:
     tiles = Tiles(1, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, 1, param_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, 1, param_in_file=True)
     filed.pipeline.submit(filed.tasks([0]), hypers(1))
     filed.pipeline.flush()
     # The parameter goes to RAM for one step and comes back to the file.
@@ -177,13 +163,9 @@ def test_a_payload_that_was_in_ram_is_not_taken_from_the_buffer(
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_forget_makes_the_next_task_read_the_file(
-    tmp_path: Path, opened: list[Filed], kind: str
-) -> None:
+def test_forget_makes_the_next_task_read_the_file(file_tiles: FileTiles) -> None:
     tiles = Tiles(2, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2)
     before = filed.bytes()
     filed.pipeline.submit(filed.tasks([0, 1]), hypers(1))
     filed.pipeline.wait_updated()
@@ -201,13 +183,9 @@ def test_forget_makes_the_next_task_read_the_file(
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_a_key_is_waited_for_or_flushed_alone(
-    tmp_path: Path, opened: list[Filed], kind: str
-) -> None:
+def test_a_key_is_waited_for_or_flushed_alone(file_tiles: FileTiles) -> None:
     tiles = Tiles(6, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=3, param_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=3, param_in_file=True)
     filed.pipeline.submit(filed.tasks(range(6)), hypers(1))
     train_in_ram(tiles, steps=1)
     for key in (2, 0, 5, 1):
@@ -231,15 +209,13 @@ def test_a_key_is_waited_for_or_flushed_alone(
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize(("buffers", "in_flight"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (8, 5)])
 def test_the_next_tasks_are_read_while_an_update_is_computed(
-    tmp_path: Path, opened: list[Filed], kind: str, buffers: int, in_flight: int
+    file_tiles: FileTiles, buffers: int, in_flight: int
 ) -> None:
     """Half of the buffers have reads ahead of the update, besides the one being updated."""
     tiles = Tiles(10, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers)
     filed.pipeline.hold(0)
     filed.pipeline.submit(filed.tasks(range(10)), hypers(1))
     until(lambda: filed.engine.stats["read_bytes"] == in_flight * tiles.optim_state_bytes)

@@ -9,10 +9,10 @@ import pytest
 
 from offload import _native
 from tests.support.native.step_tiles import (
-    ENGINES,
     KIND,
     TILE,
     Filed,
+    FileTiles,
     Tiles,
     hypers,
     pipeline_threads,
@@ -22,15 +22,11 @@ from tests.support.native.step_tiles import (
 )
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("nth", [0, 7])
 @pytest.mark.parametrize("buffers", [1, 3])
-def test_a_failed_read_stops_everything(
-    tmp_path: Path, opened: list[Filed], kind: str, nth: int, buffers: int
-) -> None:
+def test_a_failed_read_stops_everything(file_tiles: FileTiles, nth: int, buffers: int) -> None:
     tiles = Tiles(4, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers)
     filed.engine.inject("read", nth, error=errno.EIO)
     filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
     with pytest.raises(_native.NativeIoError) as caught:
@@ -49,14 +45,10 @@ def test_a_failed_read_stops_everything(
     assert pipeline_threads() == []
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("wait", ["wait_updated", "wait_written"])
-def test_a_failed_write_stops_everything(
-    tmp_path: Path, opened: list[Filed], kind: str, wait: str
-) -> None:
+def test_a_failed_write_stops_everything(file_tiles: FileTiles, wait: str) -> None:
     tiles = Tiles(4, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=1)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=1)
     filed.engine.inject("write", 0, error=errno.ENOSPC)
     filed.pipeline.submit(filed.tasks(range(4)), hypers(1))
     with pytest.raises(_native.NativeIoError) as caught:
@@ -68,13 +60,9 @@ def test_a_failed_write_stops_everything(
     assert pipeline_threads() == []
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_the_last_writes_failure_is_not_lost(
-    tmp_path: Path, opened: list[Filed], kind: str
-) -> None:
+def test_the_last_writes_failure_is_not_lost(file_tiles: FileTiles) -> None:
     tiles = Tiles(1, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=1, param_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=1, param_in_file=True)
     filed.engine.inject("write", 0, error=errno.EIO)
     filed.pipeline.submit(filed.tasks([0]), hypers(1))
     until(lambda: filed.pipeline.stats["tasks"] == 1)
@@ -83,14 +71,10 @@ def test_the_last_writes_failure_is_not_lost(
         filed.pipeline.wait_written(0)
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_close_in_the_middle_leaves_every_tile_whole(
-    tmp_path: Path, opened: list[Filed], kind: str
-) -> None:
+def test_close_in_the_middle_leaves_every_tile_whole(file_tiles: FileTiles) -> None:
     made = 7
     tiles = Tiles(2, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=1)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=1)
     filed.pipeline.hold(made)
     for step in range(1, 6):
         filed.pipeline.submit(filed.tasks([0, 1]), hypers(step))
@@ -131,10 +115,7 @@ def test_close_of_an_idle_pipeline_lets_waits_return() -> None:
         pipeline.submit(tiles.tasks_in_ram([0]), hypers(2))
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_the_pipeline_keeps_engine_and_arena_alive(
-    tmp_path: Path, opened: list[Filed], kind: str
-) -> None:
+def test_the_pipeline_keeps_engine_and_arena_alive(tmp_path: Path, kind: str) -> None:
     tiles = Tiles(3, "bf16", "bf16")
     filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
     pipeline = filed.pipeline
@@ -151,13 +132,9 @@ def test_the_pipeline_keeps_engine_and_arena_alive(
     os.close(filed.fd)
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_a_forked_child_neither_works_nor_hangs(
-    tmp_path: Path, opened: list[Filed], kind: str
-) -> None:
+def test_a_forked_child_neither_works_nor_hangs(file_tiles: FileTiles) -> None:
     tiles = Tiles(3, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2)
     filed.pipeline.submit(filed.tasks(range(3)), hypers(1))
     child = os.fork()
     if child == 0:

@@ -10,11 +10,11 @@ import pytest
 
 from offload import _native
 from tests.support.native.step_tiles import (
-    ENGINES,
     LIMIT_S,
     SEGMENTS,
     TILE,
     Filed,
+    FileTiles,
     Tiles,
     hypers,
     pipeline_threads,
@@ -61,19 +61,13 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("nth", [0, 2, 4])
 def test_an_update_that_throws_changes_nothing_of_its_tile_and_stops_the_rest(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-    buffers: int,
-    nth: int,
+    file_tiles: FileTiles, buffers: int, nth: int
 ) -> None:
     tiles = Tiles(5, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers)
     filed.pipeline.inject(nth)
     filed.pipeline.submit(filed.tasks(range(5)), hypers(1))
     with pytest.raises(RuntimeError, match=f"the update of tile {nth} was made to fail"):
@@ -89,20 +83,14 @@ def test_an_update_that_throws_changes_nothing_of_its_tile_and_stops_the_rest(
         assert param.tobytes() == wanted
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("nth", range(0, 50, 7))
 def test_any_failed_block_ends_in_a_typed_error(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-    op: str,
-    nth: int,
+    file_tiles: FileTiles, tmp_path: Path, op: str, nth: int
 ) -> None:
     """Blocks of optimizer states and parameters alike: 6 a tile, 5 tiles, two steps."""
     tiles = Tiles(5, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=1, param_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=1, param_in_file=True)
     filed.engine.inject(op, nth, error=errno.EIO)
     with pytest.raises(_native.NativeIoError) as caught:
         for step in (1, 2):
@@ -115,17 +103,10 @@ def test_any_failed_block_ends_in_a_typed_error(
     refuses_everything(filed, _native.NativeIoError)
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_short_transfers_give_the_same_bytes(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-    op: str,
-) -> None:
+def test_short_transfers_give_the_same_bytes(file_tiles: FileTiles, op: str) -> None:
     tiles = Tiles(5, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2, param_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2, param_in_file=True)
     for nth in (0, 3, 11):
         filed.engine.inject(op, nth, short_bytes=BLOCK // 2, count=2)
     for step in (1, 2, 3):
@@ -137,15 +118,9 @@ def test_short_transfers_give_the_same_bytes(
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_an_optimizer_state_written_late_fails_at_the_flush(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-) -> None:
+def test_an_optimizer_state_written_late_fails_at_the_flush(file_tiles: FileTiles) -> None:
     tiles = Tiles(2, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2)
     filed.pipeline.submit(filed.tasks([0, 1]), hypers(1))
     filed.pipeline.wait_written()
     assert filed.engine.stats["written_bytes"] == 0
@@ -155,15 +130,9 @@ def test_an_optimizer_state_written_late_fails_at_the_flush(
     refuses_everything(filed, _native.NativeIoError)
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_an_engine_closed_too_early_fails_the_wait(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-) -> None:
+def test_an_engine_closed_too_early_fails_the_wait(file_tiles: FileTiles) -> None:
     tiles = Tiles(5, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2)
     filed.pipeline.hold(3)
     for step in range(1, 4):
         filed.pipeline.submit(filed.tasks(range(5)), hypers(step))
@@ -177,19 +146,14 @@ def test_an_engine_closed_too_early_fails_the_wait(
     assert pipeline_threads() == []
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("fault", ["read", "write", "update"])
 def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_tiles_alone(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-    fault: str,
+    file_tiles: FileTiles, kind: str, fault: str
 ) -> None:
     """Even keys are one pipeline's, odd keys another's: all optimizer states are neighbours in one
     file."""
     tiles = Tiles(8, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2)
     shape = (tiles.kind, TILE, False, False)
     arena = _native.Arena(2 * _native.StepPipeline.buffer_bytes(*shape))
     other = _native.StepPipeline(filed.engine, filed.file, arena, 2, *shape)
@@ -214,15 +178,9 @@ def test_a_pipeline_that_fails_leaves_another_on_the_engine_and_its_tiles_alone(
         assert filed.in_file(optim_state, filed.optim_state_at[key]) == optim_state.tobytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_two_pipelines_share_an_engine(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-) -> None:
+def test_two_pipelines_share_an_engine(file_tiles: FileTiles, kind: str) -> None:
     tiles = Tiles(8, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=3)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=3)
     shape = (tiles.kind, TILE, False, False)
     arena = _native.Arena(2 * _native.StepPipeline.buffer_bytes(*shape))
     other = _native.StepPipeline(filed.engine, filed.file, arena, 2, *shape)
@@ -238,7 +196,6 @@ def test_two_pipelines_share_an_engine(
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 def test_failures_leak_neither_threads_nor_descriptors(tmp_path: Path, kind: str) -> None:
     tiles = Tiles(4, "bf16", "bf16")
 
@@ -263,15 +220,9 @@ def test_failures_leak_neither_threads_nor_descriptors(tmp_path: Path, kind: str
     assert pipeline_threads() == []
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_a_child_forked_with_tasks_in_flight_can_end(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-) -> None:
+def test_a_child_forked_with_tasks_in_flight_can_end(file_tiles: FileTiles) -> None:
     tiles = Tiles(5, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2)
     steps = 40
     for step in range(1, steps + 1):
         filed.pipeline.submit(filed.tasks(zig_zag(5, step)), hypers(step))
@@ -291,15 +242,9 @@ def test_a_child_forked_with_tasks_in_flight_can_end(
     assert filed.bytes() == tiles.bytes()
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_an_optimizer_state_moved_without_forget_is_refused(
-    tmp_path: Path,
-    opened: list[Filed],
-    kind: str,
-) -> None:
+def test_an_optimizer_state_moved_without_forget_is_refused(file_tiles: FileTiles) -> None:
     tiles = Tiles(2, "bf16", "bf16")
-    filed = Filed(tiles, tmp_path / "file", kind, buffers=2, param_in_file=True)
-    opened.append(filed)
+    filed = file_tiles(tiles, buffers=2, param_in_file=True)
     filed.pipeline.submit(filed.tasks([0]), hypers(1))
     filed.pipeline.wait_written()
     params = _native.Location(file_offset=filed.param_at[0])

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -18,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from offload import _native
 from tests.native.pipeline.test_reading_ahead import expected
 from tests.support.native.step_tiles import (
-    ENGINES,
     TILE,
     Filed,
     Tiles,
@@ -142,7 +140,6 @@ class PipelineMachine(RuleBasedStateMachine):
         assert pipeline_threads() == []
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 def test_any_calls_in_any_order(kind: str) -> None:
     machine = type("Machine", (PipelineMachine,), {"kind": kind}).TestCase
     machine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

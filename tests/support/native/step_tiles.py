@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from offload import _native
 from tests.support.native.update_oracle import Hyper
@@ -24,20 +23,6 @@ SEGMENTS = [
     (1000, 1777, 1, 9),
     (3000, 1000, 0, 5),
 ]  # with holes that stay as they are
-
-
-def refusal(kind: str) -> str:
-    try:
-        _native.IoEngine(kind).close()
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-ENGINES = [
-    pytest.param(kind, marks=pytest.mark.skipif(bool(refusal(kind)), reason=refusal(kind)))
-    for kind in ("io_uring", "threads")
-]
 
 
 def hypers(step: int, scale: float = 1.0, decoupled: bool = True) -> list[_native.Hyper]:
@@ -200,6 +185,9 @@ class Filed:
         self.pipeline.close()
         self.engine.close()
         os.close(self.fd)
+
+
+FileTiles = Callable[..., Filed]  # of tiles and a number of buffers, as Filed takes them
 
 
 def train_in_ram(tiles: Tiles, steps: int, scale: float = 1.0) -> None:
