@@ -1,4 +1,4 @@
-"""hetero/profiles: what is shipped can be loaded, and is found by name."""
+"""hetero/planning/profiles: what is shipped can be loaded, and is found by name."""
 
 import pytest
 
