@@ -16,7 +16,6 @@ MAX_NOUNS = 12
 
 # Each with the reason, and each to be deleted when the file or folder has become small enough.
 LONG_FILES = {
-    "tests/native/io/test_io_faults.py": "one fault after the other, in one table",
     "tests/hetero/runtime/relocation/test_migration_device.py": "one line too many",
 }
 WIDE_FOLDERS = {}

@@ -147,6 +147,7 @@ void UringDriver::ring_bell() {
 }
 
 void UringDriver::work() {
+  // If the kernel refuses, so does the first submission, which tells all who wait.
   if ((ring_.flags & IORING_SETUP_R_DISABLED) != 0) io_uring_enable_rings(&ring_);
   unsigned tries = 0;
   int rc = 0;

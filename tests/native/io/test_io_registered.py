@@ -100,27 +100,10 @@ def test_locked_memory_limit_falls_back_to_plain_transfers(tmp_path):
 @needs_uring
 def test_a_kernel_without_sparse_tables_is_noted_once(tmp_path):
     out = run_script("""
-        import ctypes, struct
+        import errno
         from offload import _native
-        # A filter that answers EINVAL to io_uring_register(fd, IORING_REGISTER_BUFFERS2, ...).
-        LOAD, JUMP_EQUAL, RETURN, ALLOW, ERRNO = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
-        steps = [
-            (LOAD, 0, 0, 0),  # the number of the system call
-            (JUMP_EQUAL, 0, 3, 427),
-            (LOAD, 0, 0, 24),  # its second argument
-            (JUMP_EQUAL, 0, 1, 15),
-            (RETURN, 0, 0, ERRNO | 22),
-            (RETURN, 0, 0, ALLOW),
-        ]
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *s) for s in steps))
-        program = ctypes.create_string_buffer(
-            struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code))
-        )
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.prctl(38, 1, 0, 0, 0) == 0  # NO_NEW_PRIVS
-        if libc.prctl(22, 2, program, 0, 0) != 0:  # SET_SECCOMP, MODE_FILTER
-            print("no seccomp")
-            raise SystemExit
+        from tests.support.native.seccomp import IO_URING_REGISTER, refuse
+        refuse(IO_URING_REGISTER, errno.EINVAL, second_is=15)  # IORING_REGISTER_BUFFERS2
         engine = _native.IoEngine("io_uring")
         arena = _native.Arena(4096)
         print(engine.register(arena), engine.register(arena))
@@ -128,8 +111,6 @@ def test_a_kernel_without_sparse_tables_is_noted_once(tmp_path):
         print(len(engine.notes), engine.notes[0])
         engine.close()
         """)
-    if out.startswith("no seccomp"):
-        pytest.skip("no seccomp here")
     registered, notes = out.splitlines()
     assert registered == "False False"
     assert notes.startswith("1 registered buffers refused: Invalid argument")

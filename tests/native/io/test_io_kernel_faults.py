@@ -1,0 +1,238 @@
+"""native/io_engine: files and kernels that fail by themselves, not by injection."""
+
+import errno
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from offload import _native
+from tests.support.native.io_tools import (
+    BLOCK,
+    Memory,
+    add_file,
+    needs_uring,
+    run_script,
+    thread_names,
+)
+
+
+def test_a_file_truncated_underneath(engine, tmp_path):
+    memory = Memory(6 * BLOCK)
+    want = memory.randomise()
+    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
+    file = engine.add_file(fd, f"{tmp_path}/scratch")
+    engine.write(file, memory.address, 6 * BLOCK, 0).wait()
+    os.truncate(fd, 3 * BLOCK + 100)
+    memory.bytes.zero_()
+    with pytest.raises(_native.NativeIoError, match="unexpected end of file") as caught:
+        engine.read(file, memory.address, 6 * BLOCK, 0).wait()
+    assert caught.value.offset >= 3 * BLOCK
+    engine.read(file, memory.address, 3 * BLOCK, 0).wait()  # what is left is readable
+    assert torch.equal(memory.bytes[: 3 * BLOCK], want[: 3 * BLOCK])
+    memory.bytes.copy_(want)
+    engine.write(file, memory.address, 6 * BLOCK, 0).wait()  # and writing makes it whole
+    memory.bytes.zero_()
+    engine.read(file, memory.address, 6 * BLOCK, 0).wait()
+    assert torch.equal(memory.bytes, want)
+    os.close(fd)
+
+
+def test_a_file_system_that_is_full(kind, tmp_path):
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("only root can mount; test_file_size_limit meets the kernel's refusal")
+    script = textwrap.dedent(f"""
+        import errno, os, subprocess, sys
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", sys.argv[1]]
+        if subprocess.run(mount).returncode:
+            sys.exit(77)
+        import torch
+        from offload import _native
+        arena = _native.Arena(4 << 20)
+        memory = torch.from_dlpack(arena.export(0, arena.nbytes)).fill_(3)
+        engine = _native.IoEngine({kind!r}, block_bytes={BLOCK})
+        fds = [os.open(sys.argv[1], os.O_TMPFILE | os.O_RDWR) for _ in range(2)]
+        neighbour, full = [engine.add_file(fd, sys.argv[1] + "/scratch") for fd in fds]
+        engine.write(neighbour, arena.address, {BLOCK}, 0).wait()
+        try:
+            engine.write(full, arena.address, arena.nbytes, 0).wait()
+        except _native.NativeIoError as error:
+            assert error.errno == errno.ENOSPC, error
+            assert error.filename == sys.argv[1] + "/scratch"
+            assert error.wanted_bytes == {BLOCK} and error.offset % {BLOCK} == 0
+            assert error.free_bytes == 0 and "0.0 GiB free" in str(error), error
+        else:
+            raise AssertionError("wrote 4 MiB to 1 MiB")
+        engine.read(neighbour, memory.zero_().data_ptr(), {BLOCK}, 0).wait()
+        assert bool((memory[:{BLOCK}] == 3).all()) and not memory[{BLOCK}:].any()
+        os.truncate(fds[1], 0)  # room again
+        engine.write(full, arena.address, {BLOCK}, 0).wait()
+        engine.close()
+        """)
+    command = ["unshare", "-m", sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_uring
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.EINVAL])
+def test_a_kernel_that_refuses_io_uring(tmp_path, error):
+    run_script(f"""
+        import os
+        import torch
+        from offload import _native
+        from offload.disk.scratch_file import make_io_engine
+        from tests.support.native.seccomp import IO_URING_SETUP, refuse
+        refuse(IO_URING_SETUP, {error})
+        fds = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            try:
+                _native.IoEngine("io_uring")
+            except OSError as refusal:
+                assert refusal.errno == {error}, refusal
+                assert 'use the "threads" engine' in str(refusal), refusal
+            else:
+                raise AssertionError("made a ring")
+        assert len(os.listdir("/proc/self/fd")) == fds
+        engine, notes = make_io_engine("auto")
+        assert engine.kind == "threads"
+        (note,) = notes
+        assert "io_uring is not available" in note and os.strerror({error}) in note, note
+        arena = _native.Arena(1 << 20)
+        memory = torch.from_dlpack(arena.export(0, arena.nbytes)).fill_(3)
+        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
+        file = engine.add_file(fd, "scratch")
+        engine.write(file, arena.address, arena.nbytes, 0).wait()
+        engine.read(file, memory.zero_().data_ptr(), arena.nbytes, 0).wait()
+        assert bool((memory == 3).all())
+        engine.close()
+        """)
+
+
+# A kernel that stops taking or giving
+
+
+def ring_fd() -> int:
+    gc.collect()
+    rings = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # that of the listing itself
+            continue
+        if "io_uring" in target:
+            rings.append(int(fd))
+    assert len(rings) == 1
+    return rings[0]
+
+
+class Broken:
+    """While entered, system calls on the ring's file descriptor fail."""
+
+    def __enter__(self) -> None:
+        self.ring = ring_fd()
+        self.saved = os.dup(self.ring)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, self.ring)
+        os.close(null)
+
+    def __exit__(self, *_: object) -> None:
+        os.dup2(self.saved, self.ring)
+        os.close(self.saved)
+
+
+@needs_uring
+def test_a_ring_that_takes_nothing_fails_its_operations_for_good(tmp_path):
+    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=BLOCK)
+    memory = Memory(64 * BLOCK)
+    file = add_file(engine, tmp_path, 64 * BLOCK)
+    engine.read(file, memory.address, BLOCK, 0).wait()
+    with Broken():
+        failed = [engine.read(file, memory.address, 64 * BLOCK, 0) for _ in range(3)]
+        for op in failed:
+            with pytest.raises(_native.NativeIoError) as caught:
+                op.wait()
+            assert caught.value.errno == errno.EOPNOTSUPP
+    # Nobody may believe this engine again.
+    with pytest.raises(_native.NativeIoError) as caught:
+        engine.write(file, memory.address, 64 * BLOCK, 0).wait()
+    assert caught.value.errno == errno.EOPNOTSUPP
+    assert not engine.register(memory.arena)
+    assert engine.stats["in_flight"] == 0
+    engine.remove_file(file)
+    engine.close()
+    assert not thread_names()
+    other = _native.IoEngine("io_uring", queue_depth=4, block_bytes=BLOCK)
+    other.read(add_file(other, tmp_path, BLOCK), memory.address, BLOCK, 0).wait()
+    other.close()
+
+
+@needs_uring
+def test_lost_ring_fails_operations_instead_of_hanging(tmp_path):
+    engine = _native.IoEngine("io_uring", queue_depth=4, block_bytes=4096)
+    memory = Memory(4 * 4096)
+    source, sink = os.pipe()
+    pipe = engine.add_file(source, "pipe")
+    waiting = [engine.read(pipe, memory.address + i * 4096, 4096, 0) for i in range(3)]
+    with Broken():
+        os.write(sink, bytes(4096))  # the reaper wakes, and cannot go back to sleep
+        deadline = time.monotonic() + 10
+        while not all(op.done() for op in waiting) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    outcomes = []
+    for op in waiting:
+        try:
+            op.wait()
+            outcomes.append(0)
+        except _native.NativeIoError as error:
+            outcomes.append(error.errno)
+    # The one that the pipe fed arrived, unless the reaper was not yet asleep as the ring broke.
+    assert sorted(outcomes)[1:] == [errno.EOPNOTSUPP] * 2
+    assert outcomes[0] in (0, errno.EOPNOTSUPP)
+    with pytest.raises(_native.NativeIoError) as caught:
+        engine.read(pipe, memory.address, 4096, 0).wait()
+    assert caught.value.errno == errno.EOPNOTSUPP
+    os.close(source)
+    os.close(sink)
+    engine.close()
+    assert not thread_names()
+
+
+@needs_uring
+def test_a_ring_that_takes_nothing_more_is_waited_for(tmp_path):
+    """What is in flight may still be written by the kernel: its memory must not get another use."""
+    out = run_script(f"""
+        import ctypes, errno, os
+        from offload import _native
+        from tests.support.native.seccomp import IO_URING_ENTER, refuse
+        arena = _native.Arena(2 * 4096, 4096)
+        engine = _native.IoEngine("io_uring", queue_depth=8, block_bytes=4096)
+        source, sink = os.pipe()
+        pipe = engine.add_file(source, "pipe")
+        fd = os.open({str(tmp_path)!r}, os.O_TMPFILE | os.O_RDWR)
+        os.truncate(fd, 4096)
+        file = engine.add_file(fd, "scratch")
+        reading = engine.read(pipe, arena.address, 4096, 0)
+        engine.read(file, arena.address + 4096, 4096, 0).wait()  # so the one before is in flight
+        # Submissions fail, waiting for what is in flight does not.
+        refuse(IO_URING_ENTER, errno.ENOMEM, second_is_not=0)
+        for _ in range(2):
+            op = engine.read(file, arena.address + 4096, 4096, 0)
+            try:
+                op.wait()
+            except _native.NativeIoError as error:
+                print(errno.errorcode[error.errno], reading.done(), arena.transfers.in_use())
+        os.write(sink, bytes([7]) * 4096)
+        reading.wait()
+        print(ctypes.c_ubyte.from_address(arena.address).value, arena.transfers.in_use())
+        engine.close()
+        """)
+    assert out.splitlines() == ["ENOMEM False [0]", "ENOMEM False [0]", "7 []"]
