@@ -17,7 +17,7 @@ PREFETCH_CHUNKS = 4  # parameters are fetched so many chunks ahead of compute
 
 
 @dataclass(frozen=True)
-class Fetch:
+class PlannedFetch:
     """What use number `use` of the step does not find; its room was last used by number `after`,
     -1 if it was free when the step began."""
 
@@ -27,14 +27,14 @@ class Fetch:
 
 def fetches(
     uses: Sequence[int], slots_of: Mapping[int, int], capacity: int, kept: Collection[int] = ()
-) -> list[Fetch]:
+) -> list[PlannedFetch]:
     """The fetches of a step that uses chunks as in `uses`, among many steps that are alike.
 
     Copies of chunks in `kept` last from step to step; those of others are stale when a step is
     over. A chunk takes slots_of[chunk] of `capacity` slots, wherever some are free.
     """
     next_use = _next_uses(uses, frozenset(kept))
-    found: list[Fetch] = []
+    found: list[PlannedFetch] = []
     resident: dict[int, int] = {}  # chunk -> its next use
     for _ in range(2 if kept else 1):  # the second step finds what the first left
         found, left = _one_step(uses, next_use, slots_of, capacity, resident)
@@ -59,8 +59,8 @@ def _one_step(
     slots_of: Mapping[int, int],
     capacity: int,
     resident: Mapping[int, int],
-) -> tuple[list[Fetch], dict[int, int]]:
-    found: list[Fetch] = []
+) -> tuple[list[PlannedFetch], dict[int, int]]:
+    found: list[PlannedFetch] = []
     due = dict(resident)
     last_use = dict.fromkeys(due, -1)
     # The farthest next use first, then what was used longest ago, whose room is free the soonest;
@@ -79,7 +79,7 @@ def _one_step(
                     del due[victim]
                     free += slots_of[victim]
                     free_after = max(free_after, last_use[victim])
-            found.append(Fetch(use, free_after))
+            found.append(PlannedFetch(use, free_after))
             free -= needed
             if not free:
                 free_after = -1

@@ -29,7 +29,7 @@ from math import ceil
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
-from hetero.planning.belady import PREFETCH_CHUNKS, Fetch, fetches
+from hetero.planning.belady import PREFETCH_CHUNKS, PlannedFetch, fetches
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.trace import Phase, Trace, use_order
 from offload.memory.tiers import Tier
@@ -321,7 +321,7 @@ class _Timeline:
         model, made = self._model, self._made
         gathered = model.gathered(made)
         uses = [c for segment in model.segments for c in segment.chunks if c in gathered]
-        coming: deque[Fetch] = deque()
+        coming: deque[PlannedFetch] = deque()
         if uses:
             coming.extend(fetches(uses, model.slots, made.gathered_slots, model.frozen))
         ready_s: dict[int, float] = {}
@@ -351,7 +351,7 @@ class _Timeline:
                 self._now_s = max(self._now_s, *self._free_s.values())
             yield PhaseCost(segment.phase.value, self._now_s - began_s, self._busy_s), self._nbytes
 
-    def _is_ahead(self, fetch: Fetch, use: int) -> bool:
+    def _is_ahead(self, fetch: PlannedFetch, use: int) -> bool:
         near = fetch.use <= use + PREFETCH_CHUNKS
         return self._problem.prefetch and near and fetch.after < use
 

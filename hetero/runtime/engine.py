@@ -246,7 +246,7 @@ class Engine:
         groups = [(options, self.grad_intake.of(members)) for options, members in listed]
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
-        self.params.settle()
+        self.params.finish_transfers()
         meet_with_same(members, managed, self.world)
         if overflow and self.loss_scale.value <= 1:
             raise NonFiniteError(
@@ -275,7 +275,7 @@ class Engine:
         Raises PeerError if a rank does not come; `what` says what they are about to do.
         """
         self.schedule.wait_all()
-        self.params.settle()
+        self.params.finish_transfers()
         self.world.all_gather(torch.zeros(1), what)
 
     # Calls of the model

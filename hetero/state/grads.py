@@ -111,7 +111,7 @@ class Grads:
         chunk = managed.chunk
         kept = managed.part_of(self._to_write(chunk, accumulate))
         self._sums.pop(managed, None)
-        in_place = self.homes.has_in_place(chunk)
+        in_place = self.homes.on_compute_tier(chunk)
         put_grad(managed, grad, kept, accumulate, None if in_place else self._grad_offload)
         managed.param.grad = managed.absent_grad
         if chunk not in self.homes:

@@ -126,7 +126,7 @@ class Params:
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
-        return self._homes.whole and self._homes.has_in_place(chunk)
+        return self._homes.whole and self._homes.on_compute_tier(chunk)
 
     def home(self, chunk: Chunk) -> torch.Tensor | None:
         """A resident chunk's home, flat, whether its values are there or not; None for others."""
@@ -299,10 +299,10 @@ class Params:
         for gather in under_way:
             gather.wait()
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Waits until nothing that was asked of other ranks is under way."""
         if self._gathering is not None:
-            self._cache.settle()
+            self._cache.finish_transfers()
 
     def pack(self, tensor: torch.Tensor) -> SavedView | None:
         """How to make `tensor` again if it is a view of a gathered copy; else None."""

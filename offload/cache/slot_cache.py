@@ -114,7 +114,7 @@ class SlotCache:
         Raises BudgetError if pins leave no room, NativeIoError if a transfer fails.
         """
         self._bring(chunk)
-        self._settle(chunk)
+        self._finish_transfer(chunk)
 
     def start(self, chunk: int) -> Operation | None:
         """Starts reading the chunk, as get() does; None if its bytes are present.
@@ -131,20 +131,20 @@ class SlotCache:
         entry = self._entries.get(chunk)
         if entry is not None and entry.op is op:
             with contextlib.suppress(Exception):  # the caller that waited has it
-                self._settle(chunk)
+                self._finish_transfer(chunk)
 
     def create(self, chunk: int) -> None:
         """Allocates slots for the chunk; the caller fills them and calls dirty()."""
         entry = self._entries.get(chunk)
         if entry is not None and entry.state is not SlotState.READING:
-            self._settle(chunk)
+            self._finish_transfer(chunk)
         else:
             self.drop(chunk)  # and cancels a read that is under way
             self._hold(chunk, self._room_for(chunk), SlotState.DIRTY)
 
     def dirty(self, chunk: int) -> None:
         """Notes that the caller changes the bytes: they are written before the slots are reused."""
-        self._settle(chunk)
+        self._finish_transfer(chunk)
         self._entries[chunk].state = SlotState.DIRTY
 
     def write_back(self, chunk: int) -> None:
@@ -201,13 +201,13 @@ class SlotCache:
         self._table.clear()
         self._limit = self._least = self._arena.slots if limit is None else limit
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Waits for all transfers under way. Raises what one met."""
         for chunk, entry in list(self._entries.items()):
             if entry.is_abandoned:
                 self._forget(chunk)
             else:
-                self._settle(chunk)
+                self._finish_transfer(chunk)
 
     def close(self) -> None:
         """Cancels reads, waits for all transfers under way and ignores their failures."""
@@ -242,7 +242,7 @@ class SlotCache:
         del self._entries[chunk]
         self._table.remove(chunk)
 
-    def _settle(self, chunk: int) -> None:
+    def _finish_transfer(self, chunk: int) -> None:
         entry = self._entries[chunk]
         if entry.op is None:
             return
@@ -261,7 +261,7 @@ class SlotCache:
     def _forget(self, chunk: int) -> None:
         entry = self._entries[chunk]
         if entry.state is not SlotState.READING:
-            self._settle(chunk)
+            self._finish_transfer(chunk)
         elif entry.op is not None:
             entry.op.cancel()  # nobody wants the bytes
             entry.unwanted = True

@@ -147,10 +147,10 @@ class SharedCache:
             self._started.discard(copy)
             self._changed.notify_all()
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Waits for all transfers under way. Raises what one met."""
         with self._changed:
-            self._cache.settle()
+            self._cache.finish_transfers()
 
     def clear(self) -> None:
         """Forgets all copies. Raises what a transfer met."""

@@ -114,7 +114,7 @@ def test_bytes_over_the_link_are_those_of_misses_and_gradients(
             model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        device_cache(engine).settle()
+        device_cache(engine).finish_transfers()
         after = engine.traffic
         assert after.d2h - before.d2h == accumulate * numel * 2
         misses = sum(engine.layout.chunks[chunk].used_numel * 2 for chunk in missed)

@@ -38,7 +38,7 @@ def test_a_failing_fetch_is_an_error_and_no_end(tmp_path: Path, policy: str) -> 
         with pytest.raises(NativeLinkError, match="from host to device failed"):
             for _ in range(20):  # with a prefetch it may hit what is needed later
                 model(input_ids=tokens, labels=tokens)
-                device_cache(engine).settle()
+                device_cache(engine).finish_transfers()
         optimizer.zero_grad()
         loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.backward(loss)

@@ -74,10 +74,10 @@ class AllParams:
                 acquired.callback(params.release, managed)
             yield
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Waits until nothing that was asked of other ranks is under way."""
         for chunk_group in self.chunk_groups:
-            chunk_group.params.settle()
+            chunk_group.params.finish_transfers()
 
     def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""

@@ -149,7 +149,7 @@ class Relocation:
         """Returns when no rank has met a failure; raises as ProcessGroups.all_or_none()."""
         if self.world.everyone is not None:
             for chunk_group in self.chunk_groups:
-                chunk_group.params.settle()
+                chunk_group.params.finish_transfers()
         self.world.all_or_none(failure, "move homes", (InUseError,))
 
 

@@ -107,14 +107,14 @@ class Homes:
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk.id in self._home
 
-    def has_in_place(self, chunk: Chunk) -> bool:
+    def on_compute_tier(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is where compute happens."""
         home = self._home.get(chunk.id)
         return home is not None and home.tier is self._compute_tier
 
     def on_device(self, chunk: Chunk) -> bool:
         """Whether the chunk's home is on a DEVICE that has memory of its own."""
-        return self._backend.separate and self.has_in_place(chunk)
+        return self._backend.separate and self.on_compute_tier(chunk)
 
     def commit(self, chunk: Chunk) -> None:
         """Charges the chunk's slots that are not charged yet. Raises BudgetError."""

@@ -257,7 +257,7 @@ def test_a_drop_that_was_interrupted_is_made_up_for(rig, monkeypatch):
                 patched.setattr(ChunkFetch, "wait", interrupted)
                 r.cache.drop(0)
         if settle:
-            r.cache.settle()
+            r.cache.finish_transfers()
         assert torch.equal(r.use(0), r.want(0))
         r.cache.drop(0)
         r.shared.drop(0)

@@ -140,14 +140,14 @@ def test_training_shows_all_its_bytes(tmp_path: Path) -> None:
     cache = engine.chunk_groups[0].params._cache
     for _ in range(2):
         engine.synchronize()
-        cache.settle()
+        cache.finish_transfers()
         before, tasks = engine.traffic, engine.chunk_groups[0].pipeline.stats["tasks"]
         with record() as found:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             engine.synchronize()
-            cache.settle()
+            cache.finish_transfers()
             after = engine.traffic
         timeline = found.timeline
         assert timeline.dropped == 0
