@@ -4,6 +4,10 @@
 // the 16 low bits of w. Rounding may have added 1 to the upper half u of w: that carry = p - u goes
 // to a bit that the rule's last state can spare (state_codec.inl.h). So
 // w = ((p - carry) << 16) | remainder, exactly. A NaN becomes 0x7fc0 with remainder and carry 0.
+//
+// Whoever writes p alone, as user code does through `param.data`, keeps remainder and carry: w is
+// then less than one bf16 step from the new p. No w has p = 0 and a carry, so there the carry is
+// left out; p - carry would be a NaN.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +30,8 @@ struct SplitMaster {
   }
 
   static typename V::F join(typename V::U param, typename V::U remainder, typename V::U carry) {
-    return V::from_bits(((param - carry) << 16) | remainder);
+    const auto not_zero = (0x7fffU + (param & 0x7fffU)) >> 15;
+    return V::from_bits(((param - (carry & not_zero)) << 16) | remainder);
   }
 };
 

@@ -127,6 +127,26 @@ def test_an_update_with_rate_zero_keeps_every_master(kind: _native.UpdateKind, i
         assert arrays.fp32_states()[-1].any()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", BF16_KINDS, ids=repr)
+def test_a_parameter_that_is_written_alone_stays_what_was_written(
+    kind: _native.UpdateKind, isa: str
+) -> None:
+    """Whatever master it had: the new one is a number, less than a bf16 step from the parameter."""
+    _native.set_isa(isa)
+    every = np.arange(1 << 16, dtype=np.uint16)
+    finite = every[(every & 0x7F80) != 0x7F80]
+    for remainder in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        for upper in (0x3F80, 0x3F81):  # rounding decides on the carry of 0x8000
+            before = np.full(len(finite), upper << 16 | remainder, np.uint32).view(np.float32)
+            arrays = Arrays(kind, before)
+            arrays.param[:] = finite
+            master = arrays.fp32_master()
+            assert np.isfinite(master).all()
+            steps = (master.view(np.uint32) >> 16).astype(np.int64) - finite
+            assert set(steps.tolist()) <= {0, -1}
+
+
 def test_only_bf16_is_split() -> None:
     for dtype in ("fp32", "fp16"):
         kind = _native.UpdateKind(dtype, "fp32")
