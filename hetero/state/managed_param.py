@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero.chunks.layout import Chunk, Layout, ParamSlice
-from hetero.state.grad_placeholder import GradOps, GradPlaceholder
+from hetero.stand_ins.grad_placeholder import GradOps, GradPlaceholder
 from offload.errors import HeteroError
 
 _CPU = torch.device("cpu")

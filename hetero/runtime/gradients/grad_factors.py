@@ -114,12 +114,11 @@ class GradFactors:
         return mine.float().mul_(managed.grad_factor)
 
     def norms(self, members: Members, norm_type: float) -> list[float]:
-        """The norm of each gradient. Raises ValueError for norms other than 2 and inf."""
+        """The norm of each gradient; `norm_type` is 2 or inf."""
         if norm_type == 2:
             return [math.sqrt(total) for total in self.sums_of_squares(members)]
-        if norm_type == math.inf:
-            return self.largest(members)
-        raise ValueError(f"norm_type must be 2 or inf for gradients hetero keeps, not {norm_type}")
+        assert norm_type == math.inf
+        return self.largest(members)
 
     def total_norm(self, members: Members, norm_type: float = 2.0) -> float:
         """The norm of all of them together; each parameter counts once."""
@@ -191,6 +190,13 @@ class GradFactors:
             for chunk_group in self._params.chunk_groups:
                 chunk_group.order.end_step()
         return overflow
+
+    def replace(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+        """Keeps `grad`, whole, instead of the gradient."""
+        self._require_changeable()
+        self._whole_sums.clear()
+        managed.param.grad = grad
+        self._intake.adopt([managed])
 
     def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         self._whole_sums.clear()

@@ -11,10 +11,9 @@ import torch
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.update_schedule import UpdateSchedule
-from hetero.state.grad_placeholder import GradPlaceholder
+from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
-from offload.errors import HeteroError
 
 
 class GradIntake:
@@ -83,8 +82,7 @@ class GradIntake:
     def adopt(self, members: Sequence[ManagedParam]) -> None:
         """Takes gradients that the user assigned to `.grad`, as if backward had given them.
 
-        They are not times the loss scale. Raises HeteroError for what was computed from a
-        placeholder, ValueError for a sparse one.
+        They are not times the loss scale. Raises ValueError for a sparse one.
         """
         for m in members:
             grad = m.param.grad
@@ -92,11 +90,8 @@ class GradIntake:
                 continue
             self._schedule.check_gradient(m)
             _check_dense(m, grad)
-            if isinstance(grad, GradPlaceholder) or bool(grad.isnan().all()):
-                raise HeteroError(
-                    f"the .grad that was assigned to {m.name} is all NaN, as what is computed from "
-                    f"the .grad of a managed parameter; use hetero.grads() instead"
-                )
+            if isinstance(grad, OffloadedTensor):  # another parameter's
+                grad = grad.clone()
             if self._params.group(m.chunk).placement.grad_offload_bytes:
                 grad = grad.clone()  # it leaves the device later; the user may change it sooner
             self._store(m, grad, False, 1.0)

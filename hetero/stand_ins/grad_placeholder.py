@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from offload.errors import HeteroError
 
 
@@ -16,7 +18,7 @@ class GradOps(Protocol):
     """What an engine does to gradients of `members` when an operator gets their placeholders."""
 
     def norms(self, members: Sequence[Any], norm_type: float) -> list[float]:
-        """The norm of each gradient; `norm_type` is 2 or inf. Raises ValueError for others."""
+        """The norm of each gradient; `norm_type` is 2 or inf."""
 
     def multiply(self, members: Sequence[Any], factor: float) -> None:
         """Multiplies each gradient by `factor`."""
@@ -36,6 +38,9 @@ class GradOps(Protocol):
     def read(self, managed: Any) -> torch.Tensor:
         """A copy of the gradient, whole, fp32."""
 
+    def replace(self, managed: Any, grad: torch.Tensor) -> None:
+        """Keeps `grad`, whole, instead of the gradient."""
+
 
 class GradOwner(Protocol):
     """What a placeholder needs to know of its parameter."""
@@ -52,31 +57,61 @@ class GradOwner(Protocol):
         """Whether the parameter has a gradient now."""
 
 
-class GradPlaceholder(torch.Tensor):
-    """A tensor with the shape of a gradient that reads NaN and stands for the kept gradient.
+class GradSource:
+    """The kept gradient of a parameter, for as long as the parameter has one."""
 
-    Operators that training code applies to gradients act on the kept gradient: the 2-norm and the
-    infinity norm, multiplying and dividing by a number, clamping between numbers, GradScaler's
-    unscaling, setting to zero (which clears the gradient, as zero_grad() does), and isfinite(),
-    isnan() and isinf(). So torch.nn.utils.clip_grad_norm_, clip_grad_value_, get_total_norm and
-    torch.amp.GradScaler work. Any other write raises HeteroError. hetero.grads() has the values.
+    def __init__(self, owner: GradOwner, dtype: torch.dtype) -> None:
+        # Weak: the garbage collector does not see through `.grad`.
+        self._owner = weakref.ref(owner)
+        self._dtype = dtype
+
+    @property
+    def name(self) -> str:
+        owner = self._owner()
+        return f"the gradient of {owner.name if owner else 'a parameter of a closed engine'}"
+
+    def owner(self) -> GradOwner:
+        """The parameter. Raises HeteroError if its gradient has been cleared."""
+        owner = self._owner()
+        if owner is None or not owner.has_grad:
+            raise HeteroError(
+                f"{self.name} was cleared; what was its .grad stands for nothing now: take .grad "
+                f"again after backward()"
+            )
+        return owner
+
+    @contextmanager
+    def values(self, write: bool) -> Iterator[torch.Tensor]:
+        owner = self.owner()
+        assert owner.grad_ops is not None
+        values = owner.grad_ops.read(owner).to(self._dtype)
+        yield values
+        if write:
+            owner.grad_ops.replace(owner, values)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty((), dtype=self._dtype)
+
+
+class GradPlaceholder(OffloadedTensor):
+    """The `.grad` of a managed parameter: it has no memory and stands for the kept gradient.
+
+    Reading it gives the gradient as the next step will use it: averaged over the ranks, unscaled
+    and clipped so far. Operators that training code applies to gradients act on what is kept
+    without bringing it in: the 2-norm and the infinity norm, multiplying and dividing by a number,
+    clamping between numbers, GradScaler's unscaling, setting to zero (which clears the gradient, as
+    zero_grad() does), and isfinite(), isnan() and isinf(). Any other change brings the gradient in
+    and keeps the result. With several ranks all of them must do the same with it.
     """
 
-    _owner: weakref.ref[GradOwner]  # weak: the garbage collector does not see through `.grad`
-    _whole: bool  # False for a view of a part of it, or in another shape
+    _source: GradSource
 
     @staticmethod
     def of(owner: GradOwner, dtype: torch.dtype, device: torch.device) -> GradPlaceholder:
         """Makes the placeholder of `owner`'s gradient, in `dtype`, on `device`."""
-        nan = _nan(owner.param.shape, dtype, device)
-        return GradPlaceholder._make(nan, weakref.ref(owner), True)
-
-    @staticmethod
-    def _make(plain: torch.Tensor, owner: weakref.ref[GradOwner], whole: bool) -> GradPlaceholder:
-        made: GradPlaceholder = torch.Tensor._make_subclass(GradPlaceholder, plain)
-        made._owner = owner
-        made._whole = whole
-        return made
+        meta = torch.empty(owner.param.shape, dtype=dtype, device="meta")
+        source = GradSource(owner, torch.float32 if dtype is torch.float16 else dtype)
+        return GradPlaceholder._make(source, meta, device)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -90,65 +125,27 @@ class GradPlaceholder(torch.Tensor):
 
     def owner(self) -> GradOwner:
         """The parameter. Raises HeteroError if its gradient has been cleared."""
-        owner = self._owner()
-        if owner is None or not owner.has_grad:
-            raise HeteroError(
-                f"the gradient of {owner.name if owner else 'a parameter'} was cleared; what was "
-                f"its .grad stands for nothing now: take .grad again after backward()"
-            )
-        return owner
-
-    @property
-    def owner_name(self) -> str:
-        """The parameter's name, for errors."""
-        owner = self._owner()
-        return owner.name if owner else "a parameter of a closed engine"
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"GradPlaceholder(shape={tuple(self.shape)}: the gradient of {self.owner_name} is kept "
-            f"by hetero; hetero.grads() reads it)"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise HeteroError(
-            f"the .grad of {self.owner_name} cannot be saved or copied, hetero keeps the gradient "
-            f"elsewhere; use hetero.grads()"
-        )
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.__reduce_ex__(None)
+        return self._source.owner()
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Operators arrive in __torch_dispatch__, whatever Python name they were called by; but
-        # isfinite() arrives there in tiles.
+        # (isfinite() arrives as other operators in __torch_dispatch__.)
         if func in _WHERE and isinstance(args[0], GradPlaceholder) and args[0]._whole:
             return _where(func, args[0])
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         understood = _UNDERSTOOD.get(func)
         if understood is not None:
-            result = understood(func, *args, **kwargs)
+            result = understood(func, *args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        _refuse_writes(func, args, kwargs)
-        result = func(*_as_nan(args), **_as_nan(kwargs))
-        returns = func._schema.returns
-        if returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
-            # A view is a placeholder too, so that writes to it are refused or understood.
-            owner, whole = args[0]._owner, args[0]._whole and func in _SAME
-            return tree_map_only(
-                torch.Tensor, lambda view: GradPlaceholder._make(view, owner, whole), result
-            )
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 _WHERE = {
@@ -168,37 +165,8 @@ def _where(func: Any, grad: GradPlaceholder) -> torch.Tensor:
     return torch.tensor(_WHERE[func], device=grad.device).expand(grad.shape)
 
 
-def _nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
-
-
-def _as_nan(values: Any) -> Any:
-    def plain(grad: GradPlaceholder) -> torch.Tensor:
-        dtype = torch.Tensor.dtype.__get__(grad)  # type: ignore[attr-defined]
-        return _nan(grad.shape, dtype, grad.device)
-
-    return tree_map_only(GradPlaceholder, plain, values)
-
-
-def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not func._schema.is_mutable:
-        return
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(tensor, GradPlaceholder):
-                raise HeteroError(
-                    f"{func} would write to the gradient of {tensor.owner_name}, which hetero "
-                    f"keeps elsewhere; .grad can be clipped, clamped, multiplied by a number and "
-                    f"cleared: for anything else read it with hetero.grads() and assign a new one "
-                    f"to .grad"
-                )
-
-
 # Handlers of the operators that act on kept gradients. Each gets the operator itself first. If it
-# returns NotImplemented, the call is a read of NaN or a refused write, as of any other operator.
+# returns NotImplemented, the gradient is brought in, as for any other operator.
 
 _Handler = Callable[..., Any]
 _Split = tuple[list[GradPlaceholder], list[torch.Tensor]]
@@ -241,7 +209,9 @@ def _vector_norm(
     dtype: torch.dtype | None = None,
 ) -> Any:
     of_all = dim is None or sorted(d % grad.ndim for d in dim) == list(range(grad.ndim))
-    if not (isinstance(grad, GradPlaceholder) and grad._whole and of_all and not keepdim):
+    if not isinstance(grad, GradPlaceholder) or not grad._whole or not of_all or keepdim:
+        return NotImplemented
+    if norm_type not in _KEPT_NORMS:
         return NotImplemented
     ((ops, owners),) = _by_engine([grad])
     norm = ops.norms(owners, float(norm_type))[0]
@@ -254,7 +224,7 @@ def _foreach_norm(
     norm_type: float = 2,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    if not _whole(*grads):
+    if not (_whole(*grads) and norm_type in _KEPT_NORMS):
         return NotImplemented
     ours, others = _split(grads)
     norms = iter(func(others, norm_type, dtype=dtype) if others else [])
@@ -324,8 +294,8 @@ def _unscale(
     return None
 
 
+_KEPT_NORMS = (2, math.inf)  # that are taken without bringing the gradient in
 _aten = torch.ops.aten
-_SAME = {_aten.detach.default, _aten.alias.default}  # .data, .detach()
 _UNDERSTOOD: dict[Any, _Handler] = {
     _aten.linalg_vector_norm.default: _vector_norm,
     _aten._foreach_norm.Scalar: _foreach_norm,

@@ -1,0 +1,1 @@
+"""What user code has in its hands while values are elsewhere: parameters and tensors that fetch."""

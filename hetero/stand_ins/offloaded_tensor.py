@@ -1,0 +1,249 @@
+"""A tensor whose values are elsewhere: each operator that needs them gets them for its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from offload.errors import HeteroError
+
+Self = TypeVar("Self", bound="OffloadedTensor")
+
+
+class ValueSource(Protocol):
+    """Where the values of an OffloadedTensor are."""
+
+    @property
+    def name(self) -> str:
+        """What they are the values of, for errors."""
+
+    def values(self, write: bool) -> AbstractContextManager[torch.Tensor]:
+        """The whole values, a plain tensor, inside the block; with `write` changes of it are kept.
+
+        Raises what bringing them raises, and HeteroError for a write that cannot be kept.
+        """
+
+    def empty(self) -> torch.Tensor:
+        """A tensor with a storage of its own that has the values' shape and dtype, for callers that
+        look at addresses."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """A view operator, its arguments after the tensor, and which of its results the view is."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self.func(tensor, *self.args, **self.kwargs)
+        found: torch.Tensor = made if self.index is None else made[self.index]
+        return found
+
+
+class OffloadedTensor(torch.Tensor):
+    """A tensor without memory; `_source` has the values, of which it may be a view.
+
+    Operators that give views of it give another OffloadedTensor; all others bring the values in,
+    and let them go. So it never holds memory, however long it lives.
+    """
+
+    _source: ValueSource
+    _meta: torch.Tensor  # on the meta device: shape, strides and offset
+    _views: tuple[_View, ...]  # from the whole values to this tensor
+
+    @classmethod
+    def _make(
+        cls: type[Self],
+        source: ValueSource,
+        meta: torch.Tensor,
+        device: torch.device,
+        views: tuple[_View, ...] = (),
+    ) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=device
+        )
+        made._source, made._meta, made._views = source, meta, views
+        return made
+
+    @property
+    def _whole(self) -> bool:
+        """Whether it has all elements, in the shape of the whole."""
+        return all(view.func in _SAME for view in self._views)
+
+    def _brought(self, write: bool = False) -> AbstractContextManager[torch.Tensor]:
+        return _Brought(self, write)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        with self._brought() as values:
+            return repr(values.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with self._brought() as values:
+            return values.clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        if id(self) not in memo:
+            with self._brought() as values:
+                memo[id(self)] = values.clone()
+        copy: torch.Tensor = memo[id(self)]
+        return copy
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Operators arrive in __torch_dispatch__, whatever Python name they were called by. What
+        # gives out memory is no operator.
+        outside = _GIVE_MEMORY.get(func)
+        if outside is not None and isinstance(args[0], OffloadedTensor):
+            return outside(func, *args, **(kwargs or {}))
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _gives_views(func):
+            return _viewed(func, args, kwargs)
+        if func.__name__.startswith("_foreach_"):
+            return one_by_one(func, args, kwargs, _bring_and_call)
+        return _bring_and_call(func, args, kwargs)
+
+
+class _Brought:
+    """The context of `_brought()`. (A generator would keep `self` in its frame after an error.)"""
+
+    def __init__(self, tensor: OffloadedTensor, write: bool) -> None:
+        self._context = tensor._source.values(write)
+        self._views = tensor._views
+
+    def __enter__(self) -> torch.Tensor:
+        values = self._context.__enter__()
+        with torch.no_grad():
+            for view in self._views:
+                values = view.of(values)
+        return values
+
+    def __exit__(self, *failure: Any) -> bool | None:
+        return self._context.__exit__(*failure)
+
+
+def one_by_one(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+) -> Any:
+    """A function over lists of tensors, called for one tensor at a time: so only one has to be in
+    memory. Where the lists are not alike, it is called once for all."""
+    lengths = {len(each) for each in args if isinstance(each, (list, tuple))}
+    if len(lengths) != 1 or lengths < {2}:
+        return call(func, args, kwargs)
+    (length,) = lengths
+
+    def only(value: Any, index: int) -> Any:
+        return [value[index]] if isinstance(value, (list, tuple)) else value
+
+    made = [call(func, tuple(only(a, i) for a in args), kwargs) for i in range(length)]
+    return None if made[0] is None else [one for each in made for one in each]
+
+
+def _gives_views(func: Any) -> bool:
+    """Whether all results of an operator are views of its first argument."""
+    returns = func._schema.returns
+    return bool(returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    )
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = args[0]
+    if not isinstance(base, OffloadedTensor):  # of another argument: a plain view
+        return _bring_and_call(func, args, kwargs)
+    made = func(base._meta, *args[1:], **kwargs)
+    several = isinstance(made, (list, tuple))
+    found = [
+        type(base)._make(
+            base._source,
+            meta,
+            base.device,
+            (*base._views, _View(func, args[1:], kwargs, index if several else None)),
+        )
+        for index, meta in enumerate(made if several else [made])
+    ]
+    return found if several else found[0]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Ids of the tensors to which an operator writes."""
+    found: set[int] = set()
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found.update(map(id, value if isinstance(value, (list, tuple)) else [value]))
+    return found
+
+
+def _bring_and_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    written = _written(func, args, kwargs)
+    brought: dict[int, torch.Tensor] = {}
+    stands_for: dict[int, OffloadedTensor] = {}
+    with ExitStack() as contexts:
+
+        def bring(tensor: OffloadedTensor) -> torch.Tensor:
+            if id(tensor) not in brought:
+                values = contexts.enter_context(tensor._brought(id(tensor) in written))
+                brought[id(tensor)] = values
+                stands_for[id(values)] = tensor
+            return brought[id(tensor)]
+
+        plain_args, plain_kwargs = tree_map_only(OffloadedTensor, bring, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        # In-place operators return their argument: give back the one that the caller has.
+        return tree_map_only(torch.Tensor, lambda t: stands_for.get(id(t), t), result)
+
+
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default}  # .data, .detach()
+_Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
+
+
+def _read_only(func: Any, tensor: OffloadedTensor, *args: Any, **kwargs: Any) -> Any:
+    """A NumPy array of a copy: what is written to it would be lost."""
+    with tensor._brought() as values:
+        array = func(values.clone(), *args, **kwargs)
+    array.flags.writeable = False
+    return array
+
+
+def _of_copy(func: Any, tensor: OffloadedTensor, *args: Any, **kwargs: Any) -> Any:
+    with tensor._brought() as values:
+        return func(values.clone(), *args, **kwargs)
+
+
+def _address(func: Any, tensor: OffloadedTensor) -> int:
+    raise no_address(tensor._source.name)
+
+
+def no_address(name: str) -> HeteroError:
+    """The error for whoever asks for the address of values that are elsewhere."""
+    return HeteroError(
+        f"{name} has no address now, because its values are not in memory; read it inside "
+        f"hetero.gathered(), or take a copy of it: .clone(), or model.state_dict()"
+    )
+
+
+_GIVE_MEMORY: dict[Any, Callable[..., Any]] = {
+    _Tensor.numpy: _read_only,
+    _Tensor.__array__: _read_only,
+    _Tensor.tolist: _of_copy,
+    _Tensor.__dlpack__: _of_copy,
+    _Tensor.data_ptr: _address,
+    _Tensor.untyped_storage: lambda func, tensor: func(tensor._source.empty()),
+}
