@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from hetero.api.whole_state import store_masters
 from hetero.runtime.engine import Engine
-from hetero.runtime.modules.call_stack import module_frame
+from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
+from hetero.runtime.modules.model_hook import ModelHook
 from hetero.runtime.modules.module_hooks import ModelHooks
+from hetero.runtime.modules.param_uses import ParamAlias
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
 
@@ -20,19 +24,25 @@ from offload.errors import HeteroError
 class StateDictHooks(ModelHooks):
     """Makes a model's state_dict() whole, and lets load_state_dict() take any float dtype.
 
-    state_dict() has copies of offloaded parameters, in the compute dtype, in RAM that no budget
-    counts. Values that are loaded become the masters, unrounded, and parameters their rounding; the
-    optimizer's states stay.
+    state_dict() has tensors with a storage of their own, in the compute dtype: over the parameter's
+    own bytes, or copies of offloaded parameters, in RAM that no budget counts. Values that are
+    loaded become the masters, unrounded, and parameters their rounding; the optimizer's states
+    stay.
     """
 
     def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
-        super().__init__(engine.hooks)
+        super().__init__(engine.hooks, EnteredCalls())
         self._engine = engine
         self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._tied: set[ManagedParam] = set()  # have several names
+        self._last_entry: weakref.WeakValueDictionary[ManagedParam, torch.Tensor]
+        self._last_entry = weakref.WeakValueDictionary()
         self._loading: dict[torch.nn.Module, dict[ManagedParam, torch.Tensor]] = {}
         self.cover(model)
 
     def cover(self, model: torch.nn.Module) -> None:
+        names = Counter(m for module in model.modules() for m in self._own(module).values())
+        self._tied = {managed for managed, count in names.items() if count > 1}
         for module in model.modules():
             if module not in self._hooked and self._own(module):
                 self._hooked.add(module)
@@ -51,11 +61,8 @@ class StateDictHooks(ModelHooks):
             self._engine.schedule.refuse_half_made("state_dict()")
             for name, managed in self._own(module).items():
                 found = state_dict.get(prefix + name)
-                if found is not None and found.data_ptr() == managed.stand_in.data_ptr():
-                    # (In no variable, which would pin the gathered copy for the next one's time.)
-                    state_dict[prefix + name] = managed.part_of(
-                        self._engine.params.flat(managed.chunk)
-                    ).to("cpu", copy=True)
+                if found is not None and found is not managed.param:  # as with keep_vars
+                    state_dict[prefix + name] = self._entry(managed, found, state_dict)
 
         def before_load(
             state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
@@ -86,11 +93,33 @@ class StateDictHooks(ModelHooks):
             store_masters(self._engine, values)
 
         for handle in (
-            module._register_state_dict_hook(fill),
-            module._register_load_state_dict_pre_hook(before_load),
-            module.register_load_state_dict_post_hook(after_load),
+            module._register_state_dict_hook(ModelHook(fill)),
+            module._register_load_state_dict_pre_hook(ModelHook(before_load)),
+            module.register_load_state_dict_post_hook(ModelHook(after_load)),
         ):
             self._hooks.callback(handle.remove)
+
+    def _entry(
+        self, managed: ManagedParam, found: torch.Tensor, state_dict: dict[str, Any]
+    ) -> torch.Tensor:
+        """What a state dict has of a parameter: a tensor with a storage of its own, as torch's has;
+        one for all names of the parameter.
+
+        Whoever writes it to a file sees by the storage which names are of one tensor, and writes no
+        more than that.
+        """
+        last = self._last_entry.get(managed)
+        tied = last is not None and managed in self._tied
+        if tied and any(entry is last for entry in state_dict.values()):
+            assert last is not None
+            return last
+        if isinstance(found, ParamAlias):
+            # (In no variable, which would pin the gathered copy for the next one's time.)
+            entry = managed.part_of(self._engine.params.flat(managed.chunk)).to("cpu", copy=True)
+        else:
+            entry = from_dlpack(found)  # over the same bytes
+        self._last_entry[managed] = entry
+        return entry
 
     @contextmanager
     def _loading_into(self, module: torch.nn.Module, members: list[ManagedParam]) -> Iterator[None]:

@@ -56,6 +56,8 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
     The other ranks need not call it. The optimizer state of each tile is brought in once.
     """
     engine.schedule.refuse_half_made("reading masters or optimizer states")
+    managed = list(managed)
+    engine.params.take_in_written(managed)
     for members in _by_chunk(managed):
         _read_chunk(engine, members, visit)
 
@@ -79,6 +81,8 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
     All ranks must call it.
     """
     engine.schedule.refuse_half_made("changing parameters or optimizer states")
+    managed = list(managed)
+    engine.params.take_in_written(managed)
     for members in _by_chunk(managed):
         _write_chunk(engine, members, visit)
 

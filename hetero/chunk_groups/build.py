@@ -221,7 +221,15 @@ class _ChunkGroupBuilder:
             gathering = Gathering(self._layout, server, shards, in_ram, dtype)
         copies = self._make_copies(arenas, homes, shard_cache, shared_shards, gathering, order)
         params = Params(
-            self._layout, homes, shards, copies, config.prefetch, versions, gathering, updates
+            self._layout,
+            self.members,
+            homes,
+            shards,
+            copies,
+            config.prefetch,
+            versions,
+            gathering,
+            updates,
         )
         return params, gathering
 

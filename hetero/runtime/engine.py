@@ -21,7 +21,9 @@ from hetero.runtime.gradients.grad_factors import GradFactors
 from hetero.runtime.gradients.grad_hook import GradHook
 from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
+from hetero.runtime.modules.param_uses import ParamUses
 from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.runtime.relocation.memory_limit import BesideMemory
 from hetero.runtime.relocation.migration import InUseError
@@ -87,6 +89,8 @@ class Engine:
         self.grad_factors = GradFactors(
             self.params, self.grad_intake, shared, self.world.shard, lambda: self.tracer.forget()
         )
+        calls = EnteredCalls()
+        self._param_uses = ParamUses(self.params, calls)
         self._model = weakref.ref(model)
         self.optimizer = optimizer
         self._added_params: AddsParams | None = None
@@ -99,7 +103,13 @@ class Engine:
             for chunk_group in chunk_groups:
                 self._take_over(chunk_group)
             self._module_hooks = ModuleHooks(
-                model, self.params, shared, self._before_forward, self.hooks
+                model,
+                self.params,
+                self._param_uses,
+                calls,
+                shared,
+                self._before_forward,
+                self.hooks,
             )
             self._model_hooks.append(self._module_hooks)
             self.tracer = StepTracer(model, self.chunk_groups, beside, self.hooks)
@@ -143,6 +153,7 @@ class Engine:
         self.grad_intake.take_over(chunk_group)
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
+            m.param._hetero_owner = self._param_uses  # type: ignore[attr-defined]
             old = self.params.known(m.param)
             if old is not None:
                 old.retire()
@@ -241,6 +252,7 @@ class Engine:
         listed = [(group, self.find_all(group["params"])) for group in param_groups]
         given = dict.fromkeys(m for _, members in listed for m in members)
         check_left_out(managed, given)
+        self.params.take_in_written(given)
         for m in given:
             check_updatable(m, self.config.overlap)
         groups = [(options, self.grad_intake.of(members)) for options, members in listed]
@@ -331,6 +343,7 @@ class Engine:
         if self._module_hooks.running:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
         self.schedule.wait_all()
+        self.params.take_in_written(self.params.managed.values())
 
     @property
     def changes(self) -> list[Change]:
@@ -394,11 +407,12 @@ class Engine:
         self._finalizer.detach()
         model = self._model()
         if model is not None:
-            refuse_use(model)
+            refuse_use(model, (m.param for m in self.params.managed.values()))
         self._detach_params()
         self._free()
 
     def _detach_params(self) -> None:
+        self.params.close()
         for m in self.params.managed.values():
             m.close()
 

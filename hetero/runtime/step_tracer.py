@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.trace import Computing, Phase
+from hetero.runtime.modules.model_hook import ModelHook
 
 _MOST_OUTPUTS = 8  # of a forward, that are watched for the begin of backward
 _MOST_EVALUATIONS = 2  # forwards without gradients between two steps whose memory is looked at
@@ -107,8 +108,8 @@ class StepTracer:
         self._in_backward = False
         self._evaluations = 0  # since the last step
         self._evaluation_bytes = 0  # the most RAM beside model state after one
-        hooks.callback(model.register_forward_pre_hook(self._before).remove)
-        hooks.callback(model.register_forward_hook(self._after, always_call=True).remove)
+        hooks.callback(model.register_forward_pre_hook(ModelHook(self._before)).remove)
+        hooks.callback(model.register_forward_hook(ModelHook(self._after), always_call=True).remove)
 
     @_disable_dynamo
     def _before(self, module: torch.nn.Module, args: Any) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
-from offload.errors import HeteroError
+from offload.errors import BudgetError, HeteroError
 
 Self = TypeVar("Self", bound="OffloadedTensor")
 
@@ -82,8 +82,11 @@ class OffloadedTensor(torch.Tensor):
         return _Brought(self, write)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        with self._brought() as values:
-            return repr(values.clone())
+        try:
+            with self._brought() as values:
+                return repr(values.clone())
+        except HeteroError as error:  # whoever debugs that sees it
+            return f"{type(self).__name__}(shape={tuple(self.shape)}: {error})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with self._brought() as values:
@@ -192,21 +195,40 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[in
 
 def _bring_and_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args, kwargs)
-    brought: dict[int, torch.Tensor] = {}
-    stands_for: dict[int, OffloadedTensor] = {}
+    found = (t for t in tree_iter((args, kwargs)) if isinstance(t, OffloadedTensor))
+    needed = list({id(tensor): tensor for tensor in found}.values())
     with ExitStack() as contexts:
-
-        def bring(tensor: OffloadedTensor) -> torch.Tensor:
-            if id(tensor) not in brought:
-                values = contexts.enter_context(tensor._brought(id(tensor) in written))
-                brought[id(tensor)] = values
-                stands_for[id(values)] = tensor
-            return brought[id(tensor)]
-
-        plain_args, plain_kwargs = tree_map_only(OffloadedTensor, bring, (args, kwargs))
+        brought: dict[int, torch.Tensor] | None = None
+        try:
+            brought = _bring(needed, written, contexts, copies=False)
+        except BudgetError:
+            if len(needed) == 1:
+                raise
+        if brought is None:  # not in the handler: the error's frames hold what was brought
+            contexts.close()
+            brought = _bring(needed, written, contexts, copies=True)
+        plain_args, plain_kwargs = tree_map_only(
+            OffloadedTensor, lambda tensor: brought[id(tensor)], (args, kwargs)
+        )
         result = func(*plain_args, **plain_kwargs)
         # In-place operators return their argument: give back the one that the caller has.
+        stands_for = {id(brought[id(tensor)]): tensor for tensor in needed}
         return tree_map_only(torch.Tensor, lambda t: stands_for.get(id(t), t), result)
+
+
+def _bring(
+    needed: Sequence[OffloadedTensor], written: Container[int], contexts: ExitStack, copies: bool
+) -> dict[int, torch.Tensor]:
+    """The values by id of their tensor; `copies`, in memory that no budget counts, of those that
+    are only read: so that one at a time is in memory that is counted."""
+    brought: dict[int, torch.Tensor] = {}
+    for tensor in sorted(needed, key=lambda tensor: id(tensor) in written):
+        if copies and id(tensor) not in written:
+            with tensor._brought() as values:
+                brought[id(tensor)] = values.clone()
+        else:
+            brought[id(tensor)] = contexts.enter_context(tensor._brought(id(tensor) in written))
+    return brought
 
 
 _aten = torch.ops.aten

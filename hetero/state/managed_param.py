@@ -11,6 +11,7 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout, ParamSlice
 from hetero.stand_ins.grad_placeholder import GradOps, GradPlaceholder
+from hetero.stand_ins.parameter_classes import become
 from offload.errors import HeteroError
 
 _CPU = torch.device("cpu")
@@ -21,13 +22,14 @@ class ParamState(enum.Enum):
     """What a managed parameter's `param.data` is, and who holds the memory behind it.
 
     The stand-in has the parameter's shape and dtype over a single NaN element, so it takes no
-    memory: an accidental use is loud, and torch refuses to write to it in place.
+    memory. While `param.data` is the stand-in the parameter's class is AbsentParameter, whose torch
+    functions bring the values in; else it is PresentParameter.
 
         UNPLACED -> RESIDENT | OFFLOADED             place()
         OFFLOADED <-> GATHERED                       begin_use(), end_use()
         RESIDENT | OFFLOADED <-> UPDATING            begin_update(), end_update()
         RESIDENT -> MOVING -> RESIDENT | OFFLOADED   begin_move(), end_move()
-        RESIDENT | GATHERED <-> COPIED               as_copy()
+        RESIDENT | GATHERED | OFFLOADED <-> COPIED   as_copy()
         any -> RETIRED                               retire(), close()
     """
 
@@ -80,6 +82,7 @@ class ManagedParam:
     uses: int = field(init=False, default=0)
     _address: int = field(init=False, default=0)  # of what the last transition made param.data
     _version: int = field(init=False, default=0)  # of the parameter, when it was last changed here
+    _guarded: bool = field(init=False, default=False)  # every use counts for itself
 
     def __post_init__(self) -> None:
         shape = self.param.shape
@@ -112,9 +115,15 @@ class ManagedParam:
     def _become(self, state: ParamState, data: torch.Tensor, *allowed: ParamState) -> None:
         assert self.state in allowed, f"{self.name}: {self.state.name} to {state.name}"
         self.state, self._address = state, data.data_ptr()
-        # (A TorchFunctionMode, as UsesOutsideOwner, would take this for a use.)
+        become(self.param, data, absent=self._guarded or data is self.stand_in)
+
+    def guard(self, guarded: bool) -> None:
+        """While it is guarded it has the class of absent parameters, also if it has its values."""
         with torch._C.DisableTorchFunction():
-            self.param.data = data
+            data = torch.Tensor.data.__get__(self.param)  # type: ignore[attr-defined]
+            is_absent = self.param.data_ptr() == self.stand_in.data_ptr()
+        self._guarded = guarded
+        become(self.param, data, absent=guarded or is_absent)
 
     def unload(self) -> None:
         """UNPLACED: the chunk has the first values, so the memory that had them can be freed."""
@@ -144,30 +153,34 @@ class ManagedParam:
             self._become(ParamState.GATHERED, self.part_of(copy), ParamState.OFFLOADED)
         self.uses += 1
 
-    def end_use(self) -> None:
+    def end_use(self) -> bool:
         """Undoes one begin_use(); GATHERED -> OFFLOADED with the last one.
 
-        Raises HeteroError if the gathered copy was changed in place. The use has ended then.
+        Returns:
+            Whether user code has changed the gathered copy, which must then be brought home.
         """
         assert self.uses > 0, self.name
         self.uses -= 1
         if self.uses or self.state is not ParamState.GATHERED:
-            return
+            return False
         self._become(ParamState.OFFLOADED, self.stand_in, ParamState.GATHERED)
         changed = self.changed_unnoticed
         self.note_change()
-        if changed:
-            raise HeteroError(
-                f"{self.name} was changed in place where only reading is possible; change it "
-                f"inside hetero.gathered(..., modifier_rank=0)"
-            )
+        return changed
 
     @contextmanager
-    def as_copy(self) -> Iterator[None]:
-        """COPIED inside the block; `param.data` then is what user code has made of it."""
-        before, state = self.param.data, self.state
-        allowed = (ParamState.RESIDENT, ParamState.GATHERED, ParamState.COPIED)
-        self._become(ParamState.COPIED, before.clone(), *allowed)
+    def as_copy(self, values: torch.Tensor | None = None) -> Iterator[None]:
+        """COPIED inside the block; `param.data` then is what user code has made of it.
+
+        `values`: a copy of the parameter's, which need not be in memory then.
+        """
+        state = self.state
+        before = self.stand_in if state is ParamState.OFFLOADED else self.param.data
+        allowed = {ParamState.RESIDENT, ParamState.GATHERED, ParamState.COPIED}
+        if values is not None:
+            allowed |= {ParamState.OFFLOADED}
+        copy = before.clone() if values is None else values
+        self._become(ParamState.COPIED, copy, *allowed)
         try:
             yield
         finally:
@@ -261,10 +274,16 @@ class ManagedParam:
 
     def note_change(self) -> None:
         """The parameter was changed in a way that has reached its home, or will."""
-        self._version = self._current_version
+        self._version = self.written_version
 
     @property
-    def _current_version(self) -> int:
+    def version(self) -> tuple[int, int]:
+        """Differs after every change of the values."""
+        return self.step, self.written_version
+
+    @property
+    def written_version(self) -> int:
+        """torch's: differs after every write in place."""
         with torch._C.DisableTorchFunction():
             return self.param._version
 
@@ -275,7 +294,7 @@ class ManagedParam:
         # device would wait for all that the device was given.)
         looks = self.numel == 1 and self.stand_in.device.type == "cpu"
         written = looks and not bool(torch.isnan(self.stand_in).all())
-        return written or self._current_version != self._version
+        return written or self.written_version != self._version
 
     def _was_written_as_stand_in(self) -> bool:
         """Whether user code has changed it, or pointed it elsewhere, while it was the stand-in.
@@ -286,7 +305,7 @@ class ManagedParam:
         filled = one.device.type == "cpu" and not bool(one.isnan())
         if filled:
             one.fill_(float("nan"))
-        return filled or self.is_moved or self._current_version != self._version
+        return filled or self.is_moved or self.written_version != self._version
 
     # Its elements
 

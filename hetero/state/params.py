@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class SavedView:
     """A view of a gathered copy that autograd saved: enough to make the view again."""
 
     chunk: Chunk
-    version: int
+    version: tuple[int, int]  # of the chunk, and of the parameter
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements from the chunk's beginning
@@ -84,6 +85,7 @@ class Params:
     def __init__(
         self,
         layout: Layout,
+        members: Iterable[ManagedParam],
         homes: Homes,
         shards: ParamShards,
         copies: ParamCopies,
@@ -98,6 +100,9 @@ class Params:
         tell other ranks of changes. `gathering` is None for one rank.
         """
         self._layout = layout
+        self._members: dict[int, list[ManagedParam]] = {}  # by chunk id, in the chunk's order
+        for m in sorted(members, key=lambda m: m.slice.offset):
+            self._members.setdefault(m.chunk.id, []).append(m)
         self._homes = homes
         self._shards = shards
         self._copies = copies
@@ -175,18 +180,22 @@ class Params:
                     self._used.setdefault(managed.chunk.id, _UsedCopy(flat)).params += 1
             managed.begin_use(copy)
 
-    def release(self, managed: ManagedParam) -> None:
-        """Undoes one acquire(). Raises as ManagedParam.end_use()."""
+    def release(self, managed: ManagedParam) -> torch.Tensor | None:
+        """Undoes one acquire().
+
+        Returns:
+            What user code has made of the gathered copy, if it has changed it: a pin on it.
+        """
         with self._lock:
             was_gathered = managed.state is ParamState.GATHERED
-            try:
-                managed.end_use()
-            finally:
-                if was_gathered and managed.state is ParamState.OFFLOADED:
-                    used = self._used[managed.chunk.id]
-                    used.params -= 1
-                    if not used.params:
-                        del self._used[managed.chunk.id]
+            changed = managed.end_use()
+            if not (was_gathered and managed.state is ParamState.OFFLOADED):
+                return None
+            used = self._used[managed.chunk.id]
+            used.params -= 1
+            if not used.params:
+                del self._used[managed.chunk.id]
+            return managed.part_of(used.copy) if changed else None
 
     def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """Flat memory, inside the block, for the first values of this rank's shard.
@@ -212,6 +221,15 @@ class Params:
         self._shards.filled(chunk)
         self.versions.publish(chunk)
         self._gather_whole([chunk])
+
+    def keep_written(self, managed: ManagedParam, values: torch.Tensor) -> None:
+        """Brings what user code has made of the parameter home. For one rank.
+
+        Values of other parameters in the chunk stay as they are, and so do graphs that use them.
+        """
+        with self.shard(managed.chunk) as shard:
+            managed.part_of(shard).copy_(values)
+            self._shards.filled(managed.chunk)
 
     def discard_copies(self, chunk: Chunk) -> None:
         """Forgets all copies of the chunk, whole and of this rank's shard; home has its values."""
@@ -311,9 +329,15 @@ class Params:
         slot = self._arena.slot_of(tensor.untyped_storage().data_ptr())
         if slot is None:
             return None
-        chunk = self._chunk_of_slot[slot]
-        version, offset = self.versions[chunk], int(tensor.storage_offset())
+        chunk, offset = self._chunk_of_slot[slot], int(tensor.storage_offset())
+        version = self._version(chunk, offset)
         return SavedView(chunk, version, tensor.size(), tensor.stride(), offset)
+
+    def _version(self, chunk: Chunk, offset: int) -> tuple[int, int]:
+        """Differs after a change of the parameter that has the element at `offset`."""
+        members = self._members[chunk.id]
+        at = bisect_right(members, offset, key=lambda m: m.slice.offset) - 1
+        return self.versions[chunk], members[at].written_version
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
         """Makes the tensor that was packed again, over a copy that is gathered if need be.
@@ -321,10 +345,11 @@ class Params:
         Raises StaleGraphError if the parameters were changed since.
         """
         self._updates.require_unchanged(saved.chunk)
-        if saved.version != self.versions[saved.chunk]:
+        if saved.version != self._version(saved.chunk, saved.offset):
             raise StaleGraphError(
-                f"backward needs {saved.chunk.name} as it was before an optimizer step that came "
-                f"between this graph's forward and its backward; call backward before step"
+                f"backward needs {saved.chunk.name} as it was before an optimizer step, or a write "
+                f"in place, that came between this graph's forward and its backward; call backward "
+                f"before step"
             )
         return self.flat(saved.chunk).as_strided(saved.size, saved.stride, saved.offset)
 

@@ -23,7 +23,7 @@ class GradHook:
         self._accumulating = False
         param = managed.param
         # The node that accumulates; its hooks last as long as it is referred to.
-        with torch.enable_grad():
+        with torch.enable_grad(), torch._C.DisableTorchFunction():
             node = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._node: torch.autograd.graph.Node | None = node
         self._handles = [

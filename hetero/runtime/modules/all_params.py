@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.written_params import keep_written
 from hetero.chunks.layout import Chunk
-from hetero.state.managed_param import ManagedParam
+from hetero.state.managed_param import ManagedParam, ParamState
+from offload.errors import ClosedError, HeteroError
 
 
 class AllParams:
@@ -21,6 +23,20 @@ class AllParams:
         # Trainable resident chunks by the address of their home: with updates during backward such
         # a home may change while a graph still needs its old value.
         self.homes_changed_in_backward: dict[int, Chunk] = {}
+
+        self._closed = False
+
+    def close(self) -> None:
+        """The values are about to go: from now on every use raises ClosedError."""
+        self._closed = True
+
+    def check_open(self) -> None:
+        """Raises ClosedError after close()."""
+        if self._closed:
+            raise ClosedError(
+                "parameters have no values after engine.close(); what is still needed, as a copy "
+                "of model.state_dict(), has to be taken before"
+            )
 
     def known(self, param: torch.Tensor) -> ManagedParam | None:
         """The ManagedParam of a tensor; None if it is not managed."""
@@ -60,19 +76,46 @@ class AllParams:
     def present(self, members: Iterable[ManagedParam]) -> Iterator[None]:
         """Inside the block the parameters have their values, in the compute dtype.
 
-        All are released in the end, also if one could not be acquired, or was changed in place.
+        All are released in the end, also if one could not be acquired. What user code has changed
+        in place is kept, with one rank.
 
         Raises:
-            HeteroError: one was updated during backward, or its gathered copy was changed in place.
+            HeteroError: one was updated during backward; or, with several ranks, was changed.
             BudgetError: pins leave no room.
             PeerError, NativeIoError: values could not be brought.
         """
         with ExitStack() as acquired:
             for managed in members:
-                params = self.group(managed.chunk).params
-                params.acquire(managed)
-                acquired.callback(params.release, managed)
+                self.group(managed.chunk).params.acquire(managed)
+                acquired.callback(self._release, managed)
             yield
+
+    def _release(self, managed: ManagedParam) -> None:
+        changed = self.group(managed.chunk).params.release(managed)
+        if changed is not None:
+            self.keep_written(managed, changed)
+
+    def keep_written(self, managed: ManagedParam, values: torch.Tensor) -> None:
+        """Brings `values`, which user code has made of the parameter's, home.
+
+        Raises HeteroError with several ranks, which might have made different ones of them.
+        """
+        chunk_group = self.group(managed.chunk)
+        if chunk_group.world.everyone is not None:
+            raise HeteroError(
+                f"{managed.name} was changed in place where only reading is possible, because "
+                f"other ranks have parts of it; change it inside hetero.gathered(..., "
+                f"modifier_rank=0)"
+            )
+        keep_written(chunk_group, managed, values)
+
+    def take_in_written(self, members: Iterable[ManagedParam]) -> None:
+        """Takes account of resident parameters that user code has written to, with one rank."""
+        for managed in members:
+            chunk_group = self.group(managed.chunk)
+            resident = managed.state is ParamState.RESIDENT and not managed.is_moved
+            if resident and managed.changed_unnoticed and chunk_group.world.everyone is None:
+                keep_written(chunk_group, managed, None)
 
     def finish_transfers(self) -> None:
         """Waits until nothing that was asked of other ranks is under way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,20 +18,20 @@ from hetero.chunk_groups.build import Shared
 from hetero.overlap import OverlapUpdates
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
-from hetero.runtime.modules.saved_tensors import SavedTensors
-from hetero.runtime.modules.uses_outside_owner import UsesOutsideOwner
+from hetero.runtime.modules.model_hook import ModelHook
+from hetero.runtime.modules.param_uses import ParamUses
 from hetero.runtime.to_device import to_device
 from hetero.state.managed_param import ManagedParam
-from offload.errors import ClosedError, HeteroError
+from offload.errors import ClosedError
 
 
 class ModelHooks(ABC):
     """Hooks on a model's modules, and the calls of modules that they have seen begin."""
 
-    def __init__(self, hooks: ExitStack) -> None:
-        """`hooks` takes them off when it is closed."""
+    def __init__(self, hooks: ExitStack, calls: EnteredCalls) -> None:
+        """`hooks` takes them off when it is closed; `calls` takes the calls."""
         self._hooks = hooks
-        self._calls = EnteredCalls()
+        self._calls = calls
 
     @abstractmethod
     def cover(self, model: torch.nn.Module) -> None:
@@ -53,6 +53,8 @@ class ModuleHooks(ModelHooks):
         self,
         model: torch.nn.Module,
         params: AllParams,
+        uses: ParamUses,
+        calls: EnteredCalls,
         shared: Shared,
         before_forward: Callable[[], None],
         hooks: ExitStack,
@@ -61,11 +63,12 @@ class ModuleHooks(ModelHooks):
 
         `before_forward` is called before each forward of the whole model, while no other one runs.
         """
-        super().__init__(hooks)
+        super().__init__(hooks, calls)
         self._device = shared.backend.device
         self._dtype = params.chunk_groups[0].dtypes.torch_compute
         self._params = params
-        self._saved_tensors = SavedTensors(params)
+        self._uses = uses
+        self._saved_tensors = uses.saved_tensors
         self._before_forward = before_forward
         # Resident parameters too have no values until an update that goes on meanwhile is made.
         self._acquires_resident = shared.config.overlap is not OverlapUpdates.NONE
@@ -74,7 +77,7 @@ class ModuleHooks(ModelHooks):
         self._needed = weakref.WeakKeyDictionary()
         self.cover(model)
         inputs = model.register_forward_pre_hook(
-            self._begin_model_forward, prepend=True, with_kwargs=True
+            ModelHook(self._begin_model_forward), prepend=True, with_kwargs=True
         )
         hooks.callback(inputs.remove)
 
@@ -92,10 +95,10 @@ class ModuleHooks(ModelHooks):
                 self._hook(module, needed)
 
     def _hook(self, module: torch.nn.Module, needed: list[ManagedParam]) -> None:
-        before = module.register_forward_pre_hook(partial(self._before, needed))
+        before = module.register_forward_pre_hook(ModelHook(partial(self._before, needed)))
         self._hooks.callback(before.remove)
         # always_call: after an exception too, so that nothing stays acquired.
-        after = module.register_forward_hook(self._after, always_call=True)
+        after = module.register_forward_hook(ModelHook(self._after), always_call=True)
         self._hooks.callback(after.remove)
 
     # torch.compile must not trace into what moves parameters: here its graphs end. (This is the
@@ -105,9 +108,9 @@ class ModuleHooks(ModelHooks):
     def _before(self, needed: list[ManagedParam], module: torch.nn.Module, args: Any) -> None:
         outermost = not self._calls.own
         call = self._calls.enter(module, module_frame())
+        if outermost:
+            self._uses.note_threads()
         call.present.enter_context(self._params.present(needed))
-        if outermost and (self._params.gathers or self._acquires_resident):
-            call.modes.enter_context(UsesOutsideOwner(self._params, self._calls))
         if not self._saved_tensors.needed:
             return
         packing = any(entered.packing for entered in self._calls.own)
@@ -119,6 +122,8 @@ class ModuleHooks(ModelHooks):
     @_disable_dynamo
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._calls.leave(module)
+        if not self._calls.own:
+            self._uses.note_threads()
 
     @property
     def running(self) -> bool:
@@ -130,18 +135,6 @@ class ModuleHooks(ModelHooks):
     def _begin(self) -> None:
         if not self.running:
             self._before_forward()
-
-    def __deepcopy__(self, memo: Any) -> ModuleHooks:
-        raise HeteroError(
-            "a managed model cannot be deep-copied: its state lives in the engine; build a second "
-            "model and load model.state_dict() into it, or use hetero.masters()"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise HeteroError(
-            "a managed model cannot be pickled: its state lives in the engine; save "
-            "model.state_dict() and optimizer.state_dict() instead"
-        )
 
     def _begin_model_forward(
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
@@ -156,12 +149,18 @@ class ModuleHooks(ModelHooks):
         return tree_map_only(torch.Tensor, cast, args), tree_map_only(torch.Tensor, cast, kwargs)
 
 
-def refuse_use(model: torch.nn.Module) -> None:
-    """Makes every forward of the model and of its modules raise ClosedError."""
+def refuse_use(model: torch.nn.Module, params: Iterable[torch.nn.Parameter]) -> None:
+    """Makes every forward of the model and of its modules, and backward, raise ClosedError."""
 
-    def refuse(module: torch.nn.Module, args: Any) -> None:
-        raise ClosedError("the model was used after its engine was closed")
+    def refuse(*_: Any) -> None:
+        raise ClosedError(
+            "the model was used after its engine was closed; what is still needed has to be done "
+            "before engine.close()"
+        )
 
     for module in model.modules():
         if module is model or module._parameters:
             module.register_forward_pre_hook(refuse, prepend=True)
+    for param in params:
+        if param.requires_grad:
+            param.register_hook(refuse)

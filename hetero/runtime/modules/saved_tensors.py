@@ -11,6 +11,7 @@ import torch
 from hetero.chunks.layout import Chunk
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import is_recomputing
+from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.params import SavedView
 from offload.errors import StaleGraphError
 
@@ -43,7 +44,7 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
         """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again."""
-        if tensor.layout is torch.strided:
+        if tensor.layout is torch.strided and not isinstance(tensor, OffloadedTensor):
             for chunk_group in self._params.chunk_groups:
                 view = chunk_group.params.pack(tensor)
                 if view is not None:
@@ -55,6 +56,7 @@ class SavedTensors:
 
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
+        self._params.check_open()
         if isinstance(saved, SavedView):
             return self._params.group(saved.chunk).params.unpack(saved)
         if saved.chunk is not None:

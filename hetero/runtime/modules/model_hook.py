@@ -1,0 +1,34 @@
+"""A hook on a module that stays behind when the module is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class ModelHook:
+    """Calls `function`; in a copy of the module, and in what is unpickled, nothing.
+
+    A copy of a managed model, by copy.deepcopy() or pickle, has plain parameters, so it must not
+    have the hooks either.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> Any:
+        return _unpickled, ()
+
+
+def no_hook(*args: Any, **kwargs: Any) -> None:
+    """What a copy has instead."""
+
+
+def _unpickled() -> Callable[..., None]:
+    return no_hook

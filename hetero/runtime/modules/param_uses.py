@@ -1,0 +1,252 @@
+"""Uses of parameters outside their modules' forwards, wherever the values are."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import psutil
+import torch
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.call_stack import EnteredCalls
+from hetero.runtime.modules.saved_tensors import SavedTensors
+from hetero.stand_ins.offloaded_tensor import OffloadedTensor, no_address, one_by_one
+from hetero.stand_ins.parameter_classes import AbsentParameter, absent_params, owner_of
+from hetero.state.managed_param import ManagedParam
+from offload.errors import BudgetError, HeteroError, StaleGraphError
+from offload.memory.sizes import format_bytes
+
+
+class ParamUses:
+    """Gives torch functions the values of parameters that are not in memory.
+
+    Hooks on the owning module cannot see these uses: MultiheadAttention uses its projection's
+    weight, a language model's head the embedding's, a loss all parameters, an average of weights.
+    """
+
+    def __init__(self, params: AllParams, calls: EnteredCalls) -> None:
+        """`calls` are the forwards of all threads."""
+        self._params = params
+        self._calls = calls
+        self.saved_tensors = SavedTensors(params)
+        self._threads = threading.Lock()
+        self._several_threads = False
+
+    # ParamOwner
+
+    @_disable_dynamo  # torch.compile must not trace into what moves parameters
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a torch function that some absent parameters are given to.
+
+        Raises:
+            ClosedError: the engine is closed.
+            BudgetError: the values do not fit, not even as copies.
+            HeteroError: something was written that cannot be kept.
+        """
+        found: list[AbsentParameter] = list(absent_params((*args, *kwargs.values())))
+        needed = [self._managed(p) for p in found if owner_of(p) is self]
+        if func is torch.Tensor.detach:
+            return self.alias(args[0])
+        if func is torch.Tensor.data_ptr:
+            raise no_address(needed[0].name)
+        if len(needed) > 1 and getattr(func, "__name__", "").startswith("_foreach_"):
+            return one_by_one(func, args, kwargs, self._call)
+        return self._call(func, args, kwargs)
+
+    def alias(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """What `param.data` is while the values are absent."""
+        return ParamAlias.of(self, self._managed(param))
+
+    def assign(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """`param.data = values`. Raises HeteroError if shape, dtype or device are others."""
+        managed = self._managed(param)
+        same = (values.shape, values.dtype) == (param.shape, managed.dtype)
+        if not same or values.device != managed.device:
+            raise HeteroError(
+                f"{managed.name} is managed: {tuple(param.shape)}, {managed.dtype} on "
+                f"{managed.device}; it cannot become {tuple(values.shape)}, {values.dtype} on "
+                f"{values.device}, as by model.to(), .half() or an assignment to .data; choose "
+                f"dtype and device at hetero.initialize()"
+            )
+        if _is_to_empty(sys._getframe(2)):
+            raise HeteroError(
+                f"{managed.name} is managed, and model.to_empty() would lose its values; "
+                f"initialize the model before hetero.initialize()"
+            )
+        if values is param or (isinstance(values, ParamAlias) and values.is_all_of(managed)):
+            return
+        with torch.no_grad():
+            torch.Tensor.copy_(param, values)
+
+    def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """A plain copy of the values, in memory that no budget counts."""
+        managed = self._managed(param)
+        nbytes = managed.numel * managed.dtype.itemsize
+        available = psutil.virtual_memory().available
+        if managed.device.type == "cpu" and nbytes > available:
+            raise BudgetError(
+                f"no memory for a copy of {managed.name}: it takes {format_bytes(nbytes)}, and "
+                f"this machine has {format_bytes(available)} left"
+            )
+        with self.present([managed]), torch._C.DisableTorchFunction():
+            return torch.Tensor.detach(param).clone()
+
+    # How
+
+    def _managed(self, param: torch.Tensor) -> ManagedParam:
+        self._params.check_open()
+        managed = self._params.known(param)
+        assert managed is not None
+        return managed
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = list(absent_params((*args, *kwargs.values())))
+        needed = [self._managed(p) for p in found if owner_of(p) is self]
+        hooks = self.saved_tensors.hooks(False) if torch.is_grad_enabled() else None
+        with ExitStack() as contexts:
+            contexts.enter_context(self.present(needed))
+            contexts.enter_context(saved_tensors_hooks(*hooks) if hooks else nullcontext())
+            if self._several_threads:  # the parameters keep their class
+                contexts.enter_context(torch._C.DisableTorchFunctionSubclass())
+            result = func(*args, **kwargs)
+            views = _views_of(result, needed)
+            if not views:
+                return result
+        # (A view that is made without grad requires it, too.)
+        in_graph = torch.is_grad_enabled() and any(view.requires_grad for view in views)
+        if in_graph and self._calls.own:
+            return result  # until the forward is over the view is a pin on the copy
+        if in_graph:
+            del result, views
+            with self._copied(needed):
+                return func(*args, **kwargs)
+        aliases = {id(m.param): ParamAlias.of(self, m) for m in needed}
+        args, kwargs = tree_map_only(
+            AbsentParameter, lambda p: aliases.get(id(p), p), (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def present(self, members: Sequence[ManagedParam]) -> Iterator[None]:
+        """Inside the block the parameters have their values; as copies if their slots have no room
+        for all of them."""
+        with ExitStack() as contexts:
+            fits = False
+            try:
+                contexts.enter_context(self._params.present(members))
+                fits = True
+            except BudgetError:
+                if len(members) == 1:
+                    raise
+            if not fits:  # not in the handler: the error's frames hold what was gathered
+                contexts.enter_context(self._copied(members))
+            yield
+
+    @contextmanager
+    def _copied(self, members: Sequence[ManagedParam]) -> Iterator[None]:
+        """Inside the block the parameters are copies, in memory that no budget counts."""
+        changed: dict[ManagedParam, torch.Tensor] = {}
+        with ExitStack() as contexts:
+            for m in members:
+                with self._params.present([m]), torch._C.DisableTorchFunction():
+                    values = torch.Tensor.detach(m.param).clone()
+                contexts.enter_context(m.as_copy(values))
+            yield
+            for m in members:
+                if m.changed_unnoticed:
+                    changed[m] = torch.Tensor.detach(m.param)
+        for m, values in changed.items():
+            self._params.keep_written(m, values)
+
+    # Threads
+
+    def note_threads(self) -> None:
+        """The number of threads that run forwards may have changed.
+
+        What one thread has gathered may go while another uses it. So as long as there are several,
+        parameters that are gathered have the class of absent ones: each use counts for itself.
+        """
+        with self._threads:
+            several = self._calls.threads > 1
+            if several != self._several_threads:
+                self._several_threads = several
+                for managed in list(self._params.managed.values()):
+                    managed.guard(several)
+
+
+class _ParamSource:
+    """The values of one managed parameter."""
+
+    def __init__(self, uses: ParamUses, managed: ManagedParam) -> None:
+        self._uses = uses
+        self.managed = managed
+        self._version = managed.version
+
+    @property
+    def name(self) -> str:
+        return self.managed.name
+
+    @contextmanager
+    def values(self, write: bool) -> Iterator[torch.Tensor]:
+        managed = self._uses._managed(self.managed.param)
+        if torch._C._current_graph_task_id() == -1:
+            self._version = managed.version
+        elif self._version != managed.version:
+            raise StaleGraphError(
+                f"backward needs {managed.name} as it was before it was changed, after its use in "
+                f"forward; call backward before step"
+            )
+        with self._uses.present([managed]), torch._C.DisableTorchFunction():
+            yield torch.Tensor.detach(managed.param)
+            if write:  # (below autograd nothing counts versions)
+                torch.autograd.graph.increment_version(managed.param)
+                self._version = managed.version
+
+    def empty(self) -> torch.Tensor:
+        return self.managed.stand_in
+
+
+class ParamAlias(OffloadedTensor):
+    """`param.data` or `param.detach()`, or a view of it, of a parameter whose values are absent."""
+
+    _source: _ParamSource
+
+    @staticmethod
+    def of(uses: ParamUses, managed: ManagedParam) -> ParamAlias:
+        """Makes the alias of all of a parameter."""
+        meta = torch.empty(managed.stand_in.shape, dtype=managed.dtype, device="meta")
+        return ParamAlias._make(_ParamSource(uses, managed), meta, managed.device)
+
+    def is_all_of(self, managed: ManagedParam) -> bool:
+        """Whether it is an alias of the whole parameter, in its shape."""
+        return self._source.managed is managed and self._whole
+
+
+def _views_of(result: Any, members: Sequence[ManagedParam]) -> list[torch.Tensor]:
+    """The tensors in `result` that have the memory of a parameter and are not the parameter."""
+    with torch._C.DisableTorchFunction():
+        storages = {m.param.untyped_storage().data_ptr() for m in members}
+        own = {id(m.param) for m in members}
+        return [
+            each
+            for each in tree_iter(result)
+            if isinstance(each, torch.Tensor)
+            and not isinstance(each, OffloadedTensor)
+            and id(each) not in own
+            and each.layout is torch.strided
+            and each.untyped_storage().data_ptr() in storages
+        ]
+
+
+def _is_to_empty(frame: Any) -> bool:
+    """Whether `frame` is the one in which Module.to_empty() assigns `param.data`."""
+    if frame.f_code is not torch.nn.Module._apply.__code__:
+        return False
+    return str(getattr(frame.f_locals.get("fn"), "__qualname__", "")).startswith("Module.to_empty.")

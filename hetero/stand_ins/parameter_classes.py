@@ -1,0 +1,197 @@
+"""The classes of a managed parameter: what user code can do with it while its values are here, and
+while they are not.
+
+torch does the same to its lazy modules, whose class changes when they get their shape. Compute has
+the class whose operators are torch's own, so it pays nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from offload.errors import HeteroError
+
+
+class ParamOwner(Protocol):
+    """Who has a parameter's values while they are not in its memory."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a torch function that some absent parameters are given to."""
+
+    def alias(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """What `param.data` and `param.detach()` are while the values are absent."""
+
+    def assign(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """`param.data = values`."""
+
+    def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """A plain copy of the values."""
+
+
+class PresentParameter(torch.nn.Parameter):
+    """A parameter with its values in memory: a plain one, but for a write through `.data`.
+
+    `.data` shares the version with the parameter, so that such a write is noticed, and an
+    assignment to it writes to the memory that the parameter has.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> torch.nn.Parameter:  # type: ignore[misc]
+        """A plain parameter: others copy one by calling type(param)."""
+        return torch.nn.Parameter(data, requires_grad)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without gradient."""
+        return torch.Tensor.detach(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        owner_of(self).assign(self, values)
+
+    def __deepcopy__(self, memo: Any) -> torch.nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = self._plain()
+        copy: torch.nn.Parameter = memo[id(self)]
+        return copy
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        try:
+            return repr(self._plain())
+        except HeteroError as error:  # whoever debugs that sees it
+            return f"Parameter(shape={tuple(self.shape)}: {error})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> torch.nn.Parameter:
+        return torch.nn.Parameter(owner_of(self).copy(self), self.requires_grad)
+
+
+class AbsentParameter(PresentParameter):
+    """A parameter whose values are elsewhere: torch functions that need them get them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _VALUE_FREE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _LAYOUT:
+            return func(_as_meta(args[0]), *args[1:], **kwargs)
+        absent = next(absent_params((*args, *kwargs.values())))
+        return owner_of(absent).call(func, args, kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without gradient; they are brought in for whatever uses it."""
+        return owner_of(self).alias(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        owner_of(self).assign(self, values)
+
+
+def become(param: torch.nn.Parameter, data: torch.Tensor, absent: bool) -> None:
+    """Points the parameter's memory to `data`, which is not its values if they are `absent`."""
+    base = _base_of(type(param))
+    if absent:  # before: who comes in between asks the owner
+        param.__class__ = _absent_class(base)
+    with torch._C.DisableTorchFunction():
+        torch.Tensor.data.__set__(param, data)  # type: ignore[attr-defined]
+    if not absent:
+        param.__class__ = PresentParameter if base is torch.nn.Parameter else base
+
+
+def become_plain(param: torch.nn.Parameter) -> None:
+    """Nobody manages the parameter any more; it has its values."""
+    param.__class__ = _base_of(type(param))
+
+
+def absent_params(values: Any) -> Any:
+    """Yields the absent parameters among `values`, and in lists, tuples and mappings of them."""
+    for value in values:
+        if isinstance(value, AbsentParameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from absent_params(value)
+        elif isinstance(value, dict):
+            yield from absent_params(value.values())
+
+
+def owner_of(param: torch.Tensor) -> ParamOwner:
+    """Who has the parameter's values. Raises HeteroError while hetero.initialize() moves them."""
+    owner: ParamOwner | None = getattr(param, "_hetero_owner", None)
+    if owner is None:
+        raise HeteroError(
+            f"a parameter of shape {tuple(param.shape)} was used while hetero.initialize() moves "
+            f"its values; if that has failed, build the model again"
+        )
+    return owner
+
+
+@cache
+def _absent_class(base: type) -> type:
+    """AbsentParameter, for a class of parameters of the user's."""
+    if base is torch.nn.Parameter:
+        return AbsentParameter
+    return type(f"Absent{base.__name__}", (AbsentParameter, base), {"_hetero_base": base})
+
+
+def _base_of(cls: type) -> type:
+    """The class that the parameter had before it was managed."""
+    if cls is PresentParameter or cls is AbsentParameter:
+        return torch.nn.Parameter
+    base: type = getattr(cls, "_hetero_base", cls)
+    return base
+
+
+def _as_meta(param: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty(param.shape, dtype=param.dtype, device="meta")
+
+
+_Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
+
+
+def _named(owner: Any, names: str, part: str | None = None) -> set[Any]:
+    """Attributes of `owner` by their names, as __torch_function__ gets them; `part` of each."""
+    found = [getattr(owner, name) for name in names.split() if hasattr(owner, name)]
+    return {each if part is None else getattr(each, part) for each in found}
+
+
+# What does not need a parameter's values: its stand-in has the metadata.
+_VALUE_FREE = {
+    *_named(
+        _Tensor,
+        "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_mps is_nested is_quantized "
+        "is_sparse is_sparse_csr is_xpu itemsize layout ndim output_nr requires_grad retains_grad "
+        "shape _backward_hooks _grad _version",
+        "__get__",
+    ),
+    *_named(_Tensor, "grad requires_grad _backward_hooks _grad", "__set__"),
+    *_named(
+        _Tensor,
+        "__len__ dim element_size get_device is_complex is_floating_point is_inference is_signed "
+        "nelement new_empty new_full new_ones new_zeros numel register_hook "
+        "register_post_accumulate_grad_hook requires_grad_ retain_grad size untyped_storage",
+    ),
+    *_named(
+        torch,
+        "empty_like full_like is_complex is_floating_point is_inference is_signed numel ones_like "
+        "rand_like randint_like randn_like zeros_like",
+    ),
+}
+# What a stand-in, which has a single element, would answer wrongly.
+_LAYOUT = {
+    _Tensor.is_contiguous,
+    _Tensor.nbytes.__get__,
+    _Tensor.storage_offset,
+    _Tensor.stride,
+}
