@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 
 from offload.errors import HeteroError
 
@@ -76,6 +77,7 @@ class AbsentParameter(PresentParameter):
     """A parameter whose values are elsewhere: torch functions that need them get them."""
 
     @classmethod
+    @_disable_dynamo  # torch.compile must not trace into what moves parameters
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -83,6 +83,7 @@ class ManagedParam:
     _address: int = field(init=False, default=0)  # of what the last transition made param.data
     _version: int = field(init=False, default=0)  # of the parameter, when it was last changed here
     _guarded: bool = field(init=False, default=False)  # every use counts for itself
+    _own_changes: int = field(init=False, default=0)  # of the version: updates and moves
 
     def __post_init__(self) -> None:
         shape = self.param.shape
@@ -195,8 +196,13 @@ class ManagedParam:
         place.
         """
         if self.state is ParamState.RESIDENT:
-            torch.autograd.graph.increment_version(self.param)
+            self._end_graphs()
         self.note_change()
+
+    def _end_graphs(self) -> None:
+        """A backward that has saved the parameter itself, and no view of it, fails from here on."""
+        torch.autograd.graph.increment_version(self.param)
+        self._own_changes += 1
 
     def begin_update(self) -> None:
         """RESIDENT or OFFLOADED -> UPDATING: its values must not be read until end_update().
@@ -241,7 +247,7 @@ class ManagedParam:
         """
         self._go_home(home, ParamState.MOVING, ParamState.OFFLOADED)
         if moved:
-            torch.autograd.graph.increment_version(self.param)
+            self._end_graphs()
             self.note_change()
 
     def retire(self) -> None:
@@ -274,16 +280,20 @@ class ManagedParam:
 
     def note_change(self) -> None:
         """The parameter was changed in a way that has reached its home, or will."""
-        self._version = self.written_version
+        self._version = self._torch_version
 
     @property
     def version(self) -> tuple[int, int]:
         """Differs after every change of the values."""
-        return self.step, self.written_version
+        return self.step, self.writes
 
     @property
-    def written_version(self) -> int:
-        """torch's: differs after every write in place."""
+    def writes(self) -> int:
+        """How often it was written to in place, but for updates."""
+        return self._torch_version - self._own_changes
+
+    @property
+    def _torch_version(self) -> int:
         with torch._C.DisableTorchFunction():
             return self.param._version
 
@@ -294,7 +304,7 @@ class ManagedParam:
         # device would wait for all that the device was given.)
         looks = self.numel == 1 and self.stand_in.device.type == "cpu"
         written = looks and not bool(torch.isnan(self.stand_in).all())
-        return written or self.written_version != self._version
+        return written or self._torch_version != self._version
 
     def _was_written_as_stand_in(self) -> bool:
         """Whether user code has changed it, or pointed it elsewhere, while it was the stand-in.
@@ -305,7 +315,7 @@ class ManagedParam:
         filled = one.device.type == "cpu" and not bool(one.isnan())
         if filled:
             one.fill_(float("nan"))
-        return filled or self.is_moved or self.written_version != self._version
+        return filled or self.is_moved or self._torch_version != self._version
 
     # Its elements
 

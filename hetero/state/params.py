@@ -337,7 +337,7 @@ class Params:
         """Differs after a change of the parameter that has the element at `offset`."""
         members = self._members[chunk.id]
         at = bisect_right(members, offset, key=lambda m: m.slice.offset) - 1
-        return self.versions[chunk], members[at].written_version
+        return self.versions[chunk], members[at].writes
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
         """Makes the tensor that was packed again, over a copy that is gathered if need be.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -104,12 +103,8 @@ def test_gradients_that_are_assigned_are_taken(net: Callable) -> None:
     optimizer.engine.close()
 
 
-def test_gradients_made_of_placeholders_are_refused(net: Callable) -> None:
+def test_sparse_gradients_that_are_assigned_are_refused(net: Callable) -> None:
     model, optimizer = net()
-    loss_of(model).backward()
-    model.first.weight.grad = model.first.weight.grad + 1
-    with pytest.raises(hetero.HeteroError, match=r"first.weight is all NaN.*hetero.grads"):
-        optimizer.step()
     model.first.weight.grad = torch.ones(64, 64).to_sparse()
     with pytest.raises(ValueError, match=r"first.weight got a .*sparse"):
         optimizer.step()
@@ -157,21 +152,6 @@ def test_a_users_hook_that_raises_loses_no_earlier_micro_batch(net: Callable) ->
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize("name", ["scale", "first.weight"])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_writes_outside_gathered_are_refused(
-    name: str, dtype: str, net: Callable, settings: Settings, tmp_path: Path
-) -> None:
-    with hetero.ZeroInitContext(dtype=dtype, nvme_path=str(tmp_path), chunk_numel=4096, **settings):
-        model = Net()
-    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
-    with pytest.raises((hetero.HeteroError, RuntimeError), match=r"changed in place|memory loc"):
-        with torch.no_grad():
-            model.get_parameter(name).clamp_(0, 1)
-        optimizer.step()
-    optimizer.engine.close()
-
-
 def test_writes_inside_gathered_are_kept(net: Callable) -> None:
     model, optimizer = net()
     for _ in range(2):
@@ -181,15 +161,6 @@ def test_writes_inside_gathered_are_kept(net: Callable) -> None:
         with hetero.gathered(model.scale, modifier_rank=0), torch.no_grad():
             model.scale.clamp_(0, 1)
     assert hetero.masters(model.scale)[0].item() == 1.0
-    optimizer.engine.close()
-
-
-def test_reading_gathered_parameters_only_reads(net: Callable) -> None:
-    model, optimizer = net()
-    with pytest.raises(hetero.HeteroError, match="changed in place"):
-        with hetero.gathered(model.first.weight), torch.no_grad():
-            model.first.weight.zero_()
-        optimizer.step()
     optimizer.engine.close()
 
 
@@ -260,13 +231,6 @@ def test_create_graph_does_not_keep_graphs(net: Callable) -> None:
         counts.append(graphs())
     # torch itself keeps one tensor a backward if saved-tensor hooks were in force, whoever's.
     assert counts[-1] - counts[0] <= 2
-    optimizer.engine.close()
-
-
-def test_deep_copies_are_refused(net: Callable) -> None:
-    model, optimizer = net()
-    with pytest.raises(hetero.HeteroError, match="cannot be deep-copied"):
-        copy.deepcopy(model)
     optimizer.engine.close()
 
 

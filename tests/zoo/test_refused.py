@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,17 +50,20 @@ def test_sparse_gradients(build: Build) -> None:
 
 
 def test_embeddings_that_renormalise_their_weight_in_forward(build: Build) -> None:
-    model, optimizer = build(lambda: nn.Embedding(101, WIDTH, max_norm=0.5))
-    with pytest.raises(hetero.HeteroError, match="weight was changed in place"):
-        model(tokens(Where(0))).sum().backward()
-        optimizer.step()
-    optimizer.engine.close()
+    def make() -> nn.Module:
+        return nn.Embedding(101, WIDTH, max_norm=0.5)
 
-
-def test_averaged_models_that_copy(build: Build) -> None:
-    model, optimizer = build(Block)
-    with pytest.raises(hetero.HeteroError, match="deep-copied.*hetero.masters"):
-        torch.optim.swa_utils.AveragedModel(model)
+    torch.manual_seed(0)
+    model, optimizer = build(make)
+    torch.manual_seed(0)
+    plain = make()
+    adam = torch.optim.AdamW(plain.parameters(), **OPTIONS)
+    for step in range(3):
+        for each, its in ((model, optimizer), (plain, adam)):
+            each(tokens(Where(step))).square().sum().backward()
+            its.step()
+            its.zero_grad()
+    torch.testing.assert_close(hetero.masters(model.weight)[0], plain.weight.detach())
     optimizer.engine.close()
 
 
@@ -91,10 +93,3 @@ def test_batch_normalisation_in_bf16(build: Build) -> None:
         optimizer.step()
     finally:
         optimizer.engine.close()
-
-
-def test_pickling_the_model_itself(build: Build) -> None:
-    model, optimizer = build(Block)
-    with pytest.raises(hetero.HeteroError, match="cannot be pickled.*state_dict"):
-        torch.save(model, io.BytesIO())
-    optimizer.engine.close()

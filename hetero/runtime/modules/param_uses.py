@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -41,7 +40,6 @@ class ParamUses:
 
     # ParamOwner
 
-    @_disable_dynamo  # torch.compile must not trace into what moves parameters
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a torch function that some absent parameters are given to.
 

@@ -16,7 +16,7 @@ import hetero
 from hetero.planning.placement import Placement
 from hetero.runtime.relocation.migration import InUseError
 from offload.disk.free_space import FreeSpace
-from offload.errors import BudgetError, HeteroError
+from offload.errors import BudgetError
 from offload.memory.tiers import Tier
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, tiny_gpt2, train
@@ -306,10 +306,11 @@ class TestInUse:
         training = Steps(*start(tmp_path))
         with torch.no_grad():
             next(training.model.parameters()).add_(1)
-        self.refused(training.engine, "changed in place")
-        with pytest.raises(HeteroError, match="changed in place"):
-            training.backward()
-            training.optimizer.step()
+        changed = next(training.model.parameters()).detach().clone()
+        training.engine.set_budget(LEAST)
+        assert torch.equal(next(training.model.parameters()), changed)
+        training.backward()
+        training.optimizer.step()
         training.engine.close()
 
     @pytest.mark.parametrize("host_memory", [LEAST, MOST])
@@ -324,10 +325,7 @@ class TestInUse:
             if engine.placement.param[engine.find(p).chunk.id] is tier
         )
         param.data = torch.ones(param.shape, dtype=torch.bfloat16)
-        placed = engine.placement
-        with pytest.raises(InUseError, match="it was moved"):
-            engine.set_budget(LEAST + MOST - host_memory)
-        assert engine.placement == placed
+        engine.set_budget(LEAST + MOST - host_memory)
         assert bool((param == 1).all())
         engine.close()
 
