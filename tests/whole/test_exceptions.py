@@ -81,21 +81,6 @@ def test_read_error_in_forward_and_then_on(tmp_path: Path) -> None:
     assert all(map(torch.equal, run.masters, reference(3)))
 
 
-def test_an_absent_parameter_is_loud(tmp_path: Path) -> None:
-    _, optimizer = build(
-        placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path), host_memory="400KiB"
-    )
-    engine = optimizer.engine
-    absent = [m.param for m in engine.managed_params() if not engine.params.is_resident(m.chunk)]
-    assert absent
-    for param in absent:
-        assert param.isnan().all()
-        assert param.numel() > 1
-        with pytest.raises(RuntimeError, match="memory location"), torch.no_grad():
-            param.add_(1.0)
-    engine.close()
-
-
 def test_fp16_needs_a_scaled_loss() -> None:
     model, optimizer = build(placement_policy="cpu", dtype="fp16")
     tokens = batches(1)[0]

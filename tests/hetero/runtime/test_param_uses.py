@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import hetero
 from hetero.state.managed_param import ParamState
 from tests.support.training.small_net import (
+    EMULATED,
     SETTINGS,
     Net,
     Settings,
@@ -30,7 +31,7 @@ from tests.support.training.small_net import (
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
-    pytest.mark.parametrize("settings", SETTINGS),
+    pytest.mark.parametrize("settings", [*SETTINGS, EMULATED]),
 ]
 
 
