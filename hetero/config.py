@@ -90,15 +90,14 @@ class Config:
         overlap_updates: when parameters are updated, and what waits for it; the same bits in all
             cases. "none" (default): in step(), which waits. "forward": step() returns while updates
             go on, in the order in which the next forward needs them, and a module waits for its own
-            parameters only; clipping and loss scaling work. Until then parameters read NaN outside
-            of modules and of hetero's own calls (gathered(), state_dict(), masters() wait);
+            parameters only, as whatever else touches one does; clipping and loss scaling work.
             optimizer.engine.synchronize() waits for all. "backward": a chunk is updated while
             backward still runs, as soon as its gradients are final, from the second step on, and
             step() updates the rest. For one rank, and without anything that needs all gradients
             first: clipping, a GradScaler, the loss scale of fp16. Backward calls of a step before
             the last belong into hetero.no_sync(), unless each step has as many. Between backward
-            and step() parameters read NaN, options of param groups must not change, and what has
-            begun cannot be undone. "both": the disk is busy nearly all the time.
+            and step() parameters cannot be used, options of param groups must not change, and what
+            has begun cannot be undone. "both": the disk is busy nearly all the time.
         zero_stage: what the ranks share out. 1: optimizer state. 2: gradients too. 3 (default):
             parameters too. A lower stage needs more memory; 1 and 2 gather parameters once, at
             the end of step(), and not in forward and backward.

@@ -11,7 +11,7 @@ Backward does not need the values of a chunk whose gradients are final: autograd
 AccumulateGrad when all nodes that give the parameter a gradient have run, and these are the ones
 that read its value. Nodes that read it without giving it a gradient (detach(), torch.no_grad() in a
 checkpoint's recomputation) are found out: by the version of what autograd saved, which the update
-has changed, or because a locked parameter reads NaN and refuses to be used by a module.
+has changed, or because a locked parameter refuses to be used.
 """
 
 from __future__ import annotations

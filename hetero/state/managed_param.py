@@ -214,25 +214,14 @@ class ManagedParam:
         self._become(ParamState.UPDATING, self.stand_in, ParamState.RESIDENT, ParamState.OFFLOADED)
         self.note_change()
 
-    def end_update(self, home: torch.Tensor | None) -> bool:
+    def end_update(self, home: torch.Tensor | None) -> None:
         """UPDATING -> RESIDENT or OFFLOADED: the update is made. Idempotent; `home` as in place().
 
-        Returns:
-            Whether user code had changed the parameter, or pointed it elsewhere, meanwhile. That
-            is lost where `home` is given; where not, the parameter's next use raises.
+        (Nobody can have changed the parameter meanwhile: who touches it waits.)
         """
-        if self.state is not ParamState.UPDATING:
-            return False
-        if home is None:
-            self.state = ParamState.OFFLOADED
-            return False
-        with torch._C.DisableTorchFunction():
-            # (Ctrl-C may have come when it pointed there already.)
-            is_there = self.param.data_ptr() == self.part_of(home).data_ptr()
-            changed = not is_there and self._was_written_as_stand_in()
-        self._go_home(home, ParamState.UPDATING)
-        self.note_change()
-        return changed
+        if self.state is ParamState.UPDATING:
+            self._go_home(home, ParamState.UPDATING)
+            self.note_change()
 
     def begin_move(self) -> None:
         """RESIDENT -> MOVING, so that the home's pins show whether another tensor views it."""
@@ -300,22 +289,7 @@ class ManagedParam:
     @property
     def changed_unnoticed(self) -> bool:
         """Whether user code has written to the parameter in place outside gathered()."""
-        # torch refuses writes to a stand-in unless it has a single element. (Looking at it on a
-        # device would wait for all that the device was given.)
-        looks = self.numel == 1 and self.stand_in.device.type == "cpu"
-        written = looks and not bool(torch.isnan(self.stand_in).all())
-        return written or self._torch_version != self._version
-
-    def _was_written_as_stand_in(self) -> bool:
-        """Whether user code has changed it, or pointed it elsewhere, while it was the stand-in.
-
-        torch lets fill_() write to a stand-in of any size; it reads NaN again afterwards.
-        """
-        one = self.stand_in.as_strided((), ())
-        filled = one.device.type == "cpu" and not bool(one.isnan())
-        if filled:
-            one.fill_(float("nan"))
-        return filled or self.is_moved or self._torch_version != self._version
+        return self._torch_version != self._version
 
     # Its elements
 

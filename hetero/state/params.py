@@ -22,7 +22,7 @@ from hetero.state.param_shards import ParamShards
 from offload import timeline
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
-from offload.errors import HeteroError, StaleGraphError
+from offload.errors import StaleGraphError
 from offload.memory.arena import HostArena
 
 
@@ -268,30 +268,22 @@ class Params:
     def finish_updates(self, chunks: Sequence[Chunk]) -> None:
         """Waits for the updates of `chunks` that are under way; parameters get the new values.
 
-        Raises what an update met (this can be called again then), and HeteroError if a parameter
-        was changed while it was UPDATING.
+        Raises what an update met; this can be called again then.
         """
         chunks = [chunk for chunk in chunks if self._updates.is_under_way(chunk)]
         for chunk in chunks:
             self._updates.wait_updated(chunk)
         self._gather_whole(chunks)
-        changed: list[str] = []
         for chunk in chunks:
-            changed += self._end_update(chunk)
+            self._end_update(chunk)
             self._updates.finish(chunk)  # last, so that all of it is done again after Ctrl-C
-        if changed:
-            raise HeteroError(
-                f"{changed[0]} was changed, moved or converted while its update was under way; "
-                f"that change is lost, and the parameter has its updated value; change it inside "
-                f"hetero.gathered(..., modifier_rank=0)"
-            )
 
-    def _end_update(self, chunk: Chunk) -> list[str]:
-        """Gives UPDATING parameters their new values; returns those that were changed meanwhile."""
+    def _end_update(self, chunk: Chunk) -> None:
+        """Gives UPDATING parameters their new values."""
         home = self.home(chunk)
-        changed = [m.name for m in self._updating.get(chunk.id, []) if m.end_update(home)]
+        for m in self._updating.get(chunk.id, []):
+            m.end_update(home)
         self._updating.pop(chunk.id, None)
-        return changed
 
     def _wait_usable(self, chunk: Chunk, name: str) -> None:
         """Until parameter `name` of the chunk has its new value. Raises as flat()."""
