@@ -184,20 +184,22 @@ class HybridOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients: `.grad` becomes None.
-
-        A parameter that gets no gradient afterwards is not updated. torch.nn.Module.zero_grad()
-        does the same.
+        """Clears the gradients, as torch.nn.Module.zero_grad() does.
 
         Args:
-            set_to_none: has no effect. (torch with False updates such a parameter with zeros.)
+            set_to_none: `.grad` becomes None (default), and a parameter that gets no gradient
+                afterwards is not updated; False: it becomes zero, and such a parameter is updated
+                with zeros.
 
         Raises HeteroError between an update during backward and step(): it cannot be undone.
         """
         if self._engine is not None:
             self._engine.schedule.refuse_half_made("optimizer.zero_grad()")
         for param in self._all_params():
-            param.grad = None
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

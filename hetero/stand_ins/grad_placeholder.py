@@ -29,8 +29,8 @@ class GradOps(Protocol):
     def unscale(self, members: Sequence[Any], factor: float) -> bool:
         """Multiplies each gradient by `factor`; returns whether an element is not finite."""
 
-    def forget(self, members: Sequence[Any]) -> None:
-        """Clears each gradient."""
+    def zero(self, members: Sequence[Any]) -> None:
+        """Makes each gradient zero."""
 
     def any_non_finite(self, members: Sequence[Any]) -> bool:
         """Whether an element of a gradient is infinite or NaN."""
@@ -99,8 +99,8 @@ class GradPlaceholder(OffloadedTensor):
     Reading it gives the gradient as the next step will use it: averaged over the ranks, unscaled
     and clipped so far. Operators that training code applies to gradients act on what is kept
     without bringing it in: the 2-norm and the infinity norm, multiplying and dividing by a number,
-    clamping between numbers, GradScaler's unscaling, setting to zero (which clears the gradient, as
-    zero_grad() does), and isfinite(), isnan() and isinf(). Any other change brings the gradient in
+    clamping between numbers, GradScaler's unscaling, setting to zero, and isfinite(), isnan() and
+    isinf(). Any other change brings the gradient in
     and keeps the result. With several ranks all of them must do the same with it.
     """
 
@@ -310,7 +310,7 @@ _UNDERSTOOD: dict[Any, _Handler] = {
     _aten.clamp_max_.default: _in_place(lambda max: _clamp(max=max)),
     _aten._foreach_clamp_min_.Scalar: _in_place(_clamp),
     _aten._foreach_clamp_max_.Scalar: _in_place(lambda max: _clamp(max=max)),
-    _aten.zero_.default: _in_place(lambda: ("forget", ())),
-    _aten._foreach_zero_.default: _in_place(lambda: ("forget", ())),
+    _aten.zero_.default: _in_place(lambda: ("zero", ())),
+    _aten._foreach_zero_.default: _in_place(lambda: ("zero", ())),
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

@@ -212,10 +212,10 @@ class GradFactors:
                 f"the norm and changes nothing)"
             )
 
-    def forget(self, members: Members) -> None:
-        """Clears the gradients."""
-        for m in members:
-            m.param.grad = None
+    def zero(self, members: Members) -> None:
+        """Makes the gradients zero; what comes next is the first of its sum."""
+        self._whole_sums.clear()
+        self._intake.zero(members)
 
 
 def in_model_order(members: Members) -> list[ManagedParam]:

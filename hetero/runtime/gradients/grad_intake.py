@@ -38,6 +38,8 @@ class GradIntake:
         self._unsynced: list[ExitStack] = []  # what the open no_sync() blocks have entered
         self._unaveraged = False  # with several ranks: gradients came that are no means yet
         self._is_scaled = False  # in backward(): the loss was scaled
+        # Gradients that are zero, whatever is kept: most get another one before anybody looks.
+        self._zeroed: set[ManagedParam] = set()
 
     # From autograd
 
@@ -73,6 +75,7 @@ class GradIntake:
         is kept. Raises what room for it met.
         """
         self._schedule.begin_backward()
+        accumulate = accumulate and managed not in self._zeroed
         self._store(managed, grad, accumulate, self._loss_scale.grad_factor)
         self._schedule.grad_arrived(managed, accumulate, counts=not self._unsynced)
         self._params.group(managed.chunk).grads.write_complete()
@@ -111,10 +114,22 @@ class GradIntake:
         # Before the gradient: if an exception comes between the two, both still belong together.
         chunk_group.grads.set_factor(m, factor, accumulate)
         self._unaveraged = True
+        self._zeroed.discard(m)
         if chunk_group.ranks is None:
             chunk_group.grads.add(m, grad, accumulate)
         else:
             chunk_group.ranks.grad_reducer.add(m, grad, accumulate)
+
+    def zero(self, members: Sequence[ManagedParam]) -> None:
+        """Makes gradients zero; nothing is written unless they are read, or stepped with."""
+        for m in members:
+            self._schedule.check_gradient(m)
+        self._zeroed.update(members)
+
+    def _write_zeros(self) -> None:
+        for m in [m for m in self._zeroed if m.has_grad]:
+            self._store(m, torch.zeros_like(m.stand_in), False, 1.0)
+        self._zeroed.clear()
 
     # Over the ranks
 
@@ -144,6 +159,7 @@ class GradIntake:
 
         All ranks must call it. Raises PeerError.
         """
+        self._write_zeros()
         # If one chunk group has something all do: which chunk group has may differ between ranks.
         force = force or self._unaveraged
         # First the one that averages during backward, of which other ranks may be in the middle.

@@ -102,6 +102,7 @@ class AllParams:
         """
         chunk_group = self.group(managed.chunk)
         if chunk_group.world.everyone is not None:
+            chunk_group.params.discard_copies(managed.chunk)
             raise HeteroError(
                 f"{managed.name} was changed in place where only reading is possible, because "
                 f"other ranks have parts of it; change it inside hetero.gathered(..., "

@@ -237,25 +237,36 @@ def test_a_placeholder_of_a_cleared_gradient_is_refused(settings: Settings, tmp_
     optimizer.engine.close()
 
 
-@pytest.mark.parametrize("how", ["zero_", "module", "optimizer", "foreach"])
-def test_zeroing_clears(how: str, settings: Settings, tmp_path: Path) -> None:
+ZEROING: dict[str, Callable[[Net, torch.optim.Optimizer], object]] = {
+    "zero_": lambda m, o: [p.grad.zero_() for p in m.parameters() if p.grad is not None],
+    "foreach": lambda m, o: torch._foreach_zero_(
+        [p.grad for p in m.parameters() if p.grad is not None]
+    ),
+    "module": lambda m, o: m.zero_grad(set_to_none=False),
+    "optimizer": lambda m, o: o.zero_grad(set_to_none=False),
+    "none": lambda m, o: o.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("how", ZEROING)
+def test_zeroing(how: str, read: bool, settings: Settings, tmp_path: Path) -> None:
+    """Gradients are zero, and parameters that get no other are updated with zeros."""
     model, optimizer = managed(settings, tmp_path)
-    loss_of(model).backward()
-    hetero.clip_grad_norm_(model.parameters(), 1e-3)
-    if how == "zero_":
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad.zero_()
-    elif how == "foreach":
-        torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None])
-    elif how == "module":
-        model.zero_grad(set_to_none=False)
-    else:
-        optimizer.zero_grad(set_to_none=False)
-    assert hetero.grads(model.parameters()) == [None] * 7
     expected, adam = plain()
     for each, its in ((model, optimizer), (expected, adam)):
-        loss_of(each, 2).backward()
+        loss_of(each).backward()
+        each.first.weight.grad[0] = float("nan")  # what is kept does not matter
+        ZEROING[how](each, its)
+    if read:
+        for found, param in zip(
+            hetero.grads(model.parameters()), expected.parameters(), strict=True
+        ):
+            assert found is None if param.grad is None else torch.equal(found, param.grad)
+    for each, its in ((model, optimizer), (expected, adam)):
+        loss_of(each, 1).backward()  # more than one is added
+        ZEROING[how](each, its)
+        (each.last.weight.sum() + 2 * each.scale.sum()).backward()
         its.step()
     assert_same(model, expected)
     optimizer.engine.close()
