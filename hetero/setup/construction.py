@@ -7,7 +7,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import ceil
 
 import torch
@@ -15,8 +14,9 @@ import torch
 from hetero.config import Config
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_file import BLOCK_BYTES, ConstructionFile
+from hetero.setup.construction_record import Record, may_be_offloaded
 from hetero.stand_ins.construction_uses import ConstructionAlias, ConstructionUses, arena_of
-from hetero.stand_ins.parameter_classes import become, become_plain
+from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from offload.errors import BudgetError, HeteroError
 from offload.memory.c_heap import trim_heap
 from offload.memory.ledger import Ledger
@@ -24,32 +24,6 @@ from offload.memory.sizes import PAGE_BYTES, format_bytes
 from offload.memory.tiers import Account, Tier
 
 _TRIM_BYTES = 16 << 20  # freed, after which the heap is trimmed
-_USES_OF_UNSHARED = 2  # of a storage to which only the parameter and the counting code refer
-_USES_OUTSIDE_GRAPHS = 1  # of a parameter which no graph of autograd has
-
-
-@dataclass(eq=False)
-class _Record:
-    """A parameter under construction, and where its bytes are.
-
-    Attributes:
-        param: the parameter.
-        number: its place in the order of adoption (an id is used again when a parameter is gone).
-        nbytes: its size in the last dtype it had.
-        charged: bytes charged for the whole parameter in RAM; 0 if it is offloaded.
-        part: this rank's part of it, if that is in RAM.
-        space: its bytes in the scratch file; kept while it is in RAM.
-        brought: the elements that bring_elements() brought, in the construction dtype, and the
-            first one's number.
-    """
-
-    param: weakref.ref[torch.nn.Parameter]
-    number: int
-    nbytes: int
-    charged: int
-    part: torch.Tensor | None = None
-    space: slice = field(default_factory=lambda: slice(0, 0))
-    brought: tuple[int, torch.Tensor] | None = None
 
 
 class ConstructionArena:
@@ -62,8 +36,8 @@ class ConstructionArena:
     ranks must then bring in the same parameters in the same order, so they can only inside the
     context's block.
 
-    Attributes:
-        in_block: whether the context's block runs.
+    Where some are offloaded at the block's end, those in RAM get the class AbsentParameter, too,
+    except while they are used: so that a state_dict() does not hold all the memory there is.
     """
 
     def __init__(self, config: Config, world: ProcessGroups) -> None:
@@ -97,12 +71,13 @@ class ConstructionArena:
             # file at once, not when the garbage collector comes.
             _weakly(self._relieve),
         )
-        self.in_block = False
+        self._in_block = False
+        self._guards = False  # parameters in RAM have the class of absent ones between their uses
         self._ended = False  # nothing moves to disk any more
         self._bringing = threading.RLock()
         # By id(param). One that is offloaded or brought in becomes the last: the first is the next.
-        self._records: OrderedDict[int, _Record] = OrderedDict()
-        self._offloaded: set[_Record] = set()  # those whose memory is the stand-in
+        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._offloaded: set[Record] = set()  # those whose memory is the stand-in
         self._adopted = 0
         self._file = ConstructionFile(config.nvme_paths, self.ledger)
         self._untrimmed_bytes = 0
@@ -122,6 +97,22 @@ class ConstructionArena:
     def is_empty(self) -> bool:
         """Whether no parameter was adopted so far."""
         return self._adopted == 0
+
+    def begin_block(self) -> None:
+        """The block of a ZeroInitContext begins."""
+        self._in_block = True
+
+    def end_block(self) -> None:
+        """It ends."""
+        self._in_block = False
+        self._guards = self.any_offloaded
+        for record in list(self._records.values()):
+            self._guard(record)
+
+    def _guard(self, record: Record) -> None:
+        param = record.param()
+        if self._guards and param is not None and not record.uses:
+            become(param, memory_in(param), absent=True)
 
     def adopt(self, param: torch.nn.Parameter) -> None:
         """Takes charge of a parameter, unless an arena has it or it is not of a floating dtype.
@@ -148,7 +139,7 @@ class ConstructionArena:
             param._hetero_owner = ConstructionUses(self)  # type: ignore[attr-defined]
             forget = _weakly(self._forget)
             reference = weakref.ref(param, lambda _: forget(key))
-            self._records[key] = _Record(reference, self._adopted, nbytes, charged=nbytes)
+            self._records[key] = Record(reference, self._adopted, nbytes, charged=nbytes)
             self._adopted += 1
 
     def _forget(self, key: int) -> None:
@@ -179,12 +170,12 @@ class ConstructionArena:
                 record.space = self._file.write(record.part, record.space)
                 self._drop_part(record)
 
-    def _offload(self, record: _Record) -> None:
+    def _offload(self, record: Record) -> None:
         """Offloads a parameter that is in RAM, unless something else refers to its memory."""
         param = record.param()
-        if not record.charged or param is None or not _may_be_offloaded(param):
+        if not record.charged or param is None or not may_be_offloaded(param):
             return
-        values = param.data
+        values = memory_in(param)
         flat = values.contiguous().view(-1).view(torch.uint8)
         record.nbytes = flat.numel()
         part: torch.Tensor | None = None
@@ -212,7 +203,7 @@ class ConstructionArena:
         part_bytes = self._part_bytes(nbytes)
         return slice(min(nbytes, rank * part_bytes), min(nbytes, (rank + 1) * part_bytes))
 
-    def _drop_part(self, record: _Record) -> None:
+    def _drop_part(self, record: Record) -> None:
         if record.part is not None:
             record.part = None
             self._release_bytes(self._part_bytes(record.nbytes))
@@ -236,20 +227,29 @@ class ConstructionArena:
             HeteroError: all ranks keep parts of one, and need not be here together.
         """
         held: list[torch.Tensor] = []
+        used: list[Record] = []
         try:
             with self._bringing:
-                for param in params:
-                    record = self._records[id(param)]
-                    if record in self._offloaded:
-                        self._bring_in(record)
-                    held.append(torch.Tensor.detach(param))
+                for record in [self._records[id(param)] for param in params]:
+                    record.uses += 1
+                    used.append(record)
+                    held.append(self._in_ram(record))
             yield held
         finally:
             held.clear()  # an error's frames would go on holding them
+            for record in used:
+                record.uses -= 1
+                self._guard(record)
 
-    def _bring_in(self, record: _Record) -> None:
+    def _in_ram(self, record: Record) -> torch.Tensor:
         param = record.param()
         assert param is not None
+        if record in self._offloaded:
+            self._bring_in(record, param)
+        become_plain(param)
+        return memory_in(param)
+
+    def _bring_in(self, record: Record, param: torch.nn.Parameter) -> None:
         self._require_ranks_together(param)
         nbytes = param.numel() * param.element_size()
         self._charge(nbytes)
@@ -261,18 +261,20 @@ class ConstructionArena:
         self._are_present(record, param, values, nbytes)
 
     def _are_present(
-        self, record: _Record, param: torch.nn.Parameter, values: torch.Tensor, charged: int
+        self, record: Record, param: torch.nn.Parameter, values: torch.Tensor, charged: int
     ) -> None:
-        """The offloaded parameter has `values`, for which `charged` bytes are."""
+        """The parameter has `values` now, for which `charged` bytes are."""
+        if record.charged:
+            self._release_bytes(record.charged)
         record.charged = charged
         self._drop_part(record)
         self._records.move_to_end(id(param))
         become(param, values, absent=False)
         become_plain(param)
-        self._offloaded.remove(record)
+        self._offloaded.discard(record)
 
     def _require_ranks_together(self, param: torch.nn.Parameter) -> None:
-        if self.world.shard is not None and not self.in_block:
+        if self.world.shard is not None and not self._in_block:
             raise HeteroError(
                 f"each rank keeps a part of a parameter of shape {tuple(param.shape)}, which is "
                 f"under construction; call hetero.initialize() first, or use it inside the block "
@@ -280,7 +282,7 @@ class ConstructionArena:
             )
 
     def replace(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """Points an offloaded parameter to other values, of whatever shape and dtype.
+        """Points a parameter to other values, of whatever shape and dtype.
 
         Raises BudgetError if they do not fit the host budget.
         """
@@ -289,13 +291,14 @@ class ConstructionArena:
             nbytes = values.numel() * values.element_size()
             self._charge(nbytes)
             self._are_present(record, param, values, nbytes)
+            self._guard(record)
 
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of a parameter's values, in memory that no budget counts."""
         with self._bringing:
             record = self._records[id(param)]
             if record not in self._offloaded:
-                return torch.Tensor.detach(param).clone()
+                return memory_in(param).clone()
             self._require_ranks_together(param)
             return self._values(record, param)
 
@@ -314,7 +317,7 @@ class ConstructionArena:
                 f"be at least that; the rest of the model may need more"
             ) from None
 
-    def _values(self, record: _Record, param: torch.nn.Parameter) -> torch.Tensor:
+    def _values(self, record: Record, param: torch.nn.Parameter) -> torch.Tensor:
         """An offloaded parameter's values: from the file, or from all ranks' parts."""
         values = torch.empty(param.shape, dtype=param.dtype)
         raw = values.view(-1).view(torch.uint8)
@@ -326,7 +329,7 @@ class ConstructionArena:
 
     def _exchange(
         self,
-        record: _Record,
+        record: Record,
         param: torch.nn.Parameter,
         into: torch.Tensor,
         wanted: Sequence[slice],
@@ -347,7 +350,7 @@ class ConstructionArena:
         kept = [self._part(nbytes, rank) for rank in range(shard.size)]
         mine = record.part
         if record not in self._offloaded:
-            mine = param.data.contiguous().view(-1).view(torch.uint8)[kept[shard.rank]]
+            mine = memory_in(param).contiguous().view(-1).view(torch.uint8)[kept[shard.rank]]
         elif mine is None:
             mine = torch.empty(kept[shard.rank].stop - kept[shard.rank].start, dtype=torch.uint8)
             self._file.read_into(mine, record.space.start)
@@ -402,7 +405,7 @@ class ConstructionArena:
         record, itemsize = self._records.get(id(param)), param.element_size()
         brought = None if record is None else record.brought
         if record is None or record not in self._offloaded or brought is not None:
-            first, flat = brought or (0, param.data.reshape(-1))
+            first, flat = brought or (0, memory_in(param).reshape(-1))
             for begin in range(wanted.start, wanted.stop, BLOCK_BYTES // itemsize):
                 end = min(begin + BLOCK_BYTES // itemsize, wanted.stop)
                 yield begin, flat[begin - first : end - first].float()
@@ -419,6 +422,8 @@ class ConstructionArena:
     def release(self, param: torch.nn.Parameter) -> None:
         """Frees what there is of a parameter that has a home now. Idempotent."""
         if arena_of(param) is not None:
+            if not self.is_offloaded(param):
+                become_plain(param)
             self._forget(id(param))
             del param._hetero_owner  # type: ignore[attr-defined]
 
@@ -450,18 +455,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             alive(*arguments)
 
     return call
-
-
-def _may_be_offloaded(param: torch.nn.Parameter) -> bool:
-    """Whether nothing but the parameter refers to its memory, so that no write can be lost, and no
-    graph has saved the parameter itself."""
-    storage = param.untyped_storage()
-    nbytes = param.numel() * param.element_size()
-    return (
-        0 < nbytes == storage.nbytes()
-        and param._use_count() == _USES_OUTSIDE_GRAPHS  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(storage._cdata) <= _USES_OF_UNSHARED
-    )
 
 
 def _common(flat: torch.Tensor, has: slice, wanted: slice) -> torch.Tensor:

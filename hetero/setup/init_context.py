@@ -68,8 +68,8 @@ class ZeroInitContext:
             _wrap(block, parameter, "__deepcopy__", self._copying)
             _wrap(block, PresentParameter, "__deepcopy__", self._copying)
             _wrap(block, parameter, "__new__", _sharing)
-            block.callback(setattr, self.construction, "in_block", False)
-            self.construction.in_block = True
+            block.callback(self.construction.end_block)
+            self.construction.begin_block()
             self._block = block.pop_all()
         return self
 

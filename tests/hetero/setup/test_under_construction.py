@@ -153,6 +153,27 @@ class TestInsideTheBlock:
         assert found == [True] * 6
 
 
+class TestRefusals:
+    """They name the least host_memory that is known while the model is built."""
+
+    def test_with_a_file_it_is_the_largest_parameter(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(
+                hetero.BudgetError,
+                match=rf"building Linear\.weight.*largest parameter.*{MATRIX_BYTES} bytes",
+            ),
+            tight(tmp_path, 0.5),
+        ):
+            layers()
+
+    def test_without_one_it_is_all_that_is_built(self) -> None:
+        with (
+            pytest.raises(hetero.BudgetError, match=rf"{3 * MATRIX_BYTES} bytes.*may need more"),
+            hetero.ZeroInitContext(placement_policy="cpu", host_memory=int(2.5 * MATRIX_BYTES)),
+        ):
+            layers()
+
+
 class TestBeforeInitialize:
     def test_everything_reads_true_in_the_budget(self, tmp_path: Path) -> None:
         plain, model, context = built(tmp_path)
@@ -179,8 +200,9 @@ class TestBeforeInitialize:
 
     def test_norms_of_all_together(self, tmp_path: Path) -> None:
         plain, model, _ = built(tmp_path)
-        found = torch._foreach_norm(list(model.parameters()))
-        assert found == torch._foreach_norm(list(plain.parameters()))
+        with torch.no_grad():  # (a graph holds the memory of what it has saved)
+            found = torch._foreach_norm(list(model.parameters()))
+            assert found == torch._foreach_norm(list(plain.parameters()))
 
     def test_what_is_written_is_what_initialize_reads(self, tmp_path: Path) -> None:
         plain, model, context = built_to_train(tmp_path)
