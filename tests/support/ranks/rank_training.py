@@ -181,12 +181,15 @@ def under_construction(
     torch.manual_seed(0)
     with hetero.ZeroInitContext(BASE | options) as context:
         model = tiny_gpt2()
+        filler = nn.Linear(400, 256)  # for which others go
         absent = [p for p in model.parameters() if context.construction.is_offloaded(p)]
         with hetero.gathered(absent[0], modifier_rank=modifier), torch.no_grad():
             absent[0].fill_(10.0 + rank)
         copied = copy.deepcopy(absent[1]).detach().clone()
         with hetero.gathered(absent[1]):
             copied_equal = torch.equal(copied, absent[1])
+        again = nn.Linear(400, 256)
+    del filler, again
     absent = [p for p in model.parameters() if context.construction.is_offloaded(p)]
     refusals = []
     for use in (lambda: absent[0].sum(), model.state_dict()[_name(model, absent[0])].sum):
