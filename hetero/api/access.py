@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
 from hetero.api.whole_state import export_masters, store_values
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
-from hetero.state.managed_param import ManagedParam
+from hetero.stand_ins.construction_uses import ConstructionParams, arena_of
 from offload.errors import UnmanagedParameterError
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -49,13 +50,22 @@ def gathered(params: Parameters, modifier_rank: int | None = None) -> Iterator[N
             parameters are copies in memory that no budget counts. If the block raises, nothing is
             changed.
 
+    Inside ZeroInitContext, and after it until hetero.initialize(), it does the same to the values
+    in the dtype that they are built in; inside the block all ranks must enter.
+
     Raises:
-        UnmanagedParameterError: a parameter belongs to no engine.
+        UnmanagedParameterError: a parameter belongs to no engine and no ZeroInitContext.
+        HeteroError: between ZeroInitContext and hetero.initialize() each rank has a part only.
         BudgetError: the parameters do not fit in the slots for gathered parameters together.
     """
     listed = _listed(params)
     if not listed:
         yield
+        return
+    arena = arena_of(listed[0])
+    if arena is not None and all(arena_of(p) is arena for p in listed):
+        with _gathered_in_construction(arena, listed, modifier_rank):
+            yield
         return
     engine = engine_of(listed)
     engine.unwind()
@@ -69,23 +79,50 @@ def gathered(params: Parameters, modifier_rank: int | None = None) -> Iterator[N
                 copies.enter_context(m.as_copy())
             yield
             changed = {m: m.param.data for m in members}
-    store_values(engine, _values_of(engine, changed, modifier_rank))
+    names = [m.name for m in changed]
+    values = _values_of_rank(engine.world, list(changed.values()), names, modifier_rank)
+    store_values(engine, dict(zip(changed, values, strict=True)))
 
 
-def _values_of(
-    engine: Engine, mine: Mapping[ManagedParam, torch.Tensor], root: int
-) -> Mapping[ManagedParam, torch.Tensor]:
-    """The values that rank `root` has for the parameters of which this one has `mine`."""
-    everyone, size = engine.world.everyone, engine.world.size
-    if not 0 <= root < size:
+@contextmanager
+def _gathered_in_construction(
+    arena: ConstructionParams, params: Sequence[torch.Tensor], modifier_rank: int | None
+) -> Iterator[None]:
+    """gathered() of parameters that hetero.initialize() has not placed yet."""
+    unique = list({id(p): p for p in params}.values())
+    with arena.present(unique) as own:
+        if modifier_rank is None:
+            yield
+            return
+        copies = [values.clone() for values in own]
+        for param, copy in zip(unique, copies, strict=True):
+            param.data = copy
+        try:
+            yield
+            copies = [param.data for param in unique]
+        finally:
+            for param, values in zip(unique, own, strict=True):
+                param.data = values
+        names = [f"a parameter of shape {tuple(param.shape)}" for param in unique]
+        changed = _values_of_rank(arena.world, copies, names, modifier_rank)
+        for values, new in zip(own, changed, strict=True):
+            values.copy_(new)
+
+
+def _values_of_rank(
+    world: ProcessGroups, mine: Sequence[torch.Tensor], names: Sequence[str], root: int
+) -> list[torch.Tensor]:
+    """The values that rank `root` has of the parameters of which this one has `mine`."""
+    if not 0 <= root < world.size:
         raise ValueError(
-            f"modifier_rank must be one of the {size} ranks, 0 to {size - 1}, not {root}"
+            f"modifier_rank must be one of the {world.size} ranks, 0 to {world.size - 1}, not "
+            f"{root}"
         )
-    if everyone is None:
-        return mine
-    shared = {managed: value.contiguous() for managed, value in mine.items()}
-    for managed, value in shared.items():
-        everyone.broadcast(value, root, f"changing {managed.name}")
+    if world.everyone is None:
+        return list(mine)
+    shared = [values.contiguous() for values in mine]
+    for values, name in zip(shared, names, strict=True):
+        world.everyone.broadcast(values, root, f"changing {name}")
     return shared
 
 

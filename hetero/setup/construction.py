@@ -2,65 +2,42 @@
 
 from __future__ import annotations
 
-import mmap
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from contextlib import contextmanager
 from math import ceil
 
 import torch
 
 from hetero.config import Config
 from hetero.ranks.process_groups import ProcessGroups
-from offload.disk.scratch_file import ScratchFile
-from offload.errors import HeteroError
+from hetero.setup.construction_file import BLOCK_BYTES, ConstructionFile
+from hetero.setup.construction_record import Record, may_be_offloaded
+from hetero.stand_ins.construction_uses import ConstructionAlias, ConstructionUses, arena_of
+from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
+from offload.errors import BudgetError, HeteroError
 from offload.memory.c_heap import trim_heap
 from offload.memory.ledger import Ledger
-from offload.memory.sizes import PAGE_BYTES, round_up
+from offload.memory.sizes import PAGE_BYTES, format_bytes
 from offload.memory.tiers import Account, Tier
 
-_BLOCK_BYTES = 4 << 20  # of one transfer to or from the file
 _TRIM_BYTES = 16 << 20  # freed, after which the heap is trimmed
-_USES_OF_UNSHARED = 2  # of a storage to which only the parameter and the counting code refer
-
-
-@dataclass(eq=False)
-class _Record:
-    """A parameter under construction, and where its bytes are.
-
-    Attributes:
-        param: the parameter.
-        number: its place in the order of adoption (an id is used again when a parameter is gone).
-        nbytes: its size in the last dtype it had.
-        charged: bytes charged for the whole parameter in RAM; 0 if it is offloaded.
-        stand_in: what takes its place while it is offloaded.
-        part: this rank's part of it, if that is in RAM.
-        offset, reserved: where it is in the scratch file, and bytes there; kept while it is in RAM.
-        brought: the elements that bring_elements() brought, in the construction dtype, and the
-            first one's number.
-    """
-
-    param: weakref.ref[torch.nn.Parameter]
-    number: int
-    nbytes: int
-    charged: int
-    stand_in: torch.Tensor | None = None
-    part: torch.Tensor | None = None
-    offset: int = 0
-    reserved: int = 0
-    brought: tuple[int, torch.Tensor] | None = None
 
 
 class ConstructionArena:
     """Parameters under construction, in their construction dtype, before they have a chunk.
 
-    They stay ordinary tensors in RAM until the host budget is needed for something else; then the
-    least recently used are offloaded: `param.data` becomes a stand-in that reads NaN, and the bytes
-    go to a scratch file. Of several ranks, which all build the same model, each first keeps its
-    part of an offloaded parameter in RAM; all ranks must then bring in the same parameters in the
-    same order.
+    They stay plain parameters in RAM until the host budget is needed for something else; then the
+    least recently used are offloaded: they get the class AbsentParameter and a stand-in for memory,
+    and their bytes go to a scratch file. Who uses one gets its values back first. Of several ranks,
+    which all build the same model, each first keeps its part of an offloaded parameter in RAM; all
+    ranks must then bring in the same parameters in the same order, so they can only inside the
+    context's block.
+
+    Where some are offloaded at the block's end, those in RAM get the class AbsentParameter, too,
+    except while they are used: so that a state_dict() does not hold all the memory there is.
     """
 
     def __init__(self, config: Config, world: ProcessGroups) -> None:
@@ -94,45 +71,76 @@ class ConstructionArena:
             # file at once, not when the garbage collector comes.
             _weakly(self._relieve),
         )
+        self._in_block = False
+        self._guards = False  # parameters in RAM have the class of absent ones between their uses
         self._ended = False  # nothing moves to disk any more
+        self._bringing = threading.RLock()
         # By id(param). One that is offloaded or brought in becomes the last: the first is the next.
-        self._records: OrderedDict[int, _Record] = OrderedDict()
-        self._offloaded: set[_Record] = set()  # those whose `param.data` is the stand-in
-        self._numbers = count()
-        self._by_storage: dict[int, _Record] = {}  # by the address of a stand-in's element
-        self._file: ScratchFile | None = None
+        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._offloaded: set[Record] = set()  # those whose memory is the stand-in
+        self._adopted = 0
+        self._file = ConstructionFile(config.nvme_paths, self.ledger)
         self._untrimmed_bytes = 0
+        self._largest_bytes = 0  # of a whole parameter
 
     @property
     def notes(self) -> list[str]:
         """What the user should know of the scratch file; nothing after close()."""
-        return self._file.notes if self._file is not None else []
+        return self._file.notes
 
     @property
     def any_offloaded(self) -> bool:
         """Whether some parameter is offloaded."""
         return bool(self._offloaded)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no parameter was adopted so far."""
+        return self._adopted == 0
+
+    def begin_block(self) -> None:
+        """The block of a ZeroInitContext begins."""
+        self._in_block = True
+
+    def end_block(self) -> None:
+        """It ends."""
+        self._in_block = False
+        self._guards = self.any_offloaded
+        for record in list(self._records.values()):
+            self._guard(record)
+
+    def _guard(self, record: Record) -> None:
+        param = record.param()
+        if self._guards and param is not None and not record.uses:
+            become(param, memory_in(param), absent=True)
+
     def adopt(self, param: torch.nn.Parameter) -> None:
         """Takes charge of a parameter, unless an arena has it or it is not of a floating dtype.
 
         Raises:
-            HeteroError: it is not on the CPU.
+            HeteroError: it is not on the CPU, or has no values of its own.
             BudgetError: it does not fit the host budget.
         """
         if arena_of(param) is not None or not param.is_floating_point():
             return
+        if isinstance(param, ConstructionAlias):
+            raise HeteroError(
+                f"a parameter was made of the .data, or of the state_dict(), of one of shape "
+                f"{tuple(param.shape)} that is under construction; make it of a copy: .clone()"
+            )
         if param.device.type != "cpu":
             raise HeteroError(
                 f"a parameter of shape {tuple(param.shape)} was made on {param.device}; build the "
                 f"model on the CPU: hetero places it"
             )
         key, nbytes = id(param), param.numel() * param.element_size()
-        self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
-        param._hetero_construction = self  # type: ignore[attr-defined]
-        forget = _weakly(self._forget)
-        reference = weakref.ref(param, lambda _: forget(key))
-        self._records[key] = _Record(reference, next(self._numbers), nbytes, charged=nbytes)
+        with self._bringing:
+            self._charge(nbytes)
+            param._hetero_owner = ConstructionUses(self)  # type: ignore[attr-defined]
+            forget = _weakly(self._forget)
+            reference = weakref.ref(param, lambda _: forget(key))
+            self._records[key] = Record(reference, self._adopted, nbytes, charged=nbytes)
+            self._adopted += 1
 
     def _forget(self, key: int) -> None:
         """Frees what there is of a parameter that was deleted, or has a home now."""
@@ -144,8 +152,6 @@ class ConstructionArena:
         self._drop_part(record)
         if record.brought is not None:
             self._release_bytes(record.brought[1].nbytes)
-        if record.stand_in is not None:
-            del self._by_storage[record.stand_in.untyped_storage().data_ptr()]
 
     def _relieve(self, tier: Tier, nbytes: int) -> None:
         """Frees at least `nbytes` of RAM, as far as it can: called by the ledger."""
@@ -161,32 +167,31 @@ class ConstructionArena:
             if before - self.ledger.used(tier, Account.INIT) >= nbytes:
                 return
             if record.part is not None:
-                self._write(record, record.part)
+                record.space = self._file.write(record.part, record.space)
                 self._drop_part(record)
 
-    def _offload(self, record: _Record) -> None:
+    def _offload(self, record: Record) -> None:
         """Offloads a parameter that is in RAM, unless something else refers to its memory."""
         param = record.param()
-        if not record.charged or param is None or not _may_be_offloaded(param):
+        if not record.charged or param is None or not may_be_offloaded(param):
             return
-        flat = param.data.contiguous().view(-1).view(torch.uint8)
+        values = memory_in(param)
+        flat = values.contiguous().view(-1).view(torch.uint8)
         record.nbytes = flat.numel()
         part: torch.Tensor | None = None
         if self.world.shard is None:
-            self._write(record, flat)
+            record.space = self._file.write(flat, record.space)
         else:
             part = flat[self._part(flat.numel(), self.world.rank)].clone()
-        if record.stand_in is None:
-            nan = torch.full((), float("nan"), dtype=param.dtype)
-            record.stand_in = nan.expand(param.shape)
-            self._by_storage[nan.untyped_storage().data_ptr()] = record
-        param.data = record.stand_in
-        self._offloaded.add(record)
+        nan = torch.full((), float("nan"), dtype=param.dtype)
+        self._offloaded.add(record)  # before the class changes: then somebody may ask for it
+        become(param, nan.expand(param.shape), absent=True)
+        del values, flat
         self._records.move_to_end(id(param))
         charged, record.charged = record.charged, 0
         self._release_bytes(charged)
         if part is not None:  # after the whole was given up: there is room for a part of it
-            self.ledger.charge(Tier.HOST, Account.INIT, self._part_bytes(flat.numel()))
+            self.ledger.charge(Tier.HOST, Account.INIT, self._part_bytes(record.nbytes))
             record.part = part
 
     def _part_bytes(self, nbytes: int) -> int:
@@ -198,21 +203,7 @@ class ConstructionArena:
         part_bytes = self._part_bytes(nbytes)
         return slice(min(nbytes, rank * part_bytes), min(nbytes, (rank + 1) * part_bytes))
 
-    def _write(self, record: _Record, flat: torch.Tensor) -> None:
-        """Writes bytes of an offloaded parameter, its whole or this rank's part, to the file."""
-        if self._file is None:
-            self._file = ScratchFile(self.config.nvme_paths, self.ledger, Account.INIT)
-        if record.reserved < flat.numel():  # (it may have been converted to a larger dtype since)
-            record.offset = self._file.reserve(flat.numel())
-            record.reserved = flat.numel()
-        for begin, block in _blocks(flat.numel()):
-            part = flat[begin : begin + len(block)]
-            torch.frombuffer(block, dtype=torch.uint8)[: part.numel()].copy_(part)
-            self._file.write_from(
-                block[: round_up(part.numel(), PAGE_BYTES)], record.offset + begin
-            )
-
-    def _drop_part(self, record: _Record) -> None:
+    def _drop_part(self, record: Record) -> None:
         if record.part is not None:
             record.part = None
             self._release_bytes(self._part_bytes(record.nbytes))
@@ -224,28 +215,121 @@ class ConstructionArena:
             self._untrimmed_bytes = 0
             trim_heap()
 
-    def _bring_in(self, record: _Record, param: torch.nn.Parameter) -> None:
-        nbytes = param.numel() * param.element_size()
-        self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
-        record.charged = nbytes
-        self._records.move_to_end(id(param))
-        param.data = self._values(record, param)
-        self._drop_part(record)
-        self._offloaded.remove(record)
+    @contextmanager
+    def present(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Inside the block the parameters are plain and stay in RAM.
 
-    def _values(self, record: _Record, param: torch.nn.Parameter) -> torch.Tensor:
+        Yields:
+            aliases of them; memory to which something refers is not moved.
+
+        Raises:
+            BudgetError: they do not fit the host budget together.
+            HeteroError: all ranks keep parts of one, and need not be here together.
+        """
+        held: list[torch.Tensor] = []
+        used: list[Record] = []
+        try:
+            with self._bringing:
+                for record in [self._records[id(param)] for param in params]:
+                    record.uses += 1
+                    used.append(record)
+                    held.append(self._in_ram(record))
+            yield held
+        finally:
+            held.clear()  # an error's frames would go on holding them
+            for record in used:
+                record.uses -= 1
+                self._guard(record)
+
+    def _in_ram(self, record: Record) -> torch.Tensor:
+        param = record.param()
+        assert param is not None
+        if record in self._offloaded:
+            self._bring_in(record, param)
+        become_plain(param)
+        return memory_in(param)
+
+    def _bring_in(self, record: Record, param: torch.nn.Parameter) -> None:
+        self._require_ranks_together(param)
+        nbytes = param.numel() * param.element_size()
+        self._charge(nbytes)
+        try:
+            values = self._values(record, param)
+        except BaseException:
+            self._release_bytes(nbytes)
+            raise
+        self._are_present(record, param, values, nbytes)
+
+    def _are_present(
+        self, record: Record, param: torch.nn.Parameter, values: torch.Tensor, charged: int
+    ) -> None:
+        """The parameter has `values` now, for which `charged` bytes are."""
+        if record.charged:
+            self._release_bytes(record.charged)
+        record.charged = charged
+        self._drop_part(record)
+        self._records.move_to_end(id(param))
+        become(param, values, absent=False)
+        become_plain(param)
+        self._offloaded.discard(record)
+
+    def _require_ranks_together(self, param: torch.nn.Parameter) -> None:
+        if self.world.shard is not None and not self._in_block:
+            raise HeteroError(
+                f"each rank keeps a part of a parameter of shape {tuple(param.shape)}, which is "
+                f"under construction; call hetero.initialize() first, or use it inside the block "
+                f"of ZeroInitContext, where all ranks run the same code"
+            )
+
+    def replace(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """Points a parameter to other values, of whatever shape and dtype.
+
+        Raises BudgetError if they do not fit the host budget.
+        """
+        with self._bringing:
+            record = self._records[id(param)]
+            nbytes = values.numel() * values.element_size()
+            self._charge(nbytes)
+            self._are_present(record, param, values, nbytes)
+            self._guard(record)
+
+    def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """A plain copy of a parameter's values, in memory that no budget counts."""
+        with self._bringing:
+            record = self._records[id(param)]
+            if record not in self._offloaded:
+                return memory_in(param).clone()
+            self._require_ranks_together(param)
+            return self._values(record, param)
+
+    def _charge(self, nbytes: int) -> None:
+        """Charges RAM for a whole parameter. Raises BudgetError."""
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        try:
+            self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
+        except BudgetError as error:
+            moves = self.config.nvme_path is not None or self.world.shard is not None
+            known = 0 if moves else self.ledger.used(Tier.HOST, Account.INIT) + nbytes
+            least = max(known, self._largest_bytes)
+            what = "the largest parameter so far" if moves else "what is built so far"
+            raise BudgetError(
+                f"{error}: {what} takes {format_bytes(least)} ({least} bytes), so host_memory must "
+                f"be at least that; the rest of the model may need more"
+            ) from None
+
+    def _values(self, record: Record, param: torch.nn.Parameter) -> torch.Tensor:
         """An offloaded parameter's values: from the file, or from all ranks' parts."""
         values = torch.empty(param.shape, dtype=param.dtype)
         raw = values.view(-1).view(torch.uint8)
         if self.world.shard is None:
-            self._read_into(raw, record)
+            self._file.read_into(raw, record.space.start)
         else:
             self._exchange(record, param, raw, [slice(0, raw.numel())] * self.world.ranks)
         return values
 
     def _exchange(
         self,
-        record: _Record,
+        record: Record,
         param: torch.nn.Parameter,
         into: torch.Tensor,
         wanted: Sequence[slice],
@@ -266,10 +350,10 @@ class ConstructionArena:
         kept = [self._part(nbytes, rank) for rank in range(shard.size)]
         mine = record.part
         if record not in self._offloaded:
-            mine = param.data.contiguous().view(-1).view(torch.uint8)[kept[shard.rank]]
+            mine = memory_in(param).contiguous().view(-1).view(torch.uint8)[kept[shard.rank]]
         elif mine is None:
             mine = torch.empty(kept[shard.rank].stop - kept[shard.rank].start, dtype=torch.uint8)
-            self._read_into(mine, record)
+            self._file.read_into(mine, record.space.start)
         sends = [_common(mine, kept[shard.rank], wanted[rank]) for rank in range(shard.size)]
         receives = [_common(into, wanted[shard.rank], kept[rank]) for rank in range(shard.size)]
         shard.all_to_all(
@@ -279,32 +363,8 @@ class ConstructionArena:
         ).wait()
         receives[shard.rank].copy_(sends[shard.rank])
 
-    def _read_into(self, raw: torch.Tensor, record: _Record) -> None:
-        for begin, part in self._read(record.offset, raw.numel()):
-            raw[begin : begin + part.numel()] = part
-
-    def _read(self, offset: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        assert self._file is not None
-        for begin, block in _blocks(nbytes):
-            wanted = min(len(block), nbytes - begin)
-            self._file.read_into(block[: round_up(wanted, PAGE_BYTES)], offset + begin)
-            yield begin, torch.frombuffer(block, dtype=torch.uint8)[:wanted]
-
-    def real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, or the values if it is an offloaded parameter's stand-in or an alias of it."""
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            return tensor
-        record = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if record is None:
-            return tensor
-        param = record.param()
-        assert param is not None
-        if record in self._offloaded:
-            self._bring_in(record, param)
-        return param.data
-
     def is_offloaded(self, param: torch.nn.Parameter) -> bool:
-        """Whether `param.data` is a stand-in."""
+        """Whether its values are not in its memory."""
         return self._records.get(id(param)) in self._offloaded
 
     def keep_own_parts(self) -> None:
@@ -341,26 +401,20 @@ class ConstructionArena:
 
         Yields:
             (first element, values as a flat fp32 tensor); a tensor is valid until the next one.
-
-        Raises:
-            HeteroError: the parameter was converted or replaced while it was in the file.
         """
         record, itemsize = self._records.get(id(param)), param.element_size()
         brought = None if record is None else record.brought
         if record is None or record not in self._offloaded or brought is not None:
-            first, flat = brought or (0, param.data.reshape(-1))
-            for begin in range(wanted.start, wanted.stop, _BLOCK_BYTES // itemsize):
-                end = min(begin + _BLOCK_BYTES // itemsize, wanted.stop)
+            first, flat = brought or (0, memory_in(param).reshape(-1))
+            for begin in range(wanted.start, wanted.stop, BLOCK_BYTES // itemsize):
+                end = min(begin + BLOCK_BYTES // itemsize, wanted.stop)
                 yield begin, flat[begin - first : end - first].float()
             return
-        if param.data.untyped_storage().data_ptr() not in self._by_storage:
-            raise HeteroError(
-                f"a parameter of shape {tuple(param.shape)} was moved or converted after "
-                f"ZeroInitContext had put it on disk; do that inside the context"
-            )
         first = wanted.start * itemsize // PAGE_BYTES * PAGE_BYTES
         skip = wanted.start * itemsize - first
-        for begin, raw in self._read(record.offset + first, wanted.stop * itemsize - first):
+        for begin, raw in self._file.read(
+            record.space.start + first, wanted.stop * itemsize - first
+        ):
             values = raw[skip:].view(param.dtype).float()
             yield (first + begin + skip) // itemsize, values
             skip = 0
@@ -368,8 +422,10 @@ class ConstructionArena:
     def release(self, param: torch.nn.Parameter) -> None:
         """Frees what there is of a parameter that has a home now. Idempotent."""
         if arena_of(param) is not None:
+            if not self.is_offloaded(param):
+                become_plain(param)
             self._forget(id(param))
-            del param._hetero_construction  # type: ignore[attr-defined]
+            del param._hetero_owner  # type: ignore[attr-defined]
 
     def restore(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Gives all parameters their values, as if they had not been adopted, and closes."""
@@ -377,7 +433,8 @@ class ConstructionArena:
         for param in params:
             record = self._records.get(id(param))
             if record is not None and record in self._offloaded:
-                param.data = self._values(record, param)
+                become(param, self._values(record, param), absent=False)
+                become_plain(param)
             self.release(param)
         self.close()
 
@@ -385,14 +442,7 @@ class ConstructionArena:
         """Frees the scratch file."""
         self._ended = True
         trim_heap()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def arena_of(param: torch.Tensor) -> ConstructionArena | None:
-    """The arena in which a parameter waits for its chunk, if it does."""
-    return getattr(param, "_hetero_construction", None)
+        self._file.close()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -407,25 +457,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _may_be_offloaded(param: torch.nn.Parameter) -> bool:
-    """Whether nothing but the parameter refers to its memory, so that no write can be lost."""
-    storage = param.untyped_storage()
-    nbytes = param.numel() * param.element_size()
-    return (
-        0 < nbytes == storage.nbytes()
-        and torch._C._storage_Use_Count(storage._cdata) <= _USES_OF_UNSHARED
-    )
-
-
 def _common(flat: torch.Tensor, has: slice, wanted: slice) -> torch.Tensor:
     """The part of `flat` (the elements `has` of a longer array) that is in the range `wanted`."""
     begin = max(has.start, wanted.start)
     return flat[begin - has.start : max(begin, min(has.stop, wanted.stop)) - has.start]
-
-
-def _blocks(nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yields (offset, page-aligned block) over `nbytes`; every block is the same memory."""
-    size = min(_BLOCK_BYTES, round_up(nbytes, PAGE_BYTES))
-    memory = memoryview(mmap.mmap(-1, size))
-    for begin in range(0, nbytes, size):
-        yield begin, memory

@@ -8,54 +8,27 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from hetero.config import Config
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.join_ranks import join_ranks
+from hetero.stand_ins.construction_uses import ConstructionAlias, memory_of
+from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
 
 
-class _DispatchMode(TorchDispatchMode):
-    """Replaces offloaded parameters by their values in every operator's arguments.
-
-    An operator that writes to one thus changes the values, not the stand-in.
-    """
-
-    def __init__(self, construction: ConstructionArena) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._construction = construction
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._construction.any_offloaded:
-            return func(*args, **kwargs)
-        stands_for: dict[int, torch.Tensor] = {}
-
-        def real(tensor: torch.Tensor) -> torch.Tensor:
-            value = self._construction.real(tensor)
-            if value is not tensor:
-                stands_for[id(value)] = tensor
-            return value
-
-        real_args, real_kwargs = tree_map_only(torch.Tensor, real, (args, kwargs))
-        result = func(*real_args, **real_kwargs)
-        # In-place operators return their argument: give back the one that the caller has.
-        return tree_map_only(torch.Tensor, lambda t: stands_for.get(id(t), t), result)
-
-
 class ZeroInitContext:
-    """Inside the block, parameters of modules are built within the host budget.
+    """Inside the block, parameters of modules, and deep copies, are built within the host budget.
 
     Weights come out bit for bit as in plain construction under the same seed, whatever
     initialisation the modules do. With torch.distributed all ranks build the model together.
 
         with hetero.ZeroInitContext(placement_policy="nvme", nvme_path="/mnt/nvme"):
             model = GPT2LMHeadModel(config)
+
+    Between the block and hetero.initialize() the parameters read and write as plain ones do; with
+    several ranks only those that are in RAM.
 
     Args:
         config: a Config, a mapping, or the path of a JSON file.
@@ -66,6 +39,7 @@ class ZeroInitContext:
     Raises:
         ValueError, HeteroError: the options cannot work.
         BudgetError: in the block: a parameter alone does not fit the host budget.
+        HeteroError: at the block's end: no parameter was built in it.
     """
 
     _active: ZeroInitContext | None = None
@@ -89,34 +63,54 @@ class ZeroInitContext:
             block.callback(setattr, ZeroInitContext, "_active", None)
             ZeroInitContext._active = self
             self._draw_alike(block)
-            original = torch.nn.Module.register_parameter
-            block.callback(setattr, torch.nn.Module, "register_parameter", original)
-            torch.nn.Module.register_parameter = self._adopting(original)  # type: ignore
-            block.enter_context(_DispatchMode(self.construction))
+            module, parameter = torch.nn.Module, torch.nn.Parameter
+            _wrap(block, module, "register_parameter", self._registering)
+            _wrap(block, parameter, "__deepcopy__", self._copying)
+            _wrap(block, PresentParameter, "__deepcopy__", self._copying)
+            _wrap(block, parameter, "__new__", _sharing)
+            block.callback(self.construction.end_block)
+            self.construction.begin_block()
             self._block = block.pop_all()
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         self._block.close()
+        if failure is None and self.construction.is_empty:
+            raise HeteroError(
+                "ZeroInitContext adopted no parameter: none was built inside its block; build the "
+                "model there, or give the options to hetero.initialize() instead"
+            )
 
-    def _adopting(self, register: Callable[..., None]) -> Callable[..., None]:
+    def _registering(self, register: Callable[..., None]) -> Callable[..., None]:
         """Module.register_parameter() that also puts the parameter under construction."""
-        construction = self.construction
 
         def register_parameter(
             module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
         ) -> None:
             register(module, name, param)
             if param is not None:
-                try:
-                    construction.adopt(param)
-                except BudgetError as error:
-                    raise BudgetError(
-                        f"building {type(module).__name__}.{name} of shape {tuple(param.shape)} "
-                        f"({format_bytes(param.numel() * param.element_size())}): {error}"
-                    ) from None
+                self._adopt(param, f"building {type(module).__name__}.{name}")
 
         return register_parameter
+
+    def _copying(self, deep_copy: Callable[..., Any]) -> Callable[..., Any]:
+        """Parameter.__deepcopy__() that also does: module's copies do not register parameters."""
+
+        def __deepcopy__(param: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+            copy: torch.nn.Parameter = deep_copy(param, memo)
+            self._adopt(copy, "copying a parameter")
+            return copy
+
+        return __deepcopy__
+
+    def _adopt(self, param: torch.nn.Parameter, doing: str) -> None:
+        try:
+            self.construction.adopt(param)
+        except BudgetError as error:
+            raise BudgetError(
+                f"{doing} of shape {tuple(param.shape)} "
+                f"({format_bytes(param.numel() * param.element_size())}): {error}"
+            ) from None
 
     def _draw_alike(self, block: ExitStack) -> None:
         """Makes all ranks draw the first rank's random numbers inside the block.
@@ -128,3 +122,22 @@ class ZeroInitContext:
         if not torch.equal(own, states[0]):
             block.callback(torch.set_rng_state, own)
             torch.set_rng_state(states[0])
+
+
+def _wrap(block: ExitStack, owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
+    """Puts wrapped(function) in the place of a class's function until the block ends."""
+    block.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, wrapped(getattr(owner, name)))
+
+
+def _sharing(new: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameter.__new__() that shares the memory of the parameter given, as the plain one does,
+    also if that is offloaded."""
+
+    def __new__(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+        if not issubclass(type(data), (AbsentParameter, ConstructionAlias)):
+            return new(cls, data, requires_grad)
+        with memory_of(data) as memory:
+            return new(cls, memory, requires_grad)
+
+    return __new__

@@ -22,10 +22,11 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.update_schedule import check_overlap
 from hetero.setup.added_params import AddedParams
-from hetero.setup.construction import ConstructionArena, arena_of
+from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import FirstValues, fill
 from hetero.setup.join_ranks import join_ranks
 from hetero.setup.same_start import start_alike
+from hetero.stand_ins.construction_uses import arena_of
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
@@ -141,6 +142,7 @@ def _context_construction(
     if len(constructions) > 1:
         raise HeteroError("the model's parameters come from several ZeroInitContexts; use one")
     construction = next(iter(constructions), None)
+    assert construction is None or isinstance(construction, ConstructionArena)
     given = config is not None or bool(options)
     if construction is not None and given and Config.make(config, **options) != construction.config:
         raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from hetero.planning.group_plans import Arrangement
 from hetero.ranks.messages import Communicator
 from hetero.setup.construction import ConstructionArena
+from hetero.stand_ins.parameter_classes import memory_in
 
 
 def start_alike(
@@ -44,7 +45,7 @@ def start_alike(
     differs = torch.stack(found).ne(found[0]).any(dim=0)
     for param, different in zip(params, differs.tolist(), strict=True):
         if different:
-            take_from_first(param.data, everyone)
+            take_from_first(memory_in(param), everyone)
     for buffer in model.buffers():
         if buffer.numel():
             take_from_first(buffer, everyone)

@@ -116,6 +116,12 @@ def become_plain(param: torch.nn.Parameter) -> None:
     param.__class__ = _base_of(type(param))
 
 
+def memory_in(param: torch.nn.Parameter) -> torch.Tensor:
+    """An alias of the parameter's memory, whatever its class; it shares the version."""
+    with torch._C.DisableTorchFunction():
+        return torch.Tensor.detach(param)
+
+
 def absent_params(values: Any) -> Any:
     """Yields the absent parameters among `values`, and in lists, tuples and mappings of them."""
     for value in values:

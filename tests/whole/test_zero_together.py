@@ -44,6 +44,28 @@ class TestConstruction:
             assert same(one["masters"], self.plain())
             assert one["peak"] <= 900 << 10
 
+    @pytest.mark.parametrize("modifier", [0, 1])
+    def test_uses_while_each_rank_keeps_a_part(
+        self, ranks2: RankPool, tmp_path: Path, modifier: int
+    ) -> None:
+        chosen = TIGHT | {"nvme_path": str(tmp_path)}
+        found = ranks2.run(rank_training.under_construction, chosen, modifier)
+        assert same(found[0]["masters"], found[1]["masters"])
+        for one in found:
+            changed = [
+                index
+                for index, (mine, theirs) in enumerate(
+                    zip(one["masters"], self.plain(), strict=True)
+                )
+                if not torch.equal(mine, theirs)
+            ]
+            assert len(changed) == 1
+            assert bool((one["masters"][changed[0]] == 10.0 + modifier).all())
+            assert one["copied"]
+            assert len(one["refusals"]) == 2
+            assert all("call hetero.initialize() first" in text for text in one["refusals"])
+            assert one["peak"] <= 900 << 10
+
     def test_a_model_from_outside_starts_as_on_the_first_rank(self, ranks2: RankPool) -> None:
         found = ranks2.run(rank_training.outside, {})
         assert same(found[0], found[1])

@@ -113,11 +113,22 @@ def test_context_leaves_modules_as_they_were() -> None:
 
 def test_contexts_do_not_nest() -> None:
     with (
-        hetero.ZeroInitContext(placement_policy="cpu"),
         pytest.raises(hetero.HeteroError, match="nest"),
+        hetero.ZeroInitContext(placement_policy="cpu"),
         hetero.ZeroInitContext(placement_policy="cpu"),
     ):
         pass
+
+
+def test_a_context_that_adopts_nothing_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    with (
+        pytest.raises(hetero.HeteroError, match=r"adopted no parameter.*build the model there"),
+        hetero.ZeroInitContext(placement_policy="cpu"),
+    ):
+        model.float()
+    with hetero.ZeroInitContext(placement_policy="cpu"):
+        torch.nn.Linear(4, 4)  # adopted, and gone
 
 
 def test_memory_somebody_else_holds_is_not_moved(tmp_path: Path) -> None:

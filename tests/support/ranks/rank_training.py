@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import threading
@@ -171,6 +172,44 @@ def construct(rank: int, world: int, options: dict[str, Any], seed_by_rank: bool
     }
     optimizer.engine.close()
     return found
+
+
+def under_construction(
+    rank: int, world: int, options: dict[str, Any], modifier: int
+) -> dict[str, Any]:
+    """What can be done with parameters of which each rank keeps a part."""
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(BASE | options) as context:
+        model = tiny_gpt2()
+        filler = nn.Linear(400, 256)  # for which others go
+        absent = [p for p in model.parameters() if context.construction.is_offloaded(p)]
+        with hetero.gathered(absent[0], modifier_rank=modifier), torch.no_grad():
+            absent[0].fill_(10.0 + rank)
+        copied = copy.deepcopy(absent[1]).detach().clone()
+        with hetero.gathered(absent[1]):
+            copied_equal = torch.equal(copied, absent[1])
+        again = nn.Linear(400, 256)
+    del filler, again
+    absent = [p for p in model.parameters() if context.construction.is_offloaded(p)]
+    refusals = []
+    for use in (lambda: absent[0].sum(), model.state_dict()[_name(model, absent[0])].sum):
+        try:
+            use()
+        except hetero.HeteroError as error:
+            refusals.append(str(error))
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    found = {
+        "masters": hetero.masters(list(model.parameters())),
+        "peak": optimizer.engine.ledger.peak_bytes["host"],
+        "copied": copied_equal,
+        "refusals": refusals,
+    }
+    optimizer.engine.close()
+    return found
+
+
+def _name(model: torch.nn.Module, param: torch.nn.Parameter) -> str:
+    return next(name for name, p in model.named_parameters() if p is param)
 
 
 def outside(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:

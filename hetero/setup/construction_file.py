@@ -1,0 +1,75 @@
+"""The scratch file in which parameters under construction wait."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from offload.disk.scratch_file import ScratchFile
+from offload.errors import HeteroError
+from offload.memory.ledger import Ledger
+from offload.memory.sizes import PAGE_BYTES, round_up
+from offload.memory.tiers import Account
+
+BLOCK_BYTES = 4 << 20  # of one transfer to or from the file
+
+
+class ConstructionFile:
+    """Bytes of offloaded parameters, in a file that is made when the first ones are written."""
+
+    def __init__(self, paths: Sequence[str], ledger: Ledger) -> None:
+        self._paths = paths
+        self._ledger = ledger
+        self._file: ScratchFile | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the file; nothing after close()."""
+        return self._file.notes if self._file is not None else []
+
+    def write(self, flat: torch.Tensor, space: slice) -> slice:
+        """Writes bytes to `space`, or to a new one if they do not fit there. Returns where."""
+        if self._file is None:
+            self._file = ScratchFile(self._paths, self._ledger, Account.INIT)
+        if space.stop - space.start < flat.numel():
+            offset = self._file.reserve(flat.numel())
+            space = slice(offset, offset + flat.numel())
+        for begin, block in _blocks(flat.numel()):
+            part = flat[begin : begin + len(block)]
+            torch.frombuffer(block, dtype=torch.uint8)[: part.numel()].copy_(part)
+            whole_pages = block[: round_up(part.numel(), PAGE_BYTES)]
+            self._file.write_from(whole_pages, space.start + begin)
+        return space
+
+    def read_into(self, raw: torch.Tensor, offset: int) -> None:
+        """Fills `raw` with the bytes from `offset` on."""
+        for begin, part in self.read(offset, raw.numel()):
+            raw[begin : begin + part.numel()] = part
+
+    def read(self, offset: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields (first byte after `offset`, bytes); they are valid until the next ones."""
+        if self._file is None:
+            raise HeteroError(
+                "a parameter's values went when hetero.initialize() had placed the model that was "
+                "built beside it; build one model in each ZeroInitContext"
+            )
+        for begin, block in _blocks(nbytes):
+            wanted = min(len(block), nbytes - begin)
+            self._file.read_into(block[: round_up(wanted, PAGE_BYTES)], offset + begin)
+            yield begin, torch.frombuffer(block, dtype=torch.uint8)[:wanted]
+
+    def close(self) -> None:
+        """Frees the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _blocks(nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yields (offset, page-aligned block) over `nbytes`; every block is the same memory."""
+    size = min(BLOCK_BYTES, round_up(nbytes, PAGE_BYTES))
+    memory = memoryview(mmap.mmap(-1, size))
+    for begin in range(0, nbytes, size):
+        yield begin, memory

@@ -1,0 +1,51 @@
+"""One parameter under construction: where its bytes are, and whether they may move."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+_USES_OF_UNSHARED = 2  # of a storage to which only the parameter and the counting code refer
+_USES_OUTSIDE_GRAPHS = 1  # of a parameter which no graph of autograd has
+
+
+@dataclass(eq=False)
+class Record:
+    """A parameter under construction, and where its bytes are.
+
+    Attributes:
+        param: the parameter.
+        number: its place in the order of adoption (an id is used again when a parameter is gone).
+        nbytes: its size in the last dtype it had.
+        charged: bytes charged for the whole parameter in RAM; 0 if it is offloaded.
+        uses: blocks of present() that it is in.
+        part: this rank's part of it, if that is in RAM.
+        space: its bytes in the scratch file; kept while it is in RAM.
+        brought: the elements that bring_elements() brought, in the construction dtype, and the
+            first one's number.
+    """
+
+    param: weakref.ref[torch.nn.Parameter]
+    number: int
+    nbytes: int
+    charged: int
+    uses: int = 0
+    part: torch.Tensor | None = None
+    space: slice = field(default_factory=lambda: slice(0, 0))
+    brought: tuple[int, torch.Tensor] | None = None
+
+
+def may_be_offloaded(param: torch.nn.Parameter) -> bool:
+    """Whether nothing but the parameter refers to its memory, so that no write can be lost, and no
+    graph has saved the parameter itself."""
+    with torch._C.DisableTorchFunction():
+        storage = param.untyped_storage()
+        in_graphs = param._use_count() > _USES_OUTSIDE_GRAPHS  # type: ignore[attr-defined]
+    nbytes = param.numel() * param.element_size()
+    return (
+        not in_graphs
+        and 0 < nbytes == storage.nbytes()
+        and torch._C._storage_Use_Count(storage._cdata) <= _USES_OF_UNSHARED
+    )

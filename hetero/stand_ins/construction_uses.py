@@ -1,0 +1,150 @@
+"""Uses of parameters under construction whose values are offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from hetero.ranks.process_groups import ProcessGroups
+from hetero.stand_ins.offloaded_tensor import OffloadedTensor, one_by_one
+from hetero.stand_ins.parameter_classes import PresentParameter, absent_params
+from offload.errors import HeteroError, StaleGraphError
+
+
+class ConstructionParams(Protocol):
+    """The construction arena, as the uses of its parameters see it."""
+
+    world: ProcessGroups
+
+    def present(self, params: Sequence[torch.Tensor]) -> AbstractContextManager[list[torch.Tensor]]:
+        """Inside the block the parameters are plain and stay in RAM; gives aliases of them."""
+
+    def replace(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """Points the parameter to other values."""
+
+    def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """A plain copy of the values."""
+
+
+class ConstructionUses:
+    """The owner of a parameter under construction, which is asked while its values are offloaded.
+
+    Each parameter has one of its own, which keeps the arena alive.
+    """
+
+    def __init__(self, arena: ConstructionParams) -> None:
+        self.arena = arena
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a torch function. Raises BudgetError if the values do not fit."""
+        if func is torch.Tensor.detach:
+            return self.alias(args[0])
+        if getattr(func, "__name__", "").startswith("_foreach_"):
+            return one_by_one(func, args, kwargs, self._call)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = absent_params((*args, *kwargs.values()))
+        with self.arena.present([p for p in found if arena_of(p) is self.arena]):
+            return func(*args, **kwargs)
+
+    def alias(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """What `param.data` is: it holds no memory, so that a state_dict() needs none."""
+        return ConstructionAlias.of(param)
+
+    def assign(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """`param.data = values`: as in plain torch the parameter then has the memory of `values`.
+
+        Raises BudgetError if the values do not fit the host budget.
+        """
+        if values is param or (isinstance(values, ConstructionAlias) and values.is_all_of(param)):
+            return
+        with memory_of(values) as memory:
+            self.arena.replace(param, memory)
+
+    def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """A plain copy of the values, in memory that no budget counts."""
+        return self.arena.copy(param)
+
+
+class _ConstructionSource:
+    """The values of one parameter under construction."""
+
+    def __init__(self, param: torch.nn.Parameter) -> None:
+        self.param = param
+        self._version = param._version
+
+    @property
+    def name(self) -> str:
+        return f"a parameter under construction, of shape {tuple(self.param.shape)},"
+
+    @contextmanager
+    def values(self, write: bool) -> Iterator[torch.Tensor]:
+        if torch._C._current_graph_task_id() == -1:
+            self._version = self.param._version
+        elif self._version != self.param._version:
+            raise StaleGraphError(
+                f"backward needs a parameter of shape {tuple(self.param.shape)} as it was before "
+                f"it was changed, after its use in forward"
+            )
+        with memory_of(self.param) as memory:
+            yield memory
+        if write:  # (below autograd nothing counts versions)
+            torch.autograd.graph.increment_version(self.param)
+            self._version = self.param._version
+
+    def empty(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            return torch.Tensor.detach(self.param)
+
+
+class ConstructionAlias(OffloadedTensor):
+    """`param.data` or `param.detach()`, or a view of it, of a parameter that was offloaded then."""
+
+    _source: _ConstructionSource
+
+    @staticmethod
+    def of(param: torch.nn.Parameter) -> ConstructionAlias:
+        """Makes the alias of all of a parameter."""
+        meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        return ConstructionAlias._make(_ConstructionSource(param), meta, torch.device("cpu"))
+
+    def is_all_of(self, param: torch.nn.Parameter) -> bool:
+        """Whether it is an alias of the whole parameter, in its shape."""
+        return self._source.param is param and self._whole
+
+
+@contextmanager
+def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Inside the block: an alias that has memory of a parameter that may be under construction, or
+    of an alias of one; any other tensor as it is.
+
+    Raises:
+        BudgetError: the values do not fit the host budget.
+        HeteroError: the parameter's values are hetero.initialize()'s by now.
+    """
+    if isinstance(tensor, ConstructionAlias):
+        with tensor._brought() as memory:
+            yield memory
+        return
+    arena = arena_of(tensor)
+    if arena is not None:
+        with arena.present([tensor]) as held:
+            yield held.pop()
+        return
+    if isinstance(tensor, PresentParameter):
+        raise HeteroError(
+            f"hetero.initialize() has moved the values of a parameter of shape "
+            f"{tuple(tensor.shape)} since its .data, its .detach() or the model's state_dict() was "
+            f"taken; take it again"
+        )
+    yield tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor
+
+
+def arena_of(param: torch.Tensor) -> ConstructionParams | None:
+    """The arena in which a parameter waits for its chunk, if it does."""
+    owner = getattr(param, "_hetero_owner", None)
+    return owner.arena if isinstance(owner, ConstructionUses) else None
