@@ -71,32 +71,42 @@ def meet_with_same(
     for peer, theirs in enumerate(facts):
         places = (theirs.view(torch.int64) != facts[0].view(torch.int64)).nonzero()
         if len(places):
-            place = int(places[0])
-            one, other = float(facts[0][place]), float(theirs[place])
-            first, second = everyone.name(0), everyone.name(peer)
+            place, ranks = int(places[0]), (everyone.name(0), everyone.name(peer))
+            values = float(facts[0][place]), float(theirs[place])
             if place >= 2 * params:
                 label = _labels(groups, options)[place - 2 * params]
-                raise HeteroError(
-                    f"{label} is {one} on {first} and {other} on {second} at optimizer.step(), and "
-                    f"each rank updates a shard of every parameter; set options, and step "
-                    f"schedulers with a metric that is averaged over the ranks, on all ranks alike"
-                )
+                raise HeteroError(_options_differ(label, values, ranks))
             name = name_of[place % params]
-            if place >= params:
-                raise HeteroError(
-                    f"the gradient of {name} is multiplied by {one} on {first} and by {other} on "
-                    f"{second} at optimizer.step(); clip, scale and unscale gradients on all ranks "
-                    f"alike"
-                )
-            if one and other:
-                raise HeteroError(
-                    f"{name} is in param group {int(one) - 1} on {first} and in {int(other) - 1} "
-                    f"on {second} at optimizer.step(); make param groups on all ranks alike"
-                )
-            raise HeteroError(
-                f"{name} has a gradient on one of {first} and {second} only at optimizer.step(); "
-                f"clear gradients, and give the optimizer parameters, on all ranks alike"
-            )
+            difference = _uses_differ if place < params else _factors_differ
+            raise HeteroError(difference(name, values, ranks))
+
+
+def _options_differ(label: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
+    return (
+        f"{label} is {values[0]} on {ranks[0]} and {values[1]} on {ranks[1]} at optimizer.step(), "
+        f"and each rank updates a shard of every parameter; set options, and step schedulers with "
+        f"a metric that is averaged over the ranks, on all ranks alike"
+    )
+
+
+def _factors_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
+    return (
+        f"the gradient of {name} is multiplied by {values[0]} on {ranks[0]} and by {values[1]} on "
+        f"{ranks[1]} at optimizer.step(); clip, scale and unscale gradients on all ranks alike"
+    )
+
+
+def _uses_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
+    if not all(values):
+        return (
+            f"{name} has a gradient on one of {ranks[0]} and {ranks[1]} only at optimizer.step(); "
+            f"clear gradients, and give the optimizer parameters, on all ranks alike"
+        )
+    return (
+        f"{name} is in param group {int(values[0]) - 1} on {ranks[0]} and in "
+        f"{int(values[1]) - 1} on {ranks[1]} at optimizer.step(); make param groups on all ranks "
+        f"alike"
+    )
 
 
 def _facts(groups: Groups, params: int, options: Sequence[str]) -> torch.Tensor:

@@ -24,7 +24,7 @@ def differing(rank: int, world: int, options: dict[str, Any], what: str) -> dict
     if what == "plateau":
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         for step in range(2):
-            schedule.step(1.0 + rank * step)  # its own loss: on one rank it rises
+            schedule.step(1.0 + (rank - 0.5) * step)  # its own loss: on one rank it rises
     elif what == "clip":
         norm = optimizer.engine.grad_norm(first)  # (means are made by all ranks together)
         if norm > 0 and rank == 1:
