@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from hetero.api.whole_state import store_masters
+from hetero.api.whole_state import store_values
 from hetero.runtime.engine import Engine
 from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
 from hetero.runtime.modules.model_hook import ModelHook
@@ -27,7 +27,8 @@ class StateDictHooks(ModelHooks):
     state_dict() has tensors with a storage of their own, in the compute dtype: over the parameter's
     own bytes, or copies of offloaded parameters, in RAM that no budget counts. Values that are
     loaded become the masters, unrounded, and parameters their rounding; the optimizer's states
-    stay.
+    stay. Where a value of the compute dtype is the parameter's already, so does its master: model
+    and optimizer may be loaded in either order.
     """
 
     def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
@@ -37,7 +38,6 @@ class StateDictHooks(ModelHooks):
         self._tied: set[ManagedParam] = set()  # have several names
         self._last_entry: weakref.WeakValueDictionary[ManagedParam, torch.Tensor]
         self._last_entry = weakref.WeakValueDictionary()
-        self._loading: dict[torch.nn.Module, dict[ManagedParam, torch.Tensor]] = {}
         self.cover(model)
 
     def cover(self, model: torch.nn.Module) -> None:
@@ -77,20 +77,19 @@ class StateDictHooks(ModelHooks):
             self.unwind()
             own = self._own(module)
             found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}
-            self._loading[module] = {
-                m: value for m, value in found.items() if value.shape == m.param.shape
+            fitting = {
+                m: value
+                for m, value in found.items()
+                if isinstance(value, torch.Tensor) and value.shape == m.param.shape
             }
+            # Before torch's own copy_, which would overwrite the values that tell whether a master
+            # may stay, and which then writes what is there already.
+            store_values(self._engine, fitting)
             call = self._calls.enter(module, module_frame("load"))
-            call.present.enter_context(self._loading_into(module, list(own.values())))
+            call.present.enter_context(self._loading_into(list(own.values())))
 
         def after_load(module: Any, incompatible: Any) -> None:
-            values = self._loading.pop(module, None)
-            if values is None:
-                return
-            for managed in self._own(module).values():
-                managed.note_change()  # by torch's own copy_, into what store_masters() replaces
             self._calls.leave(module)
-            store_masters(self._engine, values)
 
         for handle in (
             module._register_state_dict_hook(ModelHook(fill)),
@@ -122,22 +121,14 @@ class StateDictHooks(ModelHooks):
         return entry
 
     @contextmanager
-    def _loading_into(self, module: torch.nn.Module, members: list[ManagedParam]) -> Iterator[None]:
-        """Inside the block the parameters have values that torch may overwrite.
+    def _loading_into(self, members: list[ManagedParam]) -> Iterator[None]:
+        """Inside the block the parameters have values, and torch may overwrite them by the same.
 
-        If loading was interrupted, gathered copies that were overwritten are forgotten, so the
-        parameters keep their values; the next step refuses a resident one that was overwritten,
-        until it is loaded again.
+        So an interruption leaves parameters that are loaded, or are not, and nothing to undo.
         """
-        copied = [m for m in members if not self._engine.params.is_resident(m.chunk)]
-        try:
-            with self._engine.params.present(members):
-                try:
-                    yield
-                finally:
-                    for managed in copied:
-                        managed.note_change()
-        finally:
-            interrupted = self._loading.pop(module, None) is not None
-            for managed in copied if interrupted else []:
-                self._engine.params.group(managed.chunk).params.discard_copies(managed.chunk)
+        with self._engine.params.present(members):
+            try:
+                yield
+            finally:
+                for managed in members:
+                    managed.note_change()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import Any, ClassVar, overload
 
 import torch
 
+from hetero.api.loaded_state import LARGEST, check_state, in_own_options, refuse_other_rules
 from hetero.api.whole_state import export_states, import_states
 from hetero.chunks.dtypes import Dtypes, RuleName, check_state_dtype
 from hetero.config import Config
 from hetero.runtime.engine import Engine
+from hetero.runtime.options import number
 from hetero.runtime.update_schedule import OptimizerView
 from offload._native import Hyper
 from offload.errors import UnmanagedParameterError
@@ -42,17 +42,21 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.state_dtype = check_state_dtype(state_dtype)
         super().__init__(params, defaults)
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises ValueError if an option of a param group is out of range."""
+    def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
+        """Raises ValueError if an option of a param group is out of range; `where` says whose."""
         for name in self.not_negative:
-            value = options[name]
-            if not (_is_number(value) and 0 <= value < math.inf):
-                raise ValueError(f"{name} must be a finite number, 0 or more, not {value!r}")
+            value = number(options[name])
+            if value is None or not 0 <= value <= LARGEST:
+                raise ValueError(
+                    f"{where}{name} must be a finite number, 0 or more, not {options[name]!r} "
+                    f"(updates are computed in fp32, up to {LARGEST:.4g})"
+                )
         if "betas" in self.defaults:
             betas = options["betas"]
             pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-            if not (pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)):
-                raise ValueError(f"betas must be two numbers in [0, 1), not {betas!r}")
+            values = [number(beta) for beta in betas] if pair else [None]
+            if not all(beta is not None and 0 <= beta < 1 for beta in values):
+                raise ValueError(f"{where}betas must be two numbers in [0, 1), not {betas!r}")
 
     def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What the native kernel takes beside lr and weight_decay, as fields of Hyper."""
@@ -61,8 +65,10 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
         """The native kernel's arguments for a param group's update number `step`, from 1.
 
-        Kept gradients are multiplied by `grad_scale`.
+        Kept gradients are multiplied by `grad_scale`. Raises ValueError for options that the user
+        has set out of range since.
         """
+        self._check_options(options)
         return Hyper(
             lr=float(options["lr"]),
             weight_decay=float(options["weight_decay"]),
@@ -115,6 +121,11 @@ class HybridOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    @property
+    def _option_names(self) -> list[str]:
+        """Of its own options; torch's load_state_dict() adds one to the defaults."""
+        return sorted(set(self.defaults) - {"differentiable"})
+
     def connect(self, engine: Engine) -> None:
         """Called by initialize(): from now on `engine` keeps the optimizer's state."""
         self._engine = engine
@@ -132,7 +143,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             assert optimizer is not None  # it has param groups
             return optimizer._hyper(options, step, grad_scale)
 
-        return OptimizerView(param_groups, hyper_of)
+        return OptimizerView(param_groups, hyper_of, self._option_names)
 
     @property
     def engine(self) -> Engine:
@@ -224,76 +235,65 @@ class HybridOptimizer(torch.optim.Optimizer):
         States that this optimizer keeps in bf16 are rounded to nearest, which is exact for what
         such an optimizer gave. (HybridLion's lose their lowest bit with bf16 parameters.)
 
-        Gives up a step that updates during backward have half made, if the state is of all
-        parameters that they updated.
+        The state of torch.optim.AdamW, Adam or Adagrad is taken in, too. It has no masters, so
+        these stay: load the model's fp32 values beside it. Options that torch does not have stay.
+
+        Gives up a step that updates during backward have half made, if the state has the masters of
+        all parameters that they updated.
+
+        Args:
+            state_dict: as state_dict() gives it.
+
+        Raises:
+            ValueError: it does not fit this optimizer, or has values that no training gives, such
+                as NaN or a negative exp_avg_sq. Nothing is changed.
         """
         self.engine.added_params.take_in_unfrozen()
-        params = self._all_params()
-        states = {params[i]: state for i, state in state_dict["state"].items() if i < len(params)}
-        if len(states) < len(state_dict["state"]):
-            raise ValueError(
-                f"the state is of {len(state_dict['state'])} parameters, and this optimizer has "
-                f"{len(params)}"
-            )
+        refuse_other_rules(state_dict["param_groups"])
+        states = self._states_by_param(state_dict["state"])
         for param, state in states.items():
-            self._check_state(param, state)
-        self._check_groups(state_dict["param_groups"])
-        self.engine.schedule.abandon({self.engine.find(param) for param in states})
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            check_state(self.engine.find(param), state, self.state_names, type(self).__name__)
+        groups = self._check_groups(state_dict["param_groups"])
+        replaced = {self.engine.find(param) for param, state in states.items() if "master" in state}
+        self.engine.schedule.abandon(replaced)
+        super().load_state_dict({"state": {}, "param_groups": groups})
         import_states(self.engine, states, self.state_names)
 
-    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError unless the state's param groups fit this optimizer's.
+    def _states_by_param(self, states: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
+        params = self._all_params()
+        for index in states:
+            if not (isinstance(index, int) and 0 <= index < len(params)):
+                raise ValueError(
+                    f"the state has one of parameter {index!r}, and this optimizer has "
+                    f"{len(params)} parameters, from 0 on"
+                )
+        # (torch also updates parameters without elements.)
+        return {params[index]: state for index, state in states.items() if params[index].numel()}
 
-        torch's own load_state_dict() would refuse other counts and lengths too, but only after a
-        step that is half made has been given up.
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The state's param groups with this optimizer's options.
+
+        Raises ValueError unless they fit. torch's own load_state_dict() would refuse other counts
+        and lengths too, but only after a step that is half made has been given up.
         """
         if len(groups) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(groups)} param groups, and this optimizer has "
                 f"{len(self.param_groups)}"
             )
+        fitting = []
         for index, (group, own) in enumerate(zip(groups, self.param_groups, strict=True)):
             if len(group["params"]) != len(own["params"]):
                 raise ValueError(
                     f"param group {index} of the state has {len(group['params'])} parameters, and "
                     f"this optimizer's has {len(own['params'])}"
                 )
-            # (torch's own load_state_dict() adds "differentiable" to the defaults.)
-            if missing := sorted(set(self.defaults) - {"differentiable"} - set(group)):
+            options = in_own_options(group, own)
+            if missing := [name for name in self._option_names if name not in options]:
                 raise ValueError(
                     f"param group {index} of the state is not {type(self).__name__}'s: it lacks "
                     f"{', '.join(missing)}"
                 )
-            self._check_options(group)
-
-    def _check_state(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if `state` is not this rule's state of a parameter like `param`."""
-        managed = self.engine.find(param)
-        if not managed.chunk.trainable:
-            raise ValueError(
-                f"the state has {managed.name}, which was frozen at hetero.initialize(); set "
-                f"requires_grad before it, or leave the parameter out of the state"
-            )
-        known = {"step", *self.state_names, "master"}
-        for key in sorted(known - set(state)):
-            raise ValueError(f"the state of {managed.name} has no {key!r}")
-        for key in sorted(set(state) - known):
-            raise ValueError(
-                f"the state of {managed.name} has {key!r}, which {type(self).__name__} has not"
-            )
-        for key in sorted(known - {"step"}):
-            if state[key].shape != param.shape:
-                raise ValueError(
-                    f"the state of {managed.name} has {key} of shape {tuple(state[key].shape)}, "
-                    f"and the parameter has {tuple(param.shape)}"
-                )
-        step = float(state["step"])
-        if not (step >= 0 and step.is_integer()):
-            raise ValueError(
-                f"the state of {managed.name} has step {step}, must be a whole number, 0 or more"
-            )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
+            self._check_options(options, f"in param group {index} of the state ")
+            fitting.append(options)
+        return fitting

@@ -173,7 +173,10 @@ def export_states(
 def import_states(
     engine: Engine, states: Mapping[torch.Tensor, Mapping[str, Any]], names: Sequence[str]
 ) -> None:
-    """Replaces states by what export_states() gave; parameters become their masters, rounded."""
+    """Replaces states by what export_states() gave; parameters become their masters, rounded.
+
+    A master that is not given stays.
+    """
     members = {engine.find(param): state for param, state in states.items()}
 
     def visit(piece: Piece) -> None:
@@ -182,38 +185,37 @@ def import_states(
             return tensor.reshape(-1)[piece.part.in_param].float()
 
         assert piece.optim_state is not None
+        # (Before the states are replaced: one of them has a bit of the master.)
+        master = flat("master") if "master" in members[piece.managed] else piece.master()
         for name, kept in zip(names, piece.optim_state.states, strict=True):
             kept[piece.part.in_tile] = flat(name)
-        piece.set_master(flat("master"))
+        piece.set_master(master)
 
     write_parts(engine, members, visit)
     for m, state in members.items():
         m.step = int(state["step"])
 
 
-def store_masters(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:
-    """Replaces masters by `values` (any float dtype) and parameters by what they round to."""
-
-    def visit(piece: Piece) -> None:
-        new = values[piece.managed].reshape(-1)[piece.part.in_param]
-        piece.set_master(new.to(piece.values.device).float())
-
-    write_parts(engine, values, visit)
-
-
 def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) -> None:
-    """Replaces parameters by `values` (compute dtype), and masters where a value is another."""
+    """Replaces parameters by `values`, of any float dtype, and masters where a value is another.
+
+    Values of the compute dtype are what masters were rounded to: where one is the parameter's bit
+    for bit, the master stays, with the bits that the value lacks. Values of another dtype are meant
+    as they are, and become the masters, also one that fp32 and the compute dtype both have.
+    """
 
     def visit(piece: Piece) -> None:
         old = piece.values
-        new = values[piece.managed].reshape(-1)[piece.part.in_param].to(old.device)
-        if piece.optim_state is None:
+        new = values[piece.managed].reshape(-1)[piece.part.in_param].to(old.device).contiguous()
+        if new.dtype != old.dtype:
+            piece.set_master(new.float())
+        elif piece.optim_state is None:
             old.copy_(new)
-            return
-        changed = new.view(torch.uint8) != old.view(torch.uint8)
-        changed = changed.view(new.numel(), -1).any(dim=1)
-        master = piece.master()
-        master[changed] = new[changed].float()
-        piece.set_master(master)
+        else:
+            changed = new.view(torch.uint8) != old.view(torch.uint8)
+            changed = changed.view(new.numel(), -1).any(dim=1)
+            master = piece.master()
+            master[changed] = new[changed].float()
+            piece.set_master(master)
 
     write_parts(engine, values, visit)

@@ -48,12 +48,15 @@ class Update:
 def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
     """All hyper-parameters that an update of `groups` takes.
 
-    Raises ValueError, as `hyper_of` does, for those that make no sense.
+    Raises ValueError for those that make no sense, with the number of the param group.
     """
     made: dict[tuple[int, int, float], Hyper] = {}
     for index, (options, members) in enumerate(groups):
         for step, factor in {(m.step + 1, m.grad_factor) for m in members}:
-            made[index, step, factor] = hyper_of(options, step, factor)
+            try:
+                made[index, step, factor] = hyper_of(options, step, factor)
+            except ValueError as error:
+                raise ValueError(f"in param group {index} {error}") from error
     return made
 
 

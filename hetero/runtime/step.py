@@ -7,8 +7,10 @@ from collections.abc import Container, Iterable, Sequence
 
 import torch
 
+from hetero.chunk_groups.update_tasks import Groups
 from hetero.overlap import OverlapUpdates
 from hetero.ranks.process_groups import ProcessGroups
+from hetero.runtime.options import numbers_of
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, NonFiniteError
 
@@ -48,23 +50,90 @@ def check_updatable(managed: ManagedParam, overlap: OverlapUpdates) -> None:
 
 
 def meet_with_same(
-    members: Sequence[ManagedParam], managed: Iterable[ManagedParam], world: ProcessGroups
+    groups: Groups,
+    managed: Iterable[ManagedParam],
+    options: Sequence[str],
+    world: ProcessGroups,
 ) -> None:
-    """Until all ranks are about to update, and of all that are `managed` the same `members`."""
+    """Until all ranks are about to make the same update, each of its own shards.
+
+    That is one of the same parameters in the same param groups, with gradients that are multiplied
+    by the same factors and the same `options`, bit for bit. What backward has updated already is no
+    matter here: several ranks do not do so (check_overlap()). Raises HeteroError on all ranks for
+    the first difference, with nothing changed.
+    """
     everyone = world.everyone
     if everyone is None:
         return
     name_of = {m.slice.param.index: m.name for m in managed}
-    flags = torch.zeros(max(name_of) + 1, dtype=torch.uint8)
-    flags[[m.slice.param.index for m in members]] = 1
-    for peer, theirs in enumerate(everyone.all_gather(flags, "optimizer.step()")):
-        if not torch.equal(theirs, flags):
-            index = int((theirs != flags).nonzero()[0])
-            raise HeteroError(
-                f"{name_of[index]} has a gradient on one of {world.name} and "
-                f"{everyone.name(peer)} only at optimizer.step(); clear gradients, and give "
-                f"the optimizer parameters, on all ranks alike"
-            )
+    params = max(name_of) + 1
+    facts = everyone.all_gather(_facts(groups, params, options), "optimizer.step()")
+    for peer, theirs in enumerate(facts):
+        places = (theirs.view(torch.int64) != facts[0].view(torch.int64)).nonzero()
+        if len(places):
+            place, ranks = int(places[0]), (everyone.name(0), everyone.name(peer))
+            values = float(facts[0][place]), float(theirs[place])
+            if place >= 2 * params:
+                label = _labels(groups, options)[place - 2 * params]
+                raise HeteroError(_options_differ(label, values, ranks))
+            name = name_of[place % params]
+            difference = _uses_differ if place < params else _factors_differ
+            raise HeteroError(difference(name, values, ranks))
+
+
+def _options_differ(label: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
+    return (
+        f"{label} is {values[0]} on {ranks[0]} and {values[1]} on {ranks[1]} at optimizer.step(), "
+        f"and each rank updates a shard of every parameter; set options, and step schedulers with "
+        f"a metric that is averaged over the ranks, on all ranks alike"
+    )
+
+
+def _factors_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
+    return (
+        f"the gradient of {name} is multiplied by {values[0]} on {ranks[0]} and by {values[1]} on "
+        f"{ranks[1]} at optimizer.step(); clip, scale and unscale gradients on all ranks alike"
+    )
+
+
+def _uses_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
+    if not all(values):
+        return (
+            f"{name} has a gradient on one of {ranks[0]} and {ranks[1]} only at optimizer.step(); "
+            f"clear gradients, and give the optimizer parameters, on all ranks alike"
+        )
+    return (
+        f"{name} is in param group {int(values[0]) - 1} on {ranks[0]} and in "
+        f"{int(values[1]) - 1} on {ranks[1]} at optimizer.step(); make param groups on all ranks "
+        f"alike"
+    )
+
+
+def _facts(groups: Groups, params: int, options: Sequence[str]) -> torch.Tensor:
+    """What ranks compare before an update, fp64.
+
+    For each of so many `params` the number of the param group that updates it, from 1, or 0; for
+    each the factor of its gradient; then the numbers that _labels() names.
+    """
+    numbers = [0.0] * (2 * params)
+    for number, (_, members) in enumerate(groups, start=1):
+        for m in members:
+            numbers[m.slice.param.index] = number
+            numbers[params + m.slice.param.index] = m.grad_factor
+    for group, _ in groups:
+        for name in options:
+            numbers += numbers_of(group.get(name))
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _labels(groups: Groups, options: Sequence[str]) -> list[str]:
+    """What each number of the param groups' options is."""
+    return [
+        f"{name} of param group {index}"
+        for index, (group, _) in enumerate(groups)
+        for name in options
+        for _ in numbers_of(group.get(name))
+    ]
 
 
 def check_factors(members: Iterable[ManagedParam]) -> None:

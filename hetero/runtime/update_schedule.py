@@ -38,10 +38,14 @@ from offload.errors import HeteroError
 
 @dataclass(frozen=True)
 class OptimizerView:
-    """The optimizer's param groups, and what their options mean; it does not keep it alive."""
+    """The optimizer's param groups, and what their options mean; it does not keep it alive.
+
+    `options` are the names of those that updates are made with; users may note others.
+    """
 
     param_groups: Callable[[], Sequence[dict[str, Any]]]
     hyper_of: HyperOf
+    options: Sequence[str]
 
 
 def check_overlap(overlap: OverlapUpdates, ranks: int) -> None:
@@ -274,7 +278,7 @@ class UpdateSchedule:
         self._has_read_ahead = False
 
     def abandon(self, replaced: Container[ManagedParam]) -> None:
-        """The parameters `replaced` are about to get other values and states, so the step is no
+        """The parameters `replaced` are about to get other masters and states, so the step is no
         more half made.
 
         Raises HeteroError if others were updated.
@@ -282,8 +286,9 @@ class UpdateSchedule:
         for m in self._locked:
             if m not in replaced:
                 raise HeteroError(
-                    f"the state that is loaded lacks {m.name}, which was updated already in a step "
-                    f"that is half made ({self._name}); load one of all parameters"
+                    f"the state that is loaded lacks the master of {m.name}, which was updated "
+                    f"already in a step that is half made ({self._name}); load one of all "
+                    f"parameters"
                 )
         for chunk_group in self._params.chunk_groups:
             if chunk_group.updates.locked:

@@ -189,8 +189,8 @@ def test_a_load_that_is_interrupted_in_a_child_releases_its_parents(tmp_path: Pa
         model.load_state_dict(state)
     handle.remove()
     with hetero.gathered([model.scale, model.first.weight]):
-        assert bool((model.scale == 2.0).all()), "what was not finished is not loaded"
-        assert bool((model.first.weight == 3.0).all()), "what was finished before is"
+        for param in (model.scale, model.first.weight):
+            assert bool((param == 3.0).all()), "what came before is loaded, as in plain PyTorch"
     train_a_step(model, optimizer)
     assert_nothing_is_used(optimizer)
     model.load_state_dict(state)

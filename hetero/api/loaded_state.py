@@ -1,0 +1,110 @@
+"""What optimizer.load_state_dict() is given: what is refused, and what torch's optimizers gave.
+
+torch.optim.AdamW, Adam and Adagrad keep the same states in as many bits, but no master, and their
+param groups have other options.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hetero.runtime.options import number
+from hetero.state.managed_param import ManagedParam
+
+LARGEST = torch.finfo(torch.float32).max  # of what an update computes with
+_LAST_STEP = 2**53  # up to which a float counts
+
+# Options of torch's optimizers that change what is computed, in a way that no rule here has.
+_OTHER_RULES = ("amsgrad", "maximize")
+# Those that say how torch computes, and how its states began.
+_HOW_TORCH_COMPUTES = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "initial_accumulator_value",
+)
+_NOT_IN_TORCH = ("bias_correction", "adamw_mode")  # options that torch's param groups lack
+_NEVER_NEGATIVE = ("exp_avg_sq", "sum")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def refuse_other_rules(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for param groups of torch's optimizers that update by another rule."""
+    for index, group in enumerate(groups):
+        for name in _OTHER_RULES:
+            if group.get(name):
+                raise ValueError(
+                    f"{name} of param group {index} of the state is {group[name]!r}, and the "
+                    f"optimizers here have no such rule; it must be False"
+                )
+
+
+def in_own_options(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group of a state with the options of an optimizer's `own` param group.
+
+    What torch's optimizers do not say stays as `own` has it; what they alone have is left out.
+    """
+    ours = {name: own[name] for name in _NOT_IN_TORCH if name in own}
+    if "adamw_mode" in own and "decoupled_weight_decay" in group:  # torch's name of the same
+        ours["adamw_mode"] = bool(group["decoupled_weight_decay"])
+    dropped = (*_OTHER_RULES, *_HOW_TORCH_COMPUTES, "decoupled_weight_decay")
+    return ours | {name: value for name, value in group.items() if name not in dropped}
+
+
+def check_state(
+    managed: ManagedParam, state: object, names: Sequence[str], optimizer_name: str
+) -> None:
+    """Raises ValueError if `state` is not a state of this parameter that updates can go on from.
+
+    Args:
+        managed: the parameter.
+        state: "step", the states of the rule, and perhaps "master".
+        names: the states of the rule.
+        optimizer_name: whose rule it is.
+    """
+    of = f"the state of {managed.name}"
+    if not managed.chunk.trainable:
+        raise ValueError(
+            f"the state has {managed.name}, which was frozen at hetero.initialize(); set "
+            f"requires_grad before it, or leave the parameter out of the state"
+        )
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{of} is {state!r}, must be a dict with {', '.join(('step', *names))}")
+    for key in sorted({"step", *names} - set(state)):
+        raise ValueError(f"{of} has no {key!r}")
+    for key in sorted(set(state) - {"step", *names, "master"}, key=str):
+        raise ValueError(f"{of} has {key!r}, which {optimizer_name} has not")
+    _check_step(of, state["step"])
+    for key in sorted(set(state) - {"step"}):
+        _check_values(f"{of} has {key}", state[key], managed, key in _NEVER_NEGATIVE)
+
+
+def _check_step(of: str, step: object) -> None:
+    value = number(step)
+    if value is None or not (0 <= value <= _LAST_STEP and value.is_integer()):
+        raise ValueError(
+            f"{of} has step {step!r}, must be a whole number, 0 or more and at most 2**53"
+        )
+
+
+def _check_values(has: str, value: object, managed: ManagedParam, never_negative: bool) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{has} {value!r}, must be a tensor")
+    if value.dtype not in _DTYPES:
+        raise ValueError(f"{has} of {value.dtype}, must be of fp32, bf16, fp16 or fp64")
+    if value.shape != managed.param.shape:
+        raise ValueError(
+            f"{has} of shape {tuple(value.shape)}, and the parameter has "
+            f"{tuple(managed.param.shape)}"
+        )
+    low, high = (float(extreme) for extreme in value.detach().aminmax())
+    if not (math.isfinite(low) and low >= -LARGEST and high <= LARGEST):
+        bad = high if abs(high) > LARGEST else low
+        raise ValueError(f"{has} with the value {bad}, must be finite and in the range of fp32")
+    if never_negative and low < 0:
+        raise ValueError(f"{has} with the value {low}, must be 0 or more")
