@@ -123,6 +123,16 @@ class GradPlaceholder(OffloadedTensor):
         dtype = torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
         return torch.float32 if dtype is torch.float16 else dtype
 
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias of the gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values is not self:
+            self.copy_(values)
+
     def owner(self) -> GradOwner:
         """The parameter. Raises HeteroError if its gradient has been cleared."""
         return self._source.owner()

@@ -105,7 +105,7 @@ class OffloadedTensor(torch.Tensor):
     ) -> Any:
         # Operators arrive in __torch_dispatch__, whatever Python name they were called by. What
         # gives out memory is no operator.
-        outside = _GIVE_MEMORY.get(func)
+        outside = GIVE_MEMORY.get(func)
         if outside is not None and isinstance(args[0], OffloadedTensor):
             return outside(func, *args, **(kwargs or {}))
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
@@ -261,7 +261,7 @@ def no_address(name: str) -> HeteroError:
     )
 
 
-_GIVE_MEMORY: dict[Any, Callable[..., Any]] = {
+GIVE_MEMORY: dict[Any, Callable[..., Any]] = {
     _Tensor.numpy: _read_only,
     _Tensor.__array__: _read_only,
     _Tensor.tolist: _of_copy,

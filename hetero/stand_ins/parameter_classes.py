@@ -7,6 +7,7 @@ the class whose operators are torch's own, so it pays nothing.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any, Protocol
 
@@ -53,6 +54,17 @@ class PresentParameter(torch.nn.Parameter):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         owner_of(self).assign(self, values)
+
+    def detach(self) -> torch.Tensor:
+        """The values, without gradient."""
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            # torch.nn.Parameter(param), which must have the same memory, and the same class.
+            raise HeteroError(
+                f"torch.nn.Parameter() cannot be made over a managed parameter of shape "
+                f"{tuple(self.shape)}, whose memory moves; share the parameter itself, or make a "
+                f"copy: torch.nn.Parameter(param.detach().clone())"
+            )
+        return torch.Tensor.detach(self)
 
     def __deepcopy__(self, memo: Any) -> torch.nn.Parameter:
         if id(self) not in memo:

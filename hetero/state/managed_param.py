@@ -154,6 +154,19 @@ class ManagedParam:
             self._become(ParamState.GATHERED, self.part_of(copy), ParamState.OFFLOADED)
         self.uses += 1
 
+    def require_unwritten(self) -> None:
+        """Raises HeteroError, once, if something was written while the values were not here.
+
+        That was a view, with a gradient, of a copy of the parameter.
+        """
+        if self.changed_unnoticed:
+            self.note_change()
+            raise HeteroError(
+                f"{self.name} was written to through a view that had been taken while its values "
+                f"were not in memory; that write is lost: write to the parameter itself, or to a "
+                f"view of {self.name}.data"
+            )
+
     def end_use(self) -> bool:
         """Undoes one begin_use(); GATHERED -> OFFLOADED with the last one.
 
@@ -192,11 +205,9 @@ class ManagedParam:
     def note_update(self) -> None:
         """RESIDENT or OFFLOADED: an update changes the home, and step() waits for it.
 
-        A backward over the old values of a RESIDENT one fails from here on, as after an update in
-        place.
+        A backward over the old values fails from here on, as after an update in place.
         """
-        if self.state is ParamState.RESIDENT:
-            self._end_graphs()
+        self._end_graphs()
         self.note_change()
 
     def _end_graphs(self) -> None:

@@ -176,9 +176,11 @@ class Params:
                 self._wait_usable(managed.chunk, managed.name)
                 flat = self.flat(managed.chunk)
                 if not self.is_resident(managed.chunk):
+                    managed.require_unwritten()
                     copy = flat
-                    self._used.setdefault(managed.chunk.id, _UsedCopy(flat)).params += 1
             managed.begin_use(copy)
+            if copy is not None:
+                self._used.setdefault(managed.chunk.id, _UsedCopy(copy)).params += 1
 
     def release(self, managed: ManagedParam) -> torch.Tensor | None:
         """Undoes one acquire().

@@ -16,7 +16,12 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.saved_tensors import SavedTensors
-from hetero.stand_ins.offloaded_tensor import OffloadedTensor, no_address, one_by_one
+from hetero.stand_ins.offloaded_tensor import (
+    GIVE_MEMORY,
+    OffloadedTensor,
+    no_address,
+    one_by_one,
+)
 from hetero.stand_ins.parameter_classes import AbsentParameter, absent_params, owner_of
 from hetero.state.managed_param import ManagedParam
 from offload.errors import BudgetError, HeteroError, StaleGraphError
@@ -54,6 +59,13 @@ class ParamUses:
             return self.alias(args[0])
         if func is torch.Tensor.data_ptr:
             raise no_address(needed[0].name)
+        if func in _CHANGE_MEMORY:
+            raise HeteroError(
+                f"{func.__name__}() would change the shape or the memory of {needed[0].name}, "
+                f"which is managed; use a view, or do it before hetero.initialize()"
+            )
+        if func in GIVE_MEMORY and needed and not needed[0].param.requires_grad:
+            return func(self.alias(args[0]), *args[1:], **kwargs)
         if len(needed) > 1 and getattr(func, "__name__", "").startswith("_foreach_"):
             return one_by_one(func, args, kwargs, self._call)
         return self._call(func, args, kwargs)
@@ -202,10 +214,12 @@ class _ParamSource:
                 f"forward; call backward before step"
             )
         with self._uses.present([managed]), torch._C.DisableTorchFunction():
-            yield torch.Tensor.detach(managed.param)
-            if write:  # (below autograd nothing counts versions)
-                torch.autograd.graph.increment_version(managed.param)
-                self._version = managed.version
+            try:
+                yield torch.Tensor.detach(managed.param)
+            finally:  # also what an operator wrote before it failed
+                if write:  # (below autograd nothing counts versions)
+                    torch.autograd.graph.increment_version(managed.param)
+                    self._version = managed.version
 
     def empty(self) -> torch.Tensor:
         return self.managed.stand_in
@@ -225,6 +239,22 @@ class ParamAlias(OffloadedTensor):
     def is_all_of(self, managed: ManagedParam) -> bool:
         """Whether it is an alias of the whole parameter, in its shape."""
         return self._source.managed is managed and self._whole
+
+
+_Tensor: Any = torch.Tensor  # its methods are not what its stubs say
+_CHANGE_MEMORY = {
+    _Tensor.as_strided_,
+    _Tensor.resize_,
+    _Tensor.resize_as_,
+    _Tensor.set_,
+    _Tensor.share_memory_,
+    _Tensor.squeeze_,
+    _Tensor.swapaxes_,
+    _Tensor.swapdims_,
+    _Tensor.t_,
+    _Tensor.transpose_,
+    _Tensor.unsqueeze_,
+}
 
 
 def _views_of(result: Any, members: Sequence[ManagedParam]) -> list[torch.Tensor]:

@@ -105,6 +105,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "mul_ by a mask": lambda g: g.mul_(torch.arange(g.numel()).view(g.shape) % 2),
     "mul_ by itself": lambda g: g.mul_(g),
     "a part": set_first,
+    "data =": lambda g: setattr(g, "data", g.data * 3 + 0.5),
     "a view": lambda g: g.view(-1).mul_(2.0),
     "a view of a view": lambda g: g.data.view(-1)[0:1].zero_(),
     "one of several views": lambda g: g.view(1, -1).unbind(0)[0].neg_(),

@@ -391,6 +391,41 @@ def reshape(model: Net) -> None:
     model.last.weight.data = torch.ones(3)
 
 
+@pytest.mark.parametrize("change", ["t_", "share_memory_", "squeeze_"])
+def test_another_memory_is_refused(change: str, settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    if settings["placement_policy"] == "nvme":
+        with pytest.raises(hetero.HeteroError, match=r"would change the .* last\.weight"):
+            without_grad(getattr(model.last.weight, change))
+    with pytest.raises(hetero.HeteroError, match=r"copy: torch\.nn\.Parameter"):
+        nn.Parameter(model.last.weight)
+    optimizer.engine.close()
+
+
+def test_a_write_that_fails_is_kept_as_far_as_it_came(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    rows = torch.tensor([1, 99])
+    with pytest.raises(IndexError, match="out of range|out of bounds"):
+        model.last.weight.data.index_copy_(0, rows, torch.zeros(2, 64))
+    found = model.last.weight.detach().clone()
+    train(model, optimizer)
+    optimizer.engine.close()
+    assert found.isfinite().all()
+
+
+def test_a_write_through_a_view_of_a_copy_is_told(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = managed(settings, tmp_path)
+    view = model.last.weight.view(-1)
+    with torch.no_grad():
+        view.mul_(0.5)
+    if settings["placement_policy"] == "nvme":
+        with pytest.raises(hetero.HeteroError, match="through a view .* that write is lost"):
+            train(model, optimizer)
+    del view
+    train(model, optimizer)
+    optimizer.engine.close()
+
+
 @pytest.mark.parametrize("change", REFUSED)
 def test_conversions_are_refused(change: str, settings: Settings, tmp_path: Path) -> None:
     model, optimizer = managed(settings, tmp_path)
