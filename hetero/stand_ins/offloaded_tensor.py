@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Protocol, TypeVar
 
+import numpy
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -108,6 +110,8 @@ class OffloadedTensor(torch.Tensor):
         outside = GIVE_MEMORY.get(func)
         if outside is not None and isinstance(args[0], OffloadedTensor):
             return outside(func, *args, **(kwargs or {}))
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = _with_tensors(*args)
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
@@ -120,6 +124,19 @@ class OffloadedTensor(torch.Tensor):
         if func.__name__.startswith("_foreach_"):
             return one_by_one(func, args, kwargs, _bring_and_call)
         return _bring_and_call(func, args, kwargs)
+
+
+def _with_tensors(tensor: torch.Tensor, index: Any, *value: Any) -> tuple[Any, ...]:
+    """The arguments of a subscript, with tensors for lists and numbers: torch would make them on
+    the device that a tensor without memory has for torch."""
+
+    def made(part: Any) -> Any:
+        return torch.as_tensor(part) if isinstance(part, (list, range, numpy.ndarray)) else part
+
+    index = tuple(map(made, index)) if isinstance(index, tuple) else made(index)
+    if value and isinstance(value[0], Number):
+        value = (torch.tensor(value[0], dtype=tensor.dtype, device=tensor.device),)
+    return (tensor, index, *value)
 
 
 class _Brought:
@@ -210,6 +227,12 @@ def _bring_and_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         plain_args, plain_kwargs = tree_map_only(
             OffloadedTensor, lambda tensor: brought[id(tensor)], (args, kwargs)
         )
+        for each in tree_iter((plain_args, plain_kwargs)):
+            if isinstance(each, torch.Tensor) and each.is_meta:
+                raise HeteroError(
+                    f"{func} of {needed[0]._source.name} got a tensor on the meta device, which "
+                    f"has no values; take a copy first: .clone()"
+                )
         result = func(*plain_args, **plain_kwargs)
         # In-place operators return their argument: give back the one that the caller has.
         stands_for = {id(brought[id(tensor)]): tensor for tensor in needed}

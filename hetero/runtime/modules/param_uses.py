@@ -234,7 +234,16 @@ class ParamAlias(OffloadedTensor):
     def of(uses: ParamUses, managed: ManagedParam) -> ParamAlias:
         """Makes the alias of all of a parameter."""
         meta = torch.empty(managed.stand_in.shape, dtype=managed.dtype, device="meta")
-        return ParamAlias._make(_ParamSource(uses, managed), meta, managed.device)
+        return ParamAlias._make(_ParamSource(uses, managed), meta, torch.device("meta"))
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where its values are brought.
+
+        To torch it is on the meta device, so whoever takes its memory past the operators, as an
+        assignment to a plain tensor's `.data` does, is refused by torch.
+        """
+        return self._source.managed.device
 
     def is_all_of(self, managed: ManagedParam) -> bool:
         """Whether it is an alias of the whole parameter, in its shape."""

@@ -69,6 +69,9 @@ READS: dict[str, Callable[[Net], object]] = {
     "rows without grad": lambda m: without_grad(lambda: [r.sum() for r in m.last.weight]),
     "a part": lambda m: m.last.weight[3:5, ::2].clone().detach(),
     "a part of data": lambda m: m.last.weight.data[3:5, ::2].t().contiguous(),
+    "by lists": lambda m: m.last.weight.data[[3, 4], [1, 2]],
+    "by a mask": lambda m: m.last.weight.data[m.last.weight.data > 0].sum(),
+    "by an array": lambda m: m.last.weight.detach()[np.array([5, 6])].clone(),
     "compare": lambda m: bool((m.last.weight == m.last.weight).all()),
     "repr": lambda m: repr(m.first.bias),
     "repr of data": lambda m: repr(m.first.bias.data),
@@ -279,6 +282,9 @@ WRITES: dict[str, Callable[[Net], object]] = {
     "zero_ of data": lambda m: [p.data.zero_() for p in m.parameters()],
     "data =": assign,
     "parts": assign_a_part,
+    "rows of a list": lambda m: m.last.weight.data.__setitem__([1, 2], 1),
+    "a mask": lambda m: m.last.weight.data.__setitem__(m.last.weight.data < 0, 0.5),
+    "pairs of lists": lambda m: m.last.weight.data.__setitem__(([1, 2], [3, 4]), 2.0),
     "swap": swap,
     "foreach": to_foreach,
     "init": initialise,
@@ -397,6 +403,8 @@ def test_another_memory_is_refused(change: str, settings: Settings, tmp_path: Pa
     if settings["placement_policy"] == "nvme":
         with pytest.raises(hetero.HeteroError, match=r"would change the .* last\.weight"):
             without_grad(getattr(model.last.weight, change))
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            nn.Linear(64, 64).weight.data = model.last.weight.data
     with pytest.raises(hetero.HeteroError, match=r"copy: torch\.nn\.Parameter"):
         nn.Parameter(model.last.weight)
     optimizer.engine.close()
