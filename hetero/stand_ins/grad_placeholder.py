@@ -105,6 +105,7 @@ class GradPlaceholder(OffloadedTensor):
     """
 
     _source: GradSource
+    _is_meta_to_torch = False  # torch wants a `.grad` on the parameter's device
 
     @staticmethod
     def of(owner: GradOwner, dtype: torch.dtype, device: torch.device) -> GradPlaceholder:

@@ -60,6 +60,10 @@ class OffloadedTensor(torch.Tensor):
     _source: ValueSource
     _meta: torch.Tensor  # on the meta device: shape, strides and offset
     _views: tuple[_View, ...]  # from the whole values to this tensor
+    _device: torch.device  # where its values are brought
+    # To torch it is on the meta device, so whoever takes its memory past the operators, as an
+    # assignment to a plain tensor's `.data` does, is refused by torch.
+    _is_meta_to_torch = True
 
     @classmethod
     def _make(
@@ -70,10 +74,19 @@ class OffloadedTensor(torch.Tensor):
         views: tuple[_View, ...] = (),
     ) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(
-            cls, meta.size(), strides=meta.stride(), dtype=meta.dtype, device=device
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            dtype=meta.dtype,
+            device=torch.device("meta") if cls._is_meta_to_torch else device,
         )
-        made._source, made._meta, made._views = source, meta, views
+        made._source, made._meta, made._views, made._device = source, meta, views, device
         return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where its values are brought."""
+        return self._device
 
     @property
     def _whole(self) -> bool:

@@ -53,21 +53,22 @@ class ParamUses:
             BudgetError: the values do not fit, not even as copies.
             HeteroError: something was written that cannot be kept.
         """
-        found: list[AbsentParameter] = list(absent_params((*args, *kwargs.values())))
-        needed = [self._managed(p) for p in found if owner_of(p) is self]
+        if getattr(func, "__name__", "").startswith("_foreach_"):
+            return one_by_one(func, args, kwargs, self._call)
+        if not args or not isinstance(args[0], AbsentParameter):
+            return self._call(func, args, kwargs)
         if func is torch.Tensor.detach:
             return self.alias(args[0])
+        if func in GIVE_MEMORY and not args[0].requires_grad:
+            return func(self.alias(args[0]), *args[1:], **kwargs)
         if func is torch.Tensor.data_ptr:
-            raise no_address(needed[0].name)
+            raise no_address(self._managed(args[0]).name)
         if func in _CHANGE_MEMORY:
             raise HeteroError(
-                f"{func.__name__}() would change the shape or the memory of {needed[0].name}, "
-                f"which is managed; use a view, or do it before hetero.initialize()"
+                f"{func.__name__}() would change the shape or the memory of "
+                f"{self._managed(args[0]).name}, which is managed; use a view, or do it before "
+                f"hetero.initialize()"
             )
-        if func in GIVE_MEMORY and needed and not needed[0].param.requires_grad:
-            return func(self.alias(args[0]), *args[1:], **kwargs)
-        if len(needed) > 1 and getattr(func, "__name__", "").startswith("_foreach_"):
-            return one_by_one(func, args, kwargs, self._call)
         return self._call(func, args, kwargs)
 
     def alias(self, param: torch.nn.Parameter) -> torch.Tensor:
@@ -117,8 +118,8 @@ class ParamUses:
         return managed
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = list(absent_params((*args, *kwargs.values())))
-        needed = [self._managed(p) for p in found if owner_of(p) is self]
+        found = absent_params((*args, *kwargs.values()))
+        needed = list(dict.fromkeys(self._managed(p) for p in found if owner_of(p) is self))
         hooks = self.saved_tensors.hooks(False) if torch.is_grad_enabled() else None
         with ExitStack() as contexts:
             contexts.enter_context(self.present(needed))
@@ -234,16 +235,7 @@ class ParamAlias(OffloadedTensor):
     def of(uses: ParamUses, managed: ManagedParam) -> ParamAlias:
         """Makes the alias of all of a parameter."""
         meta = torch.empty(managed.stand_in.shape, dtype=managed.dtype, device="meta")
-        return ParamAlias._make(_ParamSource(uses, managed), meta, torch.device("meta"))
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where its values are brought.
-
-        To torch it is on the meta device, so whoever takes its memory past the operators, as an
-        assignment to a plain tensor's `.data` does, is refused by torch.
-        """
-        return self._source.managed.device
+        return ParamAlias._make(_ParamSource(uses, managed), meta, managed.device)
 
     def is_all_of(self, managed: ManagedParam) -> bool:
         """Whether it is an alias of the whole parameter, in its shape."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.state.managed_param import ParamState
 from offload.memory.tiers import Tier
 
 SETTINGS = [
@@ -85,3 +88,25 @@ def assert_same(model: Net, expected: Net) -> None:
         hetero.masters(model.parameters()), expected.parameters(), strict=True
     ):
         torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, seed: int = 1) -> None:
+    """One step on `loss_of`."""
+    optimizer.zero_grad()
+    loss_of(model, seed).backward()
+    optimizer.step()
+
+
+def assert_nothing_is_used(optimizer: hetero.HybridAdam) -> None:
+    """No parameter is gathered and no copy kept."""
+    members = optimizer.engine.managed_params()
+    assert {m.name: m.uses for m in members if m.uses} == {}
+    assert {m.state for m in members} <= {ParamState.OFFLOADED, ParamState.RESIDENT}
+    gc.collect()  # an exception's frames may view copies
+    assert optimizer.engine.params.pinned_copies() == 0
+
+
+def without_grad(function: Callable[..., object], *args: object) -> object:
+    """Calls the function under `torch.no_grad()`."""
+    with torch.no_grad():
+        return function(*args)
