@@ -73,6 +73,7 @@ class ConstructionArena:
         )
         self._in_block = False
         self._guards = False  # parameters in RAM have the class of absent ones between their uses
+        self._placing = False  # initialize() gives parameters their places
         self._ended = False  # nothing moves to disk any more
         self._bringing = threading.RLock()
         # By id(param). One that is offloaded or brought in becomes the last: the first is the next.
@@ -173,7 +174,11 @@ class ConstructionArena:
     def _offload(self, record: Record) -> None:
         """Offloads a parameter that is in RAM, unless something else refers to its memory."""
         param = record.param()
-        if not record.charged or param is None or not may_be_offloaded(param):
+        if (
+            not record.charged
+            or param is None
+            or not may_be_offloaded(param, heed_graphs=not self._placing)
+        ):
             return
         values = memory_in(param)
         flat = values.contiguous().view(-1).view(torch.uint8)
@@ -366,6 +371,15 @@ class ConstructionArena:
     def is_offloaded(self, param: torch.nn.Parameter) -> bool:
         """Whether its values are not in its memory."""
         return self._records.get(id(param)) in self._offloaded
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Inside the block parameters get their places: graphs over them end with it."""
+        self._placing = True
+        try:
+            yield
+        finally:
+            self._placing = False
 
     def keep_own_parts(self) -> None:
         """Offloads every parameter, of which each rank then keeps its part. All ranks call it.

@@ -37,15 +37,18 @@ class Record:
     brought: tuple[int, torch.Tensor] | None = None
 
 
-def may_be_offloaded(param: torch.nn.Parameter) -> bool:
-    """Whether nothing but the parameter refers to its memory, so that no write can be lost, and no
-    graph has saved the parameter itself."""
+def may_be_offloaded(param: torch.nn.Parameter, heed_graphs: bool) -> bool:
+    """Whether nothing but the parameter refers to its memory, so that no write can be lost.
+
+    `heed_graphs`: nor has a graph of autograd saved the parameter itself, whose backward would read
+    the stand-in.
+    """
     with torch._C.DisableTorchFunction():
         storage = param.untyped_storage()
         in_graphs = param._use_count() > _USES_OUTSIDE_GRAPHS  # type: ignore[attr-defined]
     nbytes = param.numel() * param.element_size()
     return (
-        not in_graphs
+        not (heed_graphs and in_graphs)
         and 0 < nbytes == storage.nbytes()
         and torch._C._storage_Use_Count(storage._cdata) <= _USES_OF_UNSHARED
     )

@@ -113,6 +113,7 @@ def initialize(
                 construction.device_bytes,
             )
             start_alike(model, arrangement, construction)
+            resources.enter_context(construction.placing())
             construction.keep_own_parts()
             engine = _build(model, arrangement, construction, optimizer, resources)
             engine.attach(StateDictHooks(model, engine), AddedParams(engine))

@@ -133,9 +133,11 @@ class ManagedParam:
     def place(self, home: torch.Tensor | None) -> None:
         """UNPLACED -> RESIDENT or OFFLOADED: the parameter has got a home.
 
-        `home` is the whole chunk's, flat, if it is where compute happens; else None.
+        `home` is the whole chunk's, flat, if it is where compute happens; else None. A backward
+        that was recorded before fails from here on, instead of reading memory that has another use.
         """
         self._go_home(home, ParamState.UNPLACED)
+        self._end_graphs()
         self.note_change()
 
     def _go_home(self, home: torch.Tensor | None, *allowed: ParamState) -> None:

@@ -318,3 +318,17 @@ def test_an_alias_from_before_initialize_says_so(tmp_path: Path) -> None:
         state["0.weight"].sum()
     assert torch.equal(model.state_dict()["0.weight"], plain[0].weight)
     optimizer.engine.close()
+
+
+@pytest.mark.parametrize("host_memory", ["1MiB", "80KiB"])
+def test_a_graph_from_before_initialize_says_so(host_memory: str, tmp_path: Path) -> None:
+    with hetero.ZeroInitContext(
+        placement_policy="nvme", dtype="fp32", nvme_path=str(tmp_path), host_memory=host_memory
+    ):
+        model = layers(1)
+    loss = (model[0].weight * model[0].weight).sum()
+    optimizer = hetero.HybridAdam(model.parameters())
+    model, optimizer = hetero.initialize(model, optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.engine.close()
