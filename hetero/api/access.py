@@ -13,6 +13,7 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.engine import Engine
 from hetero.stand_ins.construction_uses import ConstructionParams, arena_of
 from offload.errors import UnmanagedParameterError
+from offload.interrupts import Uninterrupted, uninterrupted
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -34,11 +35,11 @@ def engine_of(params: Parameters) -> Engine:
             f"of one model that went through hetero.initialize()"
         )
     engine: Engine = next(iter(engines.values()))
+    engine.unwind()
     return engine
 
 
-@contextmanager
-def gathered(params: Parameters, modifier_rank: int | None = None) -> Iterator[None]:
+def gathered(params: Parameters, modifier_rank: int | None = None) -> AbstractContextManager[None]:
     """Gathers parameters: inside the block they have their values, whole, in the compute dtype.
 
     Args:
@@ -58,7 +59,11 @@ def gathered(params: Parameters, modifier_rank: int | None = None) -> Iterator[N
         HeteroError: between ZeroInitContext and hetero.initialize() each rank has a part only.
         BudgetError: the parameters do not fit in the slots for gathered parameters together.
     """
-    listed = _listed(params)
+    return Uninterrupted(_gathered(_listed(params), modifier_rank))
+
+
+@contextmanager
+def _gathered(listed: list[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
     if not listed:
         yield
         return
@@ -68,7 +73,6 @@ def gathered(params: Parameters, modifier_rank: int | None = None) -> Iterator[N
             yield
         return
     engine = engine_of(listed)
-    engine.unwind()
     members = list({m.param: m for m in engine.find_all(listed)}.values())
     with engine.params.present(members):
         if modifier_rank is None:
@@ -126,6 +130,7 @@ def _values_of_rank(
     return shared
 
 
+@uninterrupted
 def masters(params: Parameters) -> list[torch.Tensor]:
     """Copies the fp32 master weights of parameters.
 
@@ -146,6 +151,7 @@ def masters(params: Parameters) -> list[torch.Tensor]:
     return [found[p] if p in found else p.detach().float() for p in listed]
 
 
+@uninterrupted
 def grads(params: Parameters) -> list[torch.Tensor | None]:
     """Copies gradients as the next step will use them: averaged, unscaled, and clipped so far.
 
@@ -170,6 +176,7 @@ def grads(params: Parameters) -> list[torch.Tensor | None]:
     return [found.get(id(p)) for p in listed]
 
 
+@uninterrupted
 def clip_grad_norm_(
     parameters: Parameters,
     max_norm: float,
@@ -210,6 +217,7 @@ def clip_grad_norm_(
     return torch.tensor(norm, dtype=torch.float32)
 
 
+@uninterrupted
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Limits each element of gradients, as torch.nn.utils.clip_grad_value_ does.
 
@@ -247,4 +255,4 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
         UnmanagedParameterError: the model has no managed parameters.
         BudgetError: in backward, if there is no room for whole gradients.
     """
-    return engine_of(model.parameters()).grad_intake.no_sync()
+    return Uninterrupted(engine_of(model.parameters()).grad_intake.no_sync())

@@ -19,6 +19,7 @@ from hetero.runtime.modules.module_hooks import ModelHooks
 from hetero.runtime.modules.param_uses import ParamAlias
 from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError
+from offload.interrupts import uninterrupted
 
 
 class StateDictHooks(ModelHooks):
@@ -57,13 +58,17 @@ class StateDictHooks(ModelHooks):
     def _hook(self, module: torch.nn.Module) -> None:
         of = weakref.ref(module)
 
+        @uninterrupted
         def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+            self._engine.params.check_open()
+            self._engine.unwind()
             self._engine.schedule.refuse_half_made("state_dict()")
             for name, managed in self._own(module).items():
                 found = state_dict.get(prefix + name)
                 if found is not None and found is not managed.param:  # as with keep_vars
                     state_dict[prefix + name] = self._entry(managed, found, state_dict)
 
+        @uninterrupted
         def before_load(
             state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
         ) -> None:
@@ -74,7 +79,7 @@ class StateDictHooks(ModelHooks):
                 )
             module = of()
             assert module is not None
-            self.unwind()
+            self._engine.check_usable()
             own = self._own(module)
             found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}
             fitting = {
@@ -88,6 +93,7 @@ class StateDictHooks(ModelHooks):
             call = self._calls.enter(module, module_frame("load"))
             call.present.enter_context(self._loading_into(list(own.values())))
 
+        @uninterrupted
         def after_load(module: Any, incompatible: Any) -> None:
             self._calls.leave(module)
 

@@ -18,6 +18,7 @@ from hetero.runtime.options import number
 from hetero.runtime.update_schedule import OptimizerView
 from offload._native import Hyper
 from offload.errors import UnmanagedParameterError
+from offload.interrupts import uninterrupted
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -95,6 +96,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             device_updates=self.device_updates,
         )
 
+    @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; after initialize() of frozen parameters, or of modules added since.
 
@@ -173,7 +175,6 @@ class HybridOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient.
 
@@ -191,8 +192,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.step()
+        self._step()
         return loss
+
+    @uninterrupted  # outside of no_grad(), which would stay if its end were interrupted
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch.nn.Module.zero_grad() does.
@@ -215,6 +221,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
+    @uninterrupted
     def state_dict(self) -> dict[str, Any]:
         """Copies the optimizer's state. Any rank may call it alone.
 
@@ -229,6 +236,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         state["state"] = {i: states[p] for i, p in enumerate(params) if p in states}
         return state
 
+    @uninterrupted
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces masters, parameters and the rule's states. All ranks must call it.
 

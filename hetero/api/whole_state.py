@@ -212,8 +212,8 @@ def store_values(engine: Engine, values: Mapping[ManagedParam, torch.Tensor]) ->
         elif piece.optim_state is None:
             old.copy_(new)
         else:
-            changed = new.view(torch.uint8) != old.view(torch.uint8)
-            changed = changed.view(new.numel(), -1).any(dim=1)
+            bits = torch.int32 if new.itemsize == 4 else torch.int16
+            changed = new.view(bits) != old.view(bits)
             master = piece.master()
             master[changed] = new[changed].float()
             piece.set_master(master)

@@ -36,6 +36,7 @@ from hetero.runtime.traffic import Traffic, traffic_of
 from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule
 from hetero.state.managed_param import ManagedParam, can_train
 from offload.errors import ClosedError, NonFiniteError, UnmanagedParameterError
+from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX, in_background
 
 
@@ -136,7 +137,7 @@ class Engine:
     @property
     def added_params(self) -> AddsParams:
         """What gives parameters a place after initialize()."""
-        self._check_open()
+        self.check_usable()
         assert self._added_params is not None
         return self._added_params
 
@@ -195,7 +196,7 @@ class Engine:
             UnmanagedParameterError: this engine does not manage it.
             ClosedError: the engine was closed.
         """
-        self._check_open()
+        self.check_usable()
         managed = self.params.known(param)
         if managed is None:
             raise UnmanagedParameterError(
@@ -212,13 +213,15 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """loss.backward(**options), with the loss times the loss scale under fp16."""
-        self._check_open()
+        self.check_usable()
         self.grad_intake.backward(loss, **options)
 
+    @uninterrupted
     def with_grads(self, params: Iterable[torch.Tensor]) -> list[ManagedParam]:
         """Those of `params` that have gradients, after taking in assigned ones."""
         return self.grad_intake.of(self.find_all(params))
 
+    @uninterrupted
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
         """The 2-norm of the parameters' gradients, after the clipping and unscaling done so far.
 
@@ -242,8 +245,7 @@ class Engine:
             BudgetError: the process needs more than process_memory. The step is made.
             NativeIoError, PeerError: a transfer, or a rank, failed.
         """
-        self._check_open()
-        self.unwind()
+        self.check_usable()
         self.schedule.wait_all()
         self.added_params.take_in_unfrozen()
         self.grad_intake.average(force=True)
@@ -298,29 +300,31 @@ class Engine:
             model_hooks.unwind()
 
     def _before_forward(self) -> None:
-        self.unwind()
         if self._closed:
             return
+        self.check_usable()
         if not self.schedule.overlap.in_forward:
-            self.schedule.wait_all()  # of a step() that Ctrl-C ended
+            self.schedule.wait_all()  # of a step() that an error ended
         if torch.is_grad_enabled():
             self.backend.check_not_capturing()  # hooks take gradients; a replay does not run them
             # By all ranks together, so not in evaluation, which may be one rank's alone.
             self.added_params.take_in_unfrozen()
 
+    @uninterrupted
     def synchronize(self) -> None:
         """Waits until no transfer or update of the last step is under way. Raises what one met.
 
         All parameters in RAM have values then, whatever overlap_updates is. Optimizer states that
         buffers keep for the next step are not written by this.
         """
-        self._check_open()
+        self.check_usable()
         self.schedule.wait_all()
         for chunk_group in self.chunk_groups:
             chunk_group.pipeline.wait_written()
 
     # Placement
 
+    @uninterrupted
     def set_budget(
         self, host_memory: int | str | None = None, device_memory: int | str | None = None
     ) -> None:
@@ -334,7 +338,7 @@ class Engine:
         have to move is in use, StoreError or an OSError if it cannot be brought away; then nothing
         is changed. After a failed read what could not be read stays on NVMe.
         """
-        self._check_open()
+        self.check_usable()
         self.schedule.refuse_half_made("set_budget()")
         self.budget_moves.set_budget(host_memory, device_memory)
 
@@ -391,10 +395,19 @@ class Engine:
 
     # End
 
-    def _check_open(self) -> None:
+    def check_usable(self) -> None:
+        """Before any use: what was interrupted ends.
+
+        Raises:
+            ClosedError: the engine was closed.
+            HeteroError: an interruption has left values half changed.
+        """
         if self._closed:
             raise ClosedError("this model's engine was closed; build the model again to go on")
+        self.params.check_open()
+        self.unwind()
 
+    @uninterrupted
     def close(self) -> None:
         """Frees memory, file and threads; idempotent. Any later use raises ClosedError.
 
@@ -402,6 +415,7 @@ class Engine:
         """
         if self._closed:
             return
+        self.unwind()
         self._leave_ranks()
         self._closed = True
         self._finalizer.detach()
@@ -419,6 +433,7 @@ class Engine:
     def _outlive(self) -> None:
         """Frees everything when the model is gone, or the program ends."""
         # The garbage collector runs in any thread, also in one for whose end _free() waits.
+        self.unwind()
         if in_background():
             threading.Thread(target=self._free, name=f"{THREAD_PREFIX}closing").start()
         else:
@@ -439,6 +454,7 @@ class Engine:
         if not self._closed:
             self._leave_ranks()
         self._closed = True
+        self.params.close()
         self.hooks.close()
         for chunk_group in reversed(self.chunk_groups):
             chunk_group.close()

@@ -68,9 +68,6 @@ class UpdateSchedule:
         self._optimizer = optimizer
         self._reads_ahead = config.prefetch
         self._has_read_ahead = False  # in this step
-        # The update that is about to be submitted. If Ctrl-C comes meanwhile it stays here, because
-        # whether that update is made is not known.
-        self._submitting = ""
         # By index of the param group, the options with which it was updated during backward.
         self._options: dict[int, dict[str, Any]] = {}
         self._group_of: dict[int, int] = {}  # by id(param): index of its param group
@@ -173,9 +170,7 @@ class UpdateSchedule:
         if any(self._options.get(index, options) != options for index, options in now.items()):
             return
         self._options |= now
-        self._submitting = f"the update of {chunk.name}"
         self._submit(chunk_group, groups, table, last=False)
-        self._submitting = ""
 
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
         """The param groups, with `members` alone; None if one is in no group."""
@@ -203,10 +198,9 @@ class UpdateSchedule:
         """
         try:
             update = chunk_group.update_tasks.prepare(groups, table)
-        except BaseException:
+        except Exception:
             chunk_group.grads.release_used()
             raise
-        # Before the update, so that even an interruption leaves no copy of old values in use.
         for members in update.members:
             chunk_group.params.begin_update(members[0].chunk, members, lock=not last)
         try:
@@ -233,14 +227,9 @@ class UpdateSchedule:
         table = hyper_table(rest, self._optimizer.hyper_of)
         used = {m.chunk.group_index for m in locked}
         used |= {m.chunk.group_index for _, members in rest for m in members}
-        try:
-            for number in sorted(used):
-                mine = [(g, [m for m in some if m.chunk.group_index == number]) for g, some in rest]
-                self._submit(self._params.chunk_groups[number], mine, table, last=True)
-        except BaseException as error:
-            if locked and not isinstance(error, Exception):  # Ctrl-C
-                self._submitting = "optimizer.step()"
-            raise
+        for number in sorted(used):
+            mine = [(g, [m for m in some if m.chunk.group_index == number]) for g, some in rest]
+            self._submit(self._params.chunk_groups[number], mine, table, last=True)
         self._counts.end_step()
         self._unlock()
         if not self.overlap.in_forward:
@@ -248,12 +237,6 @@ class UpdateSchedule:
 
     def _check_half(self, groups: Groups) -> None:
         """Raises HeteroError if step() cannot complete what backward has begun."""
-        if self._submitting:
-            raise HeteroError(
-                f"{self._submitting} was interrupted in a step that is half made ({self._name}), "
-                f"and nobody knows whether it was made; load a checkpoint with "
-                f"optimizer.load_state_dict()"
-            )
         for m in self._locked:
             if not m.has_grad:
                 raise HeteroError(
@@ -298,7 +281,6 @@ class UpdateSchedule:
 
     def _unlock(self) -> None:
         """The step is made, or will not be."""
-        self._submitting = ""
         self._options.clear()
         self._group_of.clear()
         for chunk_group in self._params.chunk_groups:

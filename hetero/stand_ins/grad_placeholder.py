@@ -12,6 +12,7 @@ import torch
 
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from offload.errors import HeteroError
+from offload.interrupts import uninterrupted
 
 
 class GradOps(Protocol):
@@ -148,6 +149,7 @@ class GradPlaceholder(OffloadedTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
+    @uninterrupted
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -169,6 +171,7 @@ _WHERE = {
 }
 
 
+@uninterrupted
 def _where(func: Any, grad: GradPlaceholder) -> torch.Tensor:
     ((ops, (owner,)),) = _by_engine([grad])
     if ops.any_non_finite([owner]):

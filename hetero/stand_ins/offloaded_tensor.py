@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from offload.errors import BudgetError, HeteroError
+from offload.interrupts import uninterrupted
 
 Self = TypeVar("Self", bound="OffloadedTensor")
 
@@ -96,6 +97,7 @@ class OffloadedTensor(torch.Tensor):
     def _brought(self, write: bool = False) -> AbstractContextManager[torch.Tensor]:
         return _Brought(self, write)
 
+    @uninterrupted
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         try:
             with self._brought() as values:
@@ -103,10 +105,12 @@ class OffloadedTensor(torch.Tensor):
         except HeteroError as error:  # whoever debugs that sees it
             return f"{type(self).__name__}(shape={tuple(self.shape)}: {error})"
 
+    @uninterrupted
     def __reduce_ex__(self, protocol: Any) -> Any:
         with self._brought() as values:
             return values.clone().__reduce_ex__(protocol)
 
+    @uninterrupted
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         if id(self) not in memo:
             with self._brought() as values:
@@ -128,6 +132,7 @@ class OffloadedTensor(torch.Tensor):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
+    @uninterrupted
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -272,6 +277,7 @@ _SAME = {_aten.detach.default, _aten.alias.default}  # .data, .detach()
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say
 
 
+@uninterrupted
 def _read_only(func: Any, tensor: OffloadedTensor, *args: Any, **kwargs: Any) -> Any:
     """A NumPy array of a copy: what is written to it would be lost."""
     with tensor._brought() as values:
@@ -280,6 +286,7 @@ def _read_only(func: Any, tensor: OffloadedTensor, *args: Any, **kwargs: Any) ->
     return array
 
 
+@uninterrupted
 def _of_copy(func: Any, tensor: OffloadedTensor, *args: Any, **kwargs: Any) -> Any:
     with tensor._brought() as values:
         return func(values.clone(), *args, **kwargs)

@@ -95,8 +95,7 @@ class AbsentParameter(PresentParameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _VALUE_FREE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _LAYOUT:
             return func(_as_meta(args[0]), *args[1:], **kwargs)
         absent = next(absent_params((*args, *kwargs.values())))
@@ -173,8 +172,7 @@ def _base_of(cls: type) -> type:
 
 
 def _as_meta(param: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
 _Tensor: Any = torch.Tensor  # its descriptors are not what its stubs say

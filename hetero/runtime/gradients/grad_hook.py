@@ -6,6 +6,7 @@ import torch
 
 from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.state.managed_param import ManagedParam
+from offload.interrupts import uninterrupted
 
 
 class GradHook:
@@ -31,6 +32,7 @@ class GradHook:
             param.register_post_accumulate_grad_hook(self._after),
         ]
 
+    @uninterrupted
     def _before(self, grads: tuple[torch.Tensor | None, ...]) -> None:
         self._nothing = grads[0] is None
         if grads[0] is None:  # a function of the user's gave none: autograd accumulates nothing
@@ -40,6 +42,7 @@ class GradHook:
         if self._accumulating:
             self._managed.param.grad = None
 
+    @uninterrupted
     def _after(self, param: torch.Tensor) -> None:
         if self._nothing:
             return

@@ -12,6 +12,7 @@ from hetero.chunk_groups.written_params import keep_written
 from hetero.chunks.layout import Chunk
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import ClosedError, HeteroError
+from offload.interrupts import Damage
 
 
 class AllParams:
@@ -24,19 +25,21 @@ class AllParams:
         # a home may change while a graph still needs its old value.
         self.homes_changed_in_backward: dict[int, Chunk] = {}
 
-        self._closed = False
+        self.is_open = True
+        self._damage = Damage()
 
     def close(self) -> None:
         """The values are about to go: from now on every use raises ClosedError."""
-        self._closed = True
+        self.is_open = False
 
     def check_open(self) -> None:
-        """Raises ClosedError after close()."""
-        if self._closed:
+        """Raises ClosedError after close(), HeteroError if values may be half changed."""
+        if not self.is_open:
             raise ClosedError(
                 "parameters have no values after engine.close(); what is still needed, as a copy "
                 "of model.state_dict(), has to be taken before"
             )
+        self._damage.check()
 
     def known(self, param: torch.Tensor) -> ManagedParam | None:
         """The ManagedParam of a tensor; None if it is not managed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -74,12 +75,13 @@ class EnteredCall:
     """A call of a module that has begun.
 
     `present` is what any thread may end, `modes` what only the thread of the call can: torch's
-    modes and saved-tensor hooks are a thread's own. `frame` is the call's: if it is not on the
-    thread's stack any more, the call was interrupted.
+    modes and saved-tensor hooks are a thread's own. `frame_id` is the id() of the call's frame: if
+    that is not on the thread's stack any more, the call was interrupted. Neither the frame nor the
+    module is kept alive, so that a model that is dropped after an interruption goes.
     """
 
-    module: torch.nn.Module
-    frame: FrameType
+    module: weakref.ref[torch.nn.Module]
+    frame_id: int
     present: ExitStack = field(default_factory=ExitStack)
     modes: ExitStack = field(default_factory=ExitStack)
     packing: bool = False
@@ -110,7 +112,10 @@ class EnteredCalls:
 
     def enter(self, module: torch.nn.Module, frame: FrameType) -> EnteredCall:
         """Notes that this thread's call of `module` begins; then enter its contexts."""
-        call = EnteredCall(module, frame)
+        own = self.own
+        while any(call.frame_id == id(frame) for call in own):  # an interrupted one's, used again
+            self._pop(own).close()
+        call = EnteredCall(weakref.ref(module), id(frame))
         self._of_thread.setdefault(threading.current_thread(), []).append(call)
         return call
 
@@ -121,14 +126,14 @@ class EnteredCalls:
         one only if the hook that enters was not reached.)
         """
         own = self.own
-        if own and own[-1].module is module:
+        if own and own[-1].module() is module:
             self._pop(own).close()
 
     def unwind(self) -> None:
         """Closes calls that were interrupted: torch calls no hook for what is not an Exception."""
         own = self.own
         running = {id(frame) for frame in _callers()} if own else set()
-        while own and id(own[-1].frame) not in running:
+        while own and own[-1].frame_id not in running:
             self._pop(own).close()
         for thread in [t for t in list(self._of_thread) if not t.is_alive()]:
             calls = self._of_thread.pop(thread, [])

@@ -23,6 +23,7 @@ from hetero.runtime.modules.param_uses import ParamUses
 from hetero.runtime.to_device import to_device
 from hetero.state.managed_param import ManagedParam
 from offload.errors import ClosedError
+from offload.interrupts import uninterrupted
 
 
 class ModelHooks(ABC):
@@ -105,6 +106,7 @@ class ModuleHooks(ModelHooks):
     # lazy form of torch.compiler.disable; importing the compiler takes a second.)
 
     @_disable_dynamo
+    @uninterrupted
     def _before(self, needed: list[ManagedParam], module: torch.nn.Module, args: Any) -> None:
         outermost = not self._calls.own
         call = self._calls.enter(module, module_frame())
@@ -120,6 +122,7 @@ class ModuleHooks(ModelHooks):
             call.packing = True
 
     @_disable_dynamo
+    @uninterrupted
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._calls.leave(module)
         if not self._calls.own:
@@ -132,6 +135,7 @@ class ModuleHooks(ModelHooks):
         return self._calls.threads > 0
 
     @_disable_dynamo
+    @uninterrupted
     def _begin(self) -> None:
         if not self.running:
             self._before_forward()

@@ -25,6 +25,7 @@ from hetero.stand_ins.offloaded_tensor import (
 from hetero.stand_ins.parameter_classes import AbsentParameter, absent_params, owner_of
 from hetero.state.managed_param import ManagedParam
 from offload.errors import BudgetError, HeteroError, StaleGraphError
+from offload.interrupts import uninterrupted
 from offload.memory.sizes import format_bytes
 
 
@@ -45,6 +46,7 @@ class ParamUses:
 
     # ParamOwner
 
+    @uninterrupted
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a torch function that some absent parameters are given to.
 
@@ -71,6 +73,7 @@ class ParamUses:
             )
         return self._call(func, args, kwargs)
 
+    @uninterrupted
     def alias(self, param: torch.nn.Parameter) -> torch.Tensor:
         """What `param.data` is while the values are absent."""
         return ParamAlias.of(self, self._managed(param))
@@ -96,6 +99,7 @@ class ParamUses:
         with torch.no_grad():
             torch.Tensor.copy_(param, values)
 
+    @uninterrupted
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of the values, in memory that no budget counts."""
         managed = self._managed(param)
@@ -113,6 +117,7 @@ class ParamUses:
 
     def _managed(self, param: torch.Tensor) -> ManagedParam:
         self._params.check_open()
+        self._calls.unwind()
         managed = self._params.known(param)
         assert managed is not None
         return managed

@@ -14,6 +14,7 @@ from hetero.runtime.modules.call_stack import is_recomputing
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.params import SavedView
 from offload.errors import StaleGraphError
+from offload.interrupts import uninterrupted
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -44,7 +45,8 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
         """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again."""
-        if tensor.layout is torch.strided and not isinstance(tensor, OffloadedTensor):
+        plain = tensor.layout is torch.strided and not isinstance(tensor, OffloadedTensor)
+        if plain and self._params.is_open:  # (another thread's hooks stay after an interruption)
             for chunk_group in self._params.chunk_groups:
                 view = chunk_group.params.pack(tensor)
                 if view is not None:
@@ -56,9 +58,8 @@ class SavedTensors:
 
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
-        self._params.check_open()
         if isinstance(saved, SavedView):
-            return self._params.group(saved.chunk).params.unpack(saved)
+            return self._gather(saved)
         if saved.chunk is not None:
             self._params.group(saved.chunk).updates.require_unchanged(saved.chunk)
         if saved.tensor._version != saved.version:
@@ -68,6 +69,11 @@ class SavedTensors:
                 f"{saved.version})"
             )
         return saved.tensor
+
+    @uninterrupted
+    def _gather(self, view: SavedView) -> torch.Tensor:
+        self._params.check_open()
+        return self._params.group(view.chunk).params.unpack(view)
 
     def hooks(self, packing: bool) -> Hooks | None:
         """The hooks that autograd is to ask from here on; None if it asks these already (`packing`:
