@@ -10,6 +10,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import Part, TileState, parts_of
+from offload.interrupts import uninterrupted
 
 
 class FirstValues:
@@ -39,6 +40,7 @@ def fill(chunk_group: ChunkGroup, source: FirstValues) -> None:
         _fill_chunk(chunk_group, chunk, members[chunk.id], source)
 
 
+@uninterrupted
 def _fill_chunk(
     chunk_group: ChunkGroup, chunk: Chunk, members: Sequence[ManagedParam], source: FirstValues
 ) -> None:

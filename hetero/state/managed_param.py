@@ -127,17 +127,19 @@ class ManagedParam:
         become(self.param, data, absent=guarded or is_absent)
 
     def unload(self) -> None:
-        """UNPLACED: the chunk has the first values, so the memory that had them can be freed."""
+        """UNPLACED: the chunk has the first values, so the memory that had them can be freed.
+
+        A backward that was recorded before fails from here on.
+        """
+        self._end_graphs()
         self._become(ParamState.UNPLACED, self.stand_in, ParamState.UNPLACED)
 
     def place(self, home: torch.Tensor | None) -> None:
         """UNPLACED -> RESIDENT or OFFLOADED: the parameter has got a home.
 
-        `home` is the whole chunk's, flat, if it is where compute happens; else None. A backward
-        that was recorded before fails from here on, instead of reading memory that has another use.
+        `home` is the whole chunk's, flat, if it is where compute happens; else None.
         """
         self._go_home(home, ParamState.UNPLACED)
-        self._end_graphs()
         self.note_change()
 
     def _go_home(self, home: torch.Tensor | None, *allowed: ParamState) -> None:

@@ -32,16 +32,8 @@ class SlotState(enum.Enum):
 @dataclass
 class _Entry:
     state: SlotState
-    # The transfer that the state speaks of; None for one that KeyboardInterrupt came between: it
-    # ended when its last reference went, but nobody knows how.
-    op: Operation | None = None
+    op: Operation | None = None  # the transfer that the state speaks of
     locked: bool = False
-    unwanted: bool = False  # dropped, but KeyboardInterrupt came while its read was waited for
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether KeyboardInterrupt left it with bytes that nobody will say are there."""
-        return self.unwanted or (self.state is SlotState.READING and self.op is None)
 
 
 class SlotCache:
@@ -151,12 +143,8 @@ class SlotCache:
         """Starts writing the chunk if it is dirty."""
         entry = self._entries[chunk]
         if entry.state is SlotState.DIRTY:
+            entry.op = self._backing.write(chunk, self._table.slot_of(chunk))
             entry.state = SlotState.WRITING
-            try:
-                entry.op = self._backing.write(chunk, self._table.slot_of(chunk))
-            finally:
-                if entry.op is None:  # it was not started, or has ended as its handle was lost
-                    entry.state = SlotState.DIRTY
 
     def lock(self, chunk: int) -> None:
         """Keeps the chunk's slots until unlock() or drop(), whatever else is needed."""
@@ -203,11 +191,8 @@ class SlotCache:
 
     def finish_transfers(self) -> None:
         """Waits for all transfers under way. Raises what one met."""
-        for chunk, entry in list(self._entries.items()):
-            if entry.is_abandoned:
-                self._forget(chunk)
-            else:
-                self._finish_transfer(chunk)
+        for chunk in list(self._entries):
+            self._finish_transfer(chunk)
 
     def close(self) -> None:
         """Cancels reads, waits for all transfers under way and ignores their failures."""
@@ -220,8 +205,6 @@ class SlotCache:
         self._table.clear()
 
     def _bring(self, chunk: int) -> None:
-        if chunk in self._entries and self._entries[chunk].is_abandoned:
-            self._forget(chunk)
         if chunk not in self._entries:
             self._start_read(chunk, self._room_for(chunk))
 
@@ -234,6 +217,7 @@ class SlotCache:
             raise
 
     def _hold(self, chunk: int, slot: int, state: SlotState) -> _Entry:
+        assert not self._arena.has_transfers(slot, self._runs[chunk]), (chunk, slot)
         self._table.add(chunk, slot)
         self._entries[chunk] = _Entry(state)
         return self._entries[chunk]
@@ -264,10 +248,7 @@ class SlotCache:
             self._finish_transfer(chunk)
         elif entry.op is not None:
             entry.op.cancel()  # nobody wants the bytes
-            entry.unwanted = True
             wait_quietly(entry.op)
-        else:  # Ctrl-C took the handle of a read that may still fill the slots
-            self._arena.wait_transfers(self._table.slot_of(chunk), self._runs[chunk])
         self._release(chunk)
 
     def _room_for(self, chunk: int) -> int:

@@ -91,7 +91,6 @@ class FetchQueue:
         self._changed = threading.Condition()  # reentrant; guards all below, and fetches
         self._queue: deque[ChunkFetch] = deque()
         self._under_way = 0  # fetches STAGING or COPYING
-        self._into: dict[int, ChunkFetch] = {}  # those not DONE, by slot of the device
         # The last copy from the home of each chunk that is in RAM for good.
         self._from_home: dict[int, Operation] = {}
         self._staging = Worker("staging")
@@ -103,7 +102,6 @@ class FetchQueue:
         Raises an OSError if the copy of a chunk at home in RAM cannot be started.
         """
         slots = range(slot, slot + self._runs[chunk])
-        self._end_lost(slots)
         to = self._arena.view(slot, len(slots), torch.uint8)[: self._used_bytes[chunk]]
         home = self._home(chunk)
         if home is not None:
@@ -119,7 +117,6 @@ class FetchQueue:
         )
         fetch.chain = Chain(steps, lambda error: self._end(fetch, error))
         with self._changed:
-            self._into.update(dict.fromkeys(slots, fetch))
             self._queue.append(fetch)
             self._start_queued()
         return fetch
@@ -130,15 +127,6 @@ class FetchQueue:
 
     def _bytes(self, flat: torch.Tensor, chunk: int) -> torch.Tensor:
         return flat.view(torch.uint8)[: self._used_bytes[chunk]]
-
-    def _end_lost(self, slots: range) -> None:
-        """Ends a fetch to one of the slots of which, after KeyboardInterrupt, no cache knows."""
-        with self._changed:
-            for fetch in dict.fromkeys(map(self._into.get, slots)):
-                if fetch is not None:
-                    self.cancel(fetch)
-                    while not self._is_ordered(fetch):
-                        self._changed.wait()
 
     def _is_ordered(self, fetch: ChunkFetch) -> bool:
         """Whether what the device is given now comes after the fetch. Needs the lock."""
@@ -181,9 +169,6 @@ class FetchQueue:
             if fetch.in_ram is not None:
                 fetch.in_ram.release()
                 self._under_way -= 1
-            for slot in fetch.slots:
-                if self._into.get(slot) is fetch:
-                    del self._into[slot]
             fetch.state = FetchState.DONE
             fetch.in_ram = fetch.to = fetch.chain = None
             fetch.error = error

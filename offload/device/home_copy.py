@@ -90,10 +90,9 @@ class HomeCopier:
                 empty_next()
             while emptying:
                 _wait(emptying.popleft())
-        except BaseException:
+        except Exception:
             for op in (*emptying, *(op for _, _, op in filling)):
                 wait_quietly(op)  # its memory gets another use
-            self._backend.synchronize()  # a copy whose handle KeyboardInterrupt has lost
             raise
 
 

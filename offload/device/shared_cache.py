@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -65,8 +64,7 @@ class SharedCache:
         self._patience_s = patience_s
         # Reentrant. Guards the state of slots, not the bytes in them; told when a pin ends.
         self._changed = threading.Condition()
-        # What start() gave and is not released; without what KeyboardInterrupt has lost.
-        self._started: weakref.WeakSet[HostCopy] = weakref.WeakSet()
+        self._started: set[HostCopy] = set()  # what start() gave and is not released
 
     def start(self, chunk: int) -> HostCopy | None:
         """Starts bringing the chunk to RAM; the caller releases the copy.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from offload._native import Arena, Pins
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
-
-_LOOK_S = 0.001
 
 
 class HostArena:
@@ -101,15 +97,10 @@ class HostArena:
         )
         return torch.from_dlpack(capsule).view(dtype)  # type: ignore[attr-defined]
 
-    def wait_transfers(self, slot: int, run: int) -> None:
-        """Waits until no transfer is under way to or from the slots.
-
-        For transfers whose handle was lost, by Ctrl-C say, which nothing else can wait for.
-        """
-        while self._memory is not None and any(
-            self._memory.transfers[each] for each in range(slot, slot + run)
-        ):
-            time.sleep(_LOOK_S)
+    def has_transfers(self, slot: int, run: int) -> bool:
+        """Whether a transfer is under way to or from slots [slot, slot + run)."""
+        transfers = None if self._memory is None else self._memory.transfers
+        return transfers is not None and any(transfers[each] for each in range(slot, slot + run))
 
     def live_views(self) -> int:
         """How many slots have a pinned view that begins there and lives."""

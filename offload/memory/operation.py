@@ -135,8 +135,6 @@ class Chain:
                     return worker.do(partial(self._await, op))
         except BaseException as error:
             self._end(error)
-            if not isinstance(error, Exception):  # KeyboardInterrupt is the caller's
-                raise
         else:
             self._end(None)
 

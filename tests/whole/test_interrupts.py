@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hetero
+from tests.support.ranks.interrupts import interrupt_in
 from tests.support.training.line_interrupts import LineInterrupt
 from tests.support.training.small_net import (
     EMULATED,
@@ -44,8 +45,8 @@ class Training:
         self.model, self.optimizer = managed(settings, path)
         self._plain_model, self._plain = managed({"placement_policy": "cpu"}, path)
         self._wanted = [masters(self._plain_model)]
-        self._state = self.optimizer.state_dict()
         self.steps = 0
+        self.save()
 
     def wanted(self, steps: int) -> list[torch.Tensor]:
         """The masters after so many steps."""
@@ -67,14 +68,15 @@ class Training:
 
     def save(self) -> None:
         """The state to which a step that is half made goes back."""
-        self._state = self.optimizer.state_dict()
+        self._saved = self.optimizer.state_dict(), self.steps
 
     def go_on(self) -> None:
         """After an interruption: the step was made, or not; and the next one is right."""
         if self.optimizer.engine.schedule.is_half_made:  # overlap_updates="both": documented
             with pytest.raises(hetero.HeteroError, match="half made"):
                 self.optimizer.zero_grad()
-            self.optimizer.load_state_dict(self._state)
+            state, self.steps = self._saved
+            self.optimizer.load_state_dict(state)
         self.optimizer.zero_grad()
         found = masters(self.model)
         if not same(found, self.wanted(self.steps)):
@@ -234,3 +236,33 @@ def test_a_model_is_dropped_after_an_interruption(
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         plain = nn.Linear(4, 4)
         plain(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_step_that_was_ended_in_the_middle_says_so(settings: Settings, tmp_path: Path) -> None:
+    """By a second Ctrl-C: nobody knows which weights have moved."""
+    model, optimizer = managed(settings, tmp_path)
+    train(model, optimizer)
+    state = model.state_dict()
+    loss_of(model).backward()
+    with interrupt_in(optimizer.engine.schedule, "step"):
+        optimizer.step()
+    for use in (
+        optimizer.step,
+        lambda: loss_of(model),
+        model.state_dict,
+        optimizer.state_dict,
+        lambda: model.load_state_dict(state),
+        lambda: hetero.masters(model.parameters()),
+        lambda: hetero.grads(model.parameters()),
+        optimizer.engine.synchronize,
+        lambda: hetero.gathered(model.last.weight).__enter__(),
+    ):
+        with pytest.raises(
+            hetero.HeteroError, match=r"in the middle of .*load the last checkpoint"
+        ):
+            use()
+    optimizer.engine.close()
+    other, others = managed(settings, tmp_path)
+    train(other, others)
+    others.engine.close()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import hetero
-from tests.support.ranks.interrupts import interrupt_in
 from tests.support.training.small_net import (
     SETTINGS,
     Net,
@@ -162,20 +161,6 @@ def test_writes_inside_gathered_are_kept(net: Callable) -> None:
             model.scale.clamp_(0, 1)
     assert hetero.masters(model.scale)[0].item() == 1.0
     optimizer.engine.close()
-
-
-def test_interruption_after_an_update_leaves_no_old_values_in_use(net: Callable) -> None:
-    model, optimizer = net()
-    expected, expected_optimizer = net()
-    for each in (model, expected):
-        loss_of(each).backward()
-    expected_optimizer.step()
-    with interrupt_in(optimizer.engine.schedule, "step"):
-        optimizer.step()
-    with torch.no_grad():
-        assert loss_of(model, 5) == loss_of(expected, 5)
-    optimizer.engine.close()
-    expected_optimizer.engine.close()
 
 
 def test_interruption_of_a_forward_is_unwound(net: Callable) -> None:

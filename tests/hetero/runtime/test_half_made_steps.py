@@ -12,7 +12,6 @@ from torch import nn
 
 import hetero
 from offload.errors import HeteroError
-from tests.support.ranks.interrupts import interrupt_in
 from tests.support.training.overlap_net import (
     WIDTH,
     Net,
@@ -158,36 +157,3 @@ def test_a_checkpoint_gives_a_step_up(tmp_path: Path, place: str) -> None:
         wanted = wanted or found
     assert wanted is not None
     assert same(wanted, found)
-
-
-@pytest.mark.parametrize("submitted", [False, True])
-def test_an_interrupt_when_an_update_begins(tmp_path: Path, submitted: bool) -> None:
-    """Nobody knows whether that update is lost; that is told until a checkpoint is loaded."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "backward")
-    one_step(model, optimizer, 0)
-    state = optimizer.state_dict()
-    with interrupt_in(optimizer.engine.chunk_groups[0].update_tasks, "submit", done=submitted):
-        loss_of(model, 1).backward()
-    for _ in range(2):
-        with pytest.raises(HeteroError, match="the update of .* was interrupted"):
-            optimizer.step()
-    optimizer.load_state_dict(state)
-    optimizer.zero_grad()
-    one_step(model, optimizer, 1)
-    optimizer.engine.close()
-
-
-def test_an_interrupt_in_step(tmp_path: Path) -> None:
-    """What step() updates after backward may be made: it is not made again."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "backward")
-    one_step(model, optimizer, 0)
-    state = optimizer.state_dict()
-    loss_of(model, 1).backward()
-    with interrupt_in(optimizer.engine.chunk_groups[0].update_tasks, "submit"):
-        optimizer.step()
-    with pytest.raises(HeteroError, match=r"optimizer.step\(\) was interrupted"):
-        optimizer.step()
-    optimizer.load_state_dict(state)
-    optimizer.zero_grad()
-    one_step(model, optimizer, 1)
-    optimizer.engine.close()

@@ -15,7 +15,6 @@ import hetero
 from hetero.state.managed_param import ParamState
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.tiers import Tier
-from tests.support.ranks.interrupts import interrupt_in
 from tests.support.training.overlap_net import (
     EVERYWHERE,
     PLACES,
@@ -213,21 +212,6 @@ def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
     optimizer.step()
     assert not loss_of(model, 2).isnan()
     optimizer.engine.close()
-
-
-@pytest.mark.parametrize("at", ["_end_update", "_gather_whole"])
-def test_an_interrupt_while_waiting(tmp_path: Path, at: str) -> None:
-    """The wait can be repeated."""
-    results = []
-    for interrupts in (True, False):
-        model, optimizer = build(Net, tmp_path, "optim_states", "forward")
-        one_step(model, optimizer, 0)
-        params = optimizer.engine.chunk_groups[0].params
-        if interrupts:
-            with interrupt_in(params, at, done=False):
-                loss_of(model, 1)
-        results.append([torch.tensor([one_step(model, optimizer, 1)]), *result(model, optimizer)])
-    assert same(*results)
 
 
 class Bare(nn.Module):

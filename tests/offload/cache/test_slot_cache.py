@@ -8,12 +8,9 @@ import torch
 
 from offload import _native
 from offload.cache.slot_cache import SlotState
-from offload.disk.backing import FileBacking
 from offload.errors import BudgetError
 from offload.memory.tiers import Account, Tier
 from tests.support.native.cache_rig import PAGE, SLOT, UINT8, Rig, pattern  # noqa: F401 (for the fixture)
-from tests.support.native.io_tools import hold
-from tests.support.ranks.interrupts import interrupt_in
 
 
 class TestReadsAndWrites:
@@ -265,54 +262,3 @@ class TestFailures:
         r.got(1)
         assert (r.got(0) == 4).all()
         assert r.engine.stats["short_transfers"] == 2
-
-
-class TestInterrupts:
-    def test_a_read_that_nobody_knows_of_keeps_its_slot(self, rig):
-        r = rig(2, [1, 1, 1])
-        r.engine.inject("read", 0, error=errno.EAGAIN, count=200)  # in flight for a while
-        with interrupt_in(FileBacking, "read"):
-            r.cache.get(0)
-        assert torch.equal(r.got(1), pattern(r.extents[1].nbytes, 1))
-        assert r.cache.holds(0)  # its slot was not given to chunk 1
-        assert torch.equal(r.got(0), pattern(r.extents[0].nbytes, 0))  # read anew
-
-    def test_a_slot_waits_for_a_read_whose_handle_is_in_a_traceback(self, rig):
-        """In a cache of one slot there is no other one to take."""
-        r = rig(1, [1, 1])
-        hold(r.engine)
-        backing, lost = r.cache._backing, []
-        start = backing.read
-
-        def interrupted(chunk: int, slot: int) -> None:
-            lost.append(start(chunk, slot))
-            raise KeyboardInterrupt
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backing, "read", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                r.cache.get(0)
-        assert r.arena.memory.transfers[0] == 1
-        seen = []
-
-        def look(_: float) -> None:
-            seen.append(r.arena.memory.transfers[0])
-            lost[0].cancel()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("offload.memory.arena.time.sleep", look)
-            slot = r.cache._room_for(1)
-        assert seen[0] == 1
-        assert (slot, r.arena.memory.transfers[0]) == (0, 0)
-        assert lost[0].done()
-
-    def test_a_write_that_nobody_knows_of_is_made_again(self, rig):
-        r = rig(1, [1, 1])
-        r.cache.create(0)
-        r.tensor(0).fill_(5)
-        with interrupt_in(FileBacking, "write"):
-            r.cache.write_back(0)
-        assert r.cache.is_dirty(0)
-        r.tensor(0).fill_(6)
-        r.got(1)
-        assert (r.got(0) == 6).all()

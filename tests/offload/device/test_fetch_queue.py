@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offload import _native
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
-from offload.device.fetch_queue import ChunkFetch, FetchQueue
+from offload.device.fetch_queue import FetchQueue
 from offload.device.shared_cache import HostCopy, SharedCache
 from offload.disk.backing import Extent, FileBacking
 from offload.disk.scratch_file import ScratchFile
@@ -23,7 +23,6 @@ from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from tests.support.native.gates import GatedBackend, GatedTransfers
-from tests.support.ranks.interrupts import interrupt_in
 from tests.support.waiting import until
 
 SLOT = 8192
@@ -242,39 +241,6 @@ def test_room_that_fetches_take_is_waited_for(rig):
     with r.shared.open(1) as flat:
         assert torch.equal(flat[: r.used[1]], r.want(1))
     assert torch.equal(r.use(0), r.want(0))
-
-
-def test_a_drop_that_was_interrupted_is_made_up_for(rig, monkeypatch):
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    r = rig(2, 1, [1, 1])
-    for settle in (False, True):
-        r.learn(0)
-        with r.transfers.gate.closed():
-            r.cache.prefetch(1)
-            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(ChunkFetch, "wait", interrupted)
-                r.cache.drop(0)
-        if settle:
-            r.cache.finish_transfers()
-        assert torch.equal(r.use(0), r.want(0))
-        r.cache.drop(0)
-        r.shared.drop(0)
-
-
-def test_a_slot_does_not_get_what_a_lost_fetch_brings(rig):
-    """KeyboardInterrupt came after the fetch was queued, and no cache knows of it."""
-    r = rig(1, 1, [1, 1])
-    for _ in range(3):
-        r.stall_file(50)
-        with interrupt_in(FetchQueue, "read"):
-            r.use(0)
-        assert torch.equal(r.use(1), r.want(1))
-        until(lambda: r.staged() == 0)
-        assert torch.equal(r.use(1), r.want(1))
-        r.cache.drop(1)
-        r.shared.drop(0)
 
 
 def test_who_opens_a_chunk_waits_for_another_thread_s_block(rig):

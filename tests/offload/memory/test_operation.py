@@ -108,17 +108,6 @@ def test_cancelling_before_the_start_ends_it(worker):
     assert isinstance(ends.only(), OSError)
 
 
-def test_an_interrupted_start_ends_it_and_is_raised(worker):
-    ends = Ends()
-
-    def interrupted() -> Operation:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Chain([(worker, interrupted)], ends).start()
-    assert isinstance(ends.only(), KeyboardInterrupt)
-
-
 def test_a_closed_worker_has_done_its_jobs():
     worker, gate, ends = Worker("test"), Gate(), Ends()
     Chain([step(worker, gate, [])], ends).start()
