@@ -53,8 +53,8 @@ class SavedTensors:
                     return view
             if homes := self._params.homes_changed_in_backward:
                 chunk = homes.get(tensor.untyped_storage().data_ptr())
-                return SavedTensor(tensor, tensor._version, chunk)
-        return SavedTensor(tensor, tensor._version)
+                return SavedTensor(_without_graph(tensor), tensor._version, chunk)
+        return SavedTensor(_without_graph(tensor), tensor._version)
 
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
@@ -93,6 +93,15 @@ class SavedTensors:
             return None
         over = _OverOthers(self, others)
         return over.pack, over.unpack
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias, with the same version, that does not keep the node alive that made the tensor.
+
+    The node that saves its own result would keep itself alive, if no backward frees it. (autograd
+    gives what is unpacked its node again.)
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 @dataclass(frozen=True)
