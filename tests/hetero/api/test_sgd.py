@@ -123,6 +123,20 @@ def test_momentum_that_is_switched_off_and_on_keeps_its_buffer(tmp_path: Path) -
     pair.close()
 
 
+def test_momentum_that_is_switched_on_late_begins_with_zeros(tmp_path: Path) -> None:
+    """torch's begins with the gradient, without dampening."""
+    pair = Pair({"placement_policy": "cpu"}, tmp_path, DAMPED)
+    for seed, momentum in enumerate([0.0, 0.0, 0.9, 0.9]):
+        for _, optimizer in pair.sides():
+            optimizer.param_groups[0]["momentum"] = momentum
+        if seed == 2:
+            for param in pair.plain.parameters():
+                pair.theirs.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        pair.step(seed)
+        pair.assert_same()
+    pair.close()
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_parameters_that_are_unfrozen(settings: Settings, tmp_path: Path) -> None:
     def groups(model: Net) -> list[dict[str, Any]]:
