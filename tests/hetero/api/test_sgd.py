@@ -65,7 +65,7 @@ class Pair:
         assert all(map(torch.equal, hetero.masters(self.model.parameters()), self.params()))
         ours, theirs = (side.state_dict()["state"] for _, side in self.sides())
         for index, state in ours.items():
-            found = state.get("momentum_buffer", torch.zeros(()))
+            found = state.get("momentum_buffer", torch.zeros_like(state["master"]))
             wanted = theirs.get(index, {}).get("momentum_buffer")
             assert torch.equal(found, wanted) if wanted is not None else not found.any()
 
