@@ -15,7 +15,7 @@ from hetero.api.compat import (
     unregister_external_parameter,
 )
 from hetero.api.optimizer import HybridOptimizer
-from hetero.api.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion
+from hetero.api.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion, HybridSGD
 from hetero.config import Config
 from hetero.cpu_threads import set_threads
 from hetero.planning.placement import PlacementError
@@ -47,6 +47,7 @@ __all__ = [
     "HybridAdam",
     "HybridLion",
     "HybridOptimizer",
+    "HybridSGD",
     "NonFiniteError",
     "PeerError",
     "PlacementError",

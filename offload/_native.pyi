@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 StateDtypeName = Literal["fp32", "bf16"]
-RuleName = Literal["adam", "lion", "adagrad"]
+RuleName = Literal["adam", "lion", "adagrad", "sgd"]
+CarrierName = Literal["none", "sign", "lowest"]
 
 class NativeIoError(OSError):
     """A failed transfer. `errno`, `strerror` and `filename` are OSError's; the rest says where."""
@@ -257,8 +258,8 @@ class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.
 
     Rules and their states: "adam" (Adam and AdamW: exp_avg, exp_avg_sq), "lion" (exp_avg),
-    "adagrad" (sum). native/update/kernels/update_rules.inl.h has the formulas and their order.
-    States in bf16 are rounded stochastically.
+    "adagrad" (sum), "sgd" (momentum_buffer). native/update/kernels/update_rules.inl.h has the
+    formulas and their order. States in bf16 are rounded stochastically.
     """
 
     def __init__(
@@ -282,6 +283,10 @@ class UpdateKind:
     def states(self) -> int:
         """How many states the rule has: 2 or 1."""
     @property
+    def carrier(self) -> CarrierName:
+        """Which bit of the last state belongs to the split master of a bf16 parameter: its sign
+        (adam, adagrad), its lowest (lion, sgd), or none with other parameters."""
+    @property
     def optim_state_bytes(self) -> int:
         """Bytes per element of the optimizer state: what makes the parameter an fp32 master, and
         the rule's states."""
@@ -294,8 +299,9 @@ class Hyper:
 
     `step` is the number of the update being made, from 1; the gradient is multiplied by
     `grad_scale` first. A rule ignores the fields that it does not have: of adagrad are lr,
-    weight_decay, eps, lr_decay and step; of lion lr, weight_decay, beta1 and beta2. lion's weight
-    decay is decoupled and adagrad's is not: asking for anything else is refused where the
+    weight_decay, eps, lr_decay and step; of lion lr, weight_decay, beta1 and beta2; of sgd lr,
+    weight_decay, momentum, dampening (not in step 1), nesterov and step. lion's weight decay is
+    decoupled and adagrad's and sgd's is not: asking for anything else is refused where the
     hyper-parameters are used.
     """
 
@@ -310,10 +316,14 @@ class Hyper:
         eps: float = 1e-8,
         bias_correction: bool = True,
         lr_decay: float = 0.0,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
         step: int = 1,
         grad_scale: float = 1.0,
     ) -> None:
-        """Raises ValueError for a value out of range."""
+        """Raises ValueError for a value out of range, and for nesterov unless momentum is more than
+        0 and dampening 0."""
 
 def update(
     kind: UpdateKind,
@@ -345,8 +355,8 @@ def split_master(
     kind: UpdateKind, source: int, param: int, remainder: int, carrier: int, numel: int
 ) -> None:
     """fp32 source -> bf16 param, uint16 remainder, and the carry into the carrier, which is the
-    rule's last state: into the sign bit (adam, adagrad) or the lowest bit (lion); its other bits
-    are kept. Raises ValueError unless the parameters are bf16."""
+    rule's last state: into the bit that UpdateKind.carrier says; its other bits are kept. Raises
+    ValueError unless the parameters are bf16."""
 
 def join_master(
     kind: UpdateKind, param: int, remainder: int, carrier: int, target: int, numel: int

@@ -18,7 +18,7 @@ from offload.memory.sizes import round_up
 if TYPE_CHECKING:
     from offload._native import DtypeName, RuleName, StateDtypeName
 
-RULES: tuple[RuleName, ...] = ("adam", "lion", "adagrad")
+RULES: tuple[RuleName, ...] = ("adam", "lion", "adagrad", "sgd")
 STATE_DTYPES: tuple[StateDtypeName, ...] = ("fp32", "bf16")
 # Parameter and gradient: gradients as backward gives them, or accumulated in fp32.
 DTYPES: tuple[tuple[DtypeName, DtypeName], ...] = (
@@ -40,6 +40,7 @@ _HYPERS = {
     "adam": Hyper(lr=1e-4, weight_decay=0.01, decoupled=True, step=10),
     "lion": Hyper(lr=1e-5, weight_decay=0.01, decoupled=True, step=10),
     "adagrad": Hyper(lr=1e-3, step=10),
+    "sgd": Hyper(lr=1e-3, weight_decay=0.01, momentum=0.9, step=10),
 }
 
 
@@ -143,7 +144,7 @@ class Updates:
             self._put("master", torch.float32, self._weights)
         if kind.rule != "adagrad":
             self._put("state 0", state_dtype, self._averages)
-        if kind.rule != "lion":
+        if kind.rule in ("adam", "adagrad"):
             self._put(f"state {kind.states - 1}", state_dtype, self._squares)
 
     def run(self, kind: UpdateKind) -> None:

@@ -1,7 +1,8 @@
 """What optimizer.load_state_dict() is given: what is refused, and what torch's optimizers gave.
 
-torch.optim.AdamW, Adam and Adagrad keep the same states in as many bits, but no master, and their
-param groups have other options.
+torch.optim.AdamW, Adam, Adagrad and SGD keep the same states in as many bits, but no master, and
+their param groups have other options. SGD keeps no step, and a momentum_buffer only from the first
+update with momentum on.
 """
 
 from __future__ import annotations
@@ -54,6 +55,35 @@ def in_own_options(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
         ours["adamw_mode"] = bool(group["decoupled_weight_decay"])
     dropped = (*_OTHER_RULES, *_HOW_TORCH_COMPUTES, "decoupled_weight_decay")
     return ours | {name: value for name, value in group.items() if name not in dropped}
+
+
+def is_from_torch(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of torch's optimizers gave the state with these param groups.
+
+    Such a state may have been given to it by an optimizer of hetero before. It keeps what it does
+    not know, so its masters, if there are any, are older than its parameters.
+    """
+    return any(name in group for group in groups for name in ("foreach", "maximize"))
+
+
+def in_own_state(state: Any, param: torch.Tensor, names: Sequence[str], from_torch: bool) -> Any:
+    """A parameter's state, with the step and the buffer that torch's SGD may leave out.
+
+    Of torch's own optimizers masters are left out (is_from_torch()). What is no state at all is
+    returned as it is.
+    """
+    if not isinstance(state, Mapping):
+        return state
+    own = dict(state)
+    if from_torch:
+        own.pop("master", None)
+    if "momentum_buffer" in names:
+        own.setdefault("step", 0)
+        if own.get("momentum_buffer") is None:
+            own["momentum_buffer"] = torch.zeros(()).expand(param.shape)
+        elif number(own["step"]) == 0:
+            own["step"] = 1  # a buffer is kept from the first update on
+    return own
 
 
 def check_state(

@@ -9,7 +9,14 @@ from typing import Any, ClassVar, overload
 
 import torch
 
-from hetero.api.loaded_state import LARGEST, check_state, in_own_options, refuse_other_rules
+from hetero.api.loaded_state import (
+    LARGEST,
+    check_state,
+    in_own_options,
+    in_own_state,
+    is_from_torch,
+    refuse_other_rules,
+)
 from hetero.api.whole_state import export_states, import_states
 from hetero.chunks.dtypes import Dtypes, RuleName, check_state_dtype
 from hetero.config import Config
@@ -241,10 +248,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Replaces masters, parameters and the rule's states. All ranks must call it.
 
         States that this optimizer keeps in bf16 are rounded to nearest, which is exact for what
-        such an optimizer gave. (HybridLion's lose their lowest bit with bf16 parameters.)
+        such an optimizer gave. (HybridLion's and HybridSGD's lose their lowest bit with
+        bf16 parameters.)
 
-        The state of torch.optim.AdamW, Adam or Adagrad is taken in, too. It has no masters, so
-        these stay: load the model's fp32 values beside it. Options that torch does not have stay.
+        The state of torch.optim.AdamW, Adam, Adagrad or SGD is taken in, too. Masters stay: load
+        the model's fp32 values beside it. (Masters that an optimizer of hetero gave to torch's are
+        as old as that.) Options that torch does not have stay.
 
         Gives up a step that updates during backward have half made, if the state has the masters of
         all parameters that they updated.
@@ -258,7 +267,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         self.engine.added_params.take_in_unfrozen()
         refuse_other_rules(state_dict["param_groups"])
-        states = self._states_by_param(state_dict["state"])
+        from_torch = is_from_torch(state_dict["param_groups"])
+        states = {
+            param: in_own_state(state, param, self.state_names, from_torch)
+            for param, state in self._states_by_param(state_dict["state"]).items()
+        }
         for param, state in states.items():
             check_state(self.engine.find(param), state, self.state_names, type(self).__name__)
         groups = self._check_groups(state_dict["param_groups"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hetero.api.loaded_state import LARGEST
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
+from hetero.runtime.options import number
 
 
 class HybridAdam(HybridOptimizer):
@@ -143,3 +145,87 @@ class HybridAdagrad(HybridOptimizer):
 
     def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"eps": float(options["eps"]), "lr_decay": float(options["lr_decay"])}
+
+
+class HybridSGD(HybridOptimizer):
+    """SGD with momentum, as torch.optim.SGD, with the state momentum_buffer.
+
+    A parameter's first update makes its gradient the buffer, without dampening. Every parameter has
+    a buffer, which stays as it is while momentum is 0. Momentum that is switched on after updates
+    without it begins with a buffer of zeros, and its dampening counts at once (torch's only from
+    the second update on). With bf16 parameters the buffer has one bit of precision less, because
+    the master takes it (docs/formats.md).
+
+    Args:
+        params: parameters, or param groups with options of their own.
+        lr: learning rate, 0 or more.
+        momentum: factor of the buffer before the gradient is added to it, 0 or more; more than 0 in
+            at least one param group.
+        dampening: the gradient is added to the buffer times 1 - dampening.
+        weight_decay: added to the gradient, 0 or more.
+        nesterov: move along the gradient plus momentum times the buffer, instead of the buffer;
+            needs momentum, and no dampening.
+        state_dtype: as of HybridAdam.
+
+    Raises:
+        ValueError: an option is out of range, or no param group has momentum.
+    """
+
+    rule = "sgd"
+    state_names = ("momentum_buffer",)
+    not_negative = ("lr", "momentum", "weight_decay")
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        state_dtype: str = "fp32",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults, state_dtype)
+        if all(group["momentum"] == 0 for group in self.param_groups):
+            raise ValueError(
+                "momentum is 0 in every param group, and HybridSGD keeps a momentum_buffer of each "
+                "parameter, 4 bytes an element (2 with state_dtype='bf16'), which nothing would "
+                "use; give momentum, such as 0.9"
+            )
+
+    def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
+        super()._check_options(options, where)
+        momentum, given, nesterov = (options[n] for n in ("momentum", "dampening", "nesterov"))
+        dampening = number(given)
+        if dampening is None or not abs(dampening) <= LARGEST:
+            raise ValueError(f"{where}dampening must be a finite number, not {given!r}")
+        if nesterov and not (momentum > 0 and dampening == 0):
+            raise ValueError(
+                f"{where}nesterov needs momentum and no dampening, and momentum is {momentum!r} "
+                f"and dampening {given!r}"
+            )
+
+    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "momentum": float(options["momentum"]),
+            "dampening": float(options["dampening"]),
+            "nesterov": bool(options["nesterov"]),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies the optimizer's state, as of HybridOptimizer.
+
+        A parameter that was never updated has no momentum_buffer, as in torch.optim.SGD's.
+        """
+        state = super().state_dict()
+        for kept in state["state"].values():
+            if kept["step"] == 0:
+                del kept["momentum_buffer"]
+        return state

@@ -12,7 +12,7 @@ from offload._native import UpdateKind
 
 DtypeName = Literal["bf16", "fp16", "fp32"]
 StateDtypeName = Literal["fp32", "bf16"]
-RuleName = Literal["adam", "lion", "adagrad"]
+RuleName = Literal["adam", "lion", "adagrad", "sgd"]
 
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -74,7 +74,7 @@ def initialize(
     """
     if not isinstance(optimizer, HybridOptimizer):
         raise ValueError(
-            f"the optimizer must be hetero.HybridAdam, HybridLion or HybridAdagrad, not "
+            f"the optimizer must be hetero.HybridAdam, HybridLion, HybridAdagrad or HybridSGD, not "
             f"{type(optimizer).__name__}: the update runs where the state lives"
         )
     if optimizer._engine is not None:

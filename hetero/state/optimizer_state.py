@@ -180,12 +180,12 @@ class OptimizerState:
     def states(self, optim_state: TileState, where: slice) -> list[torch.Tensor]:
         """Copies of the rule's states, flat, fp32, without the master's bit in the last one."""
         *others, last = (state[where] for state in optim_state.states)
-        if self.dtypes.compute == "bf16":
-            if self.dtypes.rule == "lion":
-                bits = torch.int32 if self.dtypes.state == "fp32" else torch.int16
-                last = (last.view(bits) & ~1).view(last.dtype)
-            else:
-                last = last.abs()
+        carrier = self.dtypes.kind.carrier
+        if carrier == "lowest":
+            bits = torch.int32 if self.dtypes.state == "fp32" else torch.int16
+            last = (last.view(bits) & ~1).view(last.dtype)
+        elif carrier == "sign":
+            last = last.abs()
         return [state.float() for state in (*others, last)]
 
     def join(self, param: torch.Tensor, optim_state: TileState, where: slice) -> torch.Tensor:

@@ -24,7 +24,9 @@ using Address = std::uintptr_t;
 
 constexpr const char* kDtypeNames[] = {"fp32", "bf16", "fp16"};
 constexpr const char* kStateDtypeNames[] = {"fp32", "bf16"};
-constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad"};
+constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad", "sgd"};
+// What the split of bf16 masters does with the last state.
+constexpr const char* kCarrierNames[] = {"none", "sign", "lowest"};
 
 // The value of the enum whose name stands at its number in `names`. Throws std::invalid_argument,
 // with `parameter` and the names.
@@ -59,8 +61,8 @@ std::string repr(const UpdateKind& kind) {
 }
 
 Hyper make_hyper(double lr, double weight_decay, bool decoupled, double beta1, double beta2,
-                 double eps, bool bias_correction, double lr_decay, std::int64_t step,
-                 double grad_scale) {
+                 double eps, bool bias_correction, double lr_decay, double momentum,
+                 double dampening, bool nesterov, std::int64_t step, double grad_scale) {
   const Hyper hyper = {.lr = lr,
                        .weight_decay = weight_decay,
                        .decoupled = decoupled,
@@ -69,6 +71,9 @@ Hyper make_hyper(double lr, double weight_decay, bool decoupled, double beta1, d
                        .eps = eps,
                        .bias_correction = bias_correction,
                        .lr_decay = lr_decay,
+                       .momentum = momentum,
+                       .dampening = dampening,
+                       .nesterov = nesterov,
                        .step = step,
                        .grad_scale = grad_scale};
   hyper.validate();
@@ -178,6 +183,11 @@ void bind_kind(py::module_& module) {
       .def_property_readonly("state_dtype",
                              [](const UpdateKind& kind) { return name_of(kind.state_dtype); })
       .def_property_readonly("states", &UpdateKind::states)
+      .def_property_readonly(
+          "carrier",
+          [](const UpdateKind& kind) {
+            return kCarrierNames[static_cast<std::size_t>(kind.carrier(kind.states() - 1))];
+          })
       .def_property_readonly("optim_state_bytes", &UpdateKind::optim_state_bytes)
       .def_property_readonly("bytes_moved", &UpdateKind::bytes_moved)
       .def(py::self == py::self)
@@ -192,7 +202,9 @@ void bind_kernels(py::module_& module) {
            "decoupled"_a = defaults.decoupled, "beta1"_a = defaults.beta1,
            "beta2"_a = defaults.beta2, "eps"_a = defaults.eps,
            "bias_correction"_a = defaults.bias_correction, "lr_decay"_a = defaults.lr_decay,
-           "step"_a = defaults.step, "grad_scale"_a = defaults.grad_scale);
+           "momentum"_a = defaults.momentum, "dampening"_a = defaults.dampening,
+           "nesterov"_a = defaults.nesterov, "step"_a = defaults.step,
+           "grad_scale"_a = defaults.grad_scale);
   module.def("update", &bound_update, "kind"_a.none(false), "param"_a, "grad"_a, "master"_a,
              "states"_a, "numel"_a, "hyper"_a.none(false), "index"_a = 0, ReleaseGil());
   module.def("update_constants", &constants_of, "kind"_a.none(false), "hyper"_a.none(false));

@@ -36,6 +36,7 @@ double minus_step_size(Rule rule, const Hyper& hyper) {
     case Rule::adam:
       return -(hyper.lr / (hyper.bias_correction ? 1.0 - std::pow(hyper.beta1, step) : 1.0));
     case Rule::lion:
+    case Rule::sgd:
       return -hyper.lr;
     case Rule::adagrad:
       return -(hyper.lr / (1.0 + (step - 1.0) * hyper.lr_decay));
@@ -49,11 +50,16 @@ void check_decay(Rule rule, const Hyper& hyper) {
                                 " and decoupled is False, but lion decays the weights: pass "
                                 "decoupled=True");
   }
-  if (rule == Rule::adagrad && hyper.decoupled) {
+  if ((rule == Rule::adagrad || rule == Rule::sgd) && hyper.decoupled) {
     throw std::invalid_argument(
-        "Hyper: decoupled is True, but adagrad adds the decay to the gradient: pass "
+        "Hyper: decoupled is True, but adagrad and sgd add the decay to the gradient: pass "
         "decoupled=False");
   }
+}
+
+Direction direction_of(const Hyper& hyper) {
+  if (hyper.momentum == 0) return Direction::gradient;
+  return hyper.nesterov ? Direction::nesterov : Direction::momentum;
 }
 
 const Kernels::Splits& splits(const UpdateKind& kind) {
@@ -85,6 +91,10 @@ void Hyper::validate() const {
   require(beta2 >= 0 && beta2 < 1, "beta2", beta2, "in [0, 1)");
   require(std::isfinite(eps) && eps >= 0, "eps", eps, "finite and at least 0");
   require(std::isfinite(lr_decay) && lr_decay >= 0, "lr_decay", lr_decay, "finite and at least 0");
+  require(std::isfinite(momentum) && momentum >= 0, "momentum", momentum, "finite and at least 0");
+  require(std::isfinite(dampening), "dampening", dampening, "finite");
+  require(!nesterov || momentum > 0, "momentum", momentum, "more than 0 with nesterov");
+  require(!nesterov || dampening == 0, "dampening", dampening, "0 with nesterov");
   require(step >= 1, "step", static_cast<double>(step), "at least 1");
   require(std::isfinite(grad_scale), "grad_scale", grad_scale, "finite");
 }
@@ -94,6 +104,8 @@ UpdateConstants make_constants(const UpdateKind& kind, const Hyper& hyper) {
   const FloatState ieee;
   const double correction2 =
       hyper.bias_correction ? 1.0 - std::pow(hyper.beta2, static_cast<double>(hyper.step)) : 1.0;
+  // The first step's buffer is the gradient, as torch's is.
+  const double dampening = hyper.step == 1 ? 0.0 : hyper.dampening;
   const Decay decay = hyper.weight_decay == 0 ? Decay::none
                       : hyper.decoupled       ? Decay::decoupled
                                               : Decay::coupled;
@@ -108,6 +120,9 @@ UpdateConstants make_constants(const UpdateKind& kind, const Hyper& hyper) {
       .inv_sqrt_bias_correction2 = static_cast<float>(1.0 / std::sqrt(correction2)),
       .eps = static_cast<float>(hyper.eps),
       .minus_step_size = static_cast<float>(minus_step_size(kind.rule, hyper)),
+      .momentum = static_cast<float>(hyper.momentum),
+      .one_minus_dampening = static_cast<float>(1.0 - dampening),
+      .direction = direction_of(hyper),
       .decay = decay,
       .random_key = random_key(hyper.step),
   };

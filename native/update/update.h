@@ -20,6 +20,9 @@ struct Hyper {
   double eps = 1e-8;
   bool bias_correction = true;
   double lr_decay = 0.0;
+  double momentum = 0.0;
+  double dampening = 0.0;  // not in step 1
+  bool nesterov = false;
   std::int64_t step = 1;    // number of the update, from 1
   double grad_scale = 1.0;  // factor on the gradient: unscaling and clipping
 

@@ -27,8 +27,9 @@ enum class Rule {
   adam,     // Adam and AdamW; states exp_avg, exp_avg_sq
   lion,     // state exp_avg
   adagrad,  // state sum
+  sgd,      // state momentum_buffer
 };
-inline constexpr std::size_t kRules = 3;
+inline constexpr std::size_t kRules = 4;
 inline constexpr std::size_t kMaxStates = 2;
 inline constexpr std::size_t kStateDtypes = 2;  // fp32 and bf16, the first of Dtype
 
@@ -50,7 +51,8 @@ struct UpdateKind {
 
   constexpr Carrier carrier(std::size_t state) const {
     if (dtype != Dtype::bf16 || state != states() - 1) return Carrier::none;
-    return rule == Rule::lion ? Carrier::lowest : Carrier::sign;
+    const bool is_signed = rule == Rule::lion || rule == Rule::sgd;
+    return is_signed ? Carrier::lowest : Carrier::sign;
   }
 
   // Bytes per element of the optimizer state: what makes the parameter an fp32 master, and the

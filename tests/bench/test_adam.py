@@ -75,7 +75,7 @@ def test_every_kernel_updates_numbers_of_a_training(kind: UpdateKind) -> None:
 def test_every_combination_is_measured_once() -> None:
     updates = Updates(64, repeats=1)
     names = [variant.name for variant in updates.updates()]
-    assert len(set(names)) == len(names) == 30
+    assert len(set(names)) == len(names) == 40
     assert "adam bf16/bf16, states fp32" in names
     assert [variant.name for variant in updates.norms()] == [
         f"sum_of_squares {dtype}" for dtype in NORM_DTYPES
@@ -215,7 +215,7 @@ def test_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("\n") == 1
     assert "warm-up  stream:" in err
     result = json.loads(out)
-    assert len(result["variants"]) == 33
+    assert len(result["variants"]) == 43
     assert [entry["name"] for entry in result["peers"]] == [
         kind.name for kind in PEER_KINDS["torch"]
     ]

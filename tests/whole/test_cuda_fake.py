@@ -94,9 +94,16 @@ def test_same_bits_as_cpu(
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("rule", ["HybridLion", "HybridAdagrad"])
+@pytest.mark.parametrize(
+    ("rule", "of_rule"),
+    [("HybridLion", {}), ("HybridAdagrad", {}), ("HybridSGD", {"momentum": 0.9})],
+)
 def test_other_rules(
-    runtime: FakeRuntime, settings: dict[str, Any], rule: str, tmp_path: Path
+    runtime: FakeRuntime,
+    settings: dict[str, Any],
+    rule: str,
+    of_rule: dict[str, float],
+    tmp_path: Path,
 ) -> None:
     found = []
     for given in (
@@ -105,7 +112,7 @@ def test_other_rules(
     ):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-        optimizer = getattr(hetero, rule)(model.parameters(), state_dtype="bf16")
+        optimizer = getattr(hetero, rule)(model.parameters(), state_dtype="bf16", **of_rule)
         hetero.initialize(model, optimizer, {"dtype": "bf16", "backend": "cpu", **given})
         for seed in range(3):
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))

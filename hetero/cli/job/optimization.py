@@ -15,6 +15,7 @@ from hetero.cli.job.options import TrainOptions
 # Adam's betas for language models: the second moment forgets faster than torch's 0.999, which
 # suits runs of few steps.
 ADAM_BETAS = (0.9, 0.95)
+SGD_MOMENTUM = 0.9
 FINAL_FRACTION = 0.1
 
 
@@ -26,6 +27,8 @@ def make_optimizer(options: TrainOptions, model: torch.nn.Module) -> hetero.Hybr
         return hetero.HybridLion(groups, lr=lr, state_dtype=state_dtype)
     if options.optimizer == "adagrad":
         return hetero.HybridAdagrad(groups, lr=lr, state_dtype=state_dtype)
+    if options.optimizer == "sgd":
+        return hetero.HybridSGD(groups, lr=lr, momentum=SGD_MOMENTUM, state_dtype=state_dtype)
     return hetero.HybridAdam(groups, lr=lr, betas=ADAM_BETAS, state_dtype=state_dtype)
 
 

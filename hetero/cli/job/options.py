@@ -14,7 +14,7 @@ from hetero.overlap import OverlapUpdates
 DEFAULT_MODEL = "gpt2-100m"
 
 SCHEDULES = ("cosine", "constant")
-OPTIMIZERS = ("adamw", "lion", "adagrad")
+OPTIMIZERS = ("adamw", "lion", "adagrad", "sgd")
 STATE_DTYPES = ("fp32", "bf16")
 OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
 
@@ -163,13 +163,15 @@ class TrainOptions:
         "micro-batches per step, on each rank: a larger batch without more memory", 1, least=1
     )
     optimizer: str = _option(
-        "lion keeps one moment instead of two, adagrad a sum", "adamw", choices=OPTIMIZERS
+        "lion keeps one moment instead of two, adagrad a sum, sgd a momentum of 0.9",
+        "adamw",
+        choices=OPTIMIZERS,
     )
     lr: float = _option("peak learning rate", 3e-4)
     warmup: int = _option("steps in which the learning rate rises to its peak", 20)
     schedule: str = _option("learning rate after the warm-up", "cosine", choices=SCHEDULES)
     weight_decay: float = _option(
-        "of matrices, not of biases and norms; decoupled, but for adagrad", 0.1
+        "of matrices, not of biases and norms; decoupled, but for adagrad and sgd", 0.1
     )
     clip: float = _option("gradient norm to clip to; 0: no clipping", 1.0)
     seed: int = _option("of the initial weights and of the data order", 0)

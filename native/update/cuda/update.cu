@@ -47,8 +47,8 @@ struct UpdateBatch {
   UpdateSegment segment[kMostSegments];
   UpdateConstants constants[kMostConstants];
 };
-static_assert(sizeof(UpdateSegment) == 32 && sizeof(UpdateConstants) == 48);
-static_assert(sizeof(UpdateBatch) == 48 + 32 * kMostSegments + 48 * kMostConstants);
+static_assert(sizeof(UpdateSegment) == 32 && sizeof(UpdateConstants) == 60);
+static_assert(sizeof(UpdateBatch) == 48 + 32 * kMostSegments + 60 * kMostConstants);
 static_assert(sizeof(UpdateBatch) <= 4096);
 
 // One array whose squares are summed, to `blocks` doubles from number `first_out` on.

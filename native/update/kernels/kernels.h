@@ -14,6 +14,9 @@ namespace hetero {
 
 enum class Decay { none, coupled, decoupled };
 
+// Along what sgd moves a parameter.
+enum class Direction { gradient, momentum, nesterov };
+
 // What the formulas need, rounded to fp32 once; update_rules.inl.h states them. A rule leaves alone
 // what it has no use for.
 struct UpdateConstants {
@@ -27,6 +30,9 @@ struct UpdateConstants {
   float inv_sqrt_bias_correction2;
   float eps;
   float minus_step_size;
+  float momentum;
+  float one_minus_dampening;
+  Direction direction;
   Decay decay;
   std::uint32_t random_key;  // of the update's random bits
 };

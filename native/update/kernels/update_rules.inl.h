@@ -22,17 +22,26 @@
 //     s = fma(g, g, s)
 //     w = fma(-(lr / (1 + (step - 1) * lr_decay)), g / (sqrt(s) + eps), w)
 //
-// and of every rule at last, for each of its states x (m, v, s)
+//   sgd (as torch.optim.SGD)
+//     g = fma(weight_decay, w, g)          if weight_decay != 0
+//     b = fma(1 - dampening, g, momentum * b)  if momentum != 0; dampening is 0 in step 1, so that
+//                                          b = 0 becomes g
+//     d = g                                if momentum = 0, else
+//     d = b                                or with nesterov
+//     d = fma(momentum, b, g)
+//     w = fma(-lr, d, w)
+//
+// and of every rule at last, for each of its states x (m, v, s, b)
 //     x = +0 where |x| < 2^-126, the smallest normal number
 //
 // with bias_correction{1,2} = 1 - beta{1,2}^step, or 1 without bias correction. Factors that do not
 // depend on the element are computed in double and rounded to fp32 once. Square roots and quotients
 // are IEEE's, not approximations.
 //
-// w is updated with m, v and s as computed. Where the gradient stays 0 a state shrinks with every
-// step, and would end as a subnormal number that rounding keeps from 0 (0.9 * 4 * 2^-149 rounds to
-// itself), at a fraction of the speed. state_codec.inl.h has this last line, and how states are
-// rounded when they are stored; that comes after, and 0 stays 0.
+// w is updated with m, v, s and b as computed. Where the gradient stays 0 a state shrinks with
+// every step, and would end as a subnormal number that rounding keeps from 0 (0.9 * 4 * 2^-149
+// rounds to itself), at a fraction of the speed. state_codec.inl.h has this last line, and how
+// states are rounded when they are stored; that comes after, and 0 stays 0.
 #pragma once
 
 #include "update/kernels/kernels.h"
@@ -65,10 +74,19 @@ template <class V, Rule rule>
     const auto mixed = V::fma(V::set(c.one_minus_beta1), g, c.beta1 * m);
     w = V::fma(minus_step_size, sign<V>(mixed), w);
     m = V::fma(V::set(c.one_minus_beta2), g, c.beta2 * m);
-  } else {
+  } else if constexpr (rule == Rule::adagrad) {
     auto& s = states[0];
     s = V::fma(g, g, s);
     w = V::fma(minus_step_size, g / (V::sqrt(s) + c.eps), w);
+  } else {
+    auto& b = states[0];
+    const auto momentum = V::set(c.momentum);
+    if (c.direction != Direction::gradient) {
+      b = V::fma(V::set(c.one_minus_dampening), g, momentum * b);
+    }
+    if (c.direction == Direction::momentum) g = b;
+    if (c.direction == Direction::nesterov) g = V::fma(momentum, b, g);
+    w = V::fma(minus_step_size, g, w);
   }
 }
 

@@ -19,6 +19,7 @@ HYBRID: dict[str, Callable[..., hetero.HybridOptimizer]] = {
     "AdamW": hetero.HybridAdam,
     "Adam": hetero.HybridAdam,
     "Adagrad": hetero.HybridAdagrad,
+    "SGD": hetero.HybridSGD,
 }
 
 
@@ -44,10 +45,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 def test_training_goes_on_from_torchs_state(name: str) -> None:
     torch.manual_seed(0)
     plain = Net()
-    theirs = getattr(torch.optim, name)(plain.parameters(), lr=3e-3, weight_decay=0.1)
+    options: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}
+    theirs = getattr(torch.optim, name)(plain.parameters(), lr=3e-3, weight_decay=0.1, **options)
     for seed in range(5):
         step(plain, theirs, seed)
-    own = {"bias_correction": True} if name != "Adagrad" else {}
+    own = {"bias_correction": True} if HYBRID[name] is hetero.HybridAdam else options
     model, optimizer = managed(HYBRID[name], seed=7, **own)
     step(model, optimizer, 9)
     model.load_state_dict(plain.state_dict())
@@ -82,6 +84,21 @@ def test_torchs_state_leaves_masters_as_they_are(dtype: str) -> None:
         assert all(torch.equal(found[index][key], value) for key, value in state.items())
     group = optimizer.param_groups[0]
     assert (group["adamw_mode"], group["bias_correction"]) == (False, False)
+    optimizer.engine.close()
+
+
+def test_masters_that_went_through_torch_are_older_than_what_it_trained() -> None:
+    model, optimizer = managed()
+    step(model, optimizer, 0)
+    plain = Net()
+    theirs = torch.optim.AdamW(plain.parameters())
+    plain.load_state_dict(model.state_dict())
+    theirs.load_state_dict(optimizer.state_dict())
+    step(plain, theirs, 1)
+    assert "master" in theirs.state_dict()["state"][0]
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(theirs.state_dict())
+    assert all(map(torch.equal, hetero.masters(model.parameters()), plain.parameters()))
     optimizer.engine.close()
 
 

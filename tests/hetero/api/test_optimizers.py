@@ -20,6 +20,10 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, float | bool]]] = {
     "adam": (hetero.HybridAdam, {"decoupled": True, "weight_decay": 0.1, "lr": 1e-2}),
     "lion": (hetero.HybridLion, {"decoupled": True, "weight_decay": 0.1, "lr": 1e-3}),
     "adagrad": (hetero.HybridAdagrad, {"weight_decay": 0.01, "lr": 1e-2, "lr_decay": 0.1}),
+    "sgd": (
+        hetero.HybridSGD,
+        {"weight_decay": 0.01, "lr": 0.1, "momentum": 0.9, "dampening": 0.3},
+    ),
 }
 # Parameter and state dtypes meet in every way at least once; test_parity and test_against_torch
 # have Adam with states in fp32.
@@ -31,6 +35,10 @@ CASES = [
     ("lion", "fp32", "fp32"),
     ("adagrad", "bf16", "fp32"),
     ("adagrad", "fp16", "bf16"),
+    ("sgd", "bf16", "fp32"),
+    ("sgd", "bf16", "bf16"),
+    ("sgd", "fp16", "bf16"),
+    ("sgd", "fp32", "fp32"),
 ]
 REFERENCES: dict[tuple[str, str, str], Run] = {}
 
@@ -177,6 +185,19 @@ def test_records_take_what_the_rule_needs(rule: str) -> None:
             {"eps": float("nan")},
             "eps must be a finite number, .* not nan",
         ),
+        (hetero.HybridSGD, {}, "momentum is 0 in every param group, and HybridSGD keeps"),
+        (hetero.HybridSGD, {"momentum": -0.1}, "momentum must be a finite number, 0 or more"),
+        (hetero.HybridSGD, {"dampening": float("nan")}, "dampening must be a finite number"),
+        (
+            hetero.HybridSGD,
+            {"nesterov": True},
+            "nesterov needs momentum and no dampening, and momentum is 0.0 and dampening 0.0",
+        ),
+        (
+            hetero.HybridSGD,
+            {"momentum": 0.9, "dampening": 0.1, "nesterov": True},
+            "nesterov needs momentum and no dampening, and momentum is 0.9 and dampening 0.1",
+        ),
         (
             hetero.HybridAdam,
             {"state_dtype": "fp16"},
@@ -195,6 +216,8 @@ def test_options_out_of_range(make: Make, options: dict[str, object], message: s
         ("adam", "adagrad", "has no 'sum'"),
         ("adam", "lion", "has 'exp_avg_sq', which HybridLion has not"),
         ("lion", "adam", "has no 'exp_avg_sq'"),
+        ("sgd", "lion", "has no 'exp_avg'"),
+        ("adagrad", "sgd", "has 'sum', which HybridSGD has not"),
     ],
 )
 def test_a_state_of_another_rule_is_refused(saving: str, loading: str, message: str) -> None:

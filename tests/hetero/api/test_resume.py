@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ OPTIMIZERS = {
     "adam": hetero.HybridAdam,
     "lion": hetero.HybridLion,
     "adagrad": hetero.HybridAdagrad,
+    "sgd": partial(hetero.HybridSGD, momentum=0.9, dampening=0.5),
 }
 
 

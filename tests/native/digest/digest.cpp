@@ -143,13 +143,20 @@ class Digest {
 
 std::vector<Hyper> hypers_of(Rule rule) {
   Hyper plain{.lr = 0.01, .lr_decay = 0.1, .step = 3, .grad_scale = 0.37};
-  Hyper decayed{.lr = 0.02, .weight_decay = 0.1, .decoupled = rule != Rule::adagrad, .step = 1000};
+  const bool coupled = rule == Rule::adagrad || rule == Rule::sgd;
+  Hyper decayed{.lr = 0.02,
+                .weight_decay = 0.1,
+                .decoupled = !coupled,
+                .momentum = 0.9,
+                .dampening = 0.3,
+                .step = 1000};
   std::vector<Hyper> hypers = {plain, decayed};
   if (rule == Rule::adam) {
     decayed.decoupled = false;
     decayed.bias_correction = false;
     hypers.push_back(decayed);
   }
+  if (rule == Rule::sgd) hypers.push_back({.lr = 0.03, .momentum = 0.8, .nesterov = true});
   return hypers;
 }
 
@@ -168,7 +175,8 @@ Digest update_digest(const UpdateKind& kind) {
                       .master = master.fill(random).at()};
       for (std::size_t i = 0; i < states.size(); ++i) at.states[i] = states[i].fill(random).at();
       // With bf16 parameters that sign is the carry, otherwise there is none.
-      if (kind.rule != Rule::lion && kind.dtype != Dtype::bf16) states.back().clear_signs();
+      const bool is_signed = kind.rule == Rule::lion || kind.rule == Rule::sgd;
+      if (!is_signed && kind.dtype != Dtype::bf16) states.back().clear_signs();
       // An index whose low half wraps around within the array.
       kernels().update[number_of(kind)](at, numel, constants, 0x4fffffff0);
       digest.add(param);
@@ -234,7 +242,7 @@ Digest mean_digest(Dtype dtype) {
 }
 
 void print_digests(const std::string& isa) {
-  static constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad"};
+  static constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad", "sgd"};
   set_isa(isa);
   const FloatState ieee;
   for (std::size_t number = 0; number < kUpdateKinds; ++number) {

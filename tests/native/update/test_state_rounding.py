@@ -15,7 +15,8 @@ def exp_avg_of(
 ) -> np.ndarray:
     """The values as a first state that holds just them."""
     arrays = Arrays(kind, np.zeros(len(values), np.float32))
-    arrays.step(values, Hyper(lr=0.0, beta1=0.0, beta2=0.0, step=step), index=index)
+    hyper = Hyper(lr=0.0, beta1=0.0, beta2=0.0, momentum=0.9, step=step)
+    arrays.step(values, hyper, index=index)
     return arrays.fp32_states()[0]
 
 
@@ -25,6 +26,8 @@ def exp_avg_of(
         (_native.UpdateKind("fp32", "fp32", "adam", "bf16"), 16),
         (_native.UpdateKind("fp32", "fp32", "lion", "bf16"), 16),
         (_native.UpdateKind("bf16", "fp32", "lion", "bf16"), 15),
+        (_native.UpdateKind("fp32", "fp32", "sgd", "bf16"), 16),
+        (_native.UpdateKind("bf16", "fp32", "sgd", "bf16"), 15),
     ],
     ids=repr,
 )
@@ -68,7 +71,7 @@ def test_neighbours_and_steps_are_not_correlated() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("rule", ["adam", "lion"])
+@pytest.mark.parametrize("rule", ["adam", "lion", "sgd"])
 def test_special_values(isa: str, rule: str, dtype: str) -> None:
     _native.set_isa(isa)
     kind = _native.UpdateKind(dtype, "fp32", rule, "bf16")

@@ -41,6 +41,11 @@ HYPERS = {
         "plain": Hyper(lr=1e-2, eps=1e-10, grad_scale=0.3),
         "coupled": Hyper(lr=1e-2, eps=1e-10, weight_decay=0.1, lr_decay=0.05),
     },
+    "sgd": {
+        "plain": Hyper(lr=1e-2, weight_decay=0.1, grad_scale=0.3),
+        "nesterov": Hyper(lr=1e-2, momentum=0.9, nesterov=True),
+        "damped": Hyper(lr=1e-2, weight_decay=0.1, momentum=0.8, dampening=0.3, grad_scale=0.3),
+    },
 }
 CASES = [
     pytest.param(rule, hyper, id=f"{rule}-{name}")
@@ -145,7 +150,7 @@ def test_states_too_small_to_be_normal_become_zero(kind: _native.UpdateKind, isa
     random = np.random.default_rng(0)
     for i, state in enumerate(arrays.states):
         values = (random.uniform(0.0, 3.0, numel) * tiny).astype(np.float32)
-        if i < len(arrays.states) - 1 or kind.rule == "lion":
+        if i < len(arrays.states) - 1 or kind.rule in ("lion", "sgd"):
             values *= random.choice(np.float32([-1, 1]), numel)
         state[:] = values.view(np.uint32) >> (16 if kind.state_dtype == "bf16" else 0)
     if arrays.master is not None and kind.dtype == "bf16":
@@ -210,10 +215,12 @@ def test_non_finite_gradients_spread_no_further_than_their_element(
     hyper = dataclasses.replace(some_hyper(kind), weight_decay=0.0)
     for step in (1, 2):
         arrays.step(grad.view(np.uint32), dataclasses.replace(hyper, step=step))
-    poisoned = np.isnan(arrays.fp32_master())
+    poisoned = ~np.isfinite(arrays.fp32_master())
     # lion moves by the sign of an infinity, which is finite.
     assert poisoned.nonzero()[0].tolist() == ([17] if kind.rule == "lion" else [3, 17, 39])
-    assert np.isnan(to_fp32(arrays.param[poisoned], kind.dtype)).all()
+    param = to_fp32(arrays.param, kind.dtype)
+    assert equal_bits(np.isnan(param), np.isnan(arrays.fp32_master()))
+    assert not np.isfinite(param[poisoned]).any()
     for state in arrays.fp32_states():
         assert (~np.isfinite(state)).nonzero()[0].tolist() == [3, 17, 39]
         assert np.isnan(state[17])
@@ -243,6 +250,14 @@ TORCH_RULES = {
         Hyper(weight_decay=0.01, lr_decay=0.1),
     ),
 }
+SGD_OPTIONS = {
+    "plain": {},
+    "decay": {"weight_decay": 0.01},
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.9, "dampening": 0.4, "weight_decay": 0.01},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "growing": {"momentum": 1.25, "dampening": -0.5},
+}
 
 
 @pytest.mark.parametrize("name", TORCH_RULES)
@@ -265,6 +280,28 @@ def test_agrees_with_torch(name: str) -> None:
     distance = np.abs(arrays.fp32_master() - theirs) / ulp
     assert distance.max() <= 10
     assert distance.mean() < 0.5
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("options", SGD_OPTIONS.values(), ids=SGD_OPTIONS)
+def test_sgd_has_torchs_bits(options: dict[str, float], isa: str) -> None:
+    """torch fuses the same products and sums, where it computes with vectors."""
+    _native.set_isa(isa)
+    numel, lr = 20_480, 1e-2
+    w = masters(numel)
+    param = torch.nn.Parameter(torch.from_numpy(w.copy()))
+    reference = torch.optim.SGD([param], lr=lr, **options)
+    arrays = Arrays(_native.UpdateKind("fp32", "fp32", "sgd"), w)
+    for step in range(1, 6):
+        grad = np.random.default_rng(step).standard_normal(numel).astype(np.float32)
+        param.grad = torch.from_numpy(grad)
+        reference.step()
+        arrays.step(grad, Hyper(lr=lr, step=step, **options))
+        assert equal_bits(arrays.fp32_master(), param.detach().numpy())
+    if "momentum" in options:
+        assert equal_bits(arrays.states[0], reference.state[param]["momentum_buffer"].numpy())
+    else:
+        assert not arrays.states[0].any()
 
 
 def test_lion_agrees_with_its_paper() -> None:
@@ -330,11 +367,15 @@ def test_kinds() -> None:
         ("fp16", "fp32", "adam", "fp32"): (12, 32),
         ("bf16", "bf16", "lion", "bf16"): (4, 14),
         ("fp32", "bf16", "adagrad", "fp32"): (4, 18),
+        ("bf16", "bf16", "sgd", "fp32"): (6, 18),
     }
     for names, wanted in sizes.items():
         sized = _native.UpdateKind(*names)
         assert (sized.optim_state_bytes, sized.bytes_moved) == wanted
         assert sized.states == (2 if names[2] == "adam" else 1)
+    for found in KINDS:
+        bit = "lowest" if found.rule in ("lion", "sgd") else "sign"
+        assert found.carrier == (bit if found.dtype == "bf16" else "none")
 
 
 @pytest.mark.parametrize(
@@ -342,7 +383,7 @@ def test_kinds() -> None:
     [
         (("fp8", "fp32"), "dtype is 'fp8'"),
         (("fp32", "int8"), "grad_dtype is 'int8'"),
-        (("fp32", "fp32", "sgd"), "rule is 'sgd'"),
+        (("fp32", "fp32", "rprop"), "rule is 'rprop'"),
         (("fp32", "fp32", "adam", "fp16"), "state_dtype is 'fp16'"),
     ],
 )
@@ -361,6 +402,9 @@ def test_unknown_kinds_are_refused(names: tuple[str, ...], fact: str) -> None:
         ("eps", float("inf")),
         ("weight_decay", -0.1),
         ("lr_decay", -1.0),
+        ("momentum", -0.1),
+        ("momentum", float("inf")),
+        ("dampening", float("nan")),
         ("step", 0),
         ("grad_scale", float("inf")),
     ],
@@ -372,7 +416,7 @@ def test_hyper_parameters_out_of_range_are_named(field: str, value: float) -> No
 
 def test_bad_arguments_are_named() -> None:
     hyper = _native.Hyper(lr=1e-3)
-    adam, lion, adagrad = (_native.UpdateKind("fp32", "fp32", rule) for rule in HYPERS)
+    adam, lion, adagrad, sgd = (_native.UpdateKind("fp32", "fp32", rule) for rule in HYPERS)
     with pytest.raises(ValueError, match="param is 0"):
         _native.update(adam, 0, 0, 0, [0, 0], 5, hyper)
     with pytest.raises(ValueError, match=r"states\[1\] is 0"):
@@ -385,6 +429,12 @@ def test_bad_arguments_are_named() -> None:
         _native.update(lion, 0, 0, 0, [0], 0, _native.Hyper(lr=1e-3, weight_decay=0.1))
     with pytest.raises(ValueError, match="decoupled is True.*adagrad"):
         _native.update(adagrad, 0, 0, 0, [0], 0, _native.Hyper(lr=1e-3, decoupled=True))
+    with pytest.raises(ValueError, match="decoupled is True.*sgd"):
+        _native.update(sgd, 0, 0, 0, [0], 0, _native.Hyper(lr=1e-3, decoupled=True))
+    with pytest.raises(ValueError, match="momentum is 0, must be more than 0 with nesterov"):
+        _native.Hyper(lr=1e-3, nesterov=True)
+    with pytest.raises(ValueError, match=r"dampening is 0\.5, must be 0 with nesterov"):
+        _native.Hyper(lr=1e-3, momentum=0.9, dampening=0.5, nesterov=True)
     for bad in (lambda: _native.Hyper(1e-3), lambda: _native.update(None, 0, 0, 0, [], 0, hyper)):
         with pytest.raises(TypeError):
             bad()

@@ -15,21 +15,24 @@ from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits,
 from tests.support.native.update_oracle import Hyper
 
 DTYPES = ["fp32", "bf16", "fp16"]
-RULES = ["adam", "lion", "adagrad"]
+RULES = ["adam", "lion", "adagrad", "sgd"]
 KINDS = [_native.UpdateKind(*k) for k in itertools.product(DTYPES, DTYPES, RULES, ["fp32", "bf16"])]
 TILE = 8192
 
 
 def hypers(kind: _native.UpdateKind, step: int) -> list[Hyper]:
-    """Two of each rule: with weight decay and without."""
+    """Several of each rule: with weight decay and without."""
     made = [Hyper(lr=1e-2, grad_scale=0.3, step=step)]
     if kind.rule == "adam":
         made.append(Hyper(lr=1e-3, weight_decay=0.1, decoupled=True, step=step))
         made.append(Hyper(lr=1e-3, weight_decay=0.1, bias_correction=False, step=step))
     elif kind.rule == "lion":
         made.append(Hyper(lr=1e-3, weight_decay=0.3, decoupled=True, step=step))
-    else:
+    elif kind.rule == "adagrad":
         made.append(Hyper(lr=1e-2, weight_decay=0.1, lr_decay=0.05, step=step))
+    else:
+        made.append(Hyper(lr=1e-2, weight_decay=0.1, momentum=0.9, dampening=0.3, step=step))
+        made.append(Hyper(lr=1e-2, momentum=0.8, nesterov=True, step=step))
     return made
 
 

@@ -17,7 +17,7 @@ LIMIT_S = 120  # after which a wait is taken for one without end
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
 KIND = _native.UpdateKind("bf16", "bf16")
-HYPERS = [Hyper(lr=1e-2, weight_decay=0.1), Hyper(lr=1e-3, beta1=0.8)]
+HYPERS = [Hyper(lr=1e-2, weight_decay=0.1, momentum=0.9), Hyper(lr=1e-3, beta1=0.8)]
 SEGMENTS = [
     (0, 1000, 0, 7),
     (1000, 1777, 1, 9),

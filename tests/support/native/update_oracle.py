@@ -18,7 +18,7 @@ Words = NDArray[np.uint32]
 States = tuple[Fp32, ...]
 f32 = np.float32
 
-STATES = {"adam": 2, "lion": 1, "adagrad": 1}
+STATES = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Hyper:
     eps: float = 1e-8
     bias_correction: bool = True
     lr_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
     step: int = 1
     grad_scale: float = 1.0
 
@@ -63,7 +66,8 @@ def update(rule: str, w: Fp32, states: States, grad: Fp32, hyper: Hyper) -> tupl
             w = w * f32(1.0 - hyper.lr * hyper.weight_decay)
         elif hyper.weight_decay != 0:
             g = fma(f32(hyper.weight_decay), w, g)
-        w, states = {"adam": _adam, "lion": _lion, "adagrad": _adagrad}[rule](w, states, g, hyper)
+        rules = {"adam": _adam, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd}
+        w, states = rules[rule](w, states, g, hyper)
         return w, tuple(flush(state) for state in states)
 
 
@@ -90,6 +94,15 @@ def _adagrad(w: Fp32, states: States, g: Fp32, hyper: Hyper) -> tuple[Fp32, Stat
     return fma(f32(-rate), g / (np.sqrt(s) + f32(hyper.eps)), w), (s,)
 
 
+def _sgd(w: Fp32, states: States, g: Fp32, hyper: Hyper) -> tuple[Fp32, States]:
+    (b,) = states
+    if hyper.momentum != 0:
+        dampening = 0.0 if hyper.step == 1 else hyper.dampening
+        b = fma(f32(1.0 - dampening), g, f32(hyper.momentum) * b)
+        g = fma(f32(hyper.momentum), b, g) if hyper.nesterov else b
+    return fma(f32(-hyper.lr), g, w), (b,)
+
+
 def random_bits(step: int, index: int, numel: int) -> Words:
     """32 bits for each of the elements `index`, `index` + 1, ..."""
     every = (1 << 64) - 1
@@ -108,7 +121,7 @@ def random_bits(step: int, index: int, numel: int) -> Words:
 
 def has_lowest_carrier(rule: str, dtype: str) -> bool:
     """Whether the last state gives its lowest bit to the split of a bf16 parameter."""
-    return rule == "lion" and dtype == "bf16"
+    return rule in ("lion", "sgd") and dtype == "bf16"
 
 
 def stored(

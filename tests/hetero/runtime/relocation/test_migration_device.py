@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ CHUNK = 4096
 STEPS = 5
 LEAST, MOST = 500 << 10, 8 << 20  # of RAM
 FEW, SOME, MANY = 200 << 10, 1200 << 10, 8 << 20  # of DEVICE: slots, some chunks, and all
-RULES = {"adamw": hetero.HybridAdam, "lion": hetero.HybridLion}
+RULES = {
+    "adamw": hetero.HybridAdam,
+    "lion": hetero.HybridLion,
+    "sgd": partial(hetero.HybridSGD, momentum=0.9, dampening=0.5),
+}
 
 
 class Training:
@@ -153,7 +158,7 @@ def test_each_way_to_each_other(first: tuple[int, int], tmp_path: Path) -> None:
         ).filter(lambda move: move[:2] != (None, None)),
         max_size=STEPS + 1,
     ),
-    st.sampled_from(["adamw", "lion"]),
+    st.sampled_from(["adamw", "lion", "sgd"]),
     st.sampled_from(["bf16", "fp32"]),
     st.sampled_from([1, 2]),
     st.sampled_from(["auto", "cpu", "nvme"]),
