@@ -151,7 +151,8 @@ class HybridSGD(HybridOptimizer):
     """SGD with momentum, as torch.optim.SGD, with the state momentum_buffer.
 
     A parameter's first update makes its gradient the buffer, without dampening. Every parameter has
-    a buffer, which stays as it is while momentum is 0. Momentum that is switched on after updates
+    a buffer, which stays as it is while momentum is 0: plain SGD works, and its buffers take memory
+    that nothing uses. Momentum that is switched on after updates
     without it begins with a buffer of zeros, and its dampening counts at once (torch's only from
     the second update on). With bf16 parameters the buffer has one bit of precision less, because
     the master takes it (docs/formats.md).
@@ -159,8 +160,7 @@ class HybridSGD(HybridOptimizer):
     Args:
         params: parameters, or param groups with options of their own.
         lr: learning rate, 0 or more.
-        momentum: factor of the buffer before the gradient is added to it, 0 or more; more than 0 in
-            at least one param group.
+        momentum: factor of the buffer before the gradient is added to it, 0 (default) or more.
         dampening: the gradient is added to the buffer times 1 - dampening.
         weight_decay: added to the gradient, 0 or more.
         nesterov: move along the gradient plus momentum times the buffer, instead of the buffer;
@@ -168,7 +168,7 @@ class HybridSGD(HybridOptimizer):
         state_dtype: as of HybridAdam.
 
     Raises:
-        ValueError: an option is out of range, or no param group has momentum.
+        ValueError: an option is out of range.
     """
 
     rule = "sgd"
@@ -193,12 +193,6 @@ class HybridSGD(HybridOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults, state_dtype)
-        if all(group["momentum"] == 0 for group in self.param_groups):
-            raise ValueError(
-                "momentum is 0 in every param group, and HybridSGD keeps a momentum_buffer of each "
-                "parameter, 4 bytes an element (2 with state_dtype='bf16'), which nothing would "
-                "use; give momentum, such as 0.9"
-            )
 
     def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         super()._check_options(options, where)

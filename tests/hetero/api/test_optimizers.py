@@ -185,7 +185,6 @@ def test_records_take_what_the_rule_needs(rule: str) -> None:
             {"eps": float("nan")},
             "eps must be a finite number, .* not nan",
         ),
-        (hetero.HybridSGD, {}, "momentum is 0 in every param group, and HybridSGD keeps"),
         (hetero.HybridSGD, {"momentum": -0.1}, "momentum must be a finite number, 0 or more"),
         (hetero.HybridSGD, {"dampening": float("nan")}, "dampening must be a finite number"),
         (

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 DAMPED = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01}
 OPTIONS = {
+    "plain": {"lr": 0.05, "weight_decay": 0.01},
     "momentum": {"lr": 0.05, "momentum": 0.9},
     "damped": DAMPED,
     "nesterov": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
