@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from os import PathLike
@@ -17,6 +18,8 @@ from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
 
+_NO_READ_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # the environment variable that transformers asks
+
 
 class ZeroInitContext:
     """Inside the block, parameters of modules, and deep copies, are built within the host budget.
@@ -26,6 +29,9 @@ class ZeroInitContext:
 
         with hetero.ZeroInitContext(placement_policy="nvme", nvme_path="/mnt/nvme"):
             model = GPT2LMHeadModel(config)
+
+    A model may be built on the meta device first, as Hugging Face's from_pretrained() does: its
+    parameters are taken one by one as they get memory inside the block.
 
     Between the block and hetero.initialize() the parameters read and write as plain ones do; with
     several ranks only those that are in RAM.
@@ -65,9 +71,11 @@ class ZeroInitContext:
             self._draw_alike(block)
             module, parameter = torch.nn.Module, torch.nn.Parameter
             _wrap(block, module, "register_parameter", self._registering)
+            _wrap(block, module, "_apply", self._applying)
             _wrap(block, parameter, "__deepcopy__", self._copying)
             _wrap(block, PresentParameter, "__deepcopy__", self._copying)
             _wrap(block, parameter, "__new__", _sharing)
+            _load_one_by_one(block)
             block.callback(self.construction.end_block)
             self.construction.begin_block()
             self._block = block.pop_all()
@@ -77,8 +85,9 @@ class ZeroInitContext:
         self._block.close()
         if failure is None and self.construction.is_empty:
             raise HeteroError(
-                "ZeroInitContext adopted no parameter: none was built inside its block; build the "
-                "model there, or give the options to hetero.initialize() instead"
+                "ZeroInitContext adopted no parameter: none was built inside its block, or none got "
+                "memory there and all are on the meta device; build the model there, or give the "
+                "options to hetero.initialize() instead"
             )
 
     def _registering(self, register: Callable[..., None]) -> Callable[..., None]:
@@ -93,6 +102,19 @@ class ZeroInitContext:
 
         return register_parameter
 
+    def _applying(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Module._apply() that also does: to_empty() gives a module on meta new parameters, and does
+        not register them."""
+
+        def _apply(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = apply(module, *args, **kwargs)
+            for name, param in module._parameters.items():
+                if param is not None:
+                    self._adopt(param, f"converting {type(module).__name__}.{name}")
+            return result
+
+        return _apply
+
     def _copying(self, deep_copy: Callable[..., Any]) -> Callable[..., Any]:
         """Parameter.__deepcopy__() that also does: module's copies do not register parameters."""
 
@@ -104,6 +126,9 @@ class ZeroInitContext:
         return __deepcopy__
 
     def _adopt(self, param: torch.nn.Parameter, doing: str) -> None:
+        """Puts a parameter under construction, unless it has no memory yet."""
+        if param.device.type == "meta":
+            return
         try:
             self.construction.adopt(param)
         except BudgetError as error:
@@ -128,6 +153,19 @@ def _wrap(block: ExitStack, owner: Any, name: str, wrapped: Callable[[Any], Any]
     """Puts wrapped(function) in the place of a class's function until the block ends."""
     block.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, wrapped(getattr(owner, name)))
+
+
+def _load_one_by_one(block: ExitStack) -> None:
+    """Makes transformers read a tensor when the one before it is in the model.
+
+    Its threads would read, and convert, all tensors of a folder ahead of the budget.
+    """
+    before = os.environ.get(_NO_READ_AHEAD)
+    if before is None:
+        block.callback(os.environ.pop, _NO_READ_AHEAD, None)
+    else:
+        block.callback(os.environ.__setitem__, _NO_READ_AHEAD, before)
+    os.environ[_NO_READ_AHEAD] = "1"
 
 
 def _sharing(new: Callable[..., Any]) -> Callable[..., Any]:
