@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from typing import Any
@@ -61,6 +62,8 @@ class ZeroInitContext:
         made = Config.make(config, **options)
         self.construction = ConstructionArena(made, join_ranks(made, process_group, mesh))
         self._block = ExitStack()  # what ends with it
+        # Modules, and names of parameters that were on the meta device when they were registered.
+        self._on_meta: list[tuple[weakref.ref[torch.nn.Module], str]] = []
 
     def __enter__(self) -> ZeroInitContext:
         if ZeroInitContext._active is not None:
@@ -82,12 +85,14 @@ class ZeroInitContext:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        self._block.close()
+        with self._block:
+            if failure is None:
+                self._adopt_late()
         if failure is None and self.construction.is_empty:
             raise HeteroError(
-                "ZeroInitContext adopted no parameter: none was built inside its block, or none got "
-                "memory there and all are on the meta device; build the model there, or give the "
-                "options to hetero.initialize() instead"
+                "ZeroInitContext adopted no parameter: none was built inside its block, or all are "
+                "on the meta device still; build the model there, or give the options to "
+                "hetero.initialize() instead"
             )
 
     def _registering(self, register: Callable[..., None]) -> Callable[..., None]:
@@ -97,20 +102,36 @@ class ZeroInitContext:
             module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
         ) -> None:
             register(module, name, param)
-            if param is not None:
-                self._adopt(param, f"building {type(module).__name__}.{name}")
+            if param is None:
+                return
+            if _on_meta(param):
+                self._on_meta.append((weakref.ref(module), name))
+            self._adopt(param, f"building {type(module).__name__}.{name}")
 
         return register_parameter
 
+    def _adopt_late(self) -> None:
+        """Takes what got memory and was not registered: accelerate fills Module._parameters."""
+        for reference, name in self._on_meta:
+            module = reference()
+            if module is not None:
+                self._adopt_named(module, [name])
+        self._on_meta.clear()
+
+    def _adopt_named(self, module: torch.nn.Module, names: Iterable[str]) -> None:
+        for name in names:
+            param = module._parameters.get(name)
+            if param is not None:
+                self._adopt(param, f"building {type(module).__name__}.{name}")
+
     def _applying(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Module._apply() that also does: to_empty() gives a module on meta new parameters, and does
-        not register them."""
+        """Module._apply() that also does: to_empty() replaces parameters without registering."""
 
         def _apply(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found = module._parameters.items()
+            on_meta = [name for name, param in found if param is not None and _on_meta(param)]
             result = apply(module, *args, **kwargs)
-            for name, param in module._parameters.items():
-                if param is not None:
-                    self._adopt(param, f"converting {type(module).__name__}.{name}")
+            self._adopt_named(module, on_meta)
             return result
 
         return _apply
@@ -127,7 +148,7 @@ class ZeroInitContext:
 
     def _adopt(self, param: torch.nn.Parameter, doing: str) -> None:
         """Puts a parameter under construction, unless it has no memory yet."""
-        if param.device.type == "meta":
+        if _on_meta(param):
             return
         try:
             self.construction.adopt(param)
@@ -147,6 +168,11 @@ class ZeroInitContext:
         if not torch.equal(own, states[0]):
             block.callback(torch.set_rng_state, own)
             torch.set_rng_state(states[0])
+
+
+def _on_meta(param: torch.nn.Parameter) -> bool:
+    """Whether it has no memory. (What is made of an alias is_meta as well, but not on that device.)"""
+    return param.device.type == "meta"
 
 
 def _wrap(block: ExitStack, owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
