@@ -171,7 +171,7 @@ class ZeroInitContext:
 
 
 def _on_meta(param: torch.nn.Parameter) -> bool:
-    """Whether it has no memory. (What is made of an alias is_meta as well, but not on that device.)"""
+    """Whether it has no memory. (One made of an alias is_meta, too, but its device is the CPU.)"""
     return param.device.type == "meta"
 
 
