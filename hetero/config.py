@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from os import PathLike
 from typing import Any, Literal, cast, get_args
 
@@ -26,6 +27,8 @@ from offload.memory.tiers import Tier
 Policy = Literal["cuda", "cpu", "nvme", "auto"]
 BackendName = Literal["cpu", "cuda", "emulated", "auto"]
 StrategyName = Literal["chunk", "tensor", "bucket"]
+# Of what process_memory leaves; before a step was seen, the rest is kept for what steps need.
+FIRST_STATE_SHARE = Fraction(3, 4)
 DEFAULT_LINK_GBPS = 16.0  # of PCIe 4.0 x8, or of a shared x16 slot
 _MEMORY_OPTIONS = (
     "host_memory",
@@ -295,14 +298,17 @@ class Config:
         value: int | None = getattr(self, name)  # parsed
         return value
 
-    def host_bytes(self, local_ranks: int = 1) -> int:
-        """host_memory, or its default now for each of `local_ranks` that share the machine."""
+    def host_bytes(self, local_ranks: int = 1, beside_bytes: int | None = None) -> int:
+        """host_memory, or its default now for each of `local_ranks` that share the machine.
+
+        `beside_bytes` are what the process holds beside model state; None: all that it holds now.
+        """
         default = psutil.virtual_memory().available * 0.8 / local_ranks
         wanted = self.budget(Tier.HOST) or int(default)
         limit = self.process_bytes(local_ranks)
         if limit is not None:
-            # Before a step was seen, a quarter is left for what it needs beside model state.
-            wanted = min(wanted, max(1, (limit - resident_bytes()) * 3 // 4))
+            held = resident_bytes() if beside_bytes is None else beside_bytes
+            wanted = min(wanted, max(1, int((limit - held) * FIRST_STATE_SHARE)))
         return wanted
 
     def process_bytes(self, local_ranks: int = 1) -> int | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 
+from hetero.config import FIRST_STATE_SHARE
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError
-from offload.memory.sizes import format_bytes
+from offload.memory.sizes import format_bytes, round_up
 from offload.memory.tiers import Tier
 
 
@@ -76,6 +78,8 @@ def words(smallest: Placement, spec: GroupSpec) -> str:
     return " ".join([*parts, fixes])
 
 
+_MARGIN = 64  # one part in so many more is asked for: a process never holds the same twice
+
 # Whose memory a limit is of, and the budget that gives way.
 SAID = {Tier.HOST: ("process", "host_memory"), Tier.DEVICE: ("device", "device_memory")}
 
@@ -92,6 +96,33 @@ def too_much(tier: Tier, limit: int, needed: int, left: int, refusal: PlacementE
         f"{format_bytes(max(0, left))} for model state, and the smallest that works is "
         f"{_exact(least)}; {fix} use smaller or checkpointed micro-batches (this step was made: do "
         f"not make it again)"
+    )
+
+
+def process_too_small(limit: int, is_auto: bool, beside: int, what: str, least: int) -> str:
+    """What is to be said if a process with `beside` bytes of other things has no room for state.
+
+    Args:
+        limit: of the whole process, in bytes.
+        is_auto: it is the system's limit, and not the user's.
+        beside: bytes that the process held before it had model state.
+        what: the part of model state that does not fit.
+        least: bytes which that part takes.
+    """
+    left = max(0, int((limit - beside) * FIRST_STATE_SHARE))
+    needed = beside + ceil(least / FIRST_STATE_SHARE)
+    smallest = round_up(needed + needed // _MARGIN, 1 << 20)
+    name, fix = "process_memory", "raise process_memory"
+    if is_auto:
+        name, fix = (
+            "process_memory='auto', the system's limit,",
+            "raise that limit (cgroup, ulimit)",
+        )
+    return (
+        f"{name} is {_exact(limit)}, and without model state the process holds "
+        f"{format_bytes(beside)}; {FIRST_STATE_SHARE} of the rest, {format_bytes(left)}, may "
+        f"become model state before the first step, and {what} takes {_exact(least)}; {fix} to "
+        f"{_exact(smallest)} at least"
     )
 
 

@@ -15,6 +15,7 @@ from hetero.config import Config
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_file import BLOCK_BYTES, ConstructionFile
 from hetero.setup.construction_record import Record, may_be_offloaded
+from hetero.setup.process_share import ProcessShare
 from hetero.stand_ins.construction_uses import ConstructionAlias, ConstructionUses, arena_of
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from offload.errors import BudgetError, HeteroError
@@ -56,7 +57,8 @@ class ConstructionArena:
         def agreed(nbytes: int) -> int:  # the same on all ranks, or their plans would differ
             return world.agree(nbytes, min, "budgets")
 
-        self.host_bytes = agreed(config.host_bytes(world.local_ranks))
+        self.process_share = ProcessShare(config, world.local_ranks)
+        self.host_bytes = agreed(self.process_share.host_bytes)
         self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
         # None unless DEVICE has memory of its own.
         device_bytes = config.device_bytes
@@ -313,14 +315,28 @@ class ConstructionArena:
         try:
             self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
         except BudgetError as error:
-            moves = self.config.nvme_path is not None or self.world.shard is not None
-            known = 0 if moves else self.ledger.used(Tier.HOST, Account.INIT) + nbytes
-            least = max(known, self._largest_bytes)
-            what = "the largest parameter so far" if moves else "what is built so far"
-            raise BudgetError(
-                f"{error}: {what} takes {format_bytes(least)} ({least} bytes), so host_memory must "
-                f"be at least that; the rest of the model may need more"
-            ) from None
+            raise BudgetError(self._refusal(nbytes, error)) from None
+
+    def _refusal(self, nbytes: int, error: BudgetError) -> str:
+        """Why `nbytes` more do not fit, and the least budget that is known to be needed."""
+        least, what = self._largest_bytes, "the largest parameter so far"
+        if self.config.nvme_path is None and self.world.shard is None:
+            least, what = self.ledger.used(Tier.HOST, Account.INIT) + nbytes, "what is built so far"
+        elif self._fixed_bytes() + nbytes > least:
+            least = self._fixed_bytes() + nbytes
+            what = (
+                "what must stay in RAM, because it is used or other tensors have the same memory,"
+            )
+        why = self.process_share.too_small(what, least) or (
+            f"{error}: {what} takes {format_bytes(least)} ({least} bytes), so host_memory must be "
+            f"at least that"
+        )
+        return f"{why}; the rest of the model may need more"
+
+    def _fixed_bytes(self) -> int:
+        """Bytes of parameters in RAM that cannot be offloaded now."""
+        held = [(record, record.param()) for record in self._records.values() if record.charged]
+        return sum(r.charged for r, p in held if p is not None and not may_be_offloaded(p))
 
     def _values(self, record: Record, param: torch.nn.Parameter) -> torch.Tensor:
         """An offloaded parameter's values: from the file, or from all ranks' parts."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from typing import Any
@@ -17,6 +19,8 @@ from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter
 from offload.errors import BudgetError, HeteroError
 from offload.memory.sizes import format_bytes
 
+_NO_READ_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # the environment variable that transformers asks
+
 
 class ZeroInitContext:
     """Inside the block, parameters of modules, and deep copies, are built within the host budget.
@@ -26,6 +30,9 @@ class ZeroInitContext:
 
         with hetero.ZeroInitContext(placement_policy="nvme", nvme_path="/mnt/nvme"):
             model = GPT2LMHeadModel(config)
+
+    A model may be built on the meta device first, as Hugging Face's from_pretrained() does: its
+    parameters are taken one by one as they get memory inside the block.
 
     Between the block and hetero.initialize() the parameters read and write as plain ones do; with
     several ranks only those that are in RAM.
@@ -55,6 +62,8 @@ class ZeroInitContext:
         made = Config.make(config, **options)
         self.construction = ConstructionArena(made, join_ranks(made, process_group, mesh))
         self._block = ExitStack()  # what ends with it
+        # Modules, and names of parameters that were on the meta device when they were registered.
+        self._on_meta: list[tuple[weakref.ref[torch.nn.Module], str]] = []
 
     def __enter__(self) -> ZeroInitContext:
         if ZeroInitContext._active is not None:
@@ -65,20 +74,25 @@ class ZeroInitContext:
             self._draw_alike(block)
             module, parameter = torch.nn.Module, torch.nn.Parameter
             _wrap(block, module, "register_parameter", self._registering)
+            _wrap(block, module, "_apply", self._applying)
             _wrap(block, parameter, "__deepcopy__", self._copying)
             _wrap(block, PresentParameter, "__deepcopy__", self._copying)
             _wrap(block, parameter, "__new__", _sharing)
+            _load_one_by_one(block)
             block.callback(self.construction.end_block)
             self.construction.begin_block()
             self._block = block.pop_all()
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        self._block.close()
+        with self._block:
+            if failure is None:
+                self._adopt_late()
         if failure is None and self.construction.is_empty:
             raise HeteroError(
-                "ZeroInitContext adopted no parameter: none was built inside its block; build the "
-                "model there, or give the options to hetero.initialize() instead"
+                "ZeroInitContext adopted no parameter: none was built inside its block, or all are "
+                "on the meta device still; build the model there, or give the options to "
+                "hetero.initialize() instead"
             )
 
     def _registering(self, register: Callable[..., None]) -> Callable[..., None]:
@@ -88,10 +102,39 @@ class ZeroInitContext:
             module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
         ) -> None:
             register(module, name, param)
+            if param is None:
+                return
+            if _on_meta(param):
+                self._on_meta.append((weakref.ref(module), name))
+            self._adopt(param, f"building {type(module).__name__}.{name}")
+
+        return register_parameter
+
+    def _adopt_late(self) -> None:
+        """Takes what got memory and was not registered: accelerate fills Module._parameters."""
+        for reference, name in self._on_meta:
+            module = reference()
+            if module is not None:
+                self._adopt_named(module, [name])
+        self._on_meta.clear()
+
+    def _adopt_named(self, module: torch.nn.Module, names: Iterable[str]) -> None:
+        for name in names:
+            param = module._parameters.get(name)
             if param is not None:
                 self._adopt(param, f"building {type(module).__name__}.{name}")
 
-        return register_parameter
+    def _applying(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Module._apply() that also does: to_empty() replaces parameters without registering."""
+
+        def _apply(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found = module._parameters.items()
+            on_meta = [name for name, param in found if param is not None and _on_meta(param)]
+            result = apply(module, *args, **kwargs)
+            self._adopt_named(module, on_meta)
+            return result
+
+        return _apply
 
     def _copying(self, deep_copy: Callable[..., Any]) -> Callable[..., Any]:
         """Parameter.__deepcopy__() that also does: module's copies do not register parameters."""
@@ -104,6 +147,9 @@ class ZeroInitContext:
         return __deepcopy__
 
     def _adopt(self, param: torch.nn.Parameter, doing: str) -> None:
+        """Puts a parameter under construction, unless it has no memory yet."""
+        if _on_meta(param):
+            return
         try:
             self.construction.adopt(param)
         except BudgetError as error:
@@ -124,10 +170,28 @@ class ZeroInitContext:
             torch.set_rng_state(states[0])
 
 
+def _on_meta(param: torch.nn.Parameter) -> bool:
+    """Whether it has no memory. (One made of an alias is_meta, too, but its device is the CPU.)"""
+    return param.device.type == "meta"
+
+
 def _wrap(block: ExitStack, owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
     """Puts wrapped(function) in the place of a class's function until the block ends."""
     block.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, wrapped(getattr(owner, name)))
+
+
+def _load_one_by_one(block: ExitStack) -> None:
+    """Makes transformers read a tensor when the one before it is in the model.
+
+    Its threads would read, and convert, all tensors of a folder ahead of the budget.
+    """
+    before = os.environ.get(_NO_READ_AHEAD)
+    if before is None:
+        block.callback(os.environ.pop, _NO_READ_AHEAD, None)
+    else:
+        block.callback(os.environ.__setitem__, _NO_READ_AHEAD, before)
+    os.environ[_NO_READ_AHEAD] = "1"
 
 
 def _sharing(new: Callable[..., Any]) -> Callable[..., Any]:

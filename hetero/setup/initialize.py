@@ -18,6 +18,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
 from hetero.planning.group_plans import Arrangement, arrange
+from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.update_schedule import check_overlap
@@ -68,7 +69,8 @@ def initialize(
         BudgetError: the state does not fit; it says the smallest budget that works.
         ValueError: the optimizer does not fit the model, or options contradict each other.
         StoreError: an NVMe directory cannot be used.
-        HeteroError: the ranks' models or options differ.
+        HeteroError: the ranks' models or options differ, or a parameter or buffer is on the meta
+            device.
             The model is then as before; only where a transfer, or a rank, failed when state was on
             its way already, it must be built again.
     """
@@ -82,6 +84,7 @@ def initialize(
     optimized = _optimized(model, optimizer)
     for name, param in model.named_parameters():
         refuse_managed(param, name)
+    _refuse_meta(model)
     construction = _context_construction(model, config, options)
     adopting = construction is None
     if construction is None:
@@ -102,16 +105,19 @@ def initialize(
                 params=made.zero_stage >= 3,
                 replicas=world.size // world.ranks,
             )
-            arrangement = arrange(
-                model,
-                made,
-                optimizer.dtypes(made),
-                construction.host_bytes,
-                construction.disk_bytes,
-                optimized,
-                shard,
-                construction.device_bytes,
-            )
+            try:
+                arrangement = arrange(
+                    model,
+                    made,
+                    optimizer.dtypes(made),
+                    construction.host_bytes,
+                    construction.disk_bytes,
+                    optimized,
+                    shard,
+                    construction.device_bytes,
+                )
+            except PlacementError as refusal:
+                raise construction.process_share.in_its_words(refusal) from None
             start_alike(model, arrangement, construction)
             resources.enter_context(construction.placing())
             construction.keep_own_parts()
@@ -128,6 +134,21 @@ def initialize(
         construction.release(param)
     construction.close()
     return model, optimizer
+
+
+def _refuse_meta(model: torch.nn.Module) -> None:
+    """Raises HeteroError if a parameter or a buffer has no values yet."""
+    for what, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
+        found = [(name, tensor) for name, tensor in named() if tensor.device.type == "meta"]
+        if found:
+            name, first = found[0]
+            others = f", like {len(found) - 1} others" if len(found) > 1 else ""
+            raise HeteroError(
+                f"{what} {name!r} of shape {tuple(first.shape)} is on the meta device and has no "
+                f"values{others}; before initialize(), and inside the block of ZeroInitContext if "
+                f"there is one, call model.load_state_dict(state_dict, assign=True), or "
+                f"model.to_empty(device='cpu') and initialise it"
+            )
 
 
 def _context_construction(

@@ -1,0 +1,316 @@
+"""hetero/setup/init_context: models that are built on the meta device and get their values later,
+as Hugging Face's from_pretrained() makes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import hetero
+from offload.memory.sizes import parse_bytes
+
+TOKENS: dict[str, Any] = {
+    "vocab_size": 301,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+SHAPE: dict[str, Any] = {
+    **TOKENS,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 32,
+}
+MATRIX_BYTES = 64 * 64 * 4
+
+
+def gpt2() -> hf.PreTrainedModel:
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(**TOKENS, n_embd=64, n_layer=4, n_head=2, n_positions=32)
+    )
+
+
+def llama() -> hf.PreTrainedModel:
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=False)
+    )
+
+
+def bert() -> hf.PreTrainedModel:
+    return hf.BertForMaskedLM(hf.BertConfig(**SHAPE))
+
+
+def mixtral() -> hf.PreTrainedModel:
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(**SHAPE, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a folder is made, and which class loads it."""
+
+    make: Callable[[], hf.PreTrainedModel]
+    loader: Any
+    host_memory: str  # less than the parameters take
+
+    def save(self, folder: Path) -> None:
+        """Saves random weights as several files."""
+        torch.manual_seed(7)
+        self.make().save_pretrained(folder, max_shard_size="200KB")
+        assert len(list(folder.glob("*.safetensors"))) > 1
+
+    def load(self, folder: Path, **options: Any) -> nn.Module:
+        """The model in that folder; what is not in the folder is drawn from seed 1."""
+        torch.manual_seed(1)
+        model: nn.Module = self.loader.from_pretrained(folder, **options)
+        return model
+
+
+FAMILIES = {
+    "gpt2-tied": Family(gpt2, hf.AutoModelForCausalLM, "700KiB"),
+    "llama-untied": Family(llama, hf.AutoModelForCausalLM, "500KiB"),
+    "bert-new-head": Family(bert, hf.AutoModelForSequenceClassification, "500KiB"),
+    "mixtral-fused": Family(mixtral, hf.AutoModelForCausalLM, "1500KiB"),
+}
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
+def family(request: pytest.FixtureRequest) -> Family:
+    found: Family = request.param
+    return found
+
+
+def context(path: Path, **options: Any) -> hetero.ZeroInitContext:
+    return hetero.ZeroInitContext(
+        **{"placement_policy": "nvme", "dtype": "fp32", "nvme_path": str(path), **options}
+    )
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 301, (2, 12), generator=generator) for _ in range(2)]
+
+
+def train(model: nn.Module, optimizer: Any) -> list[float]:
+    """Losses of some steps; without dropout, because a loaded model is in evaluation mode."""
+    losses = []
+    for tokens in batches():
+        labels = tokens[:, 0] % 2 if "Classification" in type(model).__name__ else tokens
+        loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class TestFromPretrained:
+    @pytest.mark.parametrize("is_tight", [False, True])
+    def test_everything_is_as_outside(self, family: Family, is_tight: bool, tmp_path: Path) -> None:
+        family.save(tmp_path / "model")
+        plain = family.load(tmp_path / "model")
+        drawn = torch.rand(1)
+        budget = family.host_memory if is_tight else "64MiB"
+        with context(tmp_path, host_memory=budget) as made:
+            model = family.load(tmp_path / "model")
+            assert torch.equal(torch.rand(1), drawn)
+        assert made.construction.any_offloaded == is_tight
+        assert made.construction.ledger.peak_bytes["host"] <= parse_bytes(budget)
+        named = dict(plain.named_parameters(remove_duplicate=False))
+        mine = dict(model.named_parameters(remove_duplicate=False))
+        assert named.keys() == mine.keys()
+        for name, param in named.items():
+            assert torch.equal(mine[name], param), name
+            assert mine[name].requires_grad == param.requires_grad
+        ties = {n: m for n, p in named.items() for m, q in named.items() if p is q and m != n}
+        assert all(mine[n] is mine[m] for n, m in ties.items())
+        buffers = dict(model.named_buffers())
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(buffers[name], buffer), name
+        assert model.training == plain.training
+        model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+        assert all(map(torch.equal, hetero.masters(model.parameters()), plain.parameters()))
+        optimizer.engine.close()
+
+    def test_training_and_saving_are_as_outside(self, family: Family, tmp_path: Path) -> None:
+        family.save(tmp_path / "model")
+        outside = family.load(tmp_path / "model")
+        outside, plain = hetero.initialize(
+            outside,
+            hetero.HybridAdam(outside.parameters(), lr=1e-2),
+            placement_policy="nvme",
+            nvme_path=str(tmp_path),
+            dtype="bf16",
+        )
+        expected = train(outside, plain)
+        with context(tmp_path, dtype="bf16", host_memory=family.host_memory):
+            model = family.load(tmp_path / "model")
+        model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), lr=1e-2))
+        assert train(model, optimizer) == expected
+        masters = hetero.masters(model.parameters())
+        assert all(map(torch.equal, masters, hetero.masters(outside.parameters())))
+        model.save_pretrained(tmp_path / "tuned", max_shard_size="100KB")
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        plain.engine.close()
+        optimizer.engine.close()
+        again = dict(family.load(tmp_path / "tuned").named_parameters())
+        assert again.keys() == values.keys()
+        for name, value in values.items():
+            assert again[name].dtype == torch.bfloat16
+            assert torch.equal(again[name], value), name
+
+    def test_the_environment_is_as_before(self, tmp_path: Path) -> None:
+        before = dict(os.environ)
+        with context(tmp_path):
+            nn.Linear(2, 2)
+            assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "1"
+        assert dict(os.environ) == before
+
+
+LOADS = """
+import sys
+import torch, transformers, hetero
+from hetero.setup.construction import ConstructionArena
+
+def anonymous_bytes():
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        (found,) = (line for line in file if line.startswith("RssAnon:"))
+    return int(found.split()[1]) << 10
+
+def sampled(arena, param, adopt=ConstructionArena.adopt):
+    global peak
+    peak = max(peak, anonymous_bytes())
+    adopt(arena, param)
+    peak = max(peak, anonymous_bytes())
+
+folder, nvme_path, budget = sys.argv[1:]
+torch.set_num_threads(1)
+transformers.LlamaForCausalLM  # its code is loaded by then
+peak = before = anonymous_bytes()
+ConstructionArena.adopt = sampled
+with hetero.ZeroInitContext(
+    placement_policy="nvme", nvme_path=nvme_path, host_memory=int(budget)
+) as context:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+print(peak - before, context.construction.ledger.peak_bytes["host"])
+"""
+
+
+def test_a_folder_larger_than_the_budget_streams(tmp_path: Path) -> None:
+    """Anonymous memory is counted: pages of the folder's files are the kernel's to give up.
+
+    The folder is of bf16, so that each tensor takes memory when it becomes fp32.
+    """
+    config = hf.LlamaConfig(
+        **{**SHAPE, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 2048}
+    )
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in hf.LlamaForCausalLM(config).parameters())
+    budget, largest, constant = 25 << 20, 512 * 2048 * 4, 16 << 20
+    assert numel * 4 > 4 * budget
+    model = hf.LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path / "model", max_shard_size="20MB")
+    del model
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, str(tmp_path / "model"), str(tmp_path), str(budget)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    grown, charged = map(int, done.stdout.split())
+    assert charged <= budget
+    assert grown <= budget + largest + constant, f"{grown / 2**20:.1f} MiB"
+
+
+def layers(number: int = 6) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(number)))
+
+
+def on_meta(number: int = 6) -> nn.Sequential:
+    with torch.device("meta"):
+        return layers(number)
+
+
+class TestPlainTorch:
+    def test_to_empty_and_then_initialised(self, tmp_path: Path) -> None:
+        def fill(model: nn.Module) -> None:
+            torch.manual_seed(0)
+            for param in model.parameters():
+                nn.init.normal_(param)
+
+        plain = layers()
+        fill(plain)
+        with context(tmp_path, host_memory=int(2.5 * MATRIX_BYTES)) as made:
+            model = on_meta().to_empty(device="cpu")
+            fill(model)
+        assert made.construction.any_offloaded
+        assert made.construction.ledger.peak_bytes["host"] <= 2.5 * MATRIX_BYTES
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+    def test_a_state_dict_assigned_piece_by_piece(self, tmp_path: Path) -> None:
+        plain = layers()
+        with context(tmp_path, host_memory=int(2.5 * MATRIX_BYTES)) as made:
+            model = on_meta()
+            for name, values in plain.state_dict().items():
+                model.load_state_dict({name: values.clone()}, strict=False, assign=True)
+        assert made.construction.any_offloaded
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+    def test_a_state_dict_that_stays_must_fit(self, tmp_path: Path) -> None:
+        state = layers().state_dict()
+        with (  # torch collects what fails in an error of its own
+            pytest.raises(RuntimeError, match=r"other tensors have the same memory.*49152 bytes"),
+            context(tmp_path, host_memory=int(2.5 * MATRIX_BYTES)),
+        ):
+            on_meta().load_state_dict(state, assign=True)
+        with context(tmp_path, host_memory="1MiB"):
+            model = on_meta()
+            model.load_state_dict(state, assign=True)
+        assert all(map(torch.equal, model.parameters(), state.values()))
+
+    def test_parameters_put_there_without_registration(self, tmp_path: Path) -> None:
+        """accelerate does that for versions of transformers before 5."""
+        plain = layers()
+        with context(tmp_path, host_memory=int(2.5 * MATRIX_BYTES)) as made:
+            model = on_meta()
+            for mine, theirs in zip(model, plain, strict=True):
+                mine._parameters["weight"] = nn.Parameter(theirs.weight.detach().clone())
+        assert made.construction.any_offloaded
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+    def test_parameters_left_on_meta(self, tmp_path: Path) -> None:
+        with context(tmp_path):
+            model = on_meta(3)
+            model[0].to_empty(device="cpu")
+        with pytest.raises(
+            hetero.HeteroError,
+            match=r"'1\.weight' of shape \(64, 64\) is on the meta device.*like 1 others.*assign",
+        ):
+            hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+        model[0].register_buffer("scale", torch.empty(3, device="meta"))
+        with pytest.raises(hetero.HeteroError, match=r"buffer 'scale' of shape \(3,\).*meta"):
+            hetero.initialize(model[0], hetero.HybridAdam(model[0].parameters()))
+
+    def test_a_context_that_leaves_all_on_meta(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(hetero.HeteroError, match="all are on the meta device still"),
+            context(tmp_path),
+        ):
+            on_meta()

@@ -1,0 +1,79 @@
+"""hetero/setup/process_share: a process_memory that is too small is refused in its own words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import hetero
+from offload.memory.process_memory import resident_bytes
+
+
+def smallest(error: pytest.ExceptionInfo[BaseException]) -> int:
+    """The process_memory that a refusal asks for."""
+    found = re.search(r"raise process_memory to .* \((\d+) bytes\) at least", str(error.value))
+    assert found is not None, str(error.value)
+    return int(found[1])
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [("nvme", "the largest parameter so far"), ("cpu", "what is built so far")],
+)
+def test_less_than_the_process_holds(policy: str, what: str, tmp_path: Path) -> None:
+    before = resident_bytes()
+    nvme_path = str(tmp_path) if policy == "nvme" else None
+    with (
+        pytest.raises(hetero.BudgetError) as error,
+        hetero.ZeroInitContext(
+            process_memory="64MiB", placement_policy=policy, nvme_path=nvme_path
+        ),
+    ):
+        nn.Linear(512, 512, bias=False)
+    said = str(error.value)
+    assert "process_memory is 64.0 MiB (67108864 bytes), and without model state" in said
+    assert f"3/4 of the rest, 0 B, may become model state before the first step, and {what}" in said
+    assert "takes 1.0 MiB (1048576 bytes)" in said
+    assert "host" not in said
+    assert smallest(error) >= before + (1 << 20) * 4 // 3
+
+
+def test_a_model_that_does_not_fit_says_what_does(tmp_path: Path) -> None:
+    def build(process_memory: int) -> None:
+        options = {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
+        with hetero.ZeroInitContext(process_memory=process_memory, **options):
+            model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+        _, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+        optimizer.engine.close()
+
+    before = resident_bytes()
+    with pytest.raises(
+        hetero.PlacementError, match="process_memory is .* the least placement of the model"
+    ) as error:
+        build(before + (7 << 20))
+    # The process has grown meanwhile, by the model that was refused at least.
+    build(smallest(error) + max(0, resident_bytes() - before))
+
+
+def test_a_small_host_memory_is_what_is_said(tmp_path: Path) -> None:
+    with (
+        pytest.raises(hetero.BudgetError, match="host_memory must be at least"),
+        hetero.ZeroInitContext(
+            process_memory=resident_bytes() + (1 << 30),
+            host_memory="100KiB",
+            placement_policy="cpu",
+        ),
+    ):
+        nn.Linear(512, 512)
+
+
+def test_the_systems_limit_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero.config.allowed_bytes", lambda: 64 << 20)
+    with (
+        pytest.raises(hetero.BudgetError, match="'auto', the system's limit, is 64.0 MiB.*cgroup"),
+        hetero.ZeroInitContext(process_memory="auto", placement_policy="cpu"),
+    ):
+        nn.Linear(512, 512)
