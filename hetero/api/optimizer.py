@@ -30,6 +30,10 @@ from offload.interrupts import uninterrupted
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
+# Optimizers that initialize() has not connected yet.
+unmanaged: weakref.WeakSet[HybridOptimizer] = weakref.WeakSet()
+
+
 class HybridOptimizer(torch.optim.Optimizer):
     """Updates parameters that an engine manages, where their optimizer states live, in fp32.
 
@@ -47,8 +51,10 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
         self._engine: Engine | None = None
+        self._early_state: dict[str, Any] | None = None  # loaded before initialize()
         self.state_dtype = check_state_dtype(state_dtype)
         super().__init__(params, defaults)
+        unmanaged.add(self)
 
     def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         """Raises ValueError if an option of a param group is out of range; `where` says whose."""
@@ -138,6 +144,10 @@ class HybridOptimizer(torch.optim.Optimizer):
     def connect(self, engine: Engine) -> None:
         """Called by initialize(): from now on `engine` keeps the optimizer's state."""
         self._engine = engine
+        unmanaged.discard(self)
+        if self._early_state is not None:
+            state, self._early_state = self._early_state, None
+            self.load_state_dict(state)
 
     def view(self) -> OptimizerView:
         """What an engine sees of this optimizer, without keeping it alive."""
@@ -235,8 +245,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         Returns:
             as torch's: for each trained parameter "step", the rule's states and "master", all in
             fp32, whole, in the parameter's shape. They are in RAM that no budget counts, 4 bytes
-            per element each.
+            per element each. Before initialize() there is no state, but for one that was loaded.
         """
+        if self._engine is None:
+            return self._early_state or super().state_dict()
         params = self._all_params()
         states = export_states(self.engine, params, self.state_names)
         state = super().state_dict()
@@ -256,7 +268,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         as old as that.) Options that torch does not have stay.
 
         Gives up a step that updates during backward have half made, if the state has the masters of
-        all parameters that they updated.
+        all parameters that they updated. Before initialize() it is kept, and loaded by that.
 
         Args:
             state_dict: as state_dict() gives it.
@@ -265,6 +277,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             ValueError: it does not fit this optimizer, or has values that no training gives, such
                 as NaN or a negative exp_avg_sq. Nothing is changed.
         """
+        if self._engine is None:
+            self._early_state = state_dict if state_dict["state"] else None
+            return
         self.engine.added_params.take_in_unfrozen()
         refuse_other_rules(state_dict["param_groups"])
         from_torch = is_from_torch(state_dict["param_groups"])

@@ -172,6 +172,10 @@ class Engine:
             self.params.follow_homes(chunk_group)
         self.predictions.learned.restart()  # what was learned so far was of other placements
 
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether this engine manages the model."""
+        return self._model() is model
+
     @property
     def model(self) -> torch.nn.Module:
         """The model that this engine manages."""

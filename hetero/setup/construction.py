@@ -76,7 +76,7 @@ class ConstructionArena:
         self._in_block = False
         self._guards = False  # parameters in RAM have the class of absent ones between their uses
         self._placing = False  # initialize() gives parameters their places
-        self._ended = False  # nothing moves to disk any more
+        self.is_closed = False  # nothing moves to disk any more
         self._bringing = threading.RLock()
         # By id(param). One that is offloaded or brought in becomes the last: the first is the next.
         self._records: OrderedDict[int, Record] = OrderedDict()
@@ -100,6 +100,10 @@ class ConstructionArena:
     def is_empty(self) -> bool:
         """Whether no parameter was adopted so far."""
         return self._adopted == 0
+
+    def has_no_others_than(self, params: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether these are all parameters that are under construction."""
+        return self._records.keys() <= {id(param) for param in params}
 
     def begin_block(self) -> None:
         """The block of a ZeroInitContext begins."""
@@ -159,7 +163,7 @@ class ConstructionArena:
     def _relieve(self, tier: Tier, nbytes: int) -> None:
         """Frees at least `nbytes` of RAM, as far as it can: called by the ledger."""
         has_file = self.config.nvme_path is not None
-        if self._ended or tier is not Tier.HOST or not (has_file or self.world.shard):
+        if self.is_closed or tier is not Tier.HOST or not (has_file or self.world.shard):
             return
         before = self.ledger.used(tier, Account.INIT)
         for record in list(self._records.values()):
@@ -176,11 +180,7 @@ class ConstructionArena:
     def _offload(self, record: Record) -> None:
         """Offloads a parameter that is in RAM, unless something else refers to its memory."""
         param = record.param()
-        if (
-            not record.charged
-            or param is None
-            or not may_be_offloaded(param, heed_graphs=not self._placing)
-        ):
+        if not record.charged or param is None or not self._may_move(param):
             return
         values = memory_in(param)
         flat = values.contiguous().view(-1).view(torch.uint8)
@@ -200,6 +200,9 @@ class ConstructionArena:
         if part is not None:  # after the whole was given up: there is room for a part of it
             self.ledger.charge(Tier.HOST, Account.INIT, self._part_bytes(record.nbytes))
             record.part = part
+
+    def _may_move(self, param: torch.nn.Parameter) -> bool:
+        return may_be_offloaded(param, heed_graphs=not self._placing)
 
     def _part_bytes(self, nbytes: int) -> int:
         """Bytes charged for a rank's part: the same on all ranks, so that they offload the same."""
@@ -336,7 +339,7 @@ class ConstructionArena:
     def _fixed_bytes(self) -> int:
         """Bytes of parameters in RAM that cannot be offloaded now."""
         held = [(record, record.param()) for record in self._records.values() if record.charged]
-        return sum(r.charged for r, p in held if p is not None and not may_be_offloaded(p))
+        return sum(r.charged for r, p in held if p is not None and not self._may_move(p))
 
     def _values(self, record: Record, param: torch.nn.Parameter) -> torch.Tensor:
         """An offloaded parameter's values: from the file, or from all ranks' parts."""
@@ -459,7 +462,7 @@ class ConstructionArena:
 
     def restore(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Gives all parameters their values, as if they had not been adopted, and closes."""
-        self._ended = True
+        self.is_closed = True
         for param in params:
             record = self._records.get(id(param))
             if record is not None and record in self._offloaded:
@@ -470,7 +473,7 @@ class ConstructionArena:
 
     def close(self) -> None:
         """Frees the scratch file."""
-        self._ended = True
+        self.is_closed = True
         trim_heap()
         self._file.close()
 

@@ -13,6 +13,7 @@ import torch
 
 from hetero.config import Config
 from hetero.setup.construction import ConstructionArena
+from hetero.setup.first_forward import await_forward
 from hetero.setup.join_ranks import join_ranks
 from hetero.stand_ins.construction_uses import ConstructionAlias, memory_of
 from hetero.stand_ins.parameter_classes import AbsentParameter, PresentParameter
@@ -35,7 +36,8 @@ class ZeroInitContext:
     parameters are taken one by one as they get memory inside the block.
 
     Between the block and hetero.initialize() the parameters read and write as plain ones do; with
-    several ranks only those that are in RAM.
+    several ranks only those that are in RAM. If an optimizer of hetero was made of them, the first
+    forward in training mode calls initialize(), as loops need that make the optimizer themselves.
 
     Args:
         config: a Config, a mapping, or the path of a JSON file.
@@ -94,6 +96,8 @@ class ZeroInitContext:
                 "on the meta device still; build the model there, or give the options to "
                 "hetero.initialize() instead"
             )
+        if failure is None:
+            await_forward(self.construction)
 
     def _registering(self, register: Callable[..., None]) -> Callable[..., None]:
         """Module.register_parameter() that also puts the parameter under construction."""

@@ -80,6 +80,8 @@ def initialize(
             f"{type(optimizer).__name__}: the update runs where the state lives"
         )
     if optimizer._engine is not None:
+        if optimizer._engine.is_of(model) and config is None and not options:
+            return model, optimizer  # by its first forward, say
         raise ValueError("this optimizer was initialized already")
     optimized = _optimized(model, optimizer)
     for name, param in model.named_parameters():

@@ -104,7 +104,7 @@ class Process:
         self.beside_bytes = 0
         self.engine: Any = None
         monkeypatch.setattr(ResidentMemory, "nbytes", lambda _: self.nbytes())
-        monkeypatch.setattr("hetero.config.resident_bytes", self.nbytes)
+        monkeypatch.setattr("hetero.setup.process_share.resident_bytes", self.nbytes)
 
     def nbytes(self) -> int:
         managed = (
