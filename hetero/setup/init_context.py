@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -52,14 +53,15 @@ class ZeroInitContext:
         mesh: Any = None,
         **options: Any,
     ) -> None:
-        made = Config.make(config, **options)
-        self.construction = ConstructionArena(made, join_ranks(made, process_group, mesh))
+        made, self._world = join_ranks(partial(Config.make, config, **options), process_group, mesh)
+        with self._world.telling_failures("ZeroInitContext(...)"):
+            self.construction = ConstructionArena(made, self._world)
         self._block = ExitStack()  # what ends with it
 
     def __enter__(self) -> ZeroInitContext:
         if ZeroInitContext._active is not None:
             raise HeteroError("ZeroInitContext is already active; contexts do not nest")
-        with ExitStack() as block:
+        with self._world.telling_failures("ZeroInitContext"), ExitStack() as block:
             block.callback(setattr, ZeroInitContext, "_active", None)
             ZeroInitContext._active = self
             self._draw_alike(block)
@@ -73,7 +75,11 @@ class ZeroInitContext:
             self._block = block.pop_all()
         return self
 
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, *_: object
+    ) -> None:
+        if failure is not None:  # first of all: other ranks may wait for this one
+            self._world.tell_failure("the block of ZeroInitContext", failure)
         self._block.close()
         if failure is None and self.construction.is_empty:
             raise HeteroError(
