@@ -39,16 +39,34 @@ def meet(ranks: Sequence[int], timeout_s: float) -> Any:
     store, number = _next_meeting(ranks)
     try:
         _meet(ranks, timeout_s, store, _Arrivals(ranks, number))
+    except RuntimeError as error:
+        raise PeerError(
+            f"torch.distributed's store cannot be reached from rank {dist.get_rank()}, because the "
+            f"process that keeps it (torchrun, or else rank 0) is gone: look at its own error"
+        ) from error
     except BaseException as error:
-        _tell(store, error)
+        tell_failure(store, error)
         raise
     return store
+
+
+def look(store: Any) -> None:
+    """Raises PeerError if a rank failed before it was connected with all others of the meeting."""
+    if store.check([_FAILED]):
+        raise PeerError(store.get(_FAILED).decode())
+
+
+def tell_failure(store: Any, error: BaseException) -> None:
+    """Tells the others of the meeting that this rank fails before it is connected with them."""
+    with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+        text = f"rank {dist.get_rank()} failed before it met the others: {name_error(error)}"
+        store.compare_set(_FAILED, "", text)
 
 
 def absent(ranks: Sequence[int], error: BaseException) -> None:
     """Instead of meet(): the other ranks' next one raises PeerError, with the text of `error`."""
     if len(ranks) > 1:
-        _tell(_next_meeting(ranks)[0], error)
+        tell_failure(_next_meeting(ranks)[0], error)
 
 
 def _next_meeting(ranks: Sequence[int]) -> tuple[Any, int]:
@@ -59,25 +77,23 @@ def _next_meeting(ranks: Sequence[int]) -> tuple[Any, int]:
     return dist.distributed_c10d.PrefixStore(name, store), number
 
 
-def _tell(store: Any, error: BaseException) -> None:
-    with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
-        text = f"rank {dist.get_rank()} failed before it met the others: {name_error(error)}"
-        store.compare_set(_FAILED, "", text)
-
-
 def _meet(ranks: Sequence[int], timeout_s: float, store: Any, arrivals: _Arrivals) -> None:
     store.set(f"here/{dist.get_rank()}", "")
     started = time.monotonic()
     here = {rank: f"here/{rank}" for rank in ranks}
-    while not store.check(list(here.values())):
-        gone = arrivals.gone  # looked at first: what it told before it ended is in the store
-        if store.check([_FAILED]):
-            raise PeerError(store.get(_FAILED).decode())
+    while True:
+        all_here = store.check(list(here.values()))
+        if all_here:
+            arrivals.wait()
+        gone = list(arrivals.gone)  # before look(): what it told before it ended is in the store
+        look(store)
         if gone:
             raise PeerError(
                 f"rank {min(gone)} is gone (its process ended before hetero's start): look at its "
                 f"own error"
             )
+        if all_here:
+            return
         if time.monotonic() - started > timeout_s:
             missing = next(rank for rank, key in here.items() if not store.check([key]))
             raise PeerError(
@@ -87,7 +103,6 @@ def _meet(ranks: Sequence[int], timeout_s: float, store: Any, arrivals: _Arrival
                 f"slow"
             )
         time.sleep(_LOOK_S)
-    arrivals.wait()
 
 
 class _Arrivals:
@@ -129,7 +144,7 @@ class _Arrivals:
             self._group.recv([byte], rank, _FIRST_TAG - 1).wait(timedelta(milliseconds=1))
 
     def wait(self) -> None:
-        """Until all bytes have arrived, after all ranks have come."""
+        """Until all bytes have arrived, or cannot; after all ranks have come."""
         join_all(self._threads)
 
 

@@ -12,7 +12,7 @@ import enum
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -134,7 +134,12 @@ class Communicator:
     """
 
     def __init__(
-        self, ranks: Sequence[int], timeout_s: float, failures: FailedRanks, store: Any
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        failures: FailedRanks,
+        store: Any,
+        look: Callable[[], None],
     ) -> None:
         """Connects the members. All of them must call this, after they have met.
 
@@ -143,6 +148,7 @@ class Communicator:
             timeout_s: limit of each wait for another member.
             failures: where failed ranks are noted.
             store: torch.distributed's, with a prefix that nothing else has had.
+            look: raises PeerError if a member has failed, and so will never be connected.
 
         Raises PeerError if a member is not there any more.
         """
@@ -161,13 +167,13 @@ class Communicator:
         self._lock = threading.Lock()
         self._unanswered: list[Message] = []  # keep their tensors until close()
 
-        self._group, self._requests = self._connect()
+        self._group, self._requests = self._connect(look)
         failures.add(self)
 
     def _world_rank(self) -> int:
         return dist.get_rank()
 
-    def _connect(self) -> tuple[Any, Any]:
+    def _connect(self, look: Callable[[], None]) -> tuple[Any, Any]:
         """Makes the connections for data and for requests."""
         made: list[Any] = []
 
@@ -181,7 +187,7 @@ class Communicator:
 
         started = time.perf_counter()
         try:
-            wait_interruptibly(connect, lambda: None, self._end_by)
+            wait_interruptibly(connect, look, self._end_by)
         except RuntimeError as error:
             waited_s = time.perf_counter() - started
             raise self.failure(self.others[0], "hetero's start", str(error), waited_s) from error

@@ -8,13 +8,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hetero.ranks.failed_ranks import FailedRanks, name_error
-from hetero.ranks.meeting import absent, meet
+from hetero.ranks.meeting import absent, look, meet, tell_failure
 from hetero.ranks.messages import Communicator
 from offload.errors import HeteroError, PeerError
 
@@ -60,10 +61,14 @@ class ProcessGroups:
         def connect(ranks: list[int]) -> Communicator | None:
             return self._connect(ranks, timeout_s) if len(ranks) > 1 else None
 
-        self.shard = connect(shard)
-        place = shard.index(_my_rank())
-        self.replicas = connect([one[place] for one in replicas])
-        self.everyone = self.shard if len(replicas) == 1 else connect(everyone)
+        try:
+            self.shard = connect(shard)
+            place = shard.index(_my_rank())
+            self.replicas = connect([one[place] for one in replicas])
+            self.everyone = self.shard if len(replicas) == 1 else connect(everyone)
+        except BaseException as error:
+            tell_failure(self._store, error)
+            raise
         self.local_ranks = self._count_local()
 
     @property
@@ -108,7 +113,7 @@ class ProcessGroups:
         self._connected += 1
         name = f"{number}/{'-'.join(map(str, ranks))}"
         store = dist.distributed_c10d.PrefixStore(name, self._store)
-        return Communicator(ranks, timeout_s, self.failures, store)
+        return Communicator(ranks, timeout_s, self.failures, store, partial(look, self._store))
 
     def groups(self) -> list[Communicator]:
         """The communicators, each once."""
@@ -222,10 +227,10 @@ class ProcessGroups:
         first = self.failures.first
         if error is not None:
             self.failures.end(f"{self.name} ended by {name_error(error)}")
+        elif self.failures.own_end is None and first is None:
+            self.failures.tell(f"{self.name} closed its engine, or its program ended")
         elif first is not None:
             self.failures.end(f"{self.name} closed its engine, after this: {first[1]}")
-        else:
-            self.failures.tell(f"{self.name} closed its engine, or its program ended")
 
     def close(self) -> None:
         """Drops all connections."""

@@ -101,12 +101,12 @@ class ThreadCommunicator(Communicator):
 
     def __init__(self, network: Network, name: Any, ranks: list[int], me: int) -> None:
         self._network, self._name, self._me = network, name, me
-        super().__init__(ranks, PATIENCE_S, FailedRanks(), dist.HashStore())
+        super().__init__(ranks, PATIENCE_S, FailedRanks(), dist.HashStore(), look=lambda: None)
 
     def _world_rank(self) -> int:
         return self._me
 
-    def _connect(self) -> tuple[Any, Any]:
+    def _connect(self, look: Any) -> tuple[Any, Any]:
         return ThreadGroup(self._network, self._name, self.rank), None
 
 
