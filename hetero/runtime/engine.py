@@ -421,8 +421,12 @@ class Engine:
         # The garbage collector runs in any thread, also in one for whose end _free() waits.
         if in_background():
             threading.Thread(target=self._free, name=f"{THREAD_PREFIX}closing").start()
-        else:
+            return
+        try:
             self._free()
+        except KeyboardInterrupt:
+            self._free()  # which waits for no other rank now
+            raise
 
     def _leave_ranks(self) -> None:
         if self.world.everyone is None or os.getpid() != self._process:
