@@ -86,8 +86,12 @@ class Message:
     def wait(self) -> None:
         """Returns when the bytes have been sent or received. Raises PeerError; idempotent."""
         if self.tensor is not None:
-            self.peers.wait(self.work, self.peer, self.what, self.operation)
-            self.tensor = None
+            self.peers.wait(self._wait, self.peer, self.what, self.operation)
+
+    def _wait(self, limit: timedelta) -> None:
+        self.work.wait(limit)
+        # Here, whatever becomes of who waits: gloo's work must not be waited for twice.
+        self.tensor = None
 
 
 @dataclass(eq=False)
@@ -161,6 +165,7 @@ class Communicator:
         self.sent_bytes = 0  # of gradients, and of answers to requests
         self.received_bytes = 0
         self._store = store
+        self._is_broken_off = False
         self._operations = dict.fromkeys(Channel, 0)  # begun
         self._made = dict.fromkeys(Channel, 0)  # of which all messages are on their way
         self._replies = 0
@@ -198,11 +203,18 @@ class Communicator:
         """A member's name as users know it: "rank 3" of the world."""
         return f"rank {self.ranks[peer]}"
 
-    def wait(self, work: Any, peer: int, what: str, operation: Operation | None = None) -> None:
-        """Waits for one transfer with `peer`, which `what` names in the error.
+    def wait(
+        self,
+        wait: Callable[[timedelta], object],
+        peer: int,
+        what: str,
+        operation: Operation | None = None,
+    ) -> None:
+        """Calls `wait` for one transfer with `peer`, which `what` names in the error.
 
-        `operation` is the common one that it is part of, if any. Raises PeerError. If a signal
-        handler raises meanwhile, as Ctrl-C's does, this rank ends for the others.
+        It gets the time limit, and raises RuntimeError if the transfer fails. `operation` is the
+        common one that it is part of, if any. Raises PeerError. If a signal handler raises
+        meanwhile, as Ctrl-C's does, this rank ends for the others.
         """
         started = time.perf_counter()
 
@@ -212,8 +224,10 @@ class Communicator:
                 raise self.failure(peer, what, end.why)
 
         try:
-            wait = partial(work.wait, timedelta(seconds=self.timeout_s))
-            wait_interruptibly(wait, look, self._end_by)
+            if self._is_broken_off:
+                raise RuntimeError("the connections are broken off")
+            limit = timedelta(seconds=self.timeout_s)
+            wait_interruptibly(partial(wait, limit), look, self._end_by)
         except RuntimeError as error:
             waited_s = time.perf_counter() - started
             raise self.failure(peer, what, str(error), waited_s) from error
@@ -273,6 +287,7 @@ class Communicator:
                 with contextlib.suppress(RuntimeError):
                     nothing = torch.empty(1, dtype=torch.uint8)
                     group.recv([nothing], self.others[0], _NEVER_SENT).wait(_AT_ONCE)
+        self._is_broken_off = True
 
     # Common operations
 

@@ -24,9 +24,7 @@ from offload.memory.operation import THREAD_PREFIX
 
 LOOK_S = 0.1  # how often a wait looks whether it is in vain
 _IDLE_S = 1.0  # after which the thread that waits ends; the next wait starts another
-_END_S = 10.0  # for a thread whose connections are broken off to end
-
-_Job = tuple[Callable[[], object], SimpleQueue[BaseException | None]]
+_END_S = 5.0  # for a thread whose connections are broken off to end
 _threads: dict[threading.Thread, Callable[[], object]] = {}  # each with what ends its waits
 
 
@@ -73,6 +71,33 @@ weakref.finalize(_end_threads, _end_threads)
 os.register_at_fork(after_in_child=_threads.clear)  # they are the parent's
 
 
+class _Job:
+    """A wait that another thread makes."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait: Callable[[], object] | None = wait
+        self._ends: SimpleQueue[None] = SimpleQueue()
+        self.failure: BaseException | None = None
+        self.has_ended = False  # an exception may take what _ends has, but not this
+
+    def run(self) -> None:
+        wait, self._wait = self._wait, None
+        assert wait is not None
+        try:
+            wait()
+        except BaseException as error:
+            self.failure = error
+        self.has_ended = True
+        self._ends.put(None)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for the end, so long."""
+        if not self.has_ended:
+            with contextlib.suppress(Empty):
+                self._ends.get(timeout=seconds)
+        return self.has_ended
+
+
 class _Waiter:
     """Waits for the main thread, in a thread that ends when it has been idle for a while."""
 
@@ -80,12 +105,11 @@ class _Waiter:
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
 
-    def do(self, wait: Callable[[], object], done: SimpleQueue[BaseException | None]) -> None:
-        """Calls `wait` and puts what it raises, or None, into `done`."""
+    def do(self, job: _Job) -> None:
+        """Runs the job, after those before it."""
         with self._lock:
-            self._jobs.put((wait, done))
+            self._jobs.put(job)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name=f"{THREAD_PREFIX}waiting", daemon=True
@@ -95,20 +119,15 @@ class _Waiter:
     def _work(self) -> None:
         while True:
             try:
-                wait, done = self._jobs.get(timeout=_IDLE_S)
+                job = self._jobs.get(timeout=_IDLE_S)
             except Empty:
                 with self._lock:
                     if self._jobs.empty():
                         self._thread = None
                         return
                 continue
-            try:
-                wait()
-            except BaseException as error:
-                done.put(error)
-            else:
-                done.put(None)
-            del wait, done  # with the memory they refer to, before the next one is waited for
+            job.run()
+            del job  # with the memory it refers to, before the next one is waited for
 
 
 _waiter = _Waiter()
@@ -136,25 +155,19 @@ def wait_interruptibly(
     if threading.current_thread() is not threading.main_thread():
         wait()
         return
-    done: SimpleQueue[BaseException | None] = SimpleQueue()
-    waiting = False
-    failure = None
+    job, is_given = _Job(wait), False
     try:
-        _waiter.do(wait, done)
-        waiting = True
-        while True:
-            with contextlib.suppress(Empty):
-                failure = done.get(timeout=LOOK_S)
-                break
+        _waiter.do(job)
+        is_given = True
+        while not job.ends_within(LOOK_S):
             look()
     except BaseException as error:
         end(error)
-        if waiting:
-            with contextlib.suppress(Empty):
-                done.get(timeout=_END_S)
+        if is_given and not job.ends_within(_END_S):
+            _make_waiter()  # no other wait must come after this one
         raise
-    if failure is not None:
+    if job.failure is not None:
         try:
-            raise failure
+            raise job.failure
         finally:
-            del failure  # whose frames refer to this one
+            del job  # the failure's frames refer to this one

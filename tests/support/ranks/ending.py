@@ -114,10 +114,10 @@ def _say_when_waiting(place: Place, where: str) -> None:
     patch = pytest.MonkeyPatch()
     wait, is_needed, meet = Communicator.wait, ShardServer._is_needed, meeting._meet
 
-    def wait_and_say(self: Communicator, work: Any, peer: int, what: str, *more: Any) -> None:
+    def wait_and_say(self: Communicator, wait_for: Any, peer: int, what: str, *more: Any) -> None:
         if WAITS.get(where, "(elsewhere)") in what:
             place.say("waiting")
-        wait(self, work, peer, what, *more)
+        wait(self, wait_for, peer, what, *more)
 
     def close_and_say(self: ShardServer) -> bool:
         place.say("waiting")
