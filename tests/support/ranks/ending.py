@@ -115,9 +115,12 @@ def _say_when_waiting(place: Place, where: str) -> None:
     wait, is_needed, meet = Communicator.wait, ShardServer._is_needed, meeting._meet
 
     def wait_and_say(self: Communicator, wait_for: Any, peer: int, what: str, *more: Any) -> None:
-        if WAITS.get(where, "(elsewhere)") in what:
-            place.say("waiting")
-        wait(self, wait_for, peer, what, *more)
+        def say_and_wait(limit: Any) -> None:  # when this rank is inside of the wait
+            if WAITS.get(where, "(elsewhere)") in what:
+                place.say("waiting")
+            wait_for(limit)
+
+        wait(self, say_and_wait, peer, what, *more)
 
     def close_and_say(self: ShardServer) -> bool:
         place.say("waiting")
