@@ -7,24 +7,30 @@ that no other code uses.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from hetero.ranks.failed_ranks import FailedRanks, name_error
+from hetero.ranks.waiting import wait_interruptibly
 from offload.errors import HeteroError, PeerError
 
 _FOREVER = timedelta(days=365)
+_AT_ONCE = timedelta(milliseconds=1)
 _TAGS = 1 << 28  # tags of requested and of common messages are kept apart by this
 _REFUSAL_BYTES = 512
 _TITLE_BYTES = 160  # of the text that says what a common operation is
-_groups_made: dict[tuple[int, ...], int] = {}  # by their ranks; the numbers agree on all ranks
+_NEVER_SENT = 2 * _TAGS + 1  # a tag without messages
 
 
 class Channel(enum.IntEnum):
@@ -39,26 +45,31 @@ class Channel(enum.IntEnum):
     ROUNDS = 2  # the beginning of a round
 
 
-class FailedRanks:
-    """The ranks that are known to have failed, the first to be known first.
+class Operation(NamedTuple):
+    """A common operation: its channel, and how many that channel had before it."""
 
-    All communicators of an engine share one, so that errors can name the first cause.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._why: dict[int, str] = {}
-
-    def note(self, rank: int, why: str) -> None:
-        """Notes that rank `rank` (in the world) failed; `why` is a sentence for an error."""
-        with self._lock:
-            self._why.setdefault(rank, why)
+    channel: Channel
+    number: int
 
     @property
-    def first(self) -> tuple[int, str] | None:
-        """The rank that was the first to be known, and why it failed; None if none failed."""
-        with self._lock:
-            return next(iter(self._why.items()), None)
+    def tag(self) -> int:
+        """What its messages are known by."""
+        return _TAGS + (self.number * len(Channel) + self.channel) % _TAGS
+
+
+@dataclass(frozen=True)
+class End:
+    """What a rank told when it ended or left.
+
+    Attributes:
+        attempt: FailedRanks.attempt at that time.
+        made: how many operations it had made, by channel; it makes no others.
+        why: a sentence.
+    """
+
+    attempt: int
+    made: Sequence[int]
+    why: str
 
 
 @dataclass(eq=False)
@@ -70,12 +81,17 @@ class Message:
     tensor: torch.Tensor | None
     peer: int
     what: str
+    operation: Operation | None = None  # the common one that it is part of
 
     def wait(self) -> None:
         """Returns when the bytes have been sent or received. Raises PeerError; idempotent."""
         if self.tensor is not None:
-            self.peers.wait(self.work, self.peer, self.what)
-            self.tensor = None
+            self.peers.wait(self._wait, self.peer, self.what, self.operation)
+
+    def _wait(self, limit: timedelta) -> None:
+        self.work.wait(limit)
+        # Here, whatever becomes of who waits: gloo's work must not be waited for twice.
+        self.tensor = None
 
 
 @dataclass(eq=False)
@@ -121,15 +137,24 @@ class Communicator:
     ShardServer.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float, failures: FailedRanks) -> None:
-        """Connects the members. All of them must call this.
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        failures: FailedRanks,
+        store: Any,
+        look: Callable[[], None],
+    ) -> None:
+        """Connects the members. All of them must call this, after they have met.
 
         Args:
             ranks: the members' ranks in the world; this process is one of them.
             timeout_s: limit of each wait for another member.
             failures: where failed ranks are noted.
+            store: torch.distributed's, with a prefix that nothing else has had.
+            look: raises PeerError if a member has failed, and so will never be connected.
 
-        Raises PeerError if a member did not come in time.
+        Raises PeerError if a member is not there any more.
         """
         self.ranks = tuple(ranks)
         self.size = len(ranks)
@@ -139,66 +164,82 @@ class Communicator:
         self.timeout_s = timeout_s
         self.sent_bytes = 0  # of gradients, and of answers to requests
         self.received_bytes = 0
-        self._operations = dict.fromkeys(Channel, 0)
+        self._store = store
+        self._is_broken_off = False
+        self._operations = dict.fromkeys(Channel, 0)  # begun
+        self._made = dict.fromkeys(Channel, 0)  # of which all messages are on their way
         self._replies = 0
         self._lock = threading.Lock()
         self._unanswered: list[Message] = []  # keep their tensors until close()
 
-        self._group, self._requests = self._connect()
+        self._group, self._requests = self._connect(look)
+        failures.add(self)
 
     def _world_rank(self) -> int:
         return dist.get_rank()
 
-    def _connect(self) -> tuple[Any, Any]:
+    def _connect(self, look: Callable[[], None]) -> tuple[Any, Any]:
         """Makes the connections for data and for requests."""
-        number = _groups_made.get(self.ranks, 0)
-        _groups_made[self.ranks] = number + 1
-        # Made directly: groups by dist.new_group() have names that are used again after they
-        # were destroyed, with the addresses of the old ones still in the store.
-        store = dist.distributed_c10d.PrefixStore(
-            f"hetero/{'-'.join(map(str, self.ranks))}/{number}",
-            dist.distributed_c10d._get_default_store(),
-        )
-        self._meet(store)
+        made: list[Any] = []
 
-        def group(purpose: str) -> Any:
-            return dist.ProcessGroupGloo(
-                dist.distributed_c10d.PrefixStore(purpose, store),
-                self.rank,
-                self.size,
-                timedelta(seconds=self.timeout_s),
-            )
+        def connect() -> None:
+            # Made directly: groups by dist.new_group() have names that are used again after they
+            # were destroyed, with the addresses of the old ones still in the store.
+            for purpose in ("data", "requests"):
+                store = dist.distributed_c10d.PrefixStore(purpose, self._store)
+                timeout = timedelta(seconds=self.timeout_s)
+                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
 
-        return group("data"), group("requests")
-
-    def _meet(self, store: Any) -> None:
-        """Returns when all members have come; gloo's own error would not name the missing rank."""
-        store.set(f"here/{self.rank}", "")
-        started = time.monotonic()
-        for peer in self.others:
-            left_s = max(0.001, self.timeout_s - (time.monotonic() - started))
-            try:
-                store.wait([f"here/{peer}"], timedelta(seconds=left_s))
-            except RuntimeError as error:
-                waited_s = time.monotonic() - started
-                raise self.failure(peer, "hetero's start", str(error), waited_s) from error
+        started = time.perf_counter()
+        try:
+            wait_interruptibly(connect, look, self._end_by)
+        except RuntimeError as error:
+            waited_s = time.perf_counter() - started
+            raise self.failure(self.others[0], "hetero's start", str(error), waited_s) from error
+        data, requests = made
+        return data, requests
 
     def name(self, peer: int) -> str:
         """A member's name as users know it: "rank 3" of the world."""
         return f"rank {self.ranks[peer]}"
 
-    def wait(self, work: Any, peer: int, what: str) -> None:
-        """Waits for one transfer with `peer`, which `what` names in the error. Raises PeerError."""
+    def wait(
+        self,
+        wait: Callable[[timedelta], object],
+        peer: int,
+        what: str,
+        operation: Operation | None = None,
+    ) -> None:
+        """Calls `wait` for one transfer with `peer`, which `what` names in the error.
+
+        It gets the time limit, and raises RuntimeError if the transfer fails. `operation` is the
+        common one that it is part of, if any. Raises PeerError. If a signal handler raises
+        meanwhile, as Ctrl-C's does, this rank ends for the others.
+        """
         started = time.perf_counter()
+
+        def look() -> None:
+            end = None if operation is None else self._end_of(peer)
+            if operation and end and end.made[operation.channel] <= operation.number:
+                raise self.failure(peer, what, end.why)
+
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            if self._is_broken_off:
+                raise RuntimeError("the connections are broken off")
+            limit = timedelta(seconds=self.timeout_s)
+            wait_interruptibly(partial(wait, limit), look, self._end_by)
         except RuntimeError as error:
             waited_s = time.perf_counter() - started
             raise self.failure(peer, what, str(error), waited_s) from error
 
     def failure(self, peer: int, what: str, why: str, waited_s: float = 0.0) -> PeerError:
         """The error for a failed transfer with `peer`; it names the first failure too, if known."""
-        if "imed out" in why or "timeout" in why:
+        if self.failures.own_end is not None:
+            return PeerError(f"{self.failures.own_end}; {what} needs other ranks")
+        end = self._end_of(peer)
+        if end is not None:
+            fact = f"{end.why} ({self.name(self.rank)} needed it for {what})"
+        elif "imed out" in why or "timeout" in why:
             fact = (
                 f"{self.name(peer)} did not take part in {what} within {waited_s:.0f} s; it hangs, "
                 f"is much slower, or runs other code than {self.name(self.rank)}. All ranks must "
@@ -212,6 +253,41 @@ class Communicator:
         assert first is not None
         cause = "" if first[0] == self.ranks[peer] else f"; before that: {first[1]}"
         return PeerError(f"{fact}{cause}")
+
+    # The end
+
+    def tell_end(self, why: str) -> None:
+        """Tells the other members that this one makes no more common operations, and why.
+
+        A wait for one that it has not made ends then. What it has made, and answers to requests,
+        arrive as before.
+        """
+        end = End(self.failures.attempt, [self._made[channel] for channel in Channel], why)
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            self._store.set(f"end/{self.rank}", json.dumps(asdict(end)))
+
+    def _end_of(self, peer: int) -> End | None:
+        """What `peer` told, if it has ended."""
+        key = f"end/{peer}"
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            if self._store.check([key]):
+                end = End(**json.loads(self._store.get(key)))
+                return end if end.attempt == self.failures.attempt else None
+        return None
+
+    def _end_by(self, error: BaseException) -> None:
+        self.failures.end(f"{self.name(self.rank)} ended by {name_error(error)}")
+
+    def break_off(self) -> None:
+        """Ends all transfers and waits, here and on the other members; idempotent."""
+        for group in (self._group, self._requests):
+            if group is not None:
+                # gloo closes all connections of a group of which one transfer has timed out; it
+                # has no other way to end what waits for them.
+                with contextlib.suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    group.recv([nothing], self.others[0], _NEVER_SENT).wait(_AT_ONCE)
+        self._is_broken_off = True
 
     # Common operations
 
@@ -233,25 +309,28 @@ class Communicator:
         Returns the messages on their way. No tensor may be used otherwise until they have arrived.
         Raises PeerError, and HeteroError if another member makes a different call (CALLS only).
         """
-        tag = self._next_tag(channel)
         receiving = {p: into for p in self.others if (into := receives[p]) is not None}
         sending = {p: part for p in self.others if (part := sends[p]) is not None}
         messages = []
         if channel is Channel.CALLS:
             # gloo ends the process that gets more bytes than it expects.
             messages += self._announce(sending, receiving, what)
-        messages += [self._receive(into, p, tag, what) for p, into in receiving.items()]
-        messages += [self._send(part, p, tag, what) for p, part in sending.items()]
+        operation = self._next_operation(channel)
+        for peer, into in receiving.items():
+            messages.append(self._receive(into, peer, operation.tag, what, operation))
+        for peer, part in sending.items():
+            messages.append(self._send(part, peer, operation.tag, what, operation))
+        self._made[channel] = operation.number + 1
         if channel is Channel.GRADIENTS:
             with self._lock:  # threads that answer requests count too
                 self.sent_bytes += sum(part.nbytes for part in sending.values())
                 self.received_bytes += sum(into.nbytes for into in receiving.values())
         return AllToAll(messages)
 
-    def _next_tag(self, channel: Channel) -> int:
+    def _next_operation(self, channel: Channel) -> Operation:
         number = self._operations[channel]
         self._operations[channel] += 1
-        return _TAGS + (number * len(Channel) + channel) % _TAGS
+        return Operation(channel, number)
 
     def _announce(
         self, sending: dict[int, torch.Tensor], receiving: dict[int, torch.Tensor], what: str
@@ -260,14 +339,16 @@ class Communicator:
 
         Returns the messages that are still being sent. Raises HeteroError for a difference.
         """
-        tag = self._next_tag(Channel.CALLS)
+        operation = self._next_operation(Channel.CALLS)
+        tag = operation.tag
 
         def title(content: torch.Tensor) -> torch.Tensor:
             return _padded(f"{what} ({content.nbytes} bytes)", _TITLE_BYTES)
 
         theirs = {peer: _padded("", _TITLE_BYTES) for peer in receiving}
-        heard = [self._receive(into, peer, tag, what) for peer, into in theirs.items()]
-        sent = [self._send(title(part), peer, tag, what) for peer, part in sending.items()]
+        heard = [self._receive(into, p, tag, what, operation) for p, into in theirs.items()]
+        sent = [self._send(title(part), p, tag, what, operation) for p, part in sending.items()]
+        self._made[Channel.CALLS] = operation.number + 1
         for message, (peer, into) in zip(heard, receiving.items(), strict=True):
             message.wait()
             ours = title(into)
@@ -321,14 +402,17 @@ class Communicator:
 
     def next_request(self, peer: int, header: torch.Tensor) -> None:
         """Waits without a limit for a request of `peer`. Raises RuntimeError if `peer` is gone."""
-        self._requests.recv([_bytes(header)], peer, 0).wait(_FOREVER)
+        requests = self._requests
+        if requests is None:
+            raise RuntimeError("the connections are closed")
+        requests.recv([_bytes(header)], peer, 0).wait(_FOREVER)
 
     def say(self, peer: int, header: torch.Tensor) -> None:
         """Sends `peer` a request that needs no answer. Raises PeerError."""
         self._unanswered.append(self._ask(peer, header))
 
     def _ask(self, peer: int, header: torch.Tensor) -> Message:
-        return self._start(self._requests.send, header, peer, 0, "a request")
+        return self._start("send", self._requests, header, peer, 0, "a request", None)
 
     def reply(self, peer: int, header: torch.Tensor, content: torch.Tensor, what: str) -> None:
         """Answers the request `header`; returns when `content` has been sent. Raises PeerError."""
@@ -343,20 +427,43 @@ class Communicator:
         """Answers the request `header` with an error. Raises PeerError."""
         self._send(_padded(why, _REFUSAL_BYTES), peer, int(header[-1]), "an answer").wait()
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
-        return self._start(self._group.send, tensor, peer, tag, what)
+    def _send(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        what: str,
+        operation: Operation | None = None,
+    ) -> Message:
+        return self._start("send", self._group, tensor, peer, tag, what, operation)
 
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Message:
-        return self._start(self._group.recv, tensor, peer, tag, what)
+    def _receive(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        what: str,
+        operation: Operation | None = None,
+    ) -> Message:
+        return self._start("recv", self._group, tensor, peer, tag, what, operation)
 
     def _start(
-        self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, what: str
+        self,
+        way: str,
+        group: Any,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        what: str,
+        operation: Operation | None,
     ) -> Message:
+        if group is None:
+            raise PeerError(f"{what} needs other ranks, and this engine's connections are closed")
         try:
-            work = start([_bytes(tensor)], peer, tag)
+            work = getattr(group, way)([_bytes(tensor)], peer, tag)
         except RuntimeError as error:
             raise self.failure(peer, what, str(error)) from error
-        return Message(self, work, tensor, peer, what)
+        return Message(self, work, tensor, peer, what, operation)
 
     def close(self) -> None:
         """Drops the connections."""

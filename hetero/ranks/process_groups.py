@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hetero.ranks.messages import Communicator, FailedRanks
+from hetero.ranks.failed_ranks import FailedRanks, name_error
+from hetero.ranks.meeting import absent, look, meet, tell_failure
+from hetero.ranks.messages import Communicator
 from offload.errors import HeteroError, PeerError
 
 if TYPE_CHECKING:
@@ -50,14 +55,20 @@ class ProcessGroups:
         shard, replicas = _groups(process_group, mesh)
         self.failures = FailedRanks()
         everyone = sorted(rank for one in replicas for rank in one)
+        self._store: Any = meet(everyone, timeout_s) if len(everyone) > 1 else None
+        self._connected = 0  # communicators so far, each of which keeps other things in the store
 
         def connect(ranks: list[int]) -> Communicator | None:
-            return Communicator(ranks, timeout_s, self.failures) if len(ranks) > 1 else None
+            return self._connect(ranks, timeout_s) if len(ranks) > 1 else None
 
-        self.shard = connect(shard)
-        place = shard.index(_my_rank())
-        self.replicas = connect([one[place] for one in replicas])
-        self.everyone = self.shard if len(replicas) == 1 else connect(everyone)
+        try:
+            self.shard = connect(shard)
+            place = shard.index(_my_rank())
+            self.replicas = connect([one[place] for one in replicas])
+            self.everyone = self.shard if len(replicas) == 1 else connect(everyone)
+        except BaseException as error:
+            tell_failure(self._store, error)
+            raise
         self.local_ranks = self._count_local()
 
     @property
@@ -85,15 +96,24 @@ class ProcessGroups:
 
         All ranks must call it. Raises PeerError.
         """
+        # Over the old connections, where it is seen if a rank is gone.
+        self.all_gather(torch.zeros(1), "making further connections")
         made = copy.copy(self)
 
         def again(group: Communicator | None) -> Communicator | None:
-            return group and Communicator(group.ranks, group.timeout_s, self.failures)
+            return group and self._connect(group.ranks, group.timeout_s)
 
         made.shard = again(self.shard)
         made.replicas = again(self.replicas)
         made.everyone = made.shard if self.everyone is self.shard else again(self.everyone)
         return made
+
+    def _connect(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        number = self._connected
+        self._connected += 1
+        name = f"{number}/{'-'.join(map(str, ranks))}"
+        store = dist.distributed_c10d.PrefixStore(name, self._store)
+        return Communicator(ranks, timeout_s, self.failures, store, partial(look, self._store))
 
     def groups(self) -> list[Communicator]:
         """The communicators, each once."""
@@ -185,6 +205,33 @@ class ProcessGroups:
         host = socket.gethostname().encode()
         return self.everyone.all_gather_bytes(host, "hetero's start").count(host)
 
+    @contextmanager
+    def telling_failures(self, what: str) -> Iterator[None]:
+        """What is raised inside the block, ranks that wait for this one in `what` are told."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell_failure(what, error)
+            raise
+
+    def tell_failure(self, what: str, error: BaseException) -> None:
+        """Tells ranks that wait for this one in the call `what` that it failed there, and how."""
+        self.failures.tell(f"{self.name} failed in {what}: {name_error(error)}")
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tells the other ranks that this one makes no more common operations.
+
+        If `error` ends this rank, or another one has failed, this breaks off all connections, its
+        duplicates' too, so that no rank waits for another any more.
+        """
+        first = self.failures.first
+        if error is not None:
+            self.failures.end(f"{self.name} ended by {name_error(error)}")
+        elif self.failures.own_end is None and first is None:
+            self.failures.tell(f"{self.name} closed its engine, or its program ended")
+        elif first is not None:
+            self.failures.end(f"{self.name} closed its engine, after this: {first[1]}")
+
     def close(self) -> None:
         """Drops all connections."""
         for group in self.groups():
@@ -203,6 +250,17 @@ def error_that_ends_this_rank() -> BaseException | None:
     if handled is not None or hasattr(sys, "ps1"):
         return handled
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def tell_absence(process_group: Any, mesh: DeviceMesh | None, error: BaseException) -> None:
+    """Tells the ranks that are about to make ProcessGroups that this one cannot, and why.
+
+    They are those that the arguments, which are ProcessGroups', would have connected. All ranks can
+    try again afterwards.
+    """
+    with contextlib.suppress(ValueError):  # nobody knows which ranks these are
+        _, replicas = _groups(process_group, mesh)
+        absent(sorted(rank for one in replicas for rank in one), error)
 
 
 def _my_rank() -> int:

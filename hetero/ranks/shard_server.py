@@ -15,15 +15,19 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.messages import Communicator, Reply
+from hetero.ranks.waiting import join_all, start_thread
 from offload.errors import HeteroError, PeerError
 
+_LOOK_S = 0.01  # how often close() looks whether it is done
 _HEADER = 5  # kind, chunk, tile, version, tag
 
 
@@ -108,13 +112,9 @@ class ShardServer:
         self._optim_state = optim_state
         self._closing = False
         self._threads = [
-            threading.Thread(
-                target=self._serve, args=(peer,), name=f"hetero-shards-{peer}", daemon=True
-            )
+            start_thread(f"shards-{peer}", partial(self._serve, peer), peers.break_off)
             for peer in peers.others
         ]
-        for thread in self._threads:
-            thread.start()
 
     def request(
         self, kind: RequestKind, chunk: Chunk, tile: int, peer: int, into: torch.Tensor
@@ -159,14 +159,31 @@ class ShardServer:
     def close(self) -> None:
         """Answers until no rank makes requests any more; idempotent.
 
-        Ranks that go on computing are waited for, up to rank_timeout_s, unless a rank has failed.
+        Ranks that go on computing are waited for, up to rank_timeout_s, unless a rank has failed or
+        this one has ended.
         """
+        try:
+            self._say_bye()
+            deadline = time.monotonic() + self.peers.timeout_s
+            while self._is_needed() and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+        finally:
+            self._versions.end("the engine was closed")
+            if any(thread.is_alive() for thread in self._threads):
+                self.peers.break_off()
+            join_all(self._threads)
+
+    def _say_bye(self) -> None:
         if self._closing:
             return
         self._closing = True
         for peer in self.peers.others:
             with contextlib.suppress(PeerError):  # it is gone
                 self.peers.say(peer, torch.tensor([RequestKind.BYE, 0, 0, 0, 0]))
-        for thread in self._threads:
-            thread.join(0.0 if self.peers.failures.first else self.peers.timeout_s)
-        self._versions.end("the engine was closed")
+
+    def _is_needed(self) -> bool:
+        """Whether some rank may still make requests that can be answered."""
+        failures = self.peers.failures
+        if failures.first is not None or failures.own_end is not None:
+            return False
+        return any(thread.is_alive() for thread in self._threads)

@@ -440,15 +440,17 @@ class Engine:
         self.unwind()
         if in_background():
             threading.Thread(target=self._free, name=f"{THREAD_PREFIX}closing").start()
-        else:
+            return
+        try:
             self._free()
+        except KeyboardInterrupt:
+            self._free()  # which waits for no other rank now
+            raise
 
     def _leave_ranks(self) -> None:
-        if self.world.shard is None or os.getpid() != self._process:
+        if self.world.everyone is None or os.getpid() != self._process:
             return
-        error = error_that_ends_this_rank()
-        if error is not None:  # other ranks see this process end sooner if it does not linger
-            self.world.failures.note(-1, f"{self.world.name} ended by {error!r}")
+        self.world.leave(error_that_ends_this_rank())
         for chunk_group in self.chunk_groups:
             chunk_group.leave()
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -61,8 +62,9 @@ class ZeroInitContext:
         mesh: Any = None,
         **options: Any,
     ) -> None:
-        made = Config.make(config, **options)
-        self.construction = ConstructionArena(made, join_ranks(made, process_group, mesh))
+        made, self._world = join_ranks(partial(Config.make, config, **options), process_group, mesh)
+        with self._world.telling_failures("ZeroInitContext(...)"):
+            self.construction = ConstructionArena(made, self._world)
         self._block = ExitStack()  # what ends with it
         # Modules, and names of parameters that were on the meta device when they were registered.
         self._on_meta: list[tuple[weakref.ref[torch.nn.Module], str]] = []
@@ -70,7 +72,7 @@ class ZeroInitContext:
     def __enter__(self) -> ZeroInitContext:
         if ZeroInitContext._active is not None:
             raise HeteroError("ZeroInitContext is already active; contexts do not nest")
-        with ExitStack() as block:
+        with self._world.telling_failures("ZeroInitContext"), ExitStack() as block:
             block.callback(setattr, ZeroInitContext, "_active", None)
             ZeroInitContext._active = self
             self._draw_alike(block)
@@ -86,8 +88,12 @@ class ZeroInitContext:
             self._block = block.pop_all()
         return self
 
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        with self._block:
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, *_: object
+    ) -> None:
+        if failure is not None:  # first of all: other ranks may wait for this one
+            self._world.tell_failure("the block of ZeroInitContext", failure)
+        with self._block, self._world.telling_failures("the end of ZeroInitContext"):
             if failure is None:
                 self._adopt_late()
         if failure is None and self.construction.is_empty:

@@ -74,31 +74,28 @@ def initialize(
             The model is then as before; only where a transfer, or a rank, failed when state was on
             its way already, it must be built again.
     """
-    if not isinstance(optimizer, HybridOptimizer):
-        raise ValueError(
-            f"the optimizer must be hetero.HybridAdam, HybridLion, HybridAdagrad or HybridSGD, not "
-            f"{type(optimizer).__name__}: the update runs where the state lives"
-        )
-    if optimizer._engine is not None:
-        if optimizer._engine.is_of(model) and config is None and not options:
-            return model, optimizer  # by its first forward, say
-        raise ValueError("this optimizer was initialized already")
-    optimized = _optimized(model, optimizer)
-    for name, param in model.named_parameters():
-        refuse_managed(param, name)
-    _refuse_meta(model)
-    construction = _context_construction(model, config, options)
+    if _is_initialized(model, optimizer) and config is None and not options:
+        return model, optimizer  # by its first forward, say
+    construction = _context_construction(model)
     adopting = construction is None
+
+    def checked_config() -> Config:
+        _check(model, optimizer)
+        return Config.make(config, **options)
+
     if construction is None:
-        made = Config.make(config, **options)
-        construction = ConstructionArena(made, join_ranks(made, process_group, mesh))
-    elif process_group is not None or mesh is not None:
-        raise ValueError("give process_group or mesh to the ZeroInitContext that built the model")
+        made, world = join_ranks(checked_config, process_group, mesh)
+        with world.telling_failures("hetero.initialize()"):
+            construction = ConstructionArena(made, world)
+    made, world = construction.config, construction.world
     try:
-        for param in model.parameters():
-            construction.adopt(param)
-        with ExitStack() as resources:
-            made, world = construction.config, construction.world
+        with ExitStack() as resources, world.telling_failures("hetero.initialize()"):
+            if not adopting:
+                _refuse_other_options(made, config, options, process_group, mesh)
+                _check(model, optimizer)
+            for param in model.parameters():
+                construction.adopt(param)
+            optimized = _optimized(model, optimizer)
             check_overlap(made.overlap, world.size)
             shard = Shard(
                 world.rank,
@@ -127,15 +124,22 @@ def initialize(
             engine.attach(StateDictHooks(model, engine), AddedParams(engine))
             resources.pop_all()
     except BaseException:
+        world.failures.attempt += 1  # what was told of this one says nothing about the next
         if adopting:
             construction.restore(model.parameters())
-            construction.world.close()
+            world.close()
         raise
     optimizer.connect(engine)
     for param in model.parameters():
         construction.release(param)
     construction.close()
     return model, optimizer
+
+
+def _is_initialized(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the two are connected to one engine already."""
+    engine = optimizer._engine if isinstance(optimizer, HybridOptimizer) else None
+    return engine is not None and engine.is_of(model)
 
 
 def _refuse_meta(model: torch.nn.Module) -> None:
@@ -153,27 +157,49 @@ def _refuse_meta(model: torch.nn.Module) -> None:
             )
 
 
-def _context_construction(
-    model: torch.nn.Module,
-    config: Config | Mapping[str, Any] | str | PathLike[str] | None,
-    options: dict[str, Any],
-) -> ConstructionArena | None:
+def _context_construction(model: torch.nn.Module) -> ConstructionArena | None:
     """The arena of the ZeroInitContext that built the model, or None.
 
-    Raises HeteroError if several built it, ValueError if other options are given than it has.
+    Raises HeteroError if several built it.
     """
     constructions = {arena_of(param) for param in model.parameters()} - {None}
     if len(constructions) > 1:
         raise HeteroError("the model's parameters come from several ZeroInitContexts; use one")
     construction = next(iter(constructions), None)
     assert construction is None or isinstance(construction, ConstructionArena)
-    given = config is not None or bool(options)
-    if construction is not None and given and Config.make(config, **options) != construction.config:
+    return construction
+
+
+def _check(model: torch.nn.Module, optimizer: HybridOptimizer) -> None:
+    """Raises ValueError or HeteroError if the two cannot be initialized together."""
+    if not isinstance(optimizer, HybridOptimizer):
+        raise ValueError(
+            f"the optimizer must be hetero.HybridAdam, HybridLion, HybridAdagrad or HybridSGD, not "
+            f"{type(optimizer).__name__}: the update runs where the state lives"
+        )
+    if optimizer._engine is not None:
+        raise ValueError("this optimizer was initialized already")
+    _optimized(model, optimizer)
+    for name, param in model.named_parameters():
+        refuse_managed(param, name)
+    _refuse_meta(model)
+
+
+def _refuse_other_options(
+    made: Config,
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None,
+    options: dict[str, Any],
+    process_group: Any,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Raises ValueError if initialize() got other options than the ZeroInitContext had."""
+    if (config is not None or options) and Config.make(config, **options) != made:
         raise ValueError(
             "initialize() was given other options than the ZeroInitContext that built the "
             "model; give them to one of the two only"
         )
-    return construction
+    if process_group is not None or mesh is not None:
+        raise ValueError("give process_group or mesh to the ZeroInitContext that built the model")
 
 
 def _optimized(model: torch.nn.Module, optimizer: HybridOptimizer) -> set[int]:

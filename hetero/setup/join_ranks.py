@@ -7,21 +7,23 @@ in nothing that those make.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from hetero.config import Config
 from hetero.cpu_threads import share_threads
-from hetero.ranks.process_groups import ProcessGroups, is_distributed
+from hetero.ranks.process_groups import ProcessGroups, is_distributed, tell_absence
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 def join_ranks(
-    config: Config, process_group: Any = None, mesh: DeviceMesh | None = None
-) -> ProcessGroups:
+    make_config: Callable[[], Config], process_group: Any = None, mesh: DeviceMesh | None = None
+) -> tuple[Config, ProcessGroups]:
     """The ranks that train one model together, this process among them. All of them must call it.
 
     A process that torchrun started gets torch.distributed's default process group (gloo) if it has
@@ -29,13 +31,40 @@ def join_ranks(
     backend calls torch.distributed.init_process_group() first. The process's threads for optimizer
     updates become its share of the machine's CPUs, unless hetero.set_threads() has chosen.
 
-    Raises ValueError as ProcessGroups, which has the arguments, does.
+    Args:
+        make_config: makes the options; what it raises the other ranks are told.
+        process_group, mesh: the ranks, as ProcessGroups takes them.
+
+    Returns:
+        The options, and the ranks.
+
+    Raises ValueError as ProcessGroups does, and what `make_config` raises.
     """
+    with told_if_absent(process_group, mesh):
+        config = make_config()
+    world = ProcessGroups(config.rank_timeout_s, process_group, mesh)
+    share_threads(world.local_ranks)
+    return config, world
+
+
+@contextmanager
+def told_if_absent(process_group: Any, mesh: DeviceMesh | None) -> Iterator[None]:
+    """What is raised inside the block, other ranks that wait for this one are told.
+
+    Only if no ranks have been joined inside it: the block comes before that.
+    """
+    _have_default_group()
+    try:
+        yield
+    except BaseException as error:
+        if is_distributed():
+            tell_absence(process_group, mesh, error)
+        raise
+
+
+def _have_default_group() -> None:
     if not is_distributed() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Loaded after the group is there, it would keep the group's threads past its end.
         import torch.distributed.nn.functional  # noqa: F401
 
         dist.init_process_group("gloo")
-    world = ProcessGroups(config.rank_timeout_s, process_group, mesh)
-    share_threads(world.local_ranks)
-    return world

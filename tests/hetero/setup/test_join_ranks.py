@@ -23,7 +23,7 @@ def test_a_launched_rank_joins_and_shares_the_cpus(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(dist, "init_process_group", joined.append)
     monkeypatch.setattr(module, "share_threads", shared.append)
-    module.join_ranks(Config(placement_policy="cpu"))
+    module.join_ranks(lambda: Config(placement_policy="cpu"))
     assert joined == ["gloo"]
     assert shared == [1]
 

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
-from hetero.ranks.messages import Communicator, FailedRanks
+from hetero.ranks.failed_ranks import FailedRanks
+from hetero.ranks.messages import Communicator
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grad_buckets import ReduceBuffers
 from hetero.state.grad_reduce import GradReducer
@@ -99,12 +101,12 @@ class ThreadCommunicator(Communicator):
 
     def __init__(self, network: Network, name: Any, ranks: list[int], me: int) -> None:
         self._network, self._name, self._me = network, name, me
-        super().__init__(ranks, PATIENCE_S, FailedRanks())
+        super().__init__(ranks, PATIENCE_S, FailedRanks(), dist.HashStore(), look=lambda: None)
 
     def _world_rank(self) -> int:
         return self._me
 
-    def _connect(self) -> tuple[Any, Any]:
+    def _connect(self, look: Any) -> tuple[Any, Any]:
         return ThreadGroup(self._network, self._name, self.rank), None
 
 

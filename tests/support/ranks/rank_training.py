@@ -308,6 +308,7 @@ def two_models(rank: int, world: int, options: dict[str, Any]) -> Any:
 
 
 HANG_TIMEOUT_S = 10.0  # after which the others give up a rank that hangs
+PATIENT_TIMEOUT_S = 60.0  # far longer than they need to learn that a rank failed
 
 
 def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str) -> dict[str, Any]:
@@ -331,10 +332,12 @@ def failing(rank: int, world: int, options: dict[str, Any], how: str, where: str
     started = time.monotonic()
     engine = None
     try:
+        timeout_s = HANG_TIMEOUT_S if how == "hang" else PATIENT_TIMEOUT_S
+        if how == "raise" and bad and where == "construction":  # where hetero sees it
+            with hetero.ZeroInitContext(BASE | {"rank_timeout_s": timeout_s} | options):
+                fail("construction")
         fail("construction")
-        model, optimizer = make(
-            "gpt2", {"rank_timeout_s": HANG_TIMEOUT_S if how == "hang" else 60.0} | options
-        )
+        model, optimizer = make("gpt2", {"rank_timeout_s": timeout_s} | options)
         engine = optimizer.engine
         # Once the ranks have met, the clock starts: what comes before takes its time.
         for step in range(2):

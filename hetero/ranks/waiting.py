@@ -1,0 +1,175 @@
+"""Waits for other ranks that Ctrl-C ends, and threads that wait for them.
+
+gloo waits in C++, where Python handles no signals: in the main thread such a wait would last until
+the other rank does something. So the main thread has it done by another thread, and itself waits
+where signals are handled.
+
+No thread may be in such a wait when the interpreter ends: it would come back to an interpreter that
+is gone, by which Python (before 3.14) ends the thread inside of C++ that does not allow it, and
+the process by SIGABRT. So all that may be in one when the program ends are known here, and are
+brought to their end before the interpreter's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+
+from offload.interrupts import deliver_signals
+from offload.memory.operation import THREAD_PREFIX
+
+LOOK_S = 0.1  # how often a wait looks whether it is in vain
+_IDLE_S = 1.0  # after which the thread that waits ends; the next wait starts another
+_END_S = 5.0  # for a thread whose connections are broken off to end
+_threads: dict[threading.Thread, Callable[[], object]] = {}  # each with what ends its waits
+
+
+def start_thread(
+    name: str, work: Callable[[], object], end: Callable[[], object]
+) -> threading.Thread:
+    """Starts a thread that waits for other ranks; `end()` makes its waits fail.
+
+    `name` is the thread's, after the prefix of all threads of this project. `end` is called if the
+    thread still runs when the program ends.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _threads.pop(threading.current_thread(), None)
+
+    # A daemon: an engine that was not closed is closed at exit, after other threads.
+    thread = threading.Thread(target=run, name=THREAD_PREFIX + name, daemon=True)
+    _threads[thread] = end
+    thread.start()
+    return thread
+
+
+def join_all(threads: Iterable[threading.Thread]) -> None:
+    """Waits for threads whose waits have been made to fail; not for ever."""
+    deadline = time.monotonic() + _END_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end_threads() -> None:
+    """Brings threads that still wait for other ranks to their end."""
+    left = dict(_threads)
+    for end in left.values():
+        with contextlib.suppress(Exception):
+            end()
+    join_all(left)
+
+
+# Python calls finalizers in the reverse order of their making: this one after those of engines.
+weakref.finalize(_end_threads, _end_threads)
+os.register_at_fork(after_in_child=_threads.clear)  # they are the parent's
+
+
+class _Job:
+    """A wait that another thread makes."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait: Callable[[], object] | None = wait
+        self._ends: SimpleQueue[None] = SimpleQueue()
+        self.failure: BaseException | None = None
+        self.has_ended = False  # an exception may take what _ends has, but not this
+
+    def run(self) -> None:
+        wait, self._wait = self._wait, None
+        assert wait is not None
+        try:
+            wait()
+        except BaseException as error:
+            self.failure = error
+        self.has_ended = True
+        self._ends.put(None)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for the end, so long."""
+        if not self.has_ended:
+            with contextlib.suppress(Empty):
+                self._ends.get(timeout=seconds)
+        return self.has_ended
+
+
+class _Waiter:
+    """Waits for the main thread, in a thread that ends when it has been idle for a while."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def do(self, job: _Job) -> None:
+        """Runs the job, after those before it."""
+        with self._lock:
+            self._jobs.put(job)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name=f"{THREAD_PREFIX}waiting", daemon=True
+                )
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._thread = None
+                        return
+                continue
+            job.run()
+            del job  # with the memory it refers to, before the next one is waited for
+
+
+_waiter = _Waiter()
+
+
+def _make_waiter() -> None:
+    global _waiter
+    _waiter = _Waiter()
+
+
+os.register_at_fork(after_in_child=_make_waiter)
+
+
+def wait_interruptibly(
+    wait: Callable[[], object],
+    look: Callable[[], object],
+    end: Callable[[BaseException], object],
+) -> None:
+    """Calls `wait()`, which another rank may let wait, and raises what that raises.
+
+    In the main thread signals are handled meanwhile, and every LOOK_S seconds `look()` is called,
+    which may raise. If either raises, `end` gets the error; it must make `wait()` fail, because
+    the memory of what is waited for may have another use afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        wait()
+        return
+    job, is_given = _Job(wait), False
+    try:
+        _waiter.do(job)
+        is_given = True
+        while not job.ends_within(LOOK_S):
+            deliver_signals()
+            look()
+    except BaseException as error:
+        end(error)
+        if is_given and not job.ends_within(_END_S):
+            _make_waiter()  # no other wait must come after this one
+        raise
+    if job.failure is not None:
+        try:
+            raise job.failure
+        finally:
+            del job  # the failure's frames refer to this one

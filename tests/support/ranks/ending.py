@@ -1,0 +1,230 @@
+"""Programs of ranks that end at a chosen place. Each function is one rank's whole program."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hetero
+from hetero.ranks import meeting
+from hetero.ranks.messages import Communicator
+from hetero.ranks.shard_server import ShardServer
+from hetero.runtime import engine
+from tests.support.ranks.rank_training import Experts, Layers, inputs
+from tests.support.ranks.scripts import Place
+
+OPTIONS = {
+    "dtype": "fp32",
+    "placement_policy": "cpu",
+    "rank_timeout_s": 120.0,
+    "chunk_numel": 16384,
+}
+
+# By place: what the rank that waits there waits for.
+WAITS = {
+    "forward": "gathering",
+    "backward": "gradient",
+    "step": "optimizer.step()",
+}
+
+
+def join() -> None:
+    """As torchrun's ranks do, over the store of this run."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=os.environ["HETERO_TEST_STORE"],
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def make(**options: Any) -> tuple[torch.nn.Module, hetero.HybridAdam]:
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(OPTIONS | options):
+        model = Layers(4)
+    return hetero.initialize(model, hetero.HybridAdam(model.parameters(), lr=1e-2))
+
+
+def wait_at(rank: int, place: Place, where: str, catches: bool) -> None:
+    """Rank 0 waits at `where` for rank 1, which holds before it until the gate "go" opens.
+
+    Rank 0 says "waiting" there, and rank 1 "holding". With `catches` a rank that Ctrl-C interrupts
+    catches it and closes its engine alone.
+    """
+    join()
+    dist.barrier()
+    if rank == 0:
+        _say_when_waiting(place, where)
+
+    def here(now: str) -> None:
+        if rank == 1 and now == where:
+            place.say("holding")
+            place.hold("go")
+
+    here("construction")
+    model, optimizer = make()
+    interrupted = False
+    try:
+        _train(rank, place, model, optimizer, here, where)
+    except KeyboardInterrupt:
+        if not catches:
+            raise
+        interrupted = True
+    if interrupted:
+        optimizer.engine.close()
+
+
+def _train(
+    rank: int,
+    place: Place,
+    model: torch.nn.Module,
+    optimizer: hetero.HybridAdam,
+    here: Callable[[str], None],
+    where: str,
+) -> None:
+    if rank == 1 and where == "forward":
+        _answer_only_after(place, "go")
+    meet = engine.meet_with_same
+
+    def meet_later(*args: Any) -> None:
+        here("step")
+        meet(*args)
+
+    pytest.MonkeyPatch().setattr(engine, "meet_with_same", meet_later)
+    here("forward")
+    for step in range(2):
+        loss = model(inputs(rank, step, 128)).square().mean()
+        here("backward")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    here("close")
+    optimizer.engine.close()
+
+
+def _say_when_waiting(place: Place, where: str) -> None:
+    """Says "waiting" when this rank comes to wait at `where`."""
+    patch = pytest.MonkeyPatch()
+    wait, is_needed, meet = Communicator.wait, ShardServer._is_needed, meeting._meet
+
+    def wait_and_say(self: Communicator, wait_for: Any, peer: int, what: str, *more: Any) -> None:
+        def say_and_wait(limit: Any) -> None:  # when this rank is inside of the wait
+            if WAITS.get(where, "(elsewhere)") in what:
+                place.say("waiting")
+            wait_for(limit)
+
+        wait(self, say_and_wait, peer, what, *more)
+
+    def close_and_say(self: ShardServer) -> bool:
+        place.say("waiting")
+        return is_needed(self)
+
+    def meet_and_say(*args: Any) -> None:
+        place.say("waiting")
+        meet(*args)
+
+    if where == "close":
+        patch.setattr(ShardServer, "_is_needed", close_and_say)
+    elif where == "construction":
+        patch.setattr(meeting, "_meet", meet_and_say)
+    else:
+        patch.setattr(Communicator, "wait", wait_and_say)
+
+
+def _answer_only_after(place: Place, word: str) -> None:
+    """This rank's shard servers answer nothing before the gate `word` opens, or they close."""
+    answer = ShardServer._answer
+
+    def answer_later(self: ShardServer, peer: int, header: torch.Tensor) -> None:
+        while not (place.folder / word).exists() and not self._closing:
+            threading.Event().wait(0.005)
+        answer(self, peer, header)
+
+    pytest.MonkeyPatch().setattr(ShardServer, "_answer", answer_later)
+
+
+def fail_before_start(rank: int, place: Place, how: str) -> None:
+    """Rank 1 fails before it has an engine."""
+    join()
+    dist.barrier()
+    torch.manual_seed(0)
+    bad = rank == 1
+    if bad and how == "die":
+        os._exit(3)
+    options = dict(OPTIONS)
+    if how == "directory":
+        options |= {"placement_policy": "nvme", "host_memory": "400KiB"}
+        options["nvme_path"] = str(place.folder) if rank == 0 else "/proc/no such directory"
+    with hetero.ZeroInitContext(options):
+        model = Layers(4)
+        if bad and how == "die in the block":
+            os._exit(3)
+        if bad and how == "block":
+            raise ValueError("the bad rank's own error")
+    optimizer: Any = hetero.HybridAdam(model.parameters())
+    if bad and how == "optimizer":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hetero.initialize(model, optimizer)
+
+
+def fail_before_start_outside(rank: int, place: Place) -> None:
+    """As fail_before_start(), for a model from outside and an option that is wrong on rank 1."""
+    join()
+    model = Experts(2)
+    options = OPTIONS | ({"chunk_numel": -1} if rank == 1 else {})
+    hetero.initialize(model, hetero.HybridAdam(model.parameters()), options)
+
+
+def succeed_after_a_failure(rank: int, place: Place) -> None:
+    """A rank fails before it met the others, then a construction fails on all; then all goes on."""
+    join()
+    model = Experts(2)
+    for options in (OPTIONS | ({"chunk_numel": -1} if rank == 1 else {}), OPTIONS):
+        try:
+            hetero.initialize(model, hetero.HybridAdam(model.parameters()), options)
+        except (hetero.PeerError, ValueError):
+            place.say(f"refused-{rank}")
+    model.inner(inputs(rank, 0)).square().mean().backward()
+
+
+def differ(rank: int, place: Place) -> None:
+    """Rank 1 does not clip: each is told what the other does, and nothing catches it."""
+    join()
+    model, optimizer = make()
+    for step in range(2):
+        model(inputs(rank, step, 128)).square().mean().backward()
+        if rank == 0:
+            hetero.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+
+def train_for_ever(rank: int, place: Place) -> None:
+    """Until something ends it."""
+    join()
+    model, optimizer = make()
+    step = 0
+    while True:
+        model(inputs(rank, step, 128)).square().mean().backward()
+        hetero.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        place.say(f"training-{rank}")
+
+
+def end_without_close(rank: int, place: Place, status: int) -> None:
+    """Rank 1 ends by SystemExit after a step, without close(); rank 0 goes on."""
+    join()
+    model, optimizer = make()
+    for step in range(2):
+        if rank == 1 and step == 1:
+            raise SystemExit(status)
+        model(inputs(rank, step, 128)).square().mean().backward()
+        optimizer.step()
