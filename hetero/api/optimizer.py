@@ -9,6 +9,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 
+from hetero.api.kept_state import KeptState
 from hetero.api.loaded_state import LARGEST, check_state, in_own_options, refuse_other_rules
 from hetero.api.whole_state import export_states, import_states
 from hetero.chunks.dtypes import Dtypes, RuleName, check_state_dtype
@@ -17,7 +18,7 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.options import number
 from hetero.runtime.update_schedule import OptimizerView
 from offload._native import Hyper
-from offload.errors import UnmanagedParameterError
+from offload.errors import HeteroError, UnmanagedParameterError
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -156,6 +157,23 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"model, optimizer = hetero.initialize(model, optimizer) first"
             )
         return self._engine
+
+    @property
+    def state(self) -> KeptState:  # type: ignore[override]
+        """Says where the state is; state_dict() and load_state_dict() read and change it."""
+        return KeptState()
+
+    @state.setter
+    def state(self, value: object) -> None:
+        """torch assigns an empty one."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None:
+            raise HeteroError(
+                f"{type(self).__name__} of a managed model cannot be copied or pickled; copy its "
+                f"state_dict(), and load that into another one"
+            )
+        return {**super().__getstate__(), "_engine": None, "state_dtype": self.state_dtype}
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Calls loss.backward(), with the loss times the loss scale under fp16.
