@@ -21,4 +21,4 @@ class KeptState(defaultdict[Any, Any]):
         )
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse
-    get = pop = popitem = setdefault = update = clear = _refuse  # type: ignore[assignment]
+    get = pop = popitem = setdefault = update = clear = _refuse

@@ -159,7 +159,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         return self._engine
 
     @property
-    def state(self) -> KeptState:  # type: ignore[override]
+    def state(self) -> KeptState:
         """Says where the state is; state_dict() and load_state_dict() read and change it."""
         return KeptState()
 

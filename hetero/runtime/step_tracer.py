@@ -140,7 +140,7 @@ class StepTracer:
             self._evaluation_bytes = max(self._evaluation_bytes, self._memory()[0])
 
     def gradient(self) -> None:
-        """A gradient is there: a backward goes on. Raises ClosedError after the engine's close()."""
+        """A gradient is there: a backward goes on. Raises ClosedError after engine.close()."""
         if self._closed:
             raise ClosedError(
                 "backward after engine.close(): the parameters that it needs have no values; call "

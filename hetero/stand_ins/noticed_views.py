@@ -27,6 +27,10 @@ class NoticedView(torch.Tensor):
         with torch.no_grad():
             self.copy_(values)
 
+    def __format__(self, spec: str) -> str:
+        with torch._C.DisableTorchFunctionSubclass():  # torch formats the numbers of plain tensors
+            return format(self.as_subclass(torch.Tensor), spec)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -69,7 +69,7 @@ class PresentParameter(torch.nn.Parameter):
             )
         return torch.Tensor.detach(self)
 
-    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `.data = source`, which torch's parametrizations do by this."""
         if args or kwargs or not isinstance(source, torch.Tensor):
             owner_of(self).call(torch.Tensor.set_, (self, source, *args), kwargs)
@@ -106,16 +106,16 @@ class AbsentParameter(PresentParameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _VALUE_FREE:
+            if func in _SIZES and _is_for_backward(sys._getframe(1)):
+                raise HeteroError(
+                    f"backward() cannot take a managed parameter of shape {tuple(args[-1].shape)} "
+                    f"as the gradient of an output, because its values are not in memory; give it "
+                    f"param.detach()"
+                )
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _LAYOUT:
             return func(_as_meta(args[0]), *args[1:], **kwargs)
-        if func is torch.is_same_size and _is_for_backward(sys._getframe(1)):
-            raise HeteroError(
-                f"backward() cannot take a managed parameter of shape {tuple(args[1].shape)} as "
-                f"the gradient of an output, because its values are not in memory; give it "
-                f"param.detach()"
-            )
         absent = next(absent_params((*args, *kwargs.values())))
         return owner_of(absent).call(func, args, kwargs)
 
@@ -142,9 +142,17 @@ def _by_owner(name: str) -> Callable[..., Any]:
 
 # What changes the shape or the memory of a tensor in place.
 _CHANGE_MEMORY_NAMES = (
-    "as_strided_ resize_ resize_as_ share_memory_ squeeze_ swapaxes_ swapdims_ t_ transpose_ "
-    "unsqueeze_"
-).split()
+    "as_strided_",
+    "resize_",
+    "resize_as_",
+    "share_memory_",
+    "squeeze_",
+    "swapaxes_",
+    "swapdims_",
+    "t_",
+    "transpose_",
+    "unsqueeze_",
+)
 for _name in _CHANGE_MEMORY_NAMES:
     setattr(PresentParameter, _name, _by_owner(_name))
 CHANGE_MEMORY = {torch.Tensor.set_, *(getattr(torch.Tensor, n) for n in _CHANGE_MEMORY_NAMES)}
@@ -215,9 +223,9 @@ def _base_of(cls: type) -> type:
 
 
 def _is_for_backward(frame: FrameType | None) -> bool:
-    """Whether autograd looks at the gradients of outputs that backward() was given, which it then
+    """Whether autograd asks for the size of a gradient that backward() was given, which it then
     takes past torch functions; `frame` and the next ones are of this call."""
-    for _ in range(6):
+    for _ in range(3):
         if frame is None:
             return False
         if frame.f_code is torch.autograd._make_grads.__code__:
@@ -259,9 +267,10 @@ _VALUE_FREE = {
     *_named(
         torch,
         "empty_like full_like is_complex is_floating_point is_inference is_signed numel ones_like "
-        "rand_like randint_like randn_like zeros_like",
+        "is_same_size rand_like randint_like randn_like zeros_like",
     ),
 }
+_SIZES = {_Tensor.size, torch.is_same_size}
 # What a stand-in, which has a single element, would answer wrongly.
 _LAYOUT = {
     _Tensor.is_contiguous,

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.saved_tensors import SavedTensors
+from hetero.stand_ins.noticed_views import with_noticed_writes
 from hetero.stand_ins.offloaded_tensor import (
     GIVE_MEMORY,
     OffloadedTensor,
     no_address,
     one_by_one,
 )
-from hetero.stand_ins.noticed_views import with_noticed_writes
 from hetero.stand_ins.parameter_classes import (
     CHANGE_MEMORY,
     AbsentParameter,

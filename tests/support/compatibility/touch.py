@@ -29,6 +29,11 @@ class Case:
         """All parameters of the model."""
         return list(self.model.parameters())
 
+    @property
+    def closeness(self) -> str:
+        """What difference() is told of what is computed in this dtype."""
+        return "fp32" if self.dtype is torch.float32 else "bf16"
+
     def inputs(self, seed: int = 1) -> torch.Tensor:
         """This rank's half of a batch, or all of it."""
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).to(self.dtype)

@@ -20,21 +20,27 @@ AUTOGRAD = Section("Graphs over parameters")
 def penalty(name: str, of: Any) -> None:
     """A loss with a term of parameters outside of any forward, and a step on it."""
 
-    def use(case: Case) -> torch.Tensor:
-        term = of(case)
-        (case.loss() + 0.1 * term).backward()
+    def use(case: Case) -> None:
+        (case.loss() + 0.1 * of(case)).backward()
         case.optimizer.step()
-        return term.detach()
 
     AUTOGRAD.add(name, use)
 
 
 penalty("L2 penalty: `sum(p.pow(2).sum())`", lambda c: sum(p.pow(2).sum() for p in c.params))
 penalty("L1 penalty: `sum(p.abs().sum())`", lambda c: sum(p.abs().sum() for p in c.params))
-penalty("`parameters_to_vector(params).norm()`", lambda c: utils.parameters_to_vector(c.params).norm())
-penalty("`p @ q.t()` in a loss", lambda c: (c.model.first.weight @ c.model.last.weight.t()).square().mean())
+penalty(
+    "`parameters_to_vector(params).norm()`", lambda c: utils.parameters_to_vector(c.params).norm()
+)
+penalty(
+    "`p @ q.t()` in a loss",
+    lambda c: (c.model.first.weight @ c.model.last.weight.t()).square().mean(),
+)
 penalty("`p[0]`, `p.view(-1)`, `for row in p` in a loss", lambda c: views(c.model.last.weight))
-penalty("`F.linear(x, other.weight)` in a loss", lambda c: F.linear(c.inputs(), c.model.last.weight).mean())
+penalty(
+    "`F.linear(x, other.weight)` in a loss",
+    lambda c: F.linear(c.inputs(), c.model.last.weight).mean(),
+)
 penalty("`p * p.detach()`, `(p - p.data)` in a loss", lambda c: with_detached(c.model))
 penalty("`other(x)` of a submodule called directly", lambda c: c.model.last(c.inputs()).mean())
 
@@ -107,7 +113,7 @@ def only_some(case: Case) -> None:
 @AUTOGRAD.touch("`y.backward(gradient=t)`")
 def with_gradient(case: Case) -> None:
     y = case.model(case.inputs())
-    y.backward(gradient=torch.full_like(y, 0.01))
+    y.backward(gradient=torch.full_like(y, 0.04 / len(y)))
     case.optimizer.step()
 
 
@@ -251,11 +257,6 @@ def vmap(case: Case) -> torch.Tensor:
     return torch.vmap(case.model)(torch.ones(2, 3, 64, dtype=case.dtype)).detach()
 
 
-@AUTOGRAD.touch("`torch.vmap(f)(p)`")
-def vmap_of_parameter(case: Case) -> torch.Tensor:
-    return torch.vmap(lambda row: row.sum())(case.model.last.weight).detach()
-
-
 @AUTOGRAD.touch("`torch.func.jvp` over `p`")
 def jvp(case: Case) -> object:
     weight = case.model.last.weight
@@ -311,25 +312,6 @@ def trace(case: Case) -> torch.Tensor:
     return traced(x).detach()
 
 
-@AUTOGRAD.touch("`torch.jit.script(f)(p)`")
-def script(case: Case) -> torch.Tensor:
-    return total(case.model.last.weight).detach()
-
-
-@torch.jit.script
-def total(weight: torch.Tensor) -> torch.Tensor:
-    return (weight * weight).sum()
-
-
-@AUTOGRAD.touch("`torch.compile(model, backend='eager')`")
-def compiled(case: Case) -> None:
-    model = torch.compile(case.model, backend="eager")
-    case.optimizer.zero_grad()
-    case.loss(model=model).backward()
-    case.optimizer.step()
-    torch._dynamo.reset()
-
-
 @AUTOGRAD.touch("`nn.DataParallel(model)`, without devices")
 def data_parallel(case: Case) -> None:
     model = nn.DataParallel(case.model)
@@ -343,16 +325,16 @@ def two_threads(case: Case) -> list[torch.Tensor]:
     x, found = torch.ones(2, 64, dtype=case.dtype), []
 
     def run() -> None:
+        torch.set_num_threads(1)  # of this thread
         with torch.no_grad():
             found.append(case.model(x * 2))
 
-    def run_other(*_: object) -> None:
-        if not found:
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(run).result()
+    def run_once(*_: object) -> None:
+        handle.remove()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
 
-    handle = case.model.last.register_forward_pre_hook(run_other)
+    handle = case.model.last.register_forward_pre_hook(run_once)
     with torch.no_grad():
         found.append(case.model(x))
-    handle.remove()
     return found

@@ -39,12 +39,6 @@ def state_dict_of_variables(case: Case) -> object:
     return [all(isinstance(p, nn.Parameter) for p in found.values()), found["last.bias"].sum()]
 
 
-@COPIES.touch("writes to a tensor of `model.state_dict()`")
-def write_to_state_dict(case: Case) -> None:
-    for value in case.model.state_dict().values():
-        value.mul_(0.5)
-
-
 @COPIES.touch("`load_state_dict`")
 def load(case: Case) -> object:
     return str(case.model.load_state_dict(fresh(case).state_dict()))
@@ -174,18 +168,20 @@ def average(name: str, update: Any) -> None:
     COPIES.add(name, use)
 
 
-average("EMA: `mean.lerp_(p)`", lambda ms, ps: [m.lerp_(p, 0.1) for m, p in zip(ms, ps, strict=True)])
+average(
+    "EMA: `mean.lerp_(p)`", lambda ms, ps: [m.lerp_(p, 0.1) for m, p in zip(ms, ps, strict=True)]
+)
 average(
     "EMA: `mean.mul_().add_(p)`",
     lambda ms, ps: [m.mul_(0.9).add_(p, alpha=0.1) for m, p in zip(ms, ps, strict=True)],
 )
 average(
     "EMA: `mean.data.add_(0.1 * p.data)`",
-    lambda ms, ps: [
-        m.data.mul_(0.9).add_(0.1 * p.data) for m, p in zip(ms, ps, strict=True)
-    ],
+    lambda ms, ps: [m.data.mul_(0.9).add_(0.1 * p.data) for m, p in zip(ms, ps, strict=True)],
 )
-average("EMA: `torch._foreach_lerp_(means, params)`", lambda ms, ps: torch._foreach_lerp_(ms, ps, 0.1))
+average(
+    "EMA: `torch._foreach_lerp_(means, params)`", lambda ms, ps: torch._foreach_lerp_(ms, ps, 0.1)
+)
 
 
 @COPIES.touch("`AveragedModel(model)`, `update_parameters`")

@@ -63,19 +63,20 @@ read("`p.grad.clone()`, `.detach()`, `.data`", lambda g: [g.clone(), g.detach() 
 read("`p.grad.float()`, `.cpu()`, `.to()`", lambda g: [g.float(), g.cpu() + 0, g.to(torch.float64)])
 read("`float(p.grad.sum())`, `p.grad.tolist()`", lambda g: [float(g.sum()), g.float().tolist()])
 read("`p.grad.float().numpy()`", lambda g: torch.from_numpy(g.float().numpy().copy()))
-read("`p.grad.view(-1)[0]`, `for row in p.grad`", lambda g: [g.view(-1)[0] + 0, [r.sum() for r in g]])
-read("`torch.cat([p.grad.view(-1)])`", lambda g: torch.cat([g.view(-1), g.view(-1)]))
+read(
+    "`p.grad.view(-1)[0]`, `for row in p.grad`", lambda g: [g.view(-1)[0] + 0, [r.sum() for r in g]]
+)
 read("`torch.tensor(p.grad)`", lambda g: torch.tensor(g))
-read("`pickle`, `copy.deepcopy` of `p.grad`", lambda g: [pickle.loads(pickle.dumps(g)), copy.deepcopy(g)])
-read("`p.grad.is_sparse`, `.dtype`, `.shape`", lambda g: str([g.is_sparse, g.dtype, g.shape]))
+read(
+    "`pickle`, `copy.deepcopy` of `p.grad`",
+    lambda g: [pickle.loads(pickle.dumps(g)), copy.deepcopy(g)],
+)
 read("`p.grad.data_ptr()`", lambda g: g.data_ptr() != 0)
 
 change("`p.grad.mul_()`, `/=`", lambda g: g.mul_(0.5).div_(4))
 change("`p.grad.add_(noise)`", lambda g: g.add_(torch.linspace(-1, 1, g.numel()).view(g.shape)))
-change("`p.grad.add_(p.grad, alpha=0.1)`", lambda g: g.add_(g, alpha=0.1))
 change("`p.grad.clamp_()`", lambda g: g.clamp_(-1e-3, 5e-4))
 change("`p.grad.nan_to_num_()`", lambda g: g.nan_to_num_())
-change("`p.grad.sign_()`", lambda g: g.copy_(g.sign()))
 change("`p.grad[0] = 0`, `p.grad.view(-1)[0] = 1`", lambda g: g.view(-1).__setitem__(0, 1.0))
 change("`p.grad.data = t`", lambda g: setattr(g, "data", g.data * 3 + 0.5))
 change("`p.grad.zero_()`", lambda g: g.zero_())

@@ -31,12 +31,9 @@ convert("`model.to('cpu')`, `model.cpu()`", lambda m: m.to("cpu").cpu())
 convert("`model.to(p.dtype)`", lambda m: m.to(m.last.weight.dtype))
 convert("`model.half()`", lambda m: m.half())
 convert("`model.double()`", lambda m: m.double())
-convert("`model.to(torch.float8_e5m2)`", lambda m: m.to(torch.float8_e5m2))
 convert("`model.to('meta')`", lambda m: m.to("meta"))
 convert("`model.to_empty(device='cpu')`", lambda m: m.to_empty(device="cpu"))
 convert("`model.share_memory()`", lambda m: m.share_memory())
-convert("`model.to(memory_format=torch.channels_last)`", lambda m: m.to(memory_format=torch.channels_last))
-convert("`model.type(torch.float64)`", lambda m: m.type(torch.float64))
 
 
 @MODULES.touch("`model.register_buffer`, `model.train()`, `model.eval()`")
@@ -67,14 +64,6 @@ class Tied(Net):
     def __init__(self) -> None:
         super().__init__()
         self.last.weight = self.first.weight
-
-
-class TiedByData(Net):
-    """Two parameters over one memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last.weight.data = self.first.weight.data
 
 
 class Normed(Net):
@@ -138,7 +127,6 @@ def trained(case: Case) -> torch.Tensor:
 
 
 MODULES.add("tied weights: `a.weight = b.weight`", trained, build=Tied)
-MODULES.add("weights tied by `a.weight.data = b.weight.data`", trained, build=TiedByData)
 MODULES.add("`parametrize` before `initialize`", trained, build=Parametrized)
 MODULES.add("`parametrizations.weight_norm`, `spectral_norm` before", trained, build=Normed)
 MODULES.add("`weight_norm` (hooks) before", trained, build=OldNormed)
@@ -243,7 +231,9 @@ def train_lora(case: Case) -> torch.Tensor:
 @MODULES.touch("PEFT: `get_peft_model_state_dict`", build=lora)
 def lora_state(case: Case) -> object:
     case.train()
-    return {name: value.clone() for name, value in peft.get_peft_model_state_dict(case.model).items()}
+    return {
+        name: value.clone() for name, value in peft.get_peft_model_state_dict(case.model).items()
+    }
 
 
 @MODULES.touch("PEFT: `disable_adapter()`", build=lora)

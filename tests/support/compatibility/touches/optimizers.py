@@ -46,7 +46,9 @@ def param_groups(case: Case) -> list[float]:
     return [group["lr"] for group in case.optimizer.param_groups]
 
 
-@OPTIMIZERS.touch("named parameters: `Optimizer(model.named_parameters())`", groups=nn.Module.named_parameters)
+@OPTIMIZERS.touch(
+    "named parameters: `Optimizer(model.named_parameters())`", groups=nn.Module.named_parameters
+)
 def named_parameters(case: Case) -> object:
     case.train()
     return case.optimizer.param_groups[0].get("param_names")
@@ -114,7 +116,12 @@ def freeze(case: Case) -> None:
     case.train(3)
 
 
-@OPTIMIZERS.touch("unfreezing what was frozen, and `add_param_group`", build=Frozen, groups=trainable, options=ROOM)
+@OPTIMIZERS.touch(
+    "unfreezing what was frozen, and `add_param_group`",
+    build=Frozen,
+    groups=trainable,
+    options=ROOM,
+)
 def unfreeze(case: Case) -> None:
     case.train()
     case.model.first.requires_grad_(True)

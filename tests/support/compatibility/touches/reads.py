@@ -27,16 +27,13 @@ read("`torch.isnan(p).any()`", lambda c: [bool(torch.isnan(p).any()) for p in c.
 read("`repr(p)`, `print(p)`", lambda c: [repr(c.model.first.bias), str(c.model.first.bias)])
 read("`f'{p:.3f}'`", lambda c: f"{c.model.scale.squeeze():.3f}")
 read("`p.shape`, `p.stride()`, `p.numel()`, `p.nbytes`", lambda c: [metadata(p) for p in c.params])
-read("`p.dtype`, `p.device`, `p.is_leaf`", lambda c: [str([p.device, p.is_leaf]) for p in c.params])
 read("`isinstance(p, nn.Parameter)`", lambda c: [isinstance(p, nn.Parameter) for p in c.params])
-read("`hash(p)`, `p in {p: 1}`", lambda c: all(p in dict.fromkeys(c.params) for p in c.params))
 read("`p.tolist()`", lambda c: c.model.last.bias.tolist())
 read("`p.detach().numpy()`, `p.data.numpy()`", lambda c: arrays(c))
 read("`np.asarray(p.detach())`", lambda c: np.asarray(c.model.scale.detach().float()).tolist())
 read("`torch.from_dlpack(p.detach())`", lambda c: torch.from_dlpack(c.model.scale.detach()))
 read("`p.detach().clone()`, `p.data.clone()`", lambda c: copies(c))
 read("`p.to(torch.float64)`, `p.float()`", lambda c: [p.detach().double() for p in c.params])
-read("`p.cpu()`", lambda c: [p.detach().cpu() for p in c.params])
 read("`p[3:5, ::2]`, `p.view(-1)`, `p.t()`", lambda c: parts(c.model.last.weight))
 read("`p[mask]`, `p[[1, 2]]`, `p[array]`", lambda c: chosen(c.model.last.weight.data))
 read("`for row in p`", lambda c: [row.sum() for row in c.model.last.weight])
@@ -44,15 +41,15 @@ read("`torch.cat`, `torch.stack` of parameters", lambda c: joined(c))
 read("`parameters_to_vector`", lambda c: utils.parameters_to_vector(c.params).detach())
 read("`get_total_norm`", lambda c: utils.get_total_norm([p.detach() for p in c.params]))
 read("`torch._foreach_norm`", lambda c: torch._foreach_norm([p.detach() for p in c.params]))
-read("`torch.histc(p)`", lambda c: torch.histc(c.model.last.weight.detach().float(), 7))
 read("`torch.linalg.svdvals(p)`", lambda c: torch.linalg.svdvals(c.model.last.weight.float()))
-read("`F.linear(x, other.weight)`", lambda c: F.linear(c.inputs(), c.model.last.weight).detach())
+read(
+    "`F.linear(x, other.weight)`",
+    lambda c: F.linear(torch.ones(2, 64, dtype=c.dtype), c.model.last.weight).detach(),
+)
 read("`p @ q`", lambda c: (c.model.first.weight @ c.model.last.weight).detach())
 read("`p.new_zeros()`, `torch.zeros_like(p)`", lambda c: likes(c.model.last.weight))
-read("`torch.tensor(p)`", lambda c: torch.tensor(c.model.last.bias))
 read("`torch.tensor([p, q])` of single elements", lambda c: torch.tensor([c.model.scale] * 2))
 read("`torch.as_tensor(p)`, `torch.asarray(p)`", lambda c: as_tensors(c.model.last.bias))
-read("`other.data = p`", lambda c: given(c.model.last.weight))
 read("`other.data = p.data`", lambda c: given(c.model.last.weight.data), goes_on=False)
 read("`other.copy_(p)`", lambda c: without_grad(torch.zeros(64).copy_, c.model.last.bias))
 read("`tensor.set_(p)`", lambda c: torch.empty(0, dtype=c.dtype).set_(c.model.last.bias.detach()))
@@ -61,12 +58,6 @@ read("`nn.Parameter(p.detach())`", lambda c: remade(c), goes_on=False)
 read("`nn.Parameter(p.detach().clone())`", lambda c: nn.Parameter(copies(c)[0][0]).detach())
 read("`p.data_ptr()`", lambda c: c.model.last.weight.data_ptr() != 0, goes_on=False)
 read("`p.untyped_storage().nbytes()`", lambda c: c.model.last.weight.untyped_storage().nbytes() > 0)
-read("`p.is_shared()`, `p.is_pinned()`", lambda c: [c.params[0].is_shared(), p_pinned(c)])
-read("`summary` of counts: `sum(p.numel())`", lambda c: sum(p.numel() for p in c.params))
-
-
-def p_pinned(case: Case) -> bool:
-    return case.params[0].is_pinned()
 
 
 def metadata(p: torch.Tensor) -> list[object]:

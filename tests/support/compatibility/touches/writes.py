@@ -22,12 +22,17 @@ def values(case: Case) -> list[torch.Tensor]:
     return [p.detach().clone() for p in case.params]
 
 
-write("`p.clamp_()` under `no_grad`", lambda c: [without_grad(p.clamp_, -0.05, 1) for p in c.params])
+write(
+    "`p.clamp_()` under `no_grad`", lambda c: [without_grad(p.clamp_, -0.05, 1) for p in c.params]
+)
 write("`p.data.clamp_()`", lambda c: discard(p.data.clamp_(-0.05, 1) for p in c.params))
 write("`p.data.mul_()`, `p.data *= t`", lambda c: discard(p.data.mul_(0.5) for p in c.params))
 write("`p.data.lerp_(q.data)`", lambda c: discard([lerp(c)]))
 write("`p.data.copy_(t)`", lambda c: discard(p.data.copy_(ramp(p)) for p in c.params))
-write("`p.copy_(t)` under `no_grad`", lambda c: discard(without_grad(p.copy_, ramp(p)) for p in c.params))
+write(
+    "`p.copy_(t)` under `no_grad`",
+    lambda c: discard(without_grad(p.copy_, ramp(p)) for p in c.params),
+)
 write("`p.detach().fill_()`", lambda c: discard(p.detach().fill_(0.25) for p in c.params))
 write("`torch._foreach_mul_(params)`", lambda c: foreach(c))
 write("`torch.add(p, 1, out=q.data)`", lambda c: discard([out(c.model)]))
