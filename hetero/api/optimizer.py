@@ -173,7 +173,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} of a managed model cannot be copied or pickled; copy its "
                 f"state_dict(), and load that into another one"
             )
-        return {**super().__getstate__(), "_engine": None, "state_dtype": self.state_dtype}
+        own: dict[str, Any] = {"state": {}, "_engine": None, "state_dtype": self.state_dtype}
+        return {**super().__getstate__(), **own}
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Calls loss.backward(), with the loss times the loss scale under fp16.

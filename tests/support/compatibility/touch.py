@@ -10,7 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.training.small_net import Net
+from tests.support.training import small_net
+
+
+class Net(small_net.Net):
+    """With parameters that no forward uses, so that not all fit the smallest budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = ballast()
+
+
+def ballast() -> nn.ParameterList:
+    """Parameters of some chunks."""
+    return nn.ParameterList(nn.Parameter(torch.full((64, 64), 0.1)) for _ in range(4))
 
 
 @dataclass

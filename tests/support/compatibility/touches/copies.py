@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tests.support.compatibility.touch import Case, Section
-from tests.support.training.small_net import Net
+from tests.support.compatibility.touch import Case, Net, Section
 
 COPIES = Section("State dicts, copies, averages of weights, files")
 

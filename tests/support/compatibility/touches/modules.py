@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.support.compatibility.touch import Case, Section
-from tests.support.training.small_net import Net
+from tests.support.compatibility.touch import Case, Net, Section, ballast
 
 MODULES = Section("Modules")
 
@@ -31,7 +30,6 @@ convert("`model.to('cpu')`, `model.cpu()`", lambda m: m.to("cpu").cpu())
 convert("`model.to(p.dtype)`", lambda m: m.to(m.last.weight.dtype))
 convert("`model.half()`", lambda m: m.half())
 convert("`model.double()`", lambda m: m.double())
-convert("`model.to('meta')`", lambda m: m.to("meta"))
 convert("`model.to_empty(device='cpu')`", lambda m: m.to_empty(device="cpu"))
 convert("`model.share_memory()`", lambda m: m.share_memory())
 
@@ -193,6 +191,7 @@ class Normalised(nn.Module):
         super().__init__()
         self.conv = nn.Conv1d(4, 8, 3)
         self.norm = nn.BatchNorm1d(8)
+        self.ballast = ballast()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.conv(x.view(-1, 4, 16))).flatten(1)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import utils
 
-from tests.support.compatibility.touch import Case, Section
-from tests.support.training.small_net import Net, without_grad
+from tests.support.compatibility.touch import Case, Net, Section
+from tests.support.training.small_net import without_grad
 
 WRITES = Section("Writes to parameters")
 write = WRITES.add
