@@ -21,9 +21,21 @@ class Net(small_net.Net):
         self.ballast = ballast()
 
 
-def ballast() -> nn.ParameterList:
+class LargeNet(small_net.Net):
+    """With more of them, before the layers, for models whose construction takes more memory than
+    their training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = dict(self._modules)
+        self._modules.clear()
+        self.ballast = ballast(12)
+        self._modules.update(layers)
+
+
+def ballast(chunks: int = 4) -> nn.ParameterList:
     """Parameters of some chunks."""
-    return nn.ParameterList(nn.Parameter(torch.full((64, 64), 0.1)) for _ in range(4))
+    return nn.ParameterList(nn.Parameter(torch.full((64, 64), 0.1)) for _ in range(chunks))
 
 
 @dataclass

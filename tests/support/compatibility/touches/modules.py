@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.support.compatibility.touch import Case, Net, Section, ballast
+from tests.support.compatibility.touch import Case, LargeNet, Net, Section, ballast
 
 MODULES = Section("Modules")
 
@@ -73,7 +73,7 @@ class Normed(Net):
         parametrizations.spectral_norm(self.last)
 
 
-class OldNormed(Net):
+class OldNormed(LargeNet):
     """weight_norm, as hooks."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class OldNormed(Net):
             torch.nn.utils.weight_norm(self.first)
 
 
-class OldSpectral(Net):
+class OldSpectral(LargeNet):
     """spectral_norm, as hooks."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class OldSpectral(Net):
         torch.nn.utils.spectral_norm(self.last)
 
 
-class Pruned(Net):
+class Pruned(LargeNet):
     """Half of the last weight is masked."""
 
     def __init__(self) -> None:
@@ -189,9 +189,9 @@ class Normalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ballast = ballast(12)
         self.conv = nn.Conv1d(4, 8, 3)
         self.norm = nn.BatchNorm1d(8)
-        self.ballast = ballast()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.conv(x.view(-1, 4, 16))).flatten(1)

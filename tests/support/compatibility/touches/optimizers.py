@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetero
-from tests.support.compatibility.touch import Case, Net, Section
+from tests.support.compatibility.touch import Case, LargeNet, Net, Section
 
 OPTIMIZERS = Section("Optimizers")
 lr = torch.optim.lr_scheduler
@@ -31,7 +31,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-class Frozen(Net):
+class Frozen(LargeNet):
     """Its first layer needs no gradient."""
 
     def __init__(self) -> None:
