@@ -24,6 +24,9 @@ The columns are four ways to manage a small model:
 | `nvme bf16` | the same in bf16, with exact masters |
 | `two ranks` | fp32, two ranks, stage 3: each keeps a half of all chunks, in RAM |
 
+(Some models fit the smallest budget with which they can be built: those with `weight_norm`,
+`spectral_norm` or `prune` before `initialize`, frozen layers, or a convolution.)
+
 "same" means: the touch gives what it gives on the same model in plain PyTorch, and training goes
 on as it does there. Reads of parameters are compared bit for bit; what is computed with gradients
 up to rounding (with bf16 that of parameters and gradients to bf16). Otherwise the cell has the

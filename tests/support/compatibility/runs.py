@@ -196,7 +196,7 @@ def _managed(touch: Touch, options: dict[str, Any], path: Path, rank: int | None
     all_options = {**options, **touch.options}
     if options["placement_policy"] == "nvme":
         model, optimizer = _with_least_memory(made, (touch.build, touch.groups, options["dtype"]))
-        assert Tier.DISK in optimizer.engine.placement.param
+        assert not touch.on_disk or Tier.DISK in optimizer.engine.placement.param
     else:
         model, optimizer = made(None)
     dtype = torch.bfloat16 if options["dtype"] == "bf16" else torch.float32

@@ -21,21 +21,9 @@ class Net(small_net.Net):
         self.ballast = ballast()
 
 
-class LargeNet(small_net.Net):
-    """With more of them, before the layers, for models whose construction takes more memory than
-    their training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = dict(self._modules)
-        self._modules.clear()
-        self.ballast = ballast(12)
-        self._modules.update(layers)
-
-
-def ballast(chunks: int = 4) -> nn.ParameterList:
+def ballast() -> nn.ParameterList:
     """Parameters of some chunks."""
-    return nn.ParameterList(nn.Parameter(torch.full((64, 64), 0.1)) for _ in range(chunks))
+    return nn.ParameterList(nn.Parameter(torch.full((64, 64), 0.1)) for _ in range(4))
 
 
 @dataclass
@@ -96,6 +84,8 @@ class Touch:
     build: Callable[[], nn.Module] = Net
     # The optimizer's first argument, from the model.
     groups: Callable[[nn.Module], Any] = nn.Module.parameters
+    # Not all parameters fit the smallest budget that works, in the columns of nvme.
+    on_disk: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)  # more of hetero's
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn import utils
 from torch.utils import checkpoint as checkpoints
 
 from tests.support.compatibility.touch import Case, Net, Section
@@ -27,10 +26,6 @@ def penalty(name: str, of: Any) -> None:
 
 
 penalty("L2 penalty: `sum(p.pow(2).sum())`", lambda c: sum(p.pow(2).sum() for p in c.params))
-penalty("L1 penalty: `sum(p.abs().sum())`", lambda c: sum(p.abs().sum() for p in c.params))
-penalty(
-    "`parameters_to_vector(params).norm()`", lambda c: utils.parameters_to_vector(c.params).norm()
-)
 penalty(
     "`p @ q.t()` in a loss",
     lambda c: (c.model.first.weight @ c.model.last.weight.t()).square().mean(),
@@ -73,14 +68,6 @@ def gradient_penalty(case: Case) -> torch.Tensor:
     return kept
 
 
-@AUTOGRAD.touch("a Hessian-vector product by parameters")
-def hessian_vector(case: Case) -> object:
-    case.rank = None
-    weight = case.model.first.weight
-    (first,) = torch.autograd.grad(case.loss(), weight, create_graph=True)
-    return torch.autograd.grad((first * torch.ones_like(weight)).sum(), weight)
-
-
 @AUTOGRAD.touch("`loss.backward(create_graph=True)`")
 def create_graph(case: Case) -> None:
     case.loss().backward(create_graph=True)
@@ -102,12 +89,6 @@ def twice_without(case: Case) -> None:
     loss = case.loss()
     loss.backward()
     loss.backward()
-
-
-@AUTOGRAD.touch("`backward(inputs=[p])`")
-def only_some(case: Case) -> None:
-    case.loss().backward(inputs=[case.model.last.weight])
-    case.optimizer.step()
 
 
 @AUTOGRAD.touch("`y.backward(gradient=t)`")
@@ -207,14 +188,6 @@ def sequential(case: Case) -> None:
     x = case.inputs().requires_grad_()
     y = checkpoints.checkpoint_sequential(case.model, 2, x, use_reentrant=False)
     (y.float() - 1).square().mean().backward()
-    case.optimizer.step()
-
-
-@AUTOGRAD.touch("`save_on_cpu`")
-def save_on_cpu(case: Case) -> None:
-    with torch.autograd.graph.save_on_cpu():
-        loss = case.loss()
-    loss.backward()
     case.optimizer.step()
 
 

@@ -23,7 +23,6 @@ def closed(name: str, use: Callable[[Case], object]) -> None:
 
 
 closed("after close: `p.sum()`", lambda c: c.model.last.weight.sum())
-closed("after close: `p.data`, then a read", lambda c: c.model.last.weight.data.sum())
 closed("after close: `p.data.zero_()`", lambda c: c.model.last.weight.data.zero_())
 closed(
     "after close: `p.data = t`", lambda c: setattr(c.model.last.weight, "data", torch.ones(64, 64))
@@ -34,14 +33,12 @@ closed(
 )
 closed("after close: `model(x)`", lambda c: c.loss())
 closed("after close: `optimizer.step()`", lambda c: c.optimizer.step())
-closed("after close: `optimizer.zero_grad()`", lambda c: c.optimizer.zero_grad())
 closed("after close: `optimizer.state_dict()`", lambda c: c.optimizer.state_dict())
 closed("after close: `model.state_dict()`", lambda c: c.model.state_dict()["last.weight"].sum())
 closed(
     "after close: `model.load_state_dict()`", lambda c: c.model.load_state_dict({}, strict=False)
 )
 closed("after close: `copy.deepcopy(model)`", lambda c: copy.deepcopy(c.model))
-closed("after close: `engine.close()` again", lambda c: c.optimizer.engine.close())
 
 
 @CLOSE.touch("after close: `loss.backward()` of a loss from before", goes_on=False)

@@ -130,18 +130,6 @@ def _trained_copy(case: Case, made: Net) -> object:
     return values(made)
 
 
-@COPIES.touch("`copy.copy(model)`", goes_on=False)
-def shallow_copy(case: Case) -> object:
-    return copy.copy(case.model)(torch.ones(2, 64, dtype=case.dtype)).detach()
-
-
-@COPIES.touch("`copy.deepcopy(layer)`, and another layer's `load_state_dict`")
-def copy_layer(case: Case) -> object:
-    made = copy.deepcopy(case.model.last)
-    case.model.first.load_state_dict(made.state_dict())
-    return values(made)
-
-
 class Copied(Net):
     """A layer is a deep copy of another, made while the model is built."""
 

@@ -63,9 +63,6 @@ read("`p.grad.clone()`, `.detach()`, `.data`", lambda g: [g.clone(), g.detach() 
 read("`p.grad.float()`, `.cpu()`, `.to()`", lambda g: [g.float(), g.cpu() + 0, g.to(torch.float64)])
 read("`float(p.grad.sum())`, `p.grad.tolist()`", lambda g: [float(g.sum()), g.float().tolist()])
 read("`p.grad.float().numpy()`", lambda g: torch.from_numpy(g.float().numpy().copy()))
-read(
-    "`p.grad.view(-1)[0]`, `for row in p.grad`", lambda g: [g.view(-1)[0] + 0, [r.sum() for r in g]]
-)
 read("`torch.tensor(p.grad)`", lambda g: torch.tensor(g))
 read(
     "`pickle`, `copy.deepcopy` of `p.grad`",
@@ -76,7 +73,6 @@ read("`p.grad.data_ptr()`", lambda g: g.data_ptr() != 0)
 change("`p.grad.mul_()`, `/=`", lambda g: g.mul_(0.5).div_(4))
 change("`p.grad.add_(noise)`", lambda g: g.add_(torch.linspace(-1, 1, g.numel()).view(g.shape)))
 change("`p.grad.clamp_()`", lambda g: g.clamp_(-1e-3, 5e-4))
-change("`p.grad.nan_to_num_()`", lambda g: g.nan_to_num_())
 change("`p.grad[0] = 0`, `p.grad.view(-1)[0] = 1`", lambda g: g.view(-1).__setitem__(0, 1.0))
 change("`p.grad.data = t`", lambda g: setattr(g, "data", g.data * 3 + 0.5))
 change("`p.grad.zero_()`", lambda g: g.zero_())
@@ -85,10 +81,6 @@ change("`torch._foreach_mul_(grads)`", lambda g: torch._foreach_mul_([g], 0.5))
 clip("`clip_grad_norm_`", lambda ps: utils.clip_grad_norm_(ps, 0.1))
 clip("`clip_grad_norm_(norm_type=1)`", lambda ps: utils.clip_grad_norm_(ps, 0.1, norm_type=1.0))
 clip("`clip_grad_norm_(norm_type=inf)`", lambda ps: utils.clip_grad_norm_(ps, 0.1, float("inf")))
-clip(
-    "`clip_grad_norm_(error_if_nonfinite=True)`",
-    lambda ps: utils.clip_grad_norm_(ps, 0.1, error_if_nonfinite=True),
-)
 clip("`clip_grad_value_`", lambda ps: utils.clip_grad_value_(ps, 1e-3))
 clip(
     "`get_total_norm(grads)`, `clip_grads_with_norm_`",
@@ -127,14 +119,6 @@ def assign_anothers(case: Case) -> object:
 def forget(case: Case) -> list[bool]:
     case.backward()
     case.model.first.weight.grad = None
-    case.optimizer.step()
-    return [p.grad is None for p in case.params]
-
-
-@GRADIENTS.touch("`del p.grad`")
-def delete(case: Case) -> list[bool]:
-    case.backward()
-    del case.model.first.weight.grad
     case.optimizer.step()
     return [p.grad is None for p in case.params]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.support.compatibility.touch import Case, LargeNet, Net, Section, ballast
+from tests.support.compatibility.touch import Case, Net, Section, ballast
 
 MODULES = Section("Modules")
 
@@ -27,7 +27,6 @@ def convert(name: str, how: Callable[[nn.Module], object]) -> None:
 
 
 convert("`model.to('cpu')`, `model.cpu()`", lambda m: m.to("cpu").cpu())
-convert("`model.to(p.dtype)`", lambda m: m.to(m.last.weight.dtype))
 convert("`model.half()`", lambda m: m.half())
 convert("`model.double()`", lambda m: m.double())
 convert("`model.to_empty(device='cpu')`", lambda m: m.to_empty(device="cpu"))
@@ -73,7 +72,7 @@ class Normed(Net):
         parametrizations.spectral_norm(self.last)
 
 
-class OldNormed(LargeNet):
+class OldNormed(Net):
     """weight_norm, as hooks."""
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class OldNormed(LargeNet):
             torch.nn.utils.weight_norm(self.first)
 
 
-class OldSpectral(LargeNet):
+class OldSpectral(Net):
     """spectral_norm, as hooks."""
 
     def __init__(self) -> None:
@@ -91,7 +90,7 @@ class OldSpectral(LargeNet):
         torch.nn.utils.spectral_norm(self.last)
 
 
-class Pruned(LargeNet):
+class Pruned(Net):
     """Half of the last weight is masked."""
 
     def __init__(self) -> None:
@@ -127,9 +126,9 @@ def trained(case: Case) -> torch.Tensor:
 MODULES.add("tied weights: `a.weight = b.weight`", trained, build=Tied)
 MODULES.add("`parametrize` before `initialize`", trained, build=Parametrized)
 MODULES.add("`parametrizations.weight_norm`, `spectral_norm` before", trained, build=Normed)
-MODULES.add("`weight_norm` (hooks) before", trained, build=OldNormed)
-MODULES.add("`spectral_norm` (hooks) before", trained, build=OldSpectral)
-MODULES.add("`prune.l1_unstructured` before", trained, build=Pruned)
+MODULES.add("`weight_norm` (hooks) before", trained, build=OldNormed, on_disk=False)
+MODULES.add("`spectral_norm` (hooks) before", trained, build=OldSpectral, on_disk=False)
+MODULES.add("`prune.l1_unstructured` before", trained, build=Pruned, on_disk=False)
 
 
 @MODULES.touch("`parametrize.remove_parametrizations`", build=Parametrized)
@@ -138,13 +137,13 @@ def remove_parametrization(case: Case) -> torch.Tensor:
     return output(case)
 
 
-@MODULES.touch("`remove_weight_norm`", build=OldNormed)
+@MODULES.touch("`remove_weight_norm`", build=OldNormed, on_disk=False)
 def remove_weight_norm(case: Case) -> torch.Tensor:
     torch.nn.utils.remove_weight_norm(case.model.first)
     return output(case)
 
 
-@MODULES.touch("`prune.remove`", build=Pruned)
+@MODULES.touch("`prune.remove`", build=Pruned, on_disk=False)
 def remove_pruning(case: Case) -> torch.Tensor:
     prune.remove(case.model.last, "weight")
     return output(case)
@@ -175,13 +174,7 @@ after("`parametrizations.spectral_norm` after", lambda m: parametrizations.spect
 after("`weight_norm` (hooks) after", lambda m: torch.nn.utils.weight_norm(m.last))
 after("`spectral_norm` (hooks) after", lambda m: torch.nn.utils.spectral_norm(m.last))
 after("`prune.l1_unstructured` after", lambda m: prune.l1_unstructured(m.last, "weight", 0.5))
-after("`prune.global_unstructured` after", lambda m: prune_all(m))
 after("`del model.unused`", lambda m: delattr(m, "unused"))
-
-
-def prune_all(model: Net) -> None:
-    where = [(model.first, "weight"), (model.last, "weight")]
-    prune.global_unstructured(where, prune.L1Unstructured, amount=0.3)
 
 
 class Normalised(nn.Module):
@@ -189,15 +182,15 @@ class Normalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ballast = ballast(12)
         self.conv = nn.Conv1d(4, 8, 3)
         self.norm = nn.BatchNorm1d(8)
+        self.ballast = ballast()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.conv(x.view(-1, 4, 16))).flatten(1)
 
 
-@MODULES.touch("`fuse_conv_bn_eval`", build=Normalised, goes_on=False)
+@MODULES.touch("`fuse_conv_bn_eval`", build=Normalised, on_disk=False, goes_on=False)
 def fuse(case: Case) -> torch.Tensor:
     case.model.eval()
     fused = torch.nn.utils.fusion.fuse_conv_bn_eval(case.model.conv, case.model.norm)

@@ -15,7 +15,6 @@ READS = Section("Reads of parameters", exact=True)
 read = READS.add
 
 read("`p.sum()`, `p.mean()`, `p.norm()`", lambda c: [[p.sum(), p.norm()] for p in c.params])
-read("`p.abs().max().item()`", lambda c: [p.abs().max().item() for p in c.params])
 read("`float(p)`, `p.item()`", lambda c: [float(c.model.scale), c.model.scale.item()])
 read("`bool(p > 0)`, `if p:`", lambda c: [bool(c.model.scale > 0), bool(c.model.scale)])
 read("`p == q`", lambda c: (c.model.first.weight == c.model.last.weight).sum())
@@ -23,14 +22,11 @@ read(
     "`torch.equal(p, q)`, `torch.allclose(p, q)`",
     lambda c: [f(c.model.first.weight, c.model.last.weight) for f in (torch.equal, torch.allclose)],
 )
-read("`torch.isnan(p).any()`", lambda c: [bool(torch.isnan(p).any()) for p in c.params])
 read("`repr(p)`, `print(p)`", lambda c: [repr(c.model.first.bias), str(c.model.first.bias)])
 read("`f'{p:.3f}'`", lambda c: f"{c.model.scale.squeeze():.3f}")
 read("`p.shape`, `p.stride()`, `p.numel()`, `p.nbytes`", lambda c: [metadata(p) for p in c.params])
-read("`isinstance(p, nn.Parameter)`", lambda c: [isinstance(p, nn.Parameter) for p in c.params])
 read("`p.tolist()`", lambda c: c.model.last.bias.tolist())
 read("`p.detach().numpy()`, `p.data.numpy()`", lambda c: arrays(c))
-read("`np.asarray(p.detach())`", lambda c: np.asarray(c.model.scale.detach().float()).tolist())
 read("`torch.from_dlpack(p.detach())`", lambda c: torch.from_dlpack(c.model.scale.detach()))
 read("`p.detach().clone()`, `p.data.clone()`", lambda c: copies(c))
 read("`p.to(torch.float64)`, `p.float()`", lambda c: [p.detach().double() for p in c.params])
@@ -41,12 +37,10 @@ read("`torch.cat`, `torch.stack` of parameters", lambda c: joined(c))
 read("`parameters_to_vector`", lambda c: utils.parameters_to_vector(c.params).detach())
 read("`get_total_norm`", lambda c: utils.get_total_norm([p.detach() for p in c.params]))
 read("`torch._foreach_norm`", lambda c: torch._foreach_norm([p.detach() for p in c.params]))
-read("`torch.linalg.svdvals(p)`", lambda c: torch.linalg.svdvals(c.model.last.weight.float()))
 read(
     "`F.linear(x, other.weight)`",
     lambda c: F.linear(torch.ones(2, 64, dtype=c.dtype), c.model.last.weight).detach(),
 )
-read("`p @ q`", lambda c: (c.model.first.weight @ c.model.last.weight).detach())
 read("`p.new_zeros()`, `torch.zeros_like(p)`", lambda c: likes(c.model.last.weight))
 read("`torch.tensor([p, q])` of single elements", lambda c: torch.tensor([c.model.scale] * 2))
 read("`torch.as_tensor(p)`, `torch.asarray(p)`", lambda c: as_tensors(c.model.last.bias))
@@ -57,7 +51,6 @@ read("`nn.Parameter(p)`", lambda c: nn.Parameter(c.model.last.weight).detach(), 
 read("`nn.Parameter(p.detach())`", lambda c: remade(c), goes_on=False)
 read("`nn.Parameter(p.detach().clone())`", lambda c: nn.Parameter(copies(c)[0][0]).detach())
 read("`p.data_ptr()`", lambda c: c.model.last.weight.data_ptr() != 0, goes_on=False)
-read("`p.untyped_storage().nbytes()`", lambda c: c.model.last.weight.untyped_storage().nbytes() > 0)
 
 
 def metadata(p: torch.Tensor) -> list[object]:

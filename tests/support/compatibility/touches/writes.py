@@ -29,17 +29,11 @@ write("`p.data.clamp_()`", lambda c: discard(p.data.clamp_(-0.05, 1) for p in c.
 write("`p.data.mul_()`, `p.data *= t`", lambda c: discard(p.data.mul_(0.5) for p in c.params))
 write("`p.data.lerp_(q.data)`", lambda c: discard([lerp(c)]))
 write("`p.data.copy_(t)`", lambda c: discard(p.data.copy_(ramp(p)) for p in c.params))
-write(
-    "`p.copy_(t)` under `no_grad`",
-    lambda c: discard(without_grad(p.copy_, ramp(p)) for p in c.params),
-)
-write("`p.detach().fill_()`", lambda c: discard(p.detach().fill_(0.25) for p in c.params))
 write("`torch._foreach_mul_(params)`", lambda c: foreach(c))
 write("`torch.add(p, 1, out=q.data)`", lambda c: discard([out(c.model)]))
 write("`vector_to_parameters`", lambda c: vector(c))
 write("`p.index_fill_`, `p.scatter_`, `p.masked_fill_`", lambda c: scattered(c.model.last.weight))
 write("`p.requires_grad_(False).mul_()`", lambda c: frozen_mul(c))
-write("`module.apply(init)`", lambda c: discard([c.model.apply(ones)]))
 
 
 def discard(results: object) -> None:
@@ -76,11 +70,6 @@ def scattered(weight: nn.Parameter) -> None:
 def frozen_mul(case: Case) -> None:
     case.model.last.weight.requires_grad_(False).mul_(0.5)
     case.model.last.weight.requires_grad_(True)
-
-
-def ones(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.ones_(module.weight)
 
 
 @WRITES.touch("`p.data = t`")
@@ -127,12 +116,6 @@ def write_to_views_of_data(case: Case) -> None:
     case.model.last.weight.data.unbind()[3].fill_(0.125)
 
 
-@WRITES.touch("`for row in p.data: row.mul_()`")
-def write_to_rows_of_data(case: Case) -> None:
-    for row in case.model.last.weight.data:
-        row.mul_(2)
-
-
 @WRITES.touch("`for row in p: row.data.mul_()`")
 def write_to_data_of_rows(case: Case) -> None:
     for row in case.model.last.weight:
@@ -165,14 +148,6 @@ def initialise(case: Case) -> None:
     nn.init.constant_(case.model.last.bias, 0.25)
     nn.init.trunc_normal_(case.model.last.weight)
     case.model.unused.reset_parameters()
-
-
-@WRITES.touch("`nn.init.orthogonal_`")
-def orthogonal(case: Case) -> None:
-    if case.dtype is torch.float32:
-        nn.init.orthogonal_(case.model.first.weight)
-    else:  # torch has no QR of bf16
-        nn.init.eye_(case.model.first.weight)
 
 
 @WRITES.touch("`p.numpy()[...] = 1`")
