@@ -9,6 +9,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 
+from hetero.api.kept_state import KeptState
 from hetero.api.loaded_state import (
     LARGEST,
     check_state,
@@ -24,7 +25,7 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.options import number
 from hetero.runtime.update_schedule import OptimizerView
 from offload._native import Hyper
-from offload.errors import UnmanagedParameterError
+from offload.errors import HeteroError, UnmanagedParameterError
 from offload.interrupts import uninterrupted
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -175,6 +176,24 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"model, optimizer = hetero.initialize(model, optimizer) first"
             )
         return self._engine
+
+    @property
+    def state(self) -> KeptState:
+        """Says where the state is; state_dict() and load_state_dict() read and change it."""
+        return KeptState()
+
+    @state.setter
+    def state(self, value: object) -> None:
+        """torch assigns an empty one."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None:
+            raise HeteroError(
+                f"{type(self).__name__} of a managed model cannot be copied or pickled; copy its "
+                f"state_dict(), and load that into another one"
+            )
+        own: dict[str, Any] = {"state": {}, "_engine": None, "state_dtype": self.state_dtype}
+        return {**super().__getstate__(), **own}
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Calls loss.backward(), with the loss times the loss scale under fp16.

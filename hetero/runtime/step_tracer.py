@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.trace import Computing, Phase
 from hetero.runtime.modules.model_hook import ModelHook
+from offload.errors import ClosedError
 
 _MOST_OUTPUTS = 8  # of a forward, that are watched for the begin of backward
 _MOST_EVALUATIONS = 2  # forwards without gradients between two steps whose memory is looked at
@@ -108,8 +109,13 @@ class StepTracer:
         self._in_backward = False
         self._evaluations = 0  # since the last step
         self._evaluation_bytes = 0  # the most RAM beside model state after one
+        self._closed = False
+        hooks.callback(self._close)
         hooks.callback(model.register_forward_pre_hook(ModelHook(self._before)).remove)
         hooks.callback(model.register_forward_hook(ModelHook(self._after), always_call=True).remove)
+
+    def _close(self) -> None:
+        self._closed = True
 
     @_disable_dynamo
     def _before(self, module: torch.nn.Module, args: Any) -> None:
@@ -134,7 +140,12 @@ class StepTracer:
             self._evaluation_bytes = max(self._evaluation_bytes, self._memory()[0])
 
     def gradient(self) -> None:
-        """A gradient is there: a backward goes on."""
+        """A gradient is there: a backward goes on. Raises ClosedError after engine.close()."""
+        if self._closed:
+            raise ClosedError(
+                "backward after engine.close(): the parameters that it needs have no values; call "
+                "backward before"
+            )
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             self.step_clock.begin(Phase.BACKWARD)

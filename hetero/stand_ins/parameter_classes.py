@@ -8,7 +8,10 @@ the class whose operators are torch's own, so it pays nothing.
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from functools import cache
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +69,14 @@ class PresentParameter(torch.nn.Parameter):
             )
         return torch.Tensor.detach(self)
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `.data = source`, which torch's parametrizations do by this."""
+        if args or kwargs or not isinstance(source, torch.Tensor):
+            owner_of(self).call(torch.Tensor.set_, (self, source, *args), kwargs)
+        elif source is not self:
+            owner_of(self).assign(self, source.detach())
+        return self
+
     def __deepcopy__(self, memo: Any) -> torch.nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = self._plain()
@@ -95,6 +106,12 @@ class AbsentParameter(PresentParameter):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _VALUE_FREE:
+            if func in _SIZES and _is_for_backward(sys._getframe(1)):
+                raise HeteroError(
+                    f"backward() cannot take a managed parameter of shape {tuple(args[-1].shape)} "
+                    f"as the gradient of an output, because its values are not in memory; give it "
+                    f"param.detach()"
+                )
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _LAYOUT:
             return func(_as_meta(args[0]), *args[1:], **kwargs)
@@ -111,11 +128,43 @@ class AbsentParameter(PresentParameter):
         owner_of(self).assign(self, values)
 
 
+def _by_owner(name: str) -> Callable[..., Any]:
+    """A method that the parameter's owner is asked for, also while the values are in memory."""
+    method = getattr(torch.Tensor, name)
+
+    def asked(self: PresentParameter, *args: Any, **kwargs: Any) -> Any:
+        return owner_of(self).call(method, (self, *args), kwargs)
+
+    asked.__name__, asked.__doc__ = name, f"torch.Tensor.{name}(), if the owner allows it."
+    return asked
+
+
+# What changes the shape or the memory of a tensor in place.
+_CHANGE_MEMORY_NAMES = (
+    "as_strided_",
+    "resize_",
+    "resize_as_",
+    "share_memory_",
+    "squeeze_",
+    "swapaxes_",
+    "swapdims_",
+    "t_",
+    "transpose_",
+    "unsqueeze_",
+)
+for _name in _CHANGE_MEMORY_NAMES:
+    setattr(PresentParameter, _name, _by_owner(_name))
+CHANGE_MEMORY = {torch.Tensor.set_, *(getattr(torch.Tensor, n) for n in _CHANGE_MEMORY_NAMES)}
+
+
 def become(param: torch.nn.Parameter, data: torch.Tensor, absent: bool) -> None:
     """Points the parameter's memory to `data`, which is not its values if they are `absent`."""
     base = _base_of(type(param))
     if absent:  # before: who comes in between asks the owner
         param.__class__ = _absent_class(base)
+    if "_hetero_itself" not in param.__dict__:
+        # torch.utils.swap_tensors() refuses a tensor that has a weak reference.
+        param._hetero_itself = weakref.ref(param)  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunction():
         torch.Tensor.data.__set__(param, data)  # type: ignore[attr-defined]
     if not absent:
@@ -125,6 +174,7 @@ def become(param: torch.nn.Parameter, data: torch.Tensor, absent: bool) -> None:
 def become_plain(param: torch.nn.Parameter) -> None:
     """Nobody manages the parameter any more; it has its values."""
     param.__class__ = _base_of(type(param))
+    param.__dict__.pop("_hetero_itself", None)
 
 
 def memory_in(param: torch.nn.Parameter) -> torch.Tensor:
@@ -171,6 +221,18 @@ def _base_of(cls: type) -> type:
     return base
 
 
+def _is_for_backward(frame: FrameType | None) -> bool:
+    """Whether autograd asks for the size of a gradient that backward() was given, which it then
+    takes past torch functions; `frame` and the next ones are of this call."""
+    for _ in range(3):
+        if frame is None:
+            return False
+        if frame.f_code is torch.autograd._make_grads.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _as_meta(param: torch.Tensor) -> torch.Tensor:
     return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
@@ -203,9 +265,10 @@ _VALUE_FREE = {
     *_named(
         torch,
         "empty_like full_like is_complex is_floating_point is_inference is_signed numel ones_like "
-        "rand_like randint_like randn_like zeros_like",
+        "is_same_size rand_like randint_like randn_like zeros_like",
     ),
 }
+_SIZES = {_Tensor.size, torch.is_same_size}
 # What a stand-in, which has a single element, would answer wrongly.
 _LAYOUT = {
     _Tensor.is_contiguous,

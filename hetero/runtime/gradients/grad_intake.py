@@ -128,7 +128,9 @@ class GradIntake:
 
     def _write_zeros(self) -> None:
         for m in [m for m in self._zeroed if m.has_grad]:
-            self._store(m, torch.zeros_like(m.stand_in), False, 1.0)
+            # (Over ranks, zeros would be added to a gradient that is there.)
+            m.param.grad = torch.zeros_like(m.stand_in)
+            self._store(m, m.param.grad, False, 1.0)
         self._zeroed.clear()
 
     # Over the ranks

@@ -89,6 +89,7 @@ class AllParams:
         """
         with ExitStack() as acquired:
             for managed in members:
+                _refuse_recordings(managed)
                 self.group(managed.chunk).params.acquire(managed)
                 acquired.callback(self._release, managed)
             yield
@@ -129,3 +130,22 @@ class AllParams:
     def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""
         return sum(chunk_group.params.pinned_copies() for chunk_group in self.chunk_groups)
+
+
+def _refuse_recordings(managed: ManagedParam) -> None:
+    """Raises HeteroError where what is brought would be wrapped, or taken into a recording."""
+    if torch._C._is_tracing():
+        raise HeteroError(
+            f"{managed.name} cannot be brought in inside torch.jit.trace(), which would keep its "
+            f"values; trace a plain copy of the model: copy.deepcopy(model)"
+        )
+    transforms = torch._C._functorch
+    top = transforms.peek_interpreter_stack()
+    if top is not None and top.key() in (
+        transforms.TransformType.Grad,
+        transforms.TransformType.Jvp,
+    ):
+        raise HeteroError(
+            f"{managed.name} cannot be brought in inside torch.func.grad(), vjp(), jvp() and what "
+            f"they are made of; use a plain copy of the model there: copy.deepcopy(model)"
+        )

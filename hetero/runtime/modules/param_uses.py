@@ -16,13 +16,20 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.saved_tensors import SavedTensors
+from hetero.stand_ins.noticed_views import with_noticed_writes
 from hetero.stand_ins.offloaded_tensor import (
     GIVE_MEMORY,
     OffloadedTensor,
     no_address,
     one_by_one,
 )
-from hetero.stand_ins.parameter_classes import AbsentParameter, absent_params, owner_of
+from hetero.stand_ins.parameter_classes import (
+    CHANGE_MEMORY,
+    AbsentParameter,
+    PresentParameter,
+    absent_params,
+    owner_of,
+)
 from hetero.state.managed_param import ManagedParam
 from offload.errors import BudgetError, HeteroError, StaleGraphError
 from offload.interrupts import uninterrupted
@@ -57,7 +64,15 @@ class ParamUses:
         """
         if getattr(func, "__name__", "").startswith("_foreach_"):
             return one_by_one(func, args, kwargs, self._call)
-        if not args or not isinstance(args[0], AbsentParameter):
+        if not args or not isinstance(args[0], PresentParameter):
+            return self._call(func, args, kwargs)
+        if func in CHANGE_MEMORY:
+            raise HeteroError(
+                f"{func.__name__}() would change the shape or the memory of "
+                f"{self._managed(args[0]).name}, which is managed; use a view, or do it before "
+                f"hetero.initialize()"
+            )
+        if not isinstance(args[0], AbsentParameter):
             return self._call(func, args, kwargs)
         if func is torch.Tensor.detach:
             return self.alias(args[0])
@@ -65,12 +80,6 @@ class ParamUses:
             return func(self.alias(args[0]), *args[1:], **kwargs)
         if func is torch.Tensor.data_ptr:
             raise no_address(self._managed(args[0]).name)
-        if func in _CHANGE_MEMORY:
-            raise HeteroError(
-                f"{func.__name__}() would change the shape or the memory of "
-                f"{self._managed(args[0]).name}, which is managed; use a view, or do it before "
-                f"hetero.initialize()"
-            )
         return self._call(func, args, kwargs)
 
     @uninterrupted
@@ -96,8 +105,32 @@ class ParamUses:
             )
         if values is param or (isinstance(values, ParamAlias) and values.is_all_of(managed)):
             return
+        other = self._whose_memory(values)
+        if other is managed:
+            values = values.clone()  # another view of what is overwritten
+        elif other is not None:
+            raise HeteroError(
+                f"{managed.name} cannot get the memory of {other.name}, because each managed "
+                f"parameter has memory of its own; assign a copy: {other.name}.data.clone()"
+            )
         with torch.no_grad():
             torch.Tensor.copy_(param, values)
+
+    def _whose_memory(self, values: torch.Tensor) -> ManagedParam | None:
+        """The parameter whose values `values` is a view of, if it is of one."""
+        if isinstance(values, ParamAlias):
+            return values.managed
+        if isinstance(values, OffloadedTensor):
+            return None
+        with torch._C.DisableTorchFunction():
+            address, storage = values.data_ptr(), values.untyped_storage().data_ptr()
+            for each in list(self._params.managed.values()):
+                param = each.param
+                if param.untyped_storage().data_ptr() == storage:
+                    first = param.data_ptr()
+                    if first <= address < first + max(1, param.nbytes):
+                        return each
+        return None
 
     @uninterrupted
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
@@ -142,7 +175,7 @@ class ParamUses:
         if in_graph:
             del result, views
             with self._copied(needed):
-                return func(*args, **kwargs)
+                return with_noticed_writes(func(*args, **kwargs))
         aliases = {id(m.param): ParamAlias.of(self, m) for m in needed}
         args, kwargs = tree_map_only(
             AbsentParameter, lambda p: aliases.get(id(p), p), (args, kwargs)
@@ -242,25 +275,23 @@ class ParamAlias(OffloadedTensor):
         meta = torch.empty(managed.stand_in.shape, dtype=managed.dtype, device="meta")
         return ParamAlias._make(_ParamSource(uses, managed), meta, managed.device)
 
+    @property
+    def managed(self) -> ManagedParam:
+        """The parameter."""
+        return self._source.managed
+
+    def detach(self) -> torch.Tensor:
+        """An alias of it."""
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            raise HeteroError(
+                f"torch.nn.Parameter() cannot be made over the memory of {self._source.name}, "
+                f"whose values are not in memory; make a copy: torch.nn.Parameter(values.clone())"
+            )
+        return torch.Tensor.detach(self)
+
     def is_all_of(self, managed: ManagedParam) -> bool:
         """Whether it is an alias of the whole parameter, in its shape."""
         return self._source.managed is managed and self._whole
-
-
-_Tensor: Any = torch.Tensor  # its methods are not what its stubs say
-_CHANGE_MEMORY = {
-    _Tensor.as_strided_,
-    _Tensor.resize_,
-    _Tensor.resize_as_,
-    _Tensor.set_,
-    _Tensor.share_memory_,
-    _Tensor.squeeze_,
-    _Tensor.swapaxes_,
-    _Tensor.swapdims_,
-    _Tensor.t_,
-    _Tensor.transpose_,
-    _Tensor.unsqueeze_,
-}
 
 
 def _views_of(result: Any, members: Sequence[ManagedParam]) -> list[torch.Tensor]:

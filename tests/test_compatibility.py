@@ -1,0 +1,50 @@
+"""docs/compatibility.md says what comes of each touch: every cell is made again, and compared.
+
+`python -m tests.support.compatibility` writes the page.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.compatibility.page import PAGE, cells_of, page_of
+from tests.support.compatibility.runs import (
+    COLUMNS,
+    TOUCHES,
+    TWO_RANKS,
+    outcome,
+    outcomes_of_ranks,
+)
+from tests.support.compatibility.touches import SECTIONS
+from tests.support.ranks.processes import RankPool
+
+PAGE_TEXT = PAGE.read_text()
+CELLS = cells_of(PAGE_TEXT)
+OF_ONE_RANK = [column for column in COLUMNS if column != TWO_RANKS]
+
+
+def expect(name: str, column: str, found: str) -> None:
+    """The cell that was found is the page's."""
+    said = CELLS[name, column]
+    assert found == said, (
+        f"{name}, column {column}: found {found!r}, and docs/compatibility.md says {said!r}; if "
+        f"that is right now, write the page again: python -m tests.support.compatibility"
+    )
+
+
+def test_the_page_has_a_row_for_each_touch_and_nothing_else() -> None:
+    assert page_of(lambda name, column: CELLS.get((name, column), "missing")) == PAGE_TEXT
+    assert not [where for where, cell in CELLS.items() if cell == "" or "wrong" in cell]
+
+
+@pytest.mark.parametrize("column", OF_ONE_RANK)
+@pytest.mark.parametrize("name", TOUCHES)
+def test_one_rank(name: str, column: str) -> None:
+    expect(name, column, outcome(name, column))
+
+
+@pytest.mark.parametrize("title", [section.title for section in SECTIONS])
+def test_two_ranks(title: str, ranks2: RankPool) -> None:
+    """A call has all touches of a section, because starting one takes longer than a touch."""
+    for name, found in outcomes_of_ranks(ranks2, title).items():
+        expect(name, TWO_RANKS, found)
