@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from hetero.setup.first_values import FirstValues, fill
 from hetero.setup.join_ranks import join_ranks
 from hetero.setup.same_start import start_alike
 from hetero.stand_ins.construction_uses import arena_of
+from hetero.stand_ins.parameter_classes import AbsentParameter, memory_in
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
@@ -157,6 +158,28 @@ def _refuse_meta(model: torch.nn.Module) -> None:
             )
 
 
+def _refuse_shared_memory(model: torch.nn.Module) -> None:
+    """Raises HeteroError for two parameters over the same memory: in chunks they would come apart.
+
+    (Views of one storage that have no element in common are copied from it, and are right.)
+    """
+    spans: list[tuple[int, int, str]] = []
+    for name, param in model.named_parameters():
+        if param.numel() and not isinstance(param, AbsentParameter):
+            memory = memory_in(param)
+            last = sum((n - 1) * s for n, s in zip(memory.shape, memory.stride(), strict=True))
+            begin = memory.data_ptr()
+            spans.append((begin, begin + (last + 1) * memory.element_size(), name))
+    spans.sort()
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise HeteroError(
+                f"{name} and {other} are two parameters over the same memory, as an assignment to "
+                f".data makes them; tie them by assigning the parameter itself: "
+                f"module.weight = other.weight"
+            )
+
+
 def _context_construction(model: torch.nn.Module) -> ConstructionArena | None:
     """The arena of the ZeroInitContext that built the model, or None.
 
@@ -183,6 +206,7 @@ def _check(model: torch.nn.Module, optimizer: HybridOptimizer) -> None:
     for name, param in model.named_parameters():
         refuse_managed(param, name)
     _refuse_meta(model)
+    _refuse_shared_memory(model)
 
 
 def _refuse_other_options(

@@ -1,17 +1,20 @@
-"""hetero/setup/initialize.py: a failure at the very end leaves nothing behind."""
+"""hetero/setup/initialize.py: what is refused, and a failure at the end leaves nothing behind."""
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 import hetero
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.setup import initialize as setup
 from offload.errors import HeteroError, PeerError
-from tests.support.training.small_net import SETTINGS, Net
+from tests.support.training.small_net import SETTINGS, Net, Settings, assert_same, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -52,3 +55,55 @@ def test_an_engine_that_cannot_be_made_gives_everything_back(
     for param in model.parameters():
         with pytest.raises(hetero.ClosedError):
             param.sum()
+
+
+class Tied(Net):
+    """Its last weight is tied to the first one's memory, or to a part of one storage beside it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        if how == "data":
+            self.last.weight.data = self.first.weight.data
+        elif how == "overlap":
+            memory = torch.randn(96, 64)
+            self.first.weight.data, self.last.weight.data = memory[:64], memory[32:]
+        else:
+            memory = torch.randn(128, 64)
+            self.first.weight.data, self.last.weight.data = memory[:64], memory[64:]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("in_context", [True, False])
+@pytest.mark.parametrize("how", ["data", "overlap"])
+def test_two_parameters_over_one_memory_are_refused(
+    how: str, in_context: bool, settings: Settings, tmp_path: Path
+) -> None:
+    options = {**settings, "dtype": "fp32", "nvme_path": str(tmp_path), "host_memory": "1MiB"}
+    with hetero.ZeroInitContext(**options) if in_context else nullcontext():
+        model = Tied(how)
+    optimizer = hetero.HybridAdam(model.parameters())
+    with pytest.raises(HeteroError, match=r"first\.weight and last\.weight are two parameters"):
+        hetero.initialize(model, optimizer, **({} if in_context else options))
+    model.last.weight = model.first.weight  # what the error says
+    optimizer = hetero.HybridAdam(model.parameters())
+    model, optimizer = hetero.initialize(model, optimizer, **({} if in_context else options))
+    train(model, optimizer)
+    assert torch.equal(model.last.weight.detach(), model.first.weight.detach())
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_parameters_beside_each_other_in_one_storage(settings: Settings, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = Tied("beside")
+    model = copy.deepcopy(expected)
+    options = {**settings, "dtype": "fp32", "nvme_path": str(tmp_path), "host_memory": "1MiB"}
+    model, optimizer = hetero.initialize(
+        model, hetero.HybridAdam(model.parameters(), lr=1e-2), **options
+    )
+    adam = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0)
+    for seed in range(2):
+        train(model, optimizer, seed)
+        train(expected, adam, seed)
+    assert_same(model, expected)
+    optimizer.engine.close()
