@@ -142,15 +142,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Of its own options; torch's load_state_dict() adds one to the defaults."""
         return sorted(set(self.defaults) - {"differentiable"})
 
-    def connect(self, engine: Engine) -> None:
-        """Called by initialize(): from now on `engine` keeps the optimizer's state."""
-        self._engine = engine
+    def connect(self, engine: Engine, view: OptimizerView) -> None:
+        """Called by initialize(): from now on `engine`, which has this `view`, keeps the state."""
+        self._engine, self._view = engine, view
         unmanaged.discard(self)
         if self._early_state is not None:
             state, self._early_state = self._early_state, None
             self.load_state_dict(state)
 
-    def view(self) -> OptimizerView:
+    def view(self, config: Config) -> OptimizerView:
         """What an engine sees of this optimizer, without keeping it alive."""
         this = weakref.ref(self)
 
@@ -163,7 +163,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             assert optimizer is not None  # it has param groups
             return optimizer._hyper(options, step, grad_scale)
 
-        return OptimizerView(param_groups, hyper_of, self._option_names)
+        return OptimizerView(self.dtypes(config), param_groups, hyper_of, self._option_names)
 
     @property
     def engine(self) -> Engine:
@@ -234,7 +234,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     @uninterrupted  # outside of no_grad(), which would stay if its end were interrupted
     @torch.no_grad()
     def _step(self) -> None:
-        self.engine.step()
+        engine = self.engine  # or the error that there is none
+        engine.step(self._view)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch.nn.Module.zero_grad() does.

@@ -87,7 +87,7 @@ def arrange(
     dtypes: Dtypes,
     host_bytes: int,
     disk_bytes: int,
-    optimized: set[int] | None = None,
+    optimized: Mapping[int, Dtypes] | None = None,
     shard: Shard = WHOLE,
     device_bytes: int | None = None,
     policy: str | None = None,
@@ -97,10 +97,11 @@ def arrange(
     Args:
         model: may be on the meta device.
         config: the options.
-        dtypes: optimizer.dtypes(config).
+        dtypes: optimizer.dtypes(config), also of parameters that no optimizer has.
         host_bytes: the budget of RAM.
         disk_bytes: the budget of file space; 0 without a directory.
-        optimized: ids of the optimizer's parameters; None: all that require gradients.
+        optimized: by the ids of parameters that an optimizer has, its dtypes; None: one has all
+            that require gradients.
         shard: what this rank has of it all; the result differs between ranks in that alone.
         device_bytes: the budget of a DEVICE that is not RAM, which device_memory otherwise is
             about; None: DEVICE is RAM.
@@ -124,7 +125,8 @@ def arrange(
     check_patterns(model, config.keep_fp32)
     kept = kept_in_fp32(model, config.keep_fp32)
     is_kept = [id(param) in kept for param in params]
-    kinds = kinds_of(specs, is_kept, config, dtypes)
+    of_params = [(optimized or {}).get(id(param), dtypes) for param in params]
+    kinds = kinds_of(specs, is_kept, config, of_params)
     budgets = Budgets(
         host_bytes,
         disk_bytes,
@@ -173,21 +175,34 @@ def kept_in_fp32(model: torch.nn.Module, patterns: Sequence[str]) -> set[int]:
 
 
 def kinds_of(
-    specs: Sequence[ParamSpec], is_kept: Sequence[bool], config: Config, dtypes: Dtypes
+    specs: Sequence[ParamSpec], is_kept: Sequence[bool], config: Config, dtypes: Sequence[Dtypes]
 ) -> list[Kind]:
-    """`specs` by their dtypes: those in the compute dtype, then those that are kept in fp32."""
+    """`specs` by their dtypes: those in the compute dtype, then those that are kept in fp32.
+
+    `dtypes` are each parameter's, of its optimizer; where optimizers have other rules or states,
+    the kind with most elements is the first.
+    """
+    kinds: dict[Dtypes, list[ParamSpec]] = {}
+    for spec, kept, own in zip(specs, is_kept, dtypes, strict=True):
+        kinds.setdefault(_in_fp32(own, config) if kept else own, []).append(spec)
+    main = config.dtypes.compute
+
+    def order(kind: Kind) -> tuple[bool, int]:
+        return kind[0].compute != main, -sum(spec.numel for spec in kind[1])
+
+    return sorted(kinds.items(), key=order)
+
+
+def _in_fp32(dtypes: Dtypes, config: Config) -> Dtypes:
+    """The dtypes of parameters that are kept in fp32."""
     if dtypes.compute == "fp32":
-        return [(dtypes, list(specs))]
-    fp32 = replace(
+        return dtypes
+    return replace(
         dtypes,
         compute="fp32",
         grad=dtypes.grad if config.grad_dtype else "fp32",
         reduce=dtypes.reduce if config.zero_stage >= 2 else None,
     )
-    kinds: tuple[Kind, Kind] = (dtypes, []), (fp32, [])
-    for spec, kept in zip(specs, is_kept, strict=True):
-        kinds[kept][1].append(spec)
-    return [kind for kind in kinds if kind[1]]
 
 
 # Where it goes

@@ -26,6 +26,7 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.messages import Communicator, Reply
 from hetero.ranks.waiting import join_all, start_thread
 from offload.errors import HeteroError, PeerError
+from offload.interrupts import deliver_signals
 
 _LOOK_S = 0.01  # how often close() looks whether it is done
 _HEADER = 5  # kind, chunk, tile, version, tag
@@ -166,6 +167,7 @@ class ShardServer:
             self._say_bye()
             deadline = time.monotonic() + self.peers.timeout_s
             while self._is_needed() and time.monotonic() < deadline:
+                deliver_signals()
                 time.sleep(_LOOK_S)
         finally:
             self._versions.end("the engine was closed")

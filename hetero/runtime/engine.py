@@ -64,7 +64,7 @@ class Engine:
         chunk_groups: Sequence[ChunkGroup],
         shared: Shared,
         first_number: Mapping[int, int],
-        optimizer: OptimizerView,
+        optimizers: Sequence[OptimizerView],
     ) -> None:
         """Points the model's parameters to their homes and installs the hooks.
 
@@ -83,7 +83,7 @@ class Engine:
         self.world: ProcessGroups = chunk_groups[0].world
         self.params = AllParams()
         self.chunk_groups = self.params.chunk_groups
-        self.schedule = UpdateSchedule(self.params, self.config, optimizer)
+        self.schedule = UpdateSchedule(self.params, self.config, optimizers)
         self.grad_intake = GradIntake(
             self.params, self.loss_scale, self.schedule, lambda: self.tracer.gradient()
         )
@@ -93,7 +93,7 @@ class Engine:
         calls = EnteredCalls()
         self._param_uses = ParamUses(self.params, calls)
         self._model = weakref.ref(model)
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self._added_params: AddsParams | None = None
         self.hooks = ExitStack()  # removes all hooks
         self._model_hooks: list[ModelHooks] = []
@@ -213,6 +213,13 @@ class Engine:
         """find() of those of `params` that have elements and can have gradients."""
         return [self.find(p) for p in params if p.numel() and can_train(p)]
 
+    def optimizer_of(self, param: torch.Tensor) -> OptimizerView | None:
+        """The optimizer that has the parameter; None if none has."""
+        for optimizer in self.optimizers:
+            if any(p is param for group in optimizer.param_groups() for p in group["params"]):
+                return optimizer
+        return None
+
     # Gradients
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -236,8 +243,8 @@ class Engine:
 
     # Steps
 
-    def step(self) -> None:
-        """Makes one optimizer update of all parameters that have gradients, on all ranks or none.
+    def step(self, optimizer: OptimizerView) -> None:
+        """Makes one update of the optimizer's parameters that have gradients, on all ranks or none.
 
         Homes may move after it. If they cannot, that is a note, unless it could not be undone.
 
@@ -254,10 +261,9 @@ class Engine:
         self.added_params.take_in_unfrozen()
         self.grad_intake.average(force=True)
         managed = self.params.managed.values()
-        param_groups = self.optimizer.param_groups()
-        listed = [(group, self.find_all(group["params"])) for group in param_groups]
+        listed = [(g, self.find_all(g["params"])) for g in optimizer.param_groups()]
         given = dict.fromkeys(m for _, members in listed for m in members)
-        check_left_out(managed, given)
+        check_left_out(managed, self.optimizer_of)
         self.params.take_in_written(given)
         for m in given:
             check_updatable(m, self.config.overlap)
@@ -265,7 +271,7 @@ class Engine:
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
         self.params.finish_transfers()
-        meet_with_same(groups, managed, self.optimizer.options, self.world)
+        meet_with_same(groups, managed, optimizer.options, self.world)
         if overflow and self.loss_scale.value <= 1:
             raise NonFiniteError(
                 "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
@@ -273,7 +279,7 @@ class Engine:
             )
         if (members or self.schedule.is_half_made) and not overflow:
             check_factors(members)
-            self.schedule.step(groups)
+            self.schedule.step(groups, optimizer)
         if members:
             self.loss_scale.update(overflow)
         self._end_step()

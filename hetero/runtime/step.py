@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -15,11 +15,16 @@ from hetero.state.managed_param import ManagedParam
 from offload.errors import HeteroError, NonFiniteError
 
 
-def check_left_out(managed: Iterable[ManagedParam], given: Container[ManagedParam]) -> None:
-    """Raises HeteroError for a gradient of what was frozen and is in no param group."""
+def check_left_out(
+    managed: Iterable[ManagedParam], optimized: Callable[[torch.Tensor], object]
+) -> None:
+    """Raises HeteroError for a gradient of what was frozen and is in no param group.
+
+    `optimized` says which optimizer has a parameter, or None.
+    """
     for m in managed:
         frozen = m.was_frozen and not m.chunk.trainable
-        if frozen and m.param.grad is not None and m not in given:
+        if frozen and m.param.grad is not None and optimized(m.param) is None:
             raise HeteroError(
                 f"{m.name} was frozen at hetero.initialize() and has a gradient now, but no "
                 f"param group has it; add it with optimizer.add_param_group()"

@@ -25,6 +25,7 @@ import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, Update, hyper_table
+from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
 from hetero.overlap import OverlapUpdates
@@ -40,16 +41,24 @@ from offload.errors import HeteroError
 class OptimizerView:
     """The optimizer's param groups, and what their options mean; it does not keep it alive.
 
-    `options` are the names of those that updates are made with; users may note others.
+    `options` are the names of those that updates are made with; users may note others. `dtypes`
+    are of what it trains.
     """
+
+    dtypes: Dtypes
 
     param_groups: Callable[[], Sequence[dict[str, Any]]]
     hyper_of: HyperOf
     options: Sequence[str]
 
 
-def check_overlap(overlap: OverlapUpdates, ranks: int) -> None:
-    """Raises ValueError where so many ranks cannot overlap updates so."""
+def check_overlap(overlap: OverlapUpdates, ranks: int, optimizers: int = 1) -> None:
+    """Raises ValueError where so many ranks, or optimizers, cannot overlap updates so."""
+    if overlap.in_backward and optimizers > 1:
+        raise ValueError(
+            f"overlap_updates={overlap.value!r} is for one optimizer, and there are {optimizers}: "
+            f"a backward does not tell which of them is going to make its step; use 'forward'"
+        )
     if overlap.in_backward and ranks > 1:
         raise ValueError(
             f"overlap_updates={overlap.value!r} is for one rank, and there are {ranks}: a gradient "
@@ -60,12 +69,14 @@ def check_overlap(overlap: OverlapUpdates, ranks: int) -> None:
 class UpdateSchedule:
     """Submits the updates of all chunk groups and waits for them."""
 
-    def __init__(self, params: AllParams, config: Config, optimizer: OptimizerView) -> None:
+    def __init__(
+        self, params: AllParams, config: Config, optimizers: Sequence[OptimizerView]
+    ) -> None:
         self._params = params
         self.overlap = config.overlap
         self._name = f"overlap_updates={self.overlap.value!r}"
         self._counts = GradCounts()
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._reads_ahead = config.prefetch
         self._has_read_ahead = False  # in this step
         # By index of the param group, the options with which it was updated during backward.
@@ -163,7 +174,7 @@ class UpdateSchedule:
         if not all(is_free(m) and m.grad_factor == 1.0 for m in members):
             return
         try:
-            table = hyper_table(groups, self._optimizer.hyper_of)
+            table = hyper_table(groups, self._optimizers[0].hyper_of)
         except ValueError:
             return
         now = {index: _copied(options) for index, (options, some) in enumerate(groups) if some}
@@ -174,7 +185,8 @@ class UpdateSchedule:
 
     def _grouped(self, members: Iterable[ManagedParam]) -> Groups | None:
         """The param groups, with `members` alone; None if one is in no group."""
-        groups: Groups = [(group, []) for group in self._optimizer.param_groups()]
+        (optimizer,) = self._optimizers  # check_overlap()
+        groups: Groups = [(group, []) for group in optimizer.param_groups()]
         if not self._group_of or not self.is_half_made:
             self._group_of = {
                 id(p): index for index, (group, _) in enumerate(groups) for p in group["params"]
@@ -215,8 +227,10 @@ class UpdateSchedule:
         for members in update.members:
             chunk_group.params.publish(members[0].chunk)
 
-    def step(self, groups: Groups) -> None:
+    def step(self, groups: Groups, optimizer: OptimizerView) -> None:
         """Updates the parameters in `groups`, but for those that backward has updated already.
+
+        `groups` are those of `optimizer` that have gradients.
 
         Raises HeteroError for what would make the two parts of the step differ, and ValueError for
         hyper-parameters that make no sense, with nothing changed.
@@ -224,7 +238,7 @@ class UpdateSchedule:
         self._check_half(groups)
         locked = set(self._locked)
         rest = [(options, [m for m in some if m not in locked]) for options, some in groups]
-        table = hyper_table(rest, self._optimizer.hyper_of)
+        table = hyper_table(rest, optimizer.hyper_of)
         used = {m.chunk.group_index for m in locked}
         used |= {m.chunk.group_index for _, members in rest for m in members}
         for number in sorted(used):

@@ -11,6 +11,7 @@ import torch
 
 from hetero.chunk_groups.build import build_chunk_group
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import ParamSpec
 from hetero.planning.group_plans import (
     ChunkGroupPlan,
@@ -62,8 +63,7 @@ class AddedParams:
         waiting = [m for m in self._frozen if m.param.requires_grad and is_free(m)]
         if not waiting:
             return
-        given = {id(p) for group in self._engine.optimizer.param_groups() for p in group["params"]}
-        found = [m.param for m in waiting if id(m.param) in given]
+        found = [m.param for m in waiting if self._engine.optimizer_of(m.param) is not None]
         if found:
             self._add(found)
 
@@ -100,16 +100,24 @@ class AddedParams:
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         engine = self._engine
         engine.schedule.wait_all()
-        engine.take_over(_make_chunk_groups(engine, engine.model, params))
+        for optimizer in engine.optimizers:
+            mine = [p for p in params if engine.optimizer_of(p) is optimizer]
+            if mine:
+                groups = _make_chunk_groups(engine, engine.model, mine, optimizer.dtypes)
+                engine.take_over(groups)
         self._find_frozen()
 
 
 def _make_chunk_groups(
-    engine: Engine, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]
+    engine: Engine,
+    model: torch.nn.Module,
+    params: Sequence[torch.nn.Parameter],
+    dtypes: Dtypes,
 ) -> list[ChunkGroup]:
     """Chunk groups that have `params` and their values; the engine does not know of them yet.
 
-    All ranks must do so. Raises as AddedParams.admit(), with nothing taken.
+    `dtypes` are of their optimizer. All ranks must do so. Raises as AddedParams.admit(), with
+    nothing taken.
     """
     specs = _specs(engine, model, params)
     by_index = {s.index: p for s, p in specs}
@@ -129,9 +137,7 @@ def _make_chunk_groups(
         id(p) in kept if (known := engine.params.known(p)) is None else known.dtype is torch.float32
         for _, p in specs
     ]
-    main = engine.chunk_groups[0].dtypes
-    dtypes = replace(engine.config.dtypes, rule=main.rule, state=main.state)
-    kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, dtypes)
+    kinds = kinds_of([s for s, _ in specs], is_kept, engine.config, [dtypes] * len(specs))
     shard, first = engine.layout.shard, len(engine.chunk_groups)
     # The chunk group with most to train reduces gradients during backward, the others at its end.
     trained = [sum(s.numel for s in some if s.trainable) for _, some in kinds]

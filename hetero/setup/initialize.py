@@ -15,13 +15,14 @@ from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
 from hetero.chunk_groups.build import Shared, build_chunk_group
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
 from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
-from hetero.runtime.update_schedule import check_overlap
+from hetero.runtime.update_schedule import OptimizerView, check_overlap
 from hetero.setup.added_params import AddedParams
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import FirstValues, fill
@@ -34,18 +35,19 @@ from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from offload.errors import HeteroError
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-Optimizer = TypeVar("Optimizer", bound=HybridOptimizer)
+# One optimizer of hetero, or a list or tuple of them.
+Optimizers = TypeVar("Optimizers", bound=HybridOptimizer | Sequence[HybridOptimizer])
 
 
 def initialize(
     model: Model,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
     *,
     process_group: Any = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
-) -> tuple[Model, Optimizer]:
+) -> tuple[Model, Optimizers]:
     """Places the model's state and connects model and optimizer to the engine that runs it.
 
     Parameters become the compute dtype; those that are frozen or not in the optimizer get no
@@ -56,7 +58,8 @@ def initialize(
 
     Args:
         model: built inside ZeroInitContext, whose options then hold, or outside of it.
-        optimizer: made from the model's parameters.
+        optimizer: made from the model's parameters; or a list of optimizers, of one rule or of
+            several, that have no parameter in common. Each one's step() updates its own.
         config: for a model that was built outside: a Config, a mapping, or the path of a JSON file.
         process_group: the ranks to shard over, if not all.
         mesh: instead of `process_group`: one dimension shards, two replicate and shard (FSDP's
@@ -64,7 +67,7 @@ def initialize(
         options: Config's fields as keywords.
 
     Returns:
-        The same model and the same optimizer.
+        The same model and the same optimizer, or list.
 
     Raises:
         BudgetError: the state does not fit; it says the smallest budget that works.
@@ -75,13 +78,15 @@ def initialize(
             The model is then as before; only where a transfer, or a rank, failed when state was on
             its way already, it must be built again.
     """
-    if _is_initialized(model, optimizer) and config is None and not options:
+    given: Any = optimizer
+    optimizers: list[HybridOptimizer] = list(given) if isinstance(given, (list, tuple)) else [given]
+    if _are_initialized(model, optimizers) and config is None and not options:
         return model, optimizer  # by its first forward, say
     construction = _context_construction(model)
     adopting = construction is None
 
     def checked_config() -> Config:
-        _check(model, optimizer)
+        _check(model, optimizers)
         return Config.make(config, **options)
 
     if construction is None:
@@ -93,11 +98,11 @@ def initialize(
         with ExitStack() as resources, world.telling_failures("hetero.initialize()"):
             if not adopting:
                 _refuse_other_options(made, config, options, process_group, mesh)
-                _check(model, optimizer)
+                _check(model, optimizers)
             for param in model.parameters():
                 construction.adopt(param)
-            optimized = _optimized(model, optimizer)
-            check_overlap(made.overlap, world.size)
+            views = [each.view(made) for each in optimizers]
+            check_overlap(made.overlap, world.size, len(views))
             shard = Shard(
                 world.rank,
                 world.ranks,
@@ -109,10 +114,10 @@ def initialize(
                 arrangement = arrange(
                     model,
                     made,
-                    optimizer.dtypes(made),
+                    views[0].dtypes,
                     construction.host_bytes,
                     construction.disk_bytes,
-                    optimized,
+                    _dtypes_by_param(optimizers, views),
                     shard,
                     construction.device_bytes,
                 )
@@ -121,7 +126,7 @@ def initialize(
             start_alike(model, arrangement, construction)
             resources.enter_context(construction.placing())
             construction.keep_own_parts()
-            engine = _build(model, arrangement, construction, optimizer, resources)
+            engine = _build(model, arrangement, construction, views, resources)
             engine.attach(StateDictHooks(model, engine), AddedParams(engine))
             resources.pop_all()
     except BaseException:
@@ -130,17 +135,19 @@ def initialize(
             construction.restore(model.parameters())
             world.close()
         raise
-    optimizer.connect(engine)
+    for each, view in zip(optimizers, views, strict=True):
+        each.connect(engine, view)
     for param in model.parameters():
         construction.release(param)
     construction.close()
     return model, optimizer
 
 
-def _is_initialized(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the two are connected to one engine already."""
-    engine = optimizer._engine if isinstance(optimizer, HybridOptimizer) else None
-    return engine is not None and engine.is_of(model)
+def _are_initialized(model: torch.nn.Module, optimizers: Sequence[object]) -> bool:
+    """Whether all are connected to the model's engine already."""
+    engines = [each._engine for each in optimizers if isinstance(each, HybridOptimizer)]
+    found = [engine for engine in engines if engine is not None and engine.is_of(model)]
+    return len(found) == len(optimizers) > 0
 
 
 def _refuse_meta(model: torch.nn.Module) -> None:
@@ -193,16 +200,19 @@ def _context_construction(model: torch.nn.Module) -> ConstructionArena | None:
     return construction
 
 
-def _check(model: torch.nn.Module, optimizer: HybridOptimizer) -> None:
-    """Raises ValueError or HeteroError if the two cannot be initialized together."""
-    if not isinstance(optimizer, HybridOptimizer):
-        raise ValueError(
-            f"the optimizer must be hetero.HybridAdam, HybridLion, HybridAdagrad or HybridSGD, not "
-            f"{type(optimizer).__name__}: the update runs where the state lives"
-        )
-    if optimizer._engine is not None:
-        raise ValueError("this optimizer was initialized already")
-    _optimized(model, optimizer)
+def _check(model: torch.nn.Module, optimizers: Sequence[HybridOptimizer]) -> None:
+    """Raises ValueError or HeteroError if they cannot be initialized together."""
+    if not optimizers:
+        raise ValueError("the list of optimizers is empty; give one of hetero's at least")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, HybridOptimizer):
+            raise ValueError(
+                f"the optimizer must be hetero.HybridAdam, HybridLion, HybridAdagrad or HybridSGD, "
+                f"not {type(optimizer).__name__}: the update runs where the state lives"
+            )
+        if optimizer._engine is not None:
+            raise ValueError("this optimizer was initialized already")
+    _check_params(model, optimizers)
     for name, param in model.named_parameters():
         refuse_managed(param, name)
     _refuse_meta(model)
@@ -226,25 +236,45 @@ def _refuse_other_options(
         raise ValueError("give process_group or mesh to the ZeroInitContext that built the model")
 
 
-def _optimized(model: torch.nn.Module, optimizer: HybridOptimizer) -> set[int]:
-    """Ids of the optimizer's parameters. Raises ValueError for one that is not the model's."""
+def _check_params(model: torch.nn.Module, optimizers: Sequence[HybridOptimizer]) -> None:
+    """Raises ValueError for a parameter that is not the model's, or that two optimizers have."""
+    names = {id(p): name for name, p in model.named_parameters()}
     owned = {id(p) for p in model.parameters() if p.is_floating_point()}
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if id(param) not in owned and can_train(param):
-                raise ValueError(
-                    f"param group {index} of the optimizer has a parameter of shape "
-                    f"{tuple(param.shape)} that is not one of this model's managed parameters; "
-                    f"make the optimizer from model.parameters()"
-                )
-    return {id(p) for group in optimizer.param_groups for p in group["params"] if can_train(p)}
+    seen: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in owned and can_train(param):
+                    raise ValueError(
+                        f"param group {index} of the optimizer has a parameter of shape "
+                        f"{tuple(param.shape)} that is not one of this model's managed parameters; "
+                        f"make the optimizer from model.parameters()"
+                    )
+                if seen.setdefault(id(param), number) != number:
+                    raise ValueError(
+                        f"{names.get(id(param), 'a parameter')} is in optimizer number "
+                        f"{seen[id(param)]} and in number {number}; give it to one of them"
+                    )
+
+
+def _dtypes_by_param(
+    optimizers: Sequence[HybridOptimizer], views: Sequence[OptimizerView]
+) -> dict[int, Dtypes]:
+    """By id, the dtypes of each parameter that an optimizer has."""
+    return {
+        id(param): view.dtypes
+        for optimizer, view in zip(optimizers, views, strict=True)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if can_train(param)
+    }
 
 
 def _build(
     model: torch.nn.Module,
     arrangement: Arrangement,
     construction: ConstructionArena,
-    optimizer: HybridOptimizer,
+    optimizers: Sequence[OptimizerView],
     resources: ExitStack,
 ) -> Engine:
     """Builds the chunk groups and the engine; until it is there `resources` close them."""
@@ -280,7 +310,7 @@ def _build(
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
     move_rest(model, managed=map(id, arrangement.params), device=backend.device)
-    engine = Engine(model, chunk_groups, shared, first_number, optimizer.view())
+    engine = Engine(model, chunk_groups, shared, first_number, optimizers)
     resources.pop_all()
     resources.callback(engine.close)
     return engine

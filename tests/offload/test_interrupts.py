@@ -21,10 +21,9 @@ def interrupt() -> None:
 
 
 @pytest.fixture(autouse=True)
-def handler_is_the_same() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+def handler_is_the_same(ctrl_c: None) -> Iterator[None]:
     yield
-    assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_signal_is_delivered_at_the_end_of_the_outermost_function() -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from offload.interrupts import deliver_signals
+
 # Far less than the rank_timeout_s that such tests give, far more than an end takes.
 SOON_S = 30.0
 
@@ -43,8 +45,9 @@ class Place:
         (self.folder / word).touch()
 
     def hold(self, word: str) -> None:
-        """Until the test opens the gate `word`."""
+        """Until the test opens the gate `word`, or a signal ends it, as a wait for a rank."""
         while not (self.folder / word).exists():
+            deliver_signals()
             time.sleep(0.005)
 
 

@@ -1,0 +1,228 @@
+"""hetero/api/optimizer: several optimizers over one model, each of its own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from tests.support.ranks.processes import RankPool
+from tests.support.training.small_net import EMULATED, SETTINGS, Net, Settings, loss_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def parts(model: Net) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices, and all others."""
+    params = list(model.parameters())
+    return [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
+
+
+Make = Callable[[Net, bool], list[Any]]
+
+
+def sgd_and_adam(model: Net, managed: bool) -> list[Any]:
+    matrices, others = parts(model)
+    if managed:
+        return [
+            hetero.HybridSGD(matrices, lr=0.05, momentum=0.9),
+            hetero.HybridAdam(others, lr=1e-2),
+        ]
+    return [
+        torch.optim.SGD(matrices, lr=0.05, momentum=0.9),
+        torch.optim.AdamW(others, lr=1e-2, weight_decay=0.0),
+    ]
+
+
+def two_adams(model: Net, managed: bool) -> list[Any]:
+    """Whose parameters lie in the same chunks."""
+    first, others = [*model.first.parameters(), model.scale], [*model.last.parameters()]
+    others += model.unused.parameters()
+    if managed:
+        return [hetero.HybridAdam(first, lr=1e-2), hetero.HybridAdam(others, lr=1e-3)]
+    return [
+        torch.optim.AdamW(first, lr=1e-2, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=1e-3, weight_decay=0.0),
+    ]
+
+
+class Pair:
+    """A managed net and the same in plain PyTorch, each with several optimizers."""
+
+    def __init__(self, make: Make, settings: Settings, path: Path, **more: Any) -> None:
+        options = {"nvme_path": str(path), "chunk_numel": 4096, "dtype": "fp32", **settings, **more}
+        if settings["placement_policy"] == "nvme":
+            # Nearly the least: all is on disk.
+            options["host_memory"] = "352KiB" if "zero_stage" in more else "192KiB"
+        torch.manual_seed(0)
+        self.plain = Net()
+        self.theirs = make(self.plain, False)
+        torch.manual_seed(0)
+        with hetero.ZeroInitContext(**options):
+            self.model = Net()
+        ours = make(self.model, True)
+        self.model, self.ours = hetero.initialize(self.model, ours)
+        assert self.ours is ours
+
+    def sides(self) -> list[tuple[Net, list[Any]]]:
+        return [(self.model, self.ours), (self.plain, self.theirs)]
+
+    def step(self, seed: int, which: tuple[int, ...] = (0, 1)) -> None:
+        """A backward through all, and the steps of some; the others' gradients are cleared."""
+        for model, optimizers in self.sides():
+            loss_of(model, seed).backward()
+            for number in which:
+                optimizers[number].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    def assert_same(self) -> None:
+        masters = hetero.masters(self.model.parameters())
+        for found, param in zip(masters, self.plain.parameters(), strict=True):
+            torch.testing.assert_close(found, param.detach(), rtol=1e-5, atol=1e-5)
+
+    def close(self) -> None:
+        self.assert_same()
+        self.ours[0].engine.close()
+
+
+ALL = [*SETTINGS, EMULATED]
+
+
+@pytest.mark.parametrize("make", [sgd_and_adam, two_adams])
+@pytest.mark.parametrize("settings", ALL)
+def test_each_updates_its_own(make: Make, settings: Settings, tmp_path: Path) -> None:
+    """Together, and in turns as a generator and its discriminator."""
+    pair = Pair(make, settings, tmp_path)
+    for seed in range(3):
+        pair.step(seed)
+        pair.assert_same()
+    for seed in range(3, 8):
+        pair.step(seed, (seed % 2,))
+        pair.assert_same()
+    engine = pair.ours[0].engine
+    assert engine is pair.ours[1].engine
+    assert len(engine.chunk_groups) == (2 if make is sgd_and_adam else 1)
+    pair.close()
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_in_bf16_with_clipping_and_schedulers(
+    overlap: str, settings: Settings, tmp_path: Path
+) -> None:
+    """The same bits as in RAM."""
+    found = []
+    for given in (settings, {"placement_policy": "cpu"}):
+        pair = Pair(sgd_and_adam, given, tmp_path, dtype="bf16", overlap_updates=overlap)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in pair.ours]
+        for seed in range(4):
+            loss_of(pair.model, seed).backward()
+            nn.utils.clip_grad_norm_(pair.model.parameters(), 0.5)
+            for optimizer, scheduler in zip(pair.ours, schedulers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        found.append(hetero.masters(pair.model.parameters()))
+        pair.ours[0].engine.close()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_states_of_each_are_saved_and_loaded(settings: Settings, tmp_path: Path) -> None:
+    pair = Pair(sgd_and_adam, settings, tmp_path)
+    pair.step(0)
+    saved = pair.model.state_dict(), [o.state_dict() for o in pair.ours]
+    assert set(saved[1][0]["state"][0]) == {"step", "momentum_buffer", "master"}
+    assert set(saved[1][1]["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "master"}
+    pair.step(1)
+    wanted = hetero.masters(pair.model.parameters())
+    with pytest.raises(ValueError, match="the state has one of parameter 3"):
+        pair.ours[0].load_state_dict(saved[1][1])
+    pair.model.load_state_dict(saved[0])
+    for optimizer, state in zip(pair.ours, saved[1], strict=True):
+        optimizer.load_state_dict(state)
+    loss_of(pair.model, 1).backward()
+    for optimizer in pair.ours:
+        optimizer.step()
+    assert all(map(torch.equal, hetero.masters(pair.model.parameters()), wanted))
+    pair.ours[0].engine.close()
+
+
+def test_parameters_that_come_later(tmp_path: Path) -> None:
+    """Frozen ones and new ones get the states of the optimizer that has them."""
+    model = Net()
+    model.last.weight.requires_grad_(False)
+    first = hetero.HybridAdam(model.first.parameters(), lr=1e-2)
+    last = hetero.HybridSGD([model.last.weight, model.last.bias], lr=1e-2, momentum=0.9)
+    model, (first, last) = hetero.initialize(
+        model, (first, last), dtype="fp32", reserve_memory="1MiB", host_memory="4MiB"
+    )
+    loss_of(model).backward()
+    for optimizer in (first, last):
+        optimizer.step()
+        optimizer.zero_grad()
+    model.last.weight.requires_grad_(True)
+    last.add_param_group({"params": list(model.unused.parameters()), "momentum": 0.5})
+    (loss_of(model) + model.unused(torch.ones(1, 8)).sum()).backward()
+    for optimizer in (first, last):
+        optimizer.step()
+    assert last.engine.find(model.last.weight).step == 1
+    assert {k for s in last.state_dict()["state"].values() for k in s} == {
+        "step",
+        "momentum_buffer",
+        "master",
+    }
+    assert len(last.state_dict()["state"]) == 4
+    last.engine.close()
+
+
+def two_ranks(rank: int, world: int, path: str) -> tuple[list[torch.Tensor], str]:
+    pair = Pair(sgd_and_adam, {"placement_policy": "nvme"}, Path(path), zero_stage=3)
+    for seed in range(3):
+        loss_of(pair.model, seed).backward()
+        for optimizer in pair.ours:
+            optimizer.step()
+            optimizer.zero_grad()
+    masters = hetero.masters(pair.model.parameters())
+    loss_of(pair.model).backward()
+    pair.ours[0].param_groups[0]["lr"] = 0.1 * (1 + rank)
+    with pytest.raises(hetero.HeteroError, match="lr of param group 0 is") as caught:
+        pair.ours[0].step()
+    pair.ours[0].engine.close()
+    return masters, str(caught.value)
+
+
+def test_several_ranks(ranks2: RankPool, tmp_path: Path) -> None:
+    found = ranks2.run(two_ranks, str(tmp_path))
+    pair = Pair(sgd_and_adam, {"placement_policy": "cpu"}, tmp_path)
+    for seed in range(3):
+        pair.step(seed)
+    wanted = hetero.masters(pair.model.parameters())
+    for masters, message in found:
+        for one, other in zip(masters, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        assert "rank 0" in message
+        assert "rank 1" in message
+    pair.close()
+
+
+def test_what_is_refused() -> None:
+    model = Net()
+    one = hetero.HybridAdam(model.first.parameters())
+    both = hetero.HybridSGD(model.parameters())
+    with pytest.raises(ValueError, match=r"first\.weight is in optimizer number 0 and in number 1"):
+        hetero.initialize(model, [one, both])
+    with pytest.raises(ValueError, match="list of optimizers is empty"):
+        hetero.initialize(model, [])
+    with pytest.raises(ValueError, match="not SGD"):
+        hetero.initialize(model, [one, torch.optim.SGD(model.last.parameters())])
+    with pytest.raises(ValueError, match="is for one optimizer, and there are 2"):
+        hetero.initialize(
+            model, [one, hetero.HybridSGD(model.last.parameters())], overlap_updates="backward"
+        )
