@@ -24,8 +24,8 @@ The columns are four ways to manage a small model:
 | `nvme bf16` | the same in bf16, with exact masters |
 | `two ranks` | fp32, two ranks, stage 3: each keeps a half of all chunks, in RAM |
 
-(Some models fit the smallest budget with which they can be built: those with `weight_norm`,
-`spectral_norm` or `prune` before `initialize`, frozen layers, or a convolution.)
+(Three models fit the smallest budget with which they can be built: those with the hooks of
+`spectral_norm` before `initialize`, with a convolution, and one that is frozen in part.)
 
 "same" means: the touch gives what it gives on the same model in plain PyTorch, and training goes
 on as it does there. Reads of parameters are compared bit for bit; what is computed with gradients

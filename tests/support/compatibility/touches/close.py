@@ -36,7 +36,8 @@ closed("after close: `optimizer.step()`", lambda c: c.optimizer.step())
 closed("after close: `optimizer.state_dict()`", lambda c: c.optimizer.state_dict())
 closed("after close: `model.state_dict()`", lambda c: c.model.state_dict()["last.weight"].sum())
 closed(
-    "after close: `model.load_state_dict()`", lambda c: c.model.load_state_dict({}, strict=False)
+    "after close: `model.load_state_dict()`",
+    lambda c: c.model.load_state_dict({"last.weight": torch.ones(64, 64)}, strict=False),
 )
 closed("after close: `copy.deepcopy(model)`", lambda c: copy.deepcopy(c.model))
 

@@ -126,9 +126,9 @@ def trained(case: Case) -> torch.Tensor:
 MODULES.add("tied weights: `a.weight = b.weight`", trained, build=Tied)
 MODULES.add("`parametrize` before `initialize`", trained, build=Parametrized)
 MODULES.add("`parametrizations.weight_norm`, `spectral_norm` before", trained, build=Normed)
-MODULES.add("`weight_norm` (hooks) before", trained, build=OldNormed, on_disk=False)
+MODULES.add("`weight_norm` (hooks) before", trained, build=OldNormed)
 MODULES.add("`spectral_norm` (hooks) before", trained, build=OldSpectral, on_disk=False)
-MODULES.add("`prune.l1_unstructured` before", trained, build=Pruned, on_disk=False)
+MODULES.add("`prune.l1_unstructured` before", trained, build=Pruned)
 
 
 @MODULES.touch("`parametrize.remove_parametrizations`", build=Parametrized)
@@ -137,13 +137,13 @@ def remove_parametrization(case: Case) -> torch.Tensor:
     return output(case)
 
 
-@MODULES.touch("`remove_weight_norm`", build=OldNormed, on_disk=False)
+@MODULES.touch("`remove_weight_norm`", build=OldNormed)
 def remove_weight_norm(case: Case) -> torch.Tensor:
     torch.nn.utils.remove_weight_norm(case.model.first)
     return output(case)
 
 
-@MODULES.touch("`prune.remove`", build=Pruned, on_disk=False)
+@MODULES.touch("`prune.remove`", build=Pruned)
 def remove_pruning(case: Case) -> torch.Tensor:
     prune.remove(case.model.last, "weight")
     return output(case)
