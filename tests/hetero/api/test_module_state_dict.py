@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_model
@@ -103,7 +104,6 @@ def test_safetensors_of_a_model(settings: Settings, tmp_path: Path) -> None:
 
 
 def test_accelerate_saves_and_loads_the_model(settings: Settings, tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
     model, optimizer = tied(settings, tmp_path / "..")
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.save_model(model, str(tmp_path / "found"))
@@ -113,3 +113,27 @@ def test_accelerate_saves_and_loads_the_model(settings: Settings, tmp_path: Path
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     optimizer.engine.close()
+
+
+def test_accelerate_saves_and_loads_all(settings: Settings, tmp_path: Path) -> None:
+    """Model, optimizer and random numbers: two further steps are the same after loading."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = tied(settings, tmp_path / "..")
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(seed: int) -> None:
+        torch.manual_seed(seed)
+        accelerator.backward((model(torch.randn(4, 64)) - 1).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    accelerator.save_state(str(tmp_path / "state"))
+    found: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        for seed in (1, 2):
+            step(seed)
+        found.append(hetero.masters(model.parameters()))
+        accelerator.load_state(str(tmp_path / "state"))
+    assert all(map(torch.equal, *found))
+    optimizer.optimizer.engine.close()
