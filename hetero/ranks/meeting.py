@@ -113,26 +113,31 @@ class _Arrivals:
     """
 
     def __init__(self, ranks: Sequence[int], number: int) -> None:
-        """Sends this rank's byte, and waits for the others' in a thread each."""
+        """Sends this rank's byte to each other one, and receives theirs, in a thread each."""
         self.gone: list[int] = []
         self._group, self._tag = _default_gloo(), _FIRST_TAG + number
         self._byte = torch.zeros(1, dtype=torch.uint8)
-        self._sent: list[Any] = []  # keep their connections busy until they have arrived
         self._threads = []
         if self._group is None:
             return
         for rank in ranks:
             if rank != dist.get_rank():
-                receive, end = partial(self._receive, rank), partial(self._give_up, rank)
-                self._threads.append(start_thread(f"meeting-{rank}", receive, end))
-                with contextlib.suppress(RuntimeError):  # it is gone
-                    self._sent.append(self._group.send([self._byte], rank, self._tag))
+                exchange, end = partial(self._exchange, rank), partial(self._give_up, rank)
+                self._threads.append(start_thread(f"meeting-{rank}", exchange, end))
 
-    def _receive(self, rank: int) -> None:
+    def _exchange(self, rank: int) -> None:
+        sent = None
         try:
-            self._group.recv([torch.zeros_like(self._byte)], rank, self._tag).wait(_FOREVER)
+            sent = self._group.send([self._byte], rank, self._tag)
+            self._receive(rank)
         except RuntimeError:
             self.gone.append(rank)
+        if sent is not None:  # gloo leaves out what it has not sent when the handle goes
+            with contextlib.suppress(RuntimeError):
+                sent.wait(_FOREVER)
+
+    def _receive(self, rank: int) -> None:
+        self._group.recv([torch.zeros_like(self._byte)], rank, self._tag).wait(_FOREVER)
 
     def _give_up(self, rank: int) -> None:
         """Ends the threads when the program ends, and with them the default process group.
