@@ -79,6 +79,8 @@ class StateDictHooks(ModelHooks):
                 )
             module = of()
             assert module is not None
+            frame = module_frame("load")
+            self._calls.unwind(frame)
             self._engine.check_usable()
             own = self._own(module)
             found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}
@@ -90,7 +92,7 @@ class StateDictHooks(ModelHooks):
             # Before torch's own copy_, which would overwrite the values that tell whether a master
             # may stay, and which then writes what is there already.
             store_values(self._engine, fitting)
-            call = self._calls.enter(module, module_frame("load"))
+            call = self._calls.enter(module, frame)
             call.present.enter_context(self._loading_into(list(own.values())))
 
         @uninterrupted

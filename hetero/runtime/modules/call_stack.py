@@ -112,9 +112,7 @@ class EnteredCalls:
 
     def enter(self, module: torch.nn.Module, frame: FrameType) -> EnteredCall:
         """Notes that this thread's call of `module` begins; then enter its contexts."""
-        own = self.own
-        while any(call.frame_id == id(frame) for call in own):  # an interrupted one's, used again
-            self._pop(own).close()
+        self.unwind(frame)
         call = EnteredCall(weakref.ref(module), id(frame))
         self._of_thread.setdefault(threading.current_thread(), []).append(call)
         return call
@@ -129,10 +127,14 @@ class EnteredCalls:
         if own and own[-1].module() is module:
             self._pop(own).close()
 
-    def unwind(self) -> None:
-        """Closes calls that were interrupted: torch calls no hook for what is not an Exception."""
+    def unwind(self, beginning: FrameType | None = None) -> None:
+        """Closes calls that were interrupted: torch calls no hook for what is not an Exception.
+
+        `beginning` is the frame of a call that is not entered yet: one that was interrupted may
+        have had a frame at the same address.
+        """
         own = self.own
-        running = {id(frame) for frame in _callers()} if own else set()
+        running = {id(frame) for frame in _callers()} - {id(beginning)} if own else set()
         while own and own[-1].frame_id not in running:
             self._pop(own).close()
         for thread in [t for t in list(self._of_thread) if not t.is_alive()]:

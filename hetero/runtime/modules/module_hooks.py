@@ -137,6 +137,7 @@ class ModuleHooks(ModelHooks):
     @_disable_dynamo
     @uninterrupted
     def _begin(self) -> None:
+        self._calls.unwind(module_frame())
         if not self.running:
             self._before_forward()
 

@@ -174,7 +174,7 @@ def test_at_any_line(
         last = not interruption.where
         assert interrupted is not last
         del call
-        if phase is load:  # torch's own no_grad() in it may be interrupted at its end
+        if phase in (load, clip):  # torch's own no_grad() in it may be interrupted at its end
             torch.set_grad_enabled(True)
         try:
             training.go_on()
