@@ -52,7 +52,8 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: ParamGroups, defaults: dict[str, Any], state_dtype: str) -> None:
         self._engine: Engine | None = None
-        self._early_state: dict[str, Any] | None = None  # loaded before initialize()
+        # A state dict that was loaded before initialize(), whose options are in use already.
+        self._early_state: dict[str, Any] | None = None
         self.state_dtype = check_state_dtype(state_dtype)
         super().__init__(params, defaults)
         unmanaged.add(self)
@@ -148,7 +149,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         unmanaged.discard(self)
         if self._early_state is not None:
             state, self._early_state = self._early_state, None
+            options = [dict(group) for group in self.param_groups]  # a scheduler may have set some
             self.load_state_dict(state)
+            for group, own in zip(self.param_groups, options, strict=True):
+                group.update(own)
 
     def view(self, config: Config) -> OptimizerView:
         """What an engine sees of this optimizer, without keeping it alive."""
@@ -267,11 +271,15 @@ class HybridOptimizer(torch.optim.Optimizer):
             fp32, whole, in the parameter's shape. They are in RAM that no budget counts, 4 bytes
             per element each. Before initialize() there is no state, but for one that was loaded.
         """
+        state = super().state_dict()
         if self._engine is None:
-            return self._early_state or super().state_dict()
+            return (
+                state
+                if self._early_state is None
+                else state | {"state": self._early_state["state"]}
+            )
         params = self._all_params()
         states = export_states(self.engine, params, self.state_names)
-        state = super().state_dict()
         state["state"] = {i: states[p] for i, p in enumerate(params) if p in states}
         return state
 
@@ -288,7 +296,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         as old as that.) Options that torch does not have stay.
 
         Gives up a step that updates during backward have half made, if the state has the masters of
-        all parameters that they updated. Before initialize() it is kept, and loaded by that.
+        all parameters that they updated. Before initialize() options are taken over, and the states
+        are kept, to be loaded by that.
 
         Args:
             state_dict: as state_dict() gives it.
@@ -297,11 +306,13 @@ class HybridOptimizer(torch.optim.Optimizer):
             ValueError: it does not fit this optimizer, or has values that no training gives, such
                 as NaN or a negative exp_avg_sq. Nothing is changed.
         """
+        refuse_other_rules(state_dict["param_groups"])
         if self._engine is None:
+            groups = self._check_groups(state_dict["param_groups"])
+            super().load_state_dict({"state": {}, "param_groups": groups})
             self._early_state = state_dict if state_dict["state"] else None
             return
         self.engine.added_params.take_in_unfrozen()
-        refuse_other_rules(state_dict["param_groups"])
         from_torch = is_from_torch(state_dict["param_groups"])
         states = {
             param: in_own_state(state, param, self.state_names, from_torch)

@@ -152,10 +152,10 @@ class HybridSGD(HybridOptimizer):
 
     A parameter's first update makes its gradient the buffer, without dampening. Every parameter has
     a buffer, which stays as it is while momentum is 0: plain SGD works, and its buffers take memory
-    that nothing uses. Momentum that is switched on after updates
-    without it begins with a buffer of zeros, and its dampening counts at once (torch's only from
-    the second update on). With bf16 parameters the buffer has one bit of precision less, because
-    the master takes it (docs/formats.md).
+    that nothing uses. Momentum that is switched on after updates without it begins with a buffer of
+    zeros, and its dampening counts at once (torch's only from the second update on). With bf16
+    parameters the buffer has one bit of precision less, because the master takes it
+    (docs/formats.md).
 
     Args:
         params: parameters, or param groups with options of their own.

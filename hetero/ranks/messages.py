@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -412,7 +412,7 @@ class Communicator:
         self._unanswered.append(self._ask(peer, header))
 
     def _ask(self, peer: int, header: torch.Tensor) -> Message:
-        return self._start("send", self._requests, header, peer, 0, "a request", None)
+        return self._send(header, peer, 0, "a request", is_request=True)
 
     def reply(self, peer: int, header: torch.Tensor, content: torch.Tensor, what: str) -> None:
         """Answers the request `header`; returns when `content` has been sent. Raises PeerError."""
@@ -427,36 +427,17 @@ class Communicator:
         """Answers the request `header` with an error. Raises PeerError."""
         self._send(_padded(why, _REFUSAL_BYTES), peer, int(header[-1]), "an answer").wait()
 
-    def _send(
-        self,
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-        what: str,
-        operation: Operation | None = None,
-    ) -> Message:
-        return self._start("send", self._group, tensor, peer, tag, what, operation)
-
-    def _receive(
-        self,
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-        what: str,
-        operation: Operation | None = None,
-    ) -> Message:
-        return self._start("recv", self._group, tensor, peer, tag, what, operation)
-
     def _start(
         self,
         way: str,
-        group: Any,
         tensor: torch.Tensor,
         peer: int,
         tag: int,
         what: str,
-        operation: Operation | None,
+        operation: Operation | None = None,
+        is_request: bool = False,
     ) -> Message:
+        group = self._requests if is_request else self._group
         if group is None:
             raise PeerError(f"{what} needs other ranks, and this engine's connections are closed")
         try:
@@ -464,6 +445,9 @@ class Communicator:
         except RuntimeError as error:
             raise self.failure(peer, what, str(error)) from error
         return Message(self, work, tensor, peer, what, operation)
+
+    _send = partialmethod(_start, "send")
+    _receive = partialmethod(_start, "recv")
 
     def close(self) -> None:
         """Drops the connections."""

@@ -101,8 +101,8 @@ class GradPlaceholder(OffloadedTensor):
     and clipped so far. Operators that training code applies to gradients act on what is kept
     without bringing it in: the 2-norm and the infinity norm, multiplying and dividing by a number,
     clamping between numbers, GradScaler's unscaling, setting to zero, and isfinite(), isnan() and
-    isinf(). Any other change brings the gradient in
-    and keeps the result. With several ranks all of them must do the same with it.
+    isinf(). Any other change brings the gradient in and keeps the result. With several ranks all
+    of them must do the same with it.
     """
 
     _source: GradSource

@@ -246,7 +246,8 @@ class SlotCache:
         entry = self._entries[chunk]
         if entry.state is not SlotState.READING:
             self._finish_transfer(chunk)
-        elif entry.op is not None:
+        else:
+            assert entry.op is not None
             entry.op.cancel()  # nobody wants the bytes
             wait_quietly(entry.op)
         self._release(chunk)

@@ -40,8 +40,7 @@ class ChunkFetch:
 
     queue: FetchQueue
     chunk: int
-    slots: range  # of the device
-    to: torch.Tensor | None  # a view of them
+    to: torch.Tensor | None  # a view of its slots of the device
     state: FetchState = FetchState.QUEUED
     in_ram: HostCopy | None = None
     chain: Chain | None = None
@@ -101,8 +100,7 @@ class FetchQueue:
 
         Raises an OSError if the copy of a chunk at home in RAM cannot be started.
         """
-        slots = range(slot, slot + self._runs[chunk])
-        to = self._arena.view(slot, len(slots), torch.uint8)[: self._used_bytes[chunk]]
+        to = self._arena.view(slot, self._runs[chunk], torch.uint8)[: self._used_bytes[chunk]]
         home = self._home(chunk)
         if home is not None:
             op = self._backend.fetch(to, self._bytes(home, chunk))
@@ -110,7 +108,7 @@ class FetchQueue:
                 return op
             self._from_home[chunk] = op
             return _InOrder()
-        fetch = ChunkFetch(self, chunk, slots, to)
+        fetch = ChunkFetch(self, chunk, to)
         steps = (
             (self._staging, lambda: self._stage(fetch)),
             (self._copying, lambda: self._copy(fetch)),

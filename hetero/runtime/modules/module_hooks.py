@@ -138,7 +138,7 @@ class ModuleHooks(ModelHooks):
     @uninterrupted
     def _begin(self) -> None:
         self._calls.unwind(module_frame())
-        if not self.running:
+        if not self._calls.threads:
             self._before_forward()
 
     def _begin_model_forward(

@@ -134,3 +134,31 @@ def test_which_of_two_optimizers_is_not_guessed(tmp_path: Path) -> None:
         with pytest.raises(hetero.UnmanagedParameterError, match=r"call.*hetero.initialize"):
             optimizer.step()
     del model, first, last, optimizer
+
+
+def test_options_that_are_loaded_before_initialize(tmp_path: Path) -> None:
+    """They count at once, and what a scheduler makes of them afterwards stays."""
+    states = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        with context("cpu", tmp_path):
+            model = Net()
+        optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2)
+        if early:
+            only_options = {"state": {}, "param_groups": states[0]["param_groups"]}
+            for state in (only_options, states[0]):
+                optimizer.param_groups[0]["lr"] = 1e-2
+                optimizer.load_state_dict(state)
+                assert optimizer.param_groups[0]["lr"] == 0.5
+            assert optimizer.state_dict()["state"].keys() == states[0]["state"].keys()
+            optimizer.param_groups[0]["lr"] = 0.25
+            with pytest.raises(ValueError, match="0 param groups, and this optimizer has 1"):
+                optimizer.load_state_dict({**states[0], "param_groups": []})
+        loss_of(model).backward()
+        if early:
+            assert optimizer.param_groups[0]["lr"] == 0.25
+            assert optimizer.engine.find(model.last.weight).step == 1
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5
+        states.append(optimizer.state_dict())
+        optimizer.engine.close()
