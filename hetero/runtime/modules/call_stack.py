@@ -8,20 +8,21 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 import torch.nn.modules.module as modules
 import torch.utils.checkpoint as checkpoint_module
 
 
-def _callers() -> Iterator[FrameType]:
-    """The frames of the calls that are running in this thread, innermost first.
+def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """The frames of the calls that are running in this thread, innermost first, or from `frame` on.
 
     A frame must not be kept in a variable of its own: that cycle would keep all locals of all
     callers, activations among them, until the garbage collector comes.
     """
-    frame = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back  # type: ignore[assignment]
@@ -70,18 +71,38 @@ def inside_another_backward() -> bool:
     return depth > 1
 
 
+class FramePlace(NamedTuple):
+    """What tells a frame from others without keeping it: a later one may have the same address, but
+    hardly the same code and as many callers as well."""
+
+    address: int
+    code: CodeType
+    depth: int  # how many calls it is in, and itself
+
+    @classmethod
+    def of(cls, frame: FrameType) -> FramePlace:
+        """Of a frame of this thread."""
+        return cls(id(frame), frame.f_code, sum(1 for _ in _callers(frame)))
+
+    @classmethod
+    def of_callers(cls) -> set[FramePlace]:
+        """Of all calls that are running in this thread."""
+        found = [(id(frame), frame.f_code) for frame in _callers()]
+        return {cls(*about, len(found) - i) for i, about in enumerate(found)}
+
+
 @dataclass
 class EnteredCall:
     """A call of a module that has begun.
 
     `present` is what any thread may end, `modes` what only the thread of the call can: torch's
-    modes and saved-tensor hooks are a thread's own. `frame_id` is the id() of the call's frame: if
-    that is not on the thread's stack any more, the call was interrupted. Neither the frame nor the
-    module is kept alive, so that a model that is dropped after an interruption goes.
+    modes and saved-tensor hooks are a thread's own. `frame` is the call's frame: if that is not on
+    the thread's stack any more, the call was interrupted. Neither the frame nor the module is kept
+    alive, so that a model that is dropped after an interruption goes.
     """
 
     module: weakref.ref[torch.nn.Module]
-    frame_id: int
+    frame: FramePlace
     present: ExitStack = field(default_factory=ExitStack)
     modes: ExitStack = field(default_factory=ExitStack)
     packing: bool = False
@@ -113,7 +134,7 @@ class EnteredCalls:
     def enter(self, module: torch.nn.Module, frame: FrameType) -> EnteredCall:
         """Notes that this thread's call of `module` begins; then enter its contexts."""
         self.unwind(frame)
-        call = EnteredCall(weakref.ref(module), id(frame))
+        call = EnteredCall(weakref.ref(module), FramePlace.of(frame))
         self._of_thread.setdefault(threading.current_thread(), []).append(call)
         return call
 
@@ -131,11 +152,13 @@ class EnteredCalls:
         """Closes calls that were interrupted: torch calls no hook for what is not an Exception.
 
         `beginning` is the frame of a call that is not entered yet: one that was interrupted may
-        have had a frame at the same address.
+        have had a frame in the same place.
         """
         own = self.own
-        running = {id(frame) for frame in _callers()} - {id(beginning)} if own else set()
-        while own and own[-1].frame_id not in running:
+        running = FramePlace.of_callers() if own else set()
+        if own and beginning is not None:
+            running.discard(FramePlace.of(beginning))
+        while own and own[-1].frame not in running:
             self._pop(own).close()
         for thread in [t for t in list(self._of_thread) if not t.is_alive()]:
             calls = self._of_thread.pop(thread, [])
