@@ -1,17 +1,21 @@
 """Where ranks meet before they are connected: in torch.distributed's store.
 
-A rank that waits there learns within a moment that another one has failed before it came, and why
-(absent()). That the process of another rank has ended, it sees by the connection that the default
-process group has to that process, if this group is gloo's: on it each rank that comes sends one
-byte, so that receiving that fails if it cannot come any more. NCCL has no such connection; there
-only whoever started the process sees its end (torchrun does, and ends the others).
+A rank that waits there, or for the others' connections, learns within a moment that another one has
+failed, and why (absent()). That the process of another rank has ended, it sees by the connection
+that the default process group has to that process, if this group is gloo's: on it each rank sends
+one byte when it has been connected, so that receiving that fails if it cannot be connected any
+more. NCCL has no such connection; there only whoever started the process sees its end (torchrun
+does, and ends the others).
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,40 +24,95 @@ import torch
 import torch.distributed as dist
 
 from hetero.ranks.failed_ranks import name_error
-from hetero.ranks.waiting import join_all, start_thread
+from hetero.ranks.waiting import start_thread
 from offload.errors import PeerError
 
 _LOOK_S = 0.02
 _FIRST_TAG = 1 << 30  # on the default process group, where other code has small ones
+_TAGS = 1 << 29  # from the first one on, by the names of meetings
 _FOREVER = timedelta(days=365)
 _FAILED = "failed"  # the key of the text of the first rank that cannot come
-_met: dict[tuple[int, ...], int] = {}  # meetings of the same ranks; the numbers agree on all ranks
+_met: dict[str, int] = {}  # meetings by the beginning of their names; they agree on all ranks
 
 
-def meet(ranks: Sequence[int], timeout_s: float) -> Any:
-    """Returns when all `ranks` of the world, this one among them, have called this.
+@contextmanager
+def meet(ranks: Sequence[int], timeout_s: float, before: str = "hetero") -> Iterator[Meeting]:
+    """The block begins when all `ranks` of the world, this one among them, have come to theirs.
 
-    Returns torch.distributed's store, with a prefix of this meeting's own. Raises PeerError if a
-    rank did not come within `timeout_s`, or cannot come any more; it names the rank and the cause.
+    Inside it they connect; what is raised there the others are told. `before` is the name of the
+    meeting by which they have been connected before, if any. Raises PeerError if a rank did not
+    come within `timeout_s`, or cannot come any more; it names the rank and the cause.
     """
-    store, number = _next_meeting(ranks)
+    meeting = Meeting(ranks, before)
     try:
-        _meet(ranks, timeout_s, store, _Arrivals(ranks, number))
-    except RuntimeError as error:
-        raise PeerError(
-            f"torch.distributed's store cannot be reached from rank {dist.get_rank()}, because the "
-            f"process that keeps it (torchrun, or else rank 0) is gone: look at its own error"
-        ) from error
+        meeting.wait_for_all(timeout_s)
+        yield meeting
     except BaseException as error:
-        tell_failure(store, error)
+        tell_failure(meeting.store, error)
         raise
-    return store
+    finally:
+        meeting.end()
 
 
-def look(store: Any) -> None:
-    """Raises PeerError if a rank failed before it was connected with all others of the meeting."""
-    if store.check([_FAILED]):
-        raise PeerError(store.get(_FAILED).decode())
+class Meeting:
+    """Ranks that meet and connect, seen from one that has come.
+
+    Attributes:
+        name: the same on all ranks, and no other meeting's.
+        store: torch.distributed's, with a prefix of this meeting's own.
+    """
+
+    def __init__(self, ranks: Sequence[int], before: str) -> None:
+        """This rank comes; the arguments are meet()'s."""
+        self._ranks = ranks
+        self.name = _next_name(ranks, before)
+        self.store = _store_of(self.name)
+        self._connected = _Connected(ranks, self.name)
+
+    def look(self) -> None:
+        """Raises PeerError if a rank failed, or is gone, before all were connected."""
+        gone = list(self._connected.gone)  # before what it told before it ended is looked up
+        if self.store.check([_FAILED]):
+            raise PeerError(self.store.get(_FAILED).decode())
+        if gone:
+            raise PeerError(
+                f"rank {min(gone)} is gone (its process ended before it was connected): look at "
+                f"its own error"
+            )
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Returns when all ranks have come. Raises PeerError."""
+        try:
+            self._wait_for_all(timeout_s)
+        except RuntimeError as error:
+            raise PeerError(
+                f"torch.distributed's store cannot be reached from rank {dist.get_rank()}, because "
+                f"the process that keeps it (torchrun, or else rank 0) is gone: look at its own "
+                f"error"
+            ) from error
+
+    def _wait_for_all(self, timeout_s: float) -> None:
+        self.store.set(f"here/{dist.get_rank()}", "")
+        started = time.monotonic()
+        here = {rank: f"here/{rank}" for rank in self._ranks}
+        while True:
+            all_here = self.store.check(list(here.values()))
+            self.look()
+            if all_here:
+                return
+            if time.monotonic() - started > timeout_s:
+                missing = next(rank for rank, key in here.items() if not self.store.check([key]))
+                raise PeerError(
+                    f"rank {missing} did not take part in hetero's start within {timeout_s:.0f} s; "
+                    f"it hangs, is much slower, or runs other code than rank {dist.get_rank()}. "
+                    f"All ranks must make the same calls; raise rank_timeout_s (now {timeout_s:g}) "
+                    f"if it is only slow"
+                )
+            time.sleep(_LOOK_S)
+
+    def end(self) -> None:
+        """This rank has been connected, or has told that it failed."""
+        self._connected.tell()
 
 
 def tell_failure(store: Any, error: BaseException) -> None:
@@ -66,75 +125,57 @@ def tell_failure(store: Any, error: BaseException) -> None:
 def absent(ranks: Sequence[int], error: BaseException) -> None:
     """Instead of meet(): the other ranks' next one raises PeerError, with the text of `error`."""
     if len(ranks) > 1:
-        tell_failure(_next_meeting(ranks)[0], error)
+        tell_failure(_store_of(_next_name(ranks)), error)
 
 
-def _next_meeting(ranks: Sequence[int]) -> tuple[Any, int]:
-    number = _met.get(tuple(ranks), 0)
-    _met[tuple(ranks)] = number + 1
-    name = f"hetero/{'-'.join(map(str, ranks))}/{number}"
+def _next_name(ranks: Sequence[int], before: str = "hetero") -> str:
+    name = f"{before}/{'-'.join(map(str, ranks))}"
+    number = _met.get(name, 0)
+    _met[name] = number + 1
+    return f"{name}/{number}"
+
+
+def _store_of(meeting: str) -> Any:
     store = dist.distributed_c10d._get_default_store()
-    return dist.distributed_c10d.PrefixStore(name, store), number
+    return dist.distributed_c10d.PrefixStore(meeting, store)
 
 
-def _meet(ranks: Sequence[int], timeout_s: float, store: Any, arrivals: _Arrivals) -> None:
-    store.set(f"here/{dist.get_rank()}", "")
-    started = time.monotonic()
-    here = {rank: f"here/{rank}" for rank in ranks}
-    while True:
-        all_here = store.check(list(here.values()))
-        if all_here:
-            arrivals.wait()
-        gone = list(arrivals.gone)  # before look(): what it told before it ended is in the store
-        look(store)
-        if gone:
-            raise PeerError(
-                f"rank {min(gone)} is gone (its process ended before hetero's start): look at its "
-                f"own error"
-            )
-        if all_here:
-            return
-        if time.monotonic() - started > timeout_s:
-            missing = next(rank for rank, key in here.items() if not store.check([key]))
-            raise PeerError(
-                f"rank {missing} did not take part in hetero's start within {timeout_s:.0f} s; it "
-                f"hangs, is much slower, or runs other code than rank {dist.get_rank()}. All ranks "
-                f"must make the same calls; raise rank_timeout_s (now {timeout_s:g}) if it is only "
-                f"slow"
-            )
-        time.sleep(_LOOK_S)
-
-
-class _Arrivals:
+class _Connected:
     """One byte from each of the other ranks, over the connections of the default process group.
 
     Attributes:
         gone: the ranks whose processes have ended before they sent theirs.
     """
 
-    def __init__(self, ranks: Sequence[int], number: int) -> None:
-        """Sends this rank's byte to each other one, and receives theirs, in a thread each."""
+    def __init__(self, ranks: Sequence[int], meeting: str) -> None:
+        """Receives the other ranks' bytes, in a thread each."""
         self.gone: list[int] = []
-        self._group, self._tag = _default_gloo(), _FIRST_TAG + number
+        self._group, self._tag = _default_gloo(), _FIRST_TAG + zlib.crc32(meeting.encode()) % _TAGS
         self._byte = torch.zeros(1, dtype=torch.uint8)
-        self._threads = []
-        if self._group is None:
-            return
-        for rank in ranks:
-            if rank != dist.get_rank():
-                exchange, end = partial(self._exchange, rank), partial(self._give_up, rank)
-                self._threads.append(start_thread(f"meeting-{rank}", exchange, end))
+        self._others = [rank for rank in ranks if rank != dist.get_rank() and self._group]
+        self._sent: dict[int, Any] = {}
+        self._has_told = threading.Event()
+        for rank in self._others:
+            exchange, end = partial(self._exchange, rank), partial(self._give_up, rank)
+            start_thread(f"meeting-{rank}", exchange, end)
+
+    def tell(self) -> None:
+        """Sends this rank's byte to each of the others; idempotent."""
+        if not self._has_told.is_set():
+            for rank in self._others:
+                with contextlib.suppress(RuntimeError):
+                    self._sent[rank] = self._group.send([self._byte], rank, self._tag)
+            self._has_told.set()
 
     def _exchange(self, rank: int) -> None:
-        sent = None
         try:
-            sent = self._group.send([self._byte], rank, self._tag)
             self._receive(rank)
         except RuntimeError:
             self.gone.append(rank)
-        if sent is not None:  # gloo leaves out what it has not sent when the handle goes
+        self._has_told.wait()
+        if rank in self._sent:  # gloo leaves out what it has not sent when the handle goes
             with contextlib.suppress(RuntimeError):
-                sent.wait(_FOREVER)
+                self._sent[rank].wait(_FOREVER)
 
     def _receive(self, rank: int) -> None:
         self._group.recv([torch.zeros_like(self._byte)], rank, self._tag).wait(_FOREVER)
@@ -144,13 +185,10 @@ class _Arrivals:
 
         As Communicator.break_off() does.
         """
+        self._has_told.set()
         with contextlib.suppress(RuntimeError):
             byte = torch.zeros_like(self._byte)
             self._group.recv([byte], rank, _FIRST_TAG - 1).wait(timedelta(milliseconds=1))
-
-    def wait(self) -> None:
-        """Until all bytes have arrived, or cannot; after all ranks have come."""
-        join_all(self._threads)
 
 
 def _default_gloo() -> Any:

@@ -152,7 +152,8 @@ class Communicator:
             timeout_s: limit of each wait for another member.
             failures: where failed ranks are noted.
             store: torch.distributed's, with a prefix that nothing else has had.
-            look: raises PeerError if a member has failed, and so will never be connected.
+            look: raises PeerError if a member has failed or is gone, and so will never be
+                connected.
 
         Raises PeerError if a member is not there any more.
         """
@@ -180,22 +181,34 @@ class Communicator:
 
     def _connect(self, look: Callable[[], None]) -> tuple[Any, Any]:
         """Makes the connections for data and for requests."""
+        from hetero.ranks.polled_store import PolledStore  # torch may be built without any store
+
         made: list[Any] = []
+        # Kept, because gloo may ask it later.
+        waiting = self._polled_store = PolledStore(self._store, self.timeout_s, look)
 
         def connect() -> None:
             # Made directly: groups by dist.new_group() have names that are used again after they
             # were destroyed, with the addresses of the old ones still in the store.
             for purpose in ("data", "requests"):
-                store = dist.distributed_c10d.PrefixStore(purpose, self._store)
+                store = dist.distributed_c10d.PrefixStore(purpose, waiting)
                 timeout = timedelta(seconds=self.timeout_s)
                 made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
 
+        def end(error: BaseException) -> None:
+            waiting.end()
+            self._end_by(error)
+
         started = time.perf_counter()
         try:
-            wait_interruptibly(connect, look, self._end_by)
+            wait_interruptibly(connect, look, end)
         except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+                look()  # it knows which rank is gone
             waited_s = time.perf_counter() - started
-            raise self.failure(self.others[0], "hetero's start", str(error), waited_s) from error
+            # gloo calls it a timeout, too, when nothing listens any more.
+            why = "broken off" if waited_s < self.timeout_s / 2 else str(error)
+            raise self.failure(self.others[0], "hetero's start", why, waited_s) from error
         data, requests = made
         return data, requests
 

@@ -6,21 +6,28 @@ import contextlib
 import copy
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from hetero.ranks.failed_ranks import FailedRanks, name_error
-from hetero.ranks.meeting import absent, look, meet, tell_failure
+from hetero.ranks.meeting import absent, meet
 from hetero.ranks.messages import Communicator
 from offload.errors import HeteroError, PeerError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class _Members(NamedTuple):
+    """Ranks in the world, this one always among them; ProcessGroups has a communicator of each."""
+
+    shard: list[int]
+    replicas: list[int]
+    everyone: list[int]
 
 
 class ProcessGroups:
@@ -53,22 +60,15 @@ class ProcessGroups:
         if process_group is not None and mesh is not None:
             raise ValueError("give process_group or mesh, not both")
         shard, replicas = _groups(process_group, mesh)
-        self.failures = FailedRanks()
+        place = shard.index(_my_rank())
         everyone = sorted(rank for one in replicas for rank in one)
-        self._store: Any = meet(everyone, timeout_s) if len(everyone) > 1 else None
-        self._connected = 0  # communicators so far, each of which keeps other things in the store
-
-        def connect(ranks: list[int]) -> Communicator | None:
-            return self._connect(ranks, timeout_s) if len(ranks) > 1 else None
-
-        try:
-            self.shard = connect(shard)
-            place = shard.index(_my_rank())
-            self.replicas = connect([one[place] for one in replicas])
-            self.everyone = self.shard if len(replicas) == 1 else connect(everyone)
-        except BaseException as error:
-            tell_failure(self._store, error)
-            raise
+        self._members = _Members(shard, [one[place] for one in replicas], everyone)
+        self._timeout_s = timeout_s
+        self.failures = FailedRanks()
+        self.shard: Communicator | None = None
+        self.replicas: Communicator | None = None
+        self.everyone: Communicator | None = None
+        self._met_as = self._connect()
         self.local_ranks = self._count_local()
 
     @property
@@ -99,21 +99,32 @@ class ProcessGroups:
         # Over the old connections, where it is seen if a rank is gone.
         self.all_gather(torch.zeros(1), "making further connections")
         made = copy.copy(self)
-
-        def again(group: Communicator | None) -> Communicator | None:
-            return group and self._connect(group.ranks, group.timeout_s)
-
-        made.shard = again(self.shard)
-        made.replicas = again(self.replicas)
-        made.everyone = made.shard if self.everyone is self.shard else again(self.everyone)
+        made._connect(self._met_as)
         return made
 
-    def _connect(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        number = self._connected
-        self._connected += 1
-        name = f"{number}/{'-'.join(map(str, ranks))}"
-        store = dist.distributed_c10d.PrefixStore(name, self._store)
-        return Communicator(ranks, timeout_s, self.failures, store, partial(look, self._store))
+    def _connect(self, before: str = "hetero") -> str:
+        """Gives this object communicators of its own. All ranks must call it.
+
+        `before` is as meet() takes it. Returns the name of the ranks' meeting; there is none of one
+        rank.
+        """
+        members = self._members
+        if len(members.everyone) == 1:
+            return ""
+        with meet(members.everyone, self._timeout_s, before) as meeting:
+
+            def connect(name: str, ranks: list[int]) -> Communicator | None:
+                if len(ranks) == 1:
+                    return None
+                name = f"{name}/{'-'.join(map(str, ranks))}"
+                store = dist.distributed_c10d.PrefixStore(name, meeting.store)
+                return Communicator(ranks, self._timeout_s, self.failures, store, meeting.look)
+
+            self.shard = connect("shard", members.shard)
+            self.replicas = connect("replicas", members.replicas)
+            is_all = len(members.shard) == len(members.everyone)
+            self.everyone = self.shard if is_all else connect("everyone", members.everyone)
+        return meeting.name
 
     def groups(self) -> list[Communicator]:
         """The communicators, each once."""

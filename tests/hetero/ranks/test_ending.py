@@ -118,6 +118,39 @@ class TestBeforeStart:
             assert script.end(rank) == Ended(0, "")
 
 
+class TestWhileConnecting:
+    """Ranks have met, and one ends before it is connected; their store is torchrun's kind."""
+
+    @pytest.mark.parametrize(
+        ("number", "how"),
+        [
+            (0, "killed"),
+            (0, "killed with its address told"),
+            (1, "killed"),  # the second chunk group's
+        ],
+    )
+    def test_of_a_rank_that_is_killed(self, server: ScriptServer, number: int, how: str) -> None:
+        script = server.run(2, ending.end_while_connecting, number, how)
+        assert script.end(1).status == -signal.SIGKILL
+        check_told(script.end(0), "rank 1 is gone")
+
+    def test_of_a_rank_that_fails(self, server: ScriptServer) -> None:
+        script = server.run(2, ending.end_while_connecting, 0, "fails")
+        assert script.end(1).status == 1
+        check_told(script.end(0), "rank 1", "the bad rank's own error")
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_of_a_rank_that_is_interrupted(self, server: ScriptServer, rank: int) -> None:
+        script = server.run(2, ending.end_while_connecting, 0, "interrupted")
+        for each in range(2):
+            script.heard(f"rank {each} connects 0")
+        script.interrupt(rank)
+        ended = script.end(rank)
+        assert ended.status == INTERRUPTED, ended
+        if rank == 1:
+            check_told(script.end(0), "rank 1", "KeyboardInterrupt")
+
+
 @pytest.mark.parametrize("status", [0, 7])
 def test_a_rank_that_leaves_early_without_close(server: ScriptServer, status: int) -> None:
     script = server.run(2, ending.end_without_close, status)

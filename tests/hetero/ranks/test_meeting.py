@@ -10,11 +10,16 @@ import pytest
 
 from hetero.ranks import meeting
 from tests.support.ranks.processes import RankPool
+from tests.support.waiting import until
+
+
+def threads_of_meetings() -> list[str]:
+    return [t.name for t in threading.enumerate() if "meeting" in t.name]
 
 
 def meet_late(rank: int, world: int) -> list[str]:
     """One rank comes to receive when the others have received its byte, and gone on."""
-    receive = meeting._Arrivals._receive
+    receive = meeting._Connected._receive
 
     def receive_late(self: Any, other: int) -> None:
         time.sleep(0.3)  # the others are through by then; if not, nothing is tested
@@ -22,10 +27,12 @@ def meet_late(rank: int, world: int) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(meeting._Arrivals, "_receive", receive_late)
+            patch.setattr(meeting._Connected, "_receive", receive_late)
         for _ in range(2):
-            meeting.meet(range(world), 60.0)
-    return [t.name for t in threading.enumerate() if "meeting" in t.name]
+            with meeting.meet(range(world), 60.0):
+                pass
+    until(lambda: not threads_of_meetings())
+    return threads_of_meetings()
 
 
 def test_a_byte_arrives_after_its_sender_went_on(ranks2: RankPool) -> None:

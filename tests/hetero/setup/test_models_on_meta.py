@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,73 +16,9 @@ from torch import nn
 
 import hetero
 from offload.memory.sizes import parse_bytes
+from tests.support.training.saved_models import FAMILIES, SHAPE, Family, batches, loss_of
 
-TOKENS: dict[str, Any] = {
-    "vocab_size": 301,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-SHAPE: dict[str, Any] = {
-    **TOKENS,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 32,
-}
 MATRIX_BYTES = 64 * 64 * 4
-
-
-def gpt2() -> hf.PreTrainedModel:
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(**TOKENS, n_embd=64, n_layer=4, n_head=2, n_positions=32)
-    )
-
-
-def llama() -> hf.PreTrainedModel:
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=False)
-    )
-
-
-def bert() -> hf.PreTrainedModel:
-    return hf.BertForMaskedLM(hf.BertConfig(**SHAPE))
-
-
-def mixtral() -> hf.PreTrainedModel:
-    return hf.MixtralForCausalLM(
-        hf.MixtralConfig(**SHAPE, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
-    )
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a folder is made, and which class loads it."""
-
-    make: Callable[[], hf.PreTrainedModel]
-    loader: Any
-    host_memory: str  # less than the parameters take
-
-    def save(self, folder: Path) -> None:
-        """Saves random weights as several files."""
-        torch.manual_seed(7)
-        self.make().save_pretrained(folder, max_shard_size="200KB")
-        assert len(list(folder.glob("*.safetensors"))) > 1
-
-    def load(self, folder: Path, **options: Any) -> nn.Module:
-        """The model in that folder; what is not in the folder is drawn from seed 1."""
-        torch.manual_seed(1)
-        model: nn.Module = self.loader.from_pretrained(folder, **options)
-        return model
-
-
-FAMILIES = {
-    "gpt2-tied": Family(gpt2, hf.AutoModelForCausalLM, "700KiB"),
-    "llama-untied": Family(llama, hf.AutoModelForCausalLM, "500KiB"),
-    "bert-new-head": Family(bert, hf.AutoModelForSequenceClassification, "500KiB"),
-    "mixtral-fused": Family(mixtral, hf.AutoModelForCausalLM, "1500KiB"),
-}
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
@@ -99,17 +33,11 @@ def context(path: Path, **options: Any) -> hetero.ZeroInitContext:
     )
 
 
-def batches() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(1, 301, (2, 12), generator=generator) for _ in range(2)]
-
-
 def train(model: nn.Module, optimizer: Any) -> list[float]:
     """Losses of some steps; without dropout, because a loaded model is in evaluation mode."""
     losses = []
     for tokens in batches():
-        labels = tokens[:, 0] % 2 if "Classification" in type(model).__name__ else tokens
-        loss = model(input_ids=tokens, labels=labels).loss
+        loss = loss_of(model, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

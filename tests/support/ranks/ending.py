@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 import hetero
-from hetero.ranks import meeting
+from hetero.ranks.meeting import Meeting
 from hetero.ranks.messages import Communicator
+from hetero.ranks.polled_store import PolledStore
 from hetero.ranks.shard_server import ShardServer
 from hetero.runtime import engine
 from tests.support.ranks.rank_training import Experts, Layers, inputs
 from tests.support.ranks.scripts import Place
+from tests.support.waiting import until
 
 OPTIONS = {
     "dtype": "fp32",
@@ -34,15 +38,38 @@ WAITS = {
 }
 
 
-def join() -> None:
-    """As torchrun's ranks do, over the store of this run."""
+def join(keeper: Place | None = None) -> None:
+    """As torchrun's ranks do, over the store of this run.
+
+    That is a file, or with `keeper` a TCPStore as torchrun's, which rank 0 keeps and the others
+    find there.
+    """
     torch.set_num_threads(1)
+    if keeper is not None:
+        dist.init_process_group(
+            "gloo",
+            store=_tcp_store(keeper),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
+        return
     dist.init_process_group(
         "gloo",
         init_method=os.environ["HETERO_TEST_STORE"],
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
+
+
+def _tcp_store(place: Place) -> Any:
+    path = place.folder / "port"
+    if os.environ["RANK"] == "0":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+        return store
+    until(path.exists)
+    return dist.TCPStore("127.0.0.1", int(path.read_text()), wait_for_workers=False)
 
 
 def make(**options: Any) -> tuple[torch.nn.Module, hetero.HybridAdam]:
@@ -112,7 +139,7 @@ def _train(
 def _say_when_waiting(place: Place, where: str) -> None:
     """Says "waiting" when this rank comes to wait at `where`."""
     patch = pytest.MonkeyPatch()
-    wait, is_needed, meet = Communicator.wait, ShardServer._is_needed, meeting._meet
+    wait, is_needed, meet = Communicator.wait, ShardServer._is_needed, Meeting._wait_for_all
 
     def wait_and_say(self: Communicator, wait_for: Any, peer: int, what: str, *more: Any) -> None:
         def say_and_wait(limit: Any) -> None:  # when this rank is inside of the wait
@@ -133,7 +160,7 @@ def _say_when_waiting(place: Place, where: str) -> None:
     if where == "close":
         patch.setattr(ShardServer, "_is_needed", close_and_say)
     elif where == "construction":
-        patch.setattr(meeting, "_meet", meet_and_say)
+        patch.setattr(Meeting, "_wait_for_all", meet_and_say)
     else:
         patch.setattr(Communicator, "wait", wait_and_say)
 
@@ -172,6 +199,41 @@ def fail_before_start(rank: int, place: Place, how: str) -> None:
     if bad and how == "optimizer":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hetero.initialize(model, optimizer)
+
+
+def end_while_connecting(rank: int, place: Place, number: int, how: str) -> None:
+    """Rank 1 ends while it connects its communicator `number`, after rank 0 began to connect its.
+
+    `how`: it is killed, before or after it tells rank 0 its address, fails, or waits for Ctrl-C.
+    """
+    join(place)
+    dist.barrier()
+    patch, connect = pytest.MonkeyPatch(), Communicator._connect
+    numbers = itertools.count()
+
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def end() -> None:
+        place.hold(f"rank 0 connects {number}")
+        if how == "killed":
+            kill()
+        elif how == "killed with its address told":
+            patch.setattr(PolledStore, "wait", kill)
+        elif how == "fails":
+            raise ValueError("the bad rank's own error")
+        else:
+            place.hold("never")
+
+    def connect_or_end(self: Communicator, look: Callable[[], None]) -> Any:
+        now = next(numbers)
+        place.say(f"rank {rank} connects {now}")
+        if rank == 1 and now == number:
+            end()
+        return connect(self, look)
+
+    patch.setattr(Communicator, "_connect", connect_or_end)
+    make(dtype="bf16", keep_fp32=["layers.0.*"])  # two chunk groups, with connections of their own
 
 
 def fail_before_start_outside(rank: int, place: Place) -> None:
