@@ -15,7 +15,14 @@ from hetero.api.compat import (
     unregister_external_parameter,
 )
 from hetero.api.optimizer import HybridOptimizer
-from hetero.api.optimizers import CPUAdam, HybridAdagrad, HybridAdam, HybridLion, HybridSGD
+from hetero.api.optimizers import (
+    CPUAdam,
+    HybridAdagrad,
+    HybridAdam,
+    HybridLion,
+    HybridMuon,
+    HybridSGD,
+)
 from hetero.config import Config
 from hetero.cpu_threads import set_threads
 from hetero.planning.placement import PlacementError
@@ -46,6 +53,7 @@ __all__ = [
     "HybridAdagrad",
     "HybridAdam",
     "HybridLion",
+    "HybridMuon",
     "HybridOptimizer",
     "HybridSGD",
     "NonFiniteError",

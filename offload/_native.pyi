@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 StateDtypeName = Literal["fp32", "bf16"]
-RuleName = Literal["adam", "lion", "adagrad", "sgd"]
+RuleName = Literal["adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"]
 CarrierName = Literal["none", "sign", "lowest"]
 
 class NativeIoError(OSError):
@@ -258,8 +258,11 @@ class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.
 
     Rules and their states: "adam" (Adam and AdamW: exp_avg, exp_avg_sq), "lion" (exp_avg),
-    "adagrad" (sum), "sgd" (momentum_buffer). native/update/kernels/update_rules.inl.h has the
-    formulas and their order. States in bf16 are rounded stochastically.
+    "adagrad" (sum), "sgd" (momentum_buffer). Muon (momentum_buffer) has two passes: "muon_momentum"
+    updates the momentum and writes directions, in bf16, to the parameter's place; "muon" moves the
+    parameter along its direction, which is in the gradient's place.
+    native/update/kernels/update_rules.inl.h has the formulas and their order. States in bf16 are
+    rounded stochastically.
     """
 
     def __init__(
@@ -285,7 +288,7 @@ class UpdateKind:
     @property
     def carrier(self) -> CarrierName:
         """Which bit of the last state belongs to the split master of a bf16 parameter: its sign
-        (adam, adagrad), its lowest (lion, sgd), or none with other parameters."""
+        (adam, adagrad), its lowest (the others), or none with other parameters."""
     @property
     def optim_state_bytes(self) -> int:
         """Bytes per element of the optimizer state: what makes the parameter an fp32 master, and
@@ -300,9 +303,10 @@ class Hyper:
     `step` is the number of the update being made, from 1; the gradient is multiplied by
     `grad_scale` first. A rule ignores the fields that it does not have: of adagrad are lr,
     weight_decay, eps, lr_decay and step; of lion lr, weight_decay, beta1 and beta2; of sgd lr,
-    weight_decay, momentum, dampening (not in step 1), nesterov and step. lion's weight decay is
-    decoupled and adagrad's and sgd's is not: asking for anything else is refused where the
-    hyper-parameters are used.
+    weight_decay, momentum, dampening (not in step 1), nesterov and step; of muon lr, lr_scale (a
+    factor on lr, but for weight decay), weight_decay, momentum and nesterov. lion's and muon's
+    weight decay is decoupled and adagrad's and sgd's is not: asking for anything else is refused
+    where the hyper-parameters are used.
     """
 
     def __init__(
@@ -319,6 +323,7 @@ class Hyper:
         momentum: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,
+        lr_scale: float = 1.0,
         step: int = 1,
         grad_scale: float = 1.0,
     ) -> None:
@@ -432,8 +437,13 @@ class StepPipeline:
         param_in_file: bool,
         grad_in_file: bool,
     ) -> int: ...
-    def submit(self, tasks: Sequence[StepTask], hypers: Sequence[Hyper]) -> None:
-        """Queues the tasks, each in its turn among those without a buffer; returns at once."""
+    def submit(
+        self, tasks: Sequence[StepTask], hypers: Sequence[Hyper], kind: UpdateKind | None = None
+    ) -> None:
+        """Queues the tasks, each in its turn among those without a buffer; returns at once.
+
+        `kind`: of the update, if it is not the pipeline's; for Muon's passes (UpdateKind). Raises
+        ValueError if its arrays are not laid out as the tiles'."""
     def expect(
         self, expected: Sequence[tuple[int, Location, Location, int]], streaming: int = 0
     ) -> None:
@@ -463,6 +473,8 @@ class StepPipeline:
     def forget(self, key: int = -1) -> None:
         """flush(), then drops the kept content and what is expected: somebody else is about to
         use the file or the buffers."""
+    def give_up(self, why: str) -> None:
+        """The caller's part of an update has failed: further work is refused with `why`."""
     @property
     def stats(self) -> dict[str, float]:
         """tasks (updated), hits (of them, found in a buffer that kept their parts), ahead (found

@@ -17,6 +17,8 @@ from hetero.runtime.options import number
 from hetero.state.managed_param import ManagedParam
 
 LARGEST = torch.finfo(torch.float32).max  # of what an update computes with
+# Of HybridMuon's states alone: torch.optim.Muon keeps it, and the master, when it trains on.
+MOMENTUM_SUM = "momentum_sum"
 _LAST_STEP = 2**53  # up to which a float counts
 
 # Options of torch's optimizers that change what is computed, in a way that no rule here has.
@@ -66,17 +68,26 @@ def is_from_torch(groups: Sequence[Mapping[str, Any]]) -> bool:
     return any(name in group for group in groups for name in ("foreach", "maximize"))
 
 
+def momentum_sum(momentum: torch.Tensor) -> float:
+    """Tells whether a momentum is still the one that was saved with a master (HybridMuon)."""
+    return float(momentum.double().sum())
+
+
 def in_own_state(state: Any, param: torch.Tensor, names: Sequence[str], from_torch: bool) -> Any:
     """A parameter's state, with the step and the buffer that torch's SGD may leave out.
 
-    Of torch's own optimizers masters are left out (is_from_torch()). What is no state at all is
-    returned as it is.
+    Of torch's own optimizers masters are left out (is_from_torch(), or a momentum that has changed
+    since it was saved). What is no state at all is returned as it is.
     """
     if not isinstance(state, Mapping):
         return state
     own = dict(state)
     if from_torch:
         own.pop("master", None)
+    if MOMENTUM_SUM in own:
+        momentum, saved = own.get("momentum_buffer"), own.pop(MOMENTUM_SUM)
+        if not (isinstance(momentum, torch.Tensor) and momentum_sum(momentum) == saved):
+            own.pop("master", None)
     if "momentum_buffer" in names:
         own.setdefault("step", 0)
         if own.get("momentum_buffer") is None:

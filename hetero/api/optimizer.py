@@ -78,11 +78,17 @@ class HybridOptimizer(torch.optim.Optimizer):
         """What the native kernel takes beside lr and weight_decay, as fields of Hyper."""
         raise NotImplementedError
 
-    def _hyper(self, options: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+    def _lr_scale(self, options: Mapping[str, Any], shape: torch.Size) -> float:
+        """The factor of the learning rate of parameters of this shape."""
+        return 1.0
+
+    def _hyper(
+        self, options: Mapping[str, Any], step: int, grad_scale: float, lr_scale: float
+    ) -> Hyper:
         """The native kernel's arguments for a param group's update number `step`, from 1.
 
-        Kept gradients are multiplied by `grad_scale`. Raises ValueError for options that the user
-        has set out of range since.
+        Kept gradients are multiplied by `grad_scale`, and `lr` by `lr_scale`. Raises ValueError for
+        options that the user has set out of range since.
         """
         self._check_options(options)
         return Hyper(
@@ -90,6 +96,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             weight_decay=float(options["weight_decay"]),
             step=step,
             grad_scale=grad_scale,
+            lr_scale=lr_scale,
             **self._rule_options(options),
         )
 
@@ -162,12 +169,18 @@ class HybridOptimizer(torch.optim.Optimizer):
             optimizer = this()
             return [] if optimizer is None else optimizer.param_groups
 
-        def hyper_of(options: dict[str, Any], step: int, grad_scale: float) -> Hyper:
+        def hyper_of(*about: Any) -> Hyper:
             optimizer = this()
             assert optimizer is not None  # it has param groups
-            return optimizer._hyper(options, step, grad_scale)
+            return optimizer._hyper(*about)
 
-        return OptimizerView(self.dtypes(config), param_groups, hyper_of, self._option_names)
+        def lr_scale_of(options: dict[str, Any], shape: torch.Size) -> float:
+            optimizer = this()
+            return 1.0 if optimizer is None else optimizer._lr_scale(options, shape)
+
+        return OptimizerView(
+            self.dtypes(config), param_groups, hyper_of, lr_scale_of, self._option_names
+        )
 
     @property
     def engine(self) -> Engine:

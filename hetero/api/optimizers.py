@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from hetero.api.loaded_state import LARGEST
+import torch
+
+from hetero.api.loaded_state import LARGEST, MOMENTUM_SUM, momentum_sum
 from hetero.api.optimizer import HybridOptimizer, ParamGroups
 from hetero.runtime.options import number
 
@@ -222,4 +225,126 @@ class HybridSGD(HybridOptimizer):
         for kept in state["state"].values():
             if kept["step"] == 0:
                 del kept["momentum_buffer"]
+        return state
+
+
+class HybridMuon(HybridOptimizer):
+    """Muon, as torch.optim.Muon, for the matrices of hidden layers, with the state momentum_buffer.
+
+    Give it parameters of two dimensions, and all others (embeddings, heads, norms, biases) to an
+    optimizer of their own: hetero.initialize(model, [muon, adam]). Each matrix's momentum is
+    orthogonalised by products in bf16 where compute happens; the rest of the update runs where the
+    state lives. With several ranks each matrix has one that makes its products.
+
+    Outside of all budgets step() takes 2 bytes per element of one chunk, and about 10 per element
+    of one matrix for its products. With bf16 parameters momentum_buffer has one bit of precision
+    less, because the master takes it (docs/formats.md).
+
+    Args:
+        params: parameters, or param groups with options of their own.
+        lr: learning rate, 0 or more.
+        weight_decay: decoupled from the gradient, 0 or more; times lr, without `adjust_lr_fn`.
+        momentum: weight of the momentum that was before in the average with the gradient, from 0
+            to 1.
+        nesterov: move along the average of the gradient and the new momentum, instead of this.
+        ns_coefficients: a, b, c of the polynomial a x + b x^3 + c x^5 that brings each singular
+            value of a matrix near to 1.
+        eps: the smallest norm by which a matrix is divided before that, more than 0.
+        ns_steps: how often the polynomial is applied, from 1 to 99.
+        adjust_lr_fn: lr of a matrix of A rows and B columns is multiplied by sqrt(max(1, A / B))
+            ("original", or None) or by 0.2 sqrt(max(A, B)) ("match_rms_adamw": the learning rate
+            and weight decay of AdamW can be used).
+        state_dtype: as of HybridAdam.
+
+    Raises:
+        ValueError: an option is out of range, or a parameter has not two dimensions.
+    """
+
+    rule = "muon"
+    state_names = ("momentum_buffer",)
+    not_negative = ("lr", "weight_decay", "momentum", "eps")
+
+    def __init__(
+        self,
+        params: ParamGroups,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        state_dtype: str = "fp32",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults, state_dtype)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of HybridOptimizer; raises ValueError for what is no matrix, too."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        for entry in params:
+            param = entry[1] if isinstance(entry, tuple) else entry  # named_parameters()
+            if param.ndim != 2:
+                raise ValueError(
+                    f"HybridMuon updates matrices, and got a parameter of shape "
+                    f"{tuple(param.shape)}; give it to another optimizer, for example HybridAdam: "
+                    f"hetero.initialize(model, [muon, adam])"
+                )
+        super().add_param_group({**param_group, "params": params})
+
+    def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
+        super()._check_options(options, where)
+        momentum, eps, steps = (options[n] for n in ("momentum", "eps", "ns_steps"))
+        if momentum > 1:
+            raise ValueError(f"{where}momentum must be from 0 to 1, not {momentum!r}")
+        if not eps > 0:
+            raise ValueError(f"{where}eps must be more than 0, not {eps!r}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 99:
+            raise ValueError(f"{where}ns_steps must be a whole number from 1 to 99, not {steps!r}")
+        given = options["ns_coefficients"]
+        three = isinstance(given, (tuple, list)) and len(given) == 3
+        values = [number(value) for value in given] if three else [None]
+        if not all(value is not None and math.isfinite(value) for value in values):
+            raise ValueError(f"{where}ns_coefficients must be three finite numbers, not {given!r}")
+        if options["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"{where}adjust_lr_fn must be None, 'original' or 'match_rms_adamw', not "
+                f"{options['adjust_lr_fn']!r}"
+            )
+
+    def _lr_scale(self, options: Mapping[str, Any], shape: torch.Size) -> float:
+        rows, columns = shape
+        if options["adjust_lr_fn"] == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / max(1, columns)))
+
+    def _rule_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        momentum = float(options["momentum"])
+        return {
+            "decoupled": True,
+            "momentum": momentum,
+            # (Without momentum the average is the gradient, whichever it is.)
+            "nesterov": bool(options["nesterov"]) and momentum > 0,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies the optimizer's state, as of HybridOptimizer.
+
+        Each parameter's has the sum of its momentum as well. By that load_state_dict() sees that
+        torch.optim.Muon has trained on with it, and that its master is older than the parameter.
+        """
+        state = super().state_dict()
+        for kept in state["state"].values():
+            kept[MOMENTUM_SUM] = momentum_sum(kept["momentum_buffer"])
         return state

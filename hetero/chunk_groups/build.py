@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, StateMemory
+from hetero.chunk_groups.muon_directions import MuonDirections
 from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
@@ -33,6 +34,7 @@ from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.param_shards import ParamShards
 from hetero.state.params import CopyCache, ParamCopies, Params
+from offload._native import UpdateKind
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend
@@ -40,6 +42,7 @@ from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.device.home_copy import HomeCopier
 from offload.device.shared_cache import SharedCache
+from offload.device.updater import Updater
 from offload.disk.backing import Backing, FileBacking
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -147,12 +150,38 @@ class _ChunkGroupBuilder:
             grads=grads,
             optim_states=optim_states,
             updates=updates,
-            update_tasks=UpdateTasks(self._layout, homes, grads, updates, first_number, updater),
+            update_tasks=self._make_update_tasks(homes, grads, updates, first_number),
             world=self.world,
             ranks=ranks,
             device=device,
             resources=self.resources.pop_all(),
         )
+
+    def _make_update_tasks(
+        self,
+        homes: Mapping[StateKind, Homes],
+        grads: Grads,
+        updates: ChunkUpdates,
+        first_number: Mapping[int, int],
+    ) -> UpdateTasks:
+        directions = None
+        if len(self._dtypes.passes) > 1:
+            shard = self.world.shard
+            directions = MuonDirections(self._layout, shard, self._backend.device)
+        made = (self._updater(kind) for kind in self._dtypes.passes)
+        updaters = [updater for updater in made if updater is not None]
+        return UpdateTasks(
+            self._layout, homes, grads, updates, first_number, self._dtypes, updaters, directions
+        )
+
+    def _updater(self, kind: UpdateKind) -> Updater | None:
+        """Of what is at home on a DEVICE, unless the CPU can update that."""
+        if not self._backend.separate:
+            return None
+        updater = self._backend.updater(kind, self._layout.tile_numel)
+        if updater is not None and Tier.DEVICE in self._placement.param:
+            updater.prepare()
+        return updater
 
     # Memory
 
@@ -179,9 +208,6 @@ class _ChunkGroupBuilder:
     def _make_device_parts(self, file: ScratchSpace) -> DeviceParts | None:
         if not self._backend.separate:
             return None
-        updater = self._backend.updater(self._dtypes.kind, self._layout.tile_numel)
-        if updater is not None and Tier.DEVICE in self._placement.param:
-            updater.prepare()
         nbytes = link_bytes(self._layout, self._dtypes) // BUFFERS
         buffers = self._backend.host_arena(BUFFERS, nbytes, self._ledger, Account.LINK)
         self.resources.callback(buffers.close)
@@ -191,6 +217,7 @@ class _ChunkGroupBuilder:
         )
         self.resources.callback(grad_offload.close)
         home_copier = HomeCopier(self._backend, buffers, file)
+        updater = self._updater(self._dtypes.kind)
         return DeviceParts(self._backend, home_copier, grad_offload, updater)
 
     # Copies of parameters

@@ -7,20 +7,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from hetero.chunk_groups.muon_directions import MuonDirections
+from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.optimizer_state import parts_of
-from offload._native import Hyper, StepTask
+from offload._native import Hyper, Location, StepTask
 from offload.device.updater import DeviceTask, Updater
 from offload.memory.tiers import StateKind
 
-# From a param group's options, the update's number and the factor of gradients.
-HyperOf = Callable[[dict[str, Any], int, float], Hyper]
-# By index of the param group, number of the update, and factor of gradients.
-HyperTable = Mapping[tuple[int, int, float], Hyper]
+# From a param group's options, the update's number, the factor of gradients and that of the
+# learning rate.
+HyperOf = Callable[[dict[str, Any], int, float, float], Hyper]
+# From a param group's options and a parameter's shape, the factor of its learning rate.
+LrScaleOf = Callable[[dict[str, Any], torch.Size], float]
+HyperKey = tuple[int, int, float, float]  # the same, but the param group's index
 Groups = Sequence[tuple[dict[str, Any], list[ManagedParam]]]
 Tile = tuple[int, int]  # id of the chunk, number of the tile in its shard
 
@@ -34,30 +40,47 @@ class Segment(NamedTuple):
     number: int  # of the first element, among all elements of the model
 
 
+class TileUpdate(NamedTuple):
+    """What of a tile is updated."""
+
+    chunk: Chunk
+    tile: int
+    grad: Location | None  # None: at home on a DEVICE, whose updater updates the tile
+    segments: list[Segment]
+
+
 @dataclass(frozen=True)
 class Update:
-    """Parameters that are updated together, and the tasks that do so; nothing has begun."""
+    """Parameters that are updated together, and how; nothing has begun."""
 
     members: Sequence[list[ManagedParam]]  # by chunk
+    options: Mapping[ManagedParam, dict[str, Any]]  # of its param group
     hypers: Sequence[Hyper]
-    tiles: Sequence[Tile]  # that the pipeline updates, in this order,
-    tasks: Sequence[StepTask]  # with these tasks
-    device_tasks: Sequence[DeviceTask]
+    tiles: Sequence[TileUpdate]  # in the order of their updates
 
 
-def hyper_table(groups: Groups, hyper_of: HyperOf) -> HyperTable:
-    """All hyper-parameters that an update of `groups` takes.
+class HyperTable:
+    """All hyper-parameters that an update of `groups` takes."""
 
-    Raises ValueError for those that make no sense, with the number of the param group.
-    """
-    made: dict[tuple[int, int, float], Hyper] = {}
-    for index, (options, members) in enumerate(groups):
-        for step, factor in {(m.step + 1, m.grad_factor) for m in members}:
-            try:
-                made[index, step, factor] = hyper_of(options, step, factor)
-            except ValueError as error:
-                raise ValueError(f"in param group {index} {error}") from error
-    return made
+    def __init__(self, groups: Groups, hyper_of: HyperOf, lr_scale_of: LrScaleOf) -> None:
+        """Raises ValueError for those that make no sense, with the number of the param group."""
+        made: dict[HyperKey, Hyper] = {}
+        self._key_of: dict[ManagedParam, HyperKey] = {}
+        for index, (options, members) in enumerate(groups):
+            for m in members:
+                scale = lr_scale_of(options, m.param.shape)
+                self._key_of[m] = key = (index, m.step + 1, m.grad_factor, scale)
+                if key not in made:
+                    try:
+                        made[key] = hyper_of(options, *key[1:])
+                    except ValueError as error:
+                        raise ValueError(f"in param group {index} {error}") from error
+        self._index_of = {key: index for index, key in enumerate(made)}
+        self.hypers = list(made.values())
+
+    def index(self, managed: ManagedParam) -> int:
+        """The number of the parameter's hyper-parameters among all `hypers`."""
+        return self._index_of[self._key_of[managed]]
 
 
 class UpdateTasks:
@@ -77,18 +100,30 @@ class UpdateTasks:
         grads: Grads,
         updates: ChunkUpdates,
         first_number: Mapping[int, int],
-        updater: Updater | None = None,
+        dtypes: Dtypes,
+        updaters: Sequence[Updater] = (),
+        directions: MuonDirections | None = None,
     ) -> None:
-        """`first_number` is, by a parameter's index, that of its first element in the model.
+        """Nothing is submitted yet.
 
-        So random bits are the same for every chunk size. `updater` is there if the pipeline cannot
-        update what is at home on DEVICE.
+        Args:
+            layout: of the chunk group.
+            homes: of each kind of state.
+            grads: have the gradients.
+            updates: the states of the chunks, and the pipeline.
+            first_number: by a parameter's index, that of its first element in the model. So random
+                bits are the same for every chunk size.
+            dtypes: of the chunk group, with the passes of an update.
+            updaters: one for each pass, if the pipeline cannot update what is at home on DEVICE.
+            directions: what comes between the passes, if there are two.
         """
         self._layout = layout
         self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
         self._grad_homes, self._grads = homes[StateKind.GRAD], grads
         self._updates = updates
-        self._updater = updater
+        self._passes = dtypes.passes
+        self._updaters = updaters
+        self._directions = directions
         self._first_number = first_number
         self._ascending = not updates.overlap.in_backward  # whether tiles go in the layout's order
         # Tiles that were updated in this step, and in the last step that updated any.
@@ -130,13 +165,12 @@ class UpdateTasks:
         Slots that hold their gradients stay until the update is made (Grads.release_used()). Raises
         HeteroError for a gradient that was lost on its way from the device.
         """
-        index_of = {key: index for index, key in enumerate(table)}
         segments: dict[Tile, list[Segment]] = {}
         by_chunk: dict[int, list[ManagedParam]] = {}
-        for index, (_, members) in enumerate(groups):
+        for _, members in groups:
             for managed in members:
                 by_chunk.setdefault(managed.chunk.id, []).append(managed)
-                hyper = index_of[index, managed.step + 1, managed.grad_factor]
+                hyper = table.index(managed)
                 first_number = self._first_number[managed.slice.param.index]
                 for part in parts_of(managed, self._layout):
                     number = first_number + part.in_param.start
@@ -145,31 +179,26 @@ class UpdateTasks:
         chunks = self._layout.chunks
         order = sorted(segments, reverse=not self._ascending)
         order.sort(key=lambda tile: self.priority(chunks[tile[0]]))
-        tiles: list[Tile] = []
-        tasks: list[StepTask] = []
-        device_tasks: list[DeviceTask] = []
+        tiles = []
         for c, tile in order:
             chunk, merged = chunks[c], _merged(sorted(segments[c, tile]))
-            if self._updater is not None and self._params.on_device(chunk):
-                homes = (self._params, self._grad_homes, self._optim_states)
-                param, grad, optim_state = (home.address(chunk, tile) for home in homes)
-                device_tasks.append(DeviceTask(param, grad, optim_state, merged))
-            else:
-                tiles.append((c, tile))
-                tasks.append(self._task(chunk, tile, merged))
-        return Update(list(by_chunk.values()), list(table.values()), tiles, tasks, device_tasks)
+            grad = None if self._on_device(chunk) else self._grads.location(chunk, tile)
+            tiles.append(TileUpdate(chunk, tile, grad, merged))
+        options = {m: options for options, members in groups for m in members}
+        return Update(list(by_chunk.values()), options, table.hypers, tiles)
 
     def submit(self, update: Update, last: bool) -> None:
         """Begins an update, the `last` of the step or one before. Memory that it uses must stay.
 
         Raises the failure of an update before.
         """
+        if self._directions is not None:
+            self._submit_by_chunk(update, self._directions)
         if last:
             self._updates.expect_nothing()  # all that comes is here
-        if self._updater is not None:
-            self._updater.update(update.device_tasks, update.hypers)
-        self._updates.pipeline.submit(update.tasks, update.hypers)
-        self._updated += update.tiles
+        if self._directions is None:
+            self._submit_pass(0, update.tiles, update.hypers)
+        self._updated += [(t.chunk.id, t.tile) for t in update.tiles if t.grad is not None]
         for members in update.members:
             for managed in members:
                 managed.step += 1
@@ -196,15 +225,69 @@ class UpdateTasks:
         """When something will wait for the chunk's update (ChunkUpdates.priority)."""
         return self._updates.priority(chunk, chunk not in self._grad_homes)
 
-    def _task(self, chunk: Chunk, tile: int, segments: list[Segment]) -> StepTask:
-        return StepTask(
-            self._updates.key(chunk, tile),
-            self._params.location(chunk, tile),
-            self._grads.location(chunk, tile),
-            self._optim_states.location(chunk, tile),
-            segments,
-            self.priority(chunk),
-        )
+    def _on_device(self, chunk: Chunk) -> bool:
+        """Whether an updater of the device updates it, and not the pipeline."""
+        return bool(self._updaters) and self._params.on_device(chunk)
+
+    def _submit_pass(
+        self,
+        number: int,
+        tiles: Sequence[TileUpdate],
+        hypers: Sequence[Hyper],
+        directions: torch.Tensor | None = None,
+    ) -> None:
+        """Submits one of an update's passes over `tiles`.
+
+        `directions`, of Muon, are in the parameter's place in the first pass, and in the gradient's
+        in the second. They must stay until the pass is made.
+        """
+        tasks: list[StepTask] = []
+        device_tasks: list[DeviceTask] = []
+        for chunk, tile, grad, segments in tiles:
+            address = None
+            if directions is not None:
+                tile_bytes = self._layout.tile_numel * directions.itemsize
+                address = directions.data_ptr() + tile * tile_bytes
+            if grad is None:
+                addresses = [h.address(chunk, tile) for h in (self._params, self._grad_homes)]
+                if address is not None:
+                    addresses[number] = address
+                optim_address = self._optim_states.address(chunk, tile)
+                device_tasks.append(DeviceTask(addresses[0], addresses[1], optim_address, segments))
+            else:
+                places = [self._params.location(chunk, tile), grad]
+                if address is not None:
+                    places[number] = Location(address)
+                optim_state = self._optim_states.location(chunk, tile)
+                key, priority = self._updates.key(chunk, tile), self.priority(chunk)
+                tasks.append(StepTask(key, places[0], places[1], optim_state, segments, priority))
+        if device_tasks:
+            self._updaters[number].update(device_tasks, hypers)
+        self._updates.pipeline.submit(tasks, hypers, self._passes[number])
+
+    def _submit_by_chunk(self, update: Update, muon: MuonDirections) -> None:
+        """Makes Muon's update: the directions of one chunk are in memory at a time.
+
+        A failure ends the pipeline, because some momentum is a step ahead of its parameters.
+        """
+        # (In the order of the tiles. But a rank may have none of a chunk that others have.)
+        members = {some[0].chunk.id: some for some in update.members}
+        if not muon.needs_order:
+            members = {t.chunk.id: members[t.chunk.id] for t in update.tiles}
+        try:
+            for chunk_id in sorted(members) if muon.needs_order else members:
+                chunk = self._layout.chunks[chunk_id]
+                tiles = [t for t in update.tiles if t.chunk is chunk]
+                matrices = [(m, update.options[m]) for m in members[chunk_id]]
+                directions = muon.empty(chunk, on_device=self._on_device(chunk))
+                self._submit_pass(0, tiles, update.hypers, directions)
+                self._updates.wait_computed(chunk)
+                muon.orthogonalize(directions, matrices)
+                self._submit_pass(1, tiles, update.hypers, directions)
+                self._updates.wait_computed(chunk)
+        except BaseException as error:
+            self._updates.pipeline.give_up(f"an update was ended in the middle: {error!r}")
+            raise
 
 
 def _merged(segments: Iterable[Segment]) -> list[Segment]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -12,7 +13,7 @@ from offload._native import UpdateKind
 
 DtypeName = Literal["bf16", "fp16", "fp32"]
 StateDtypeName = Literal["fp32", "bf16"]
-RuleName = Literal["adam", "lion", "adagrad", "sgd"]
+RuleName = Literal["adam", "lion", "adagrad", "sgd", "muon"]
 
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -71,6 +72,24 @@ class Dtypes:
     def kind(self) -> UpdateKind:
         """The native kernel's name for this combination of dtypes and rule."""
         return UpdateKind(self.compute, self.grad, self.rule, self.state)
+
+    @property
+    def passes(self) -> Sequence[UpdateKind]:
+        """The kinds of what the native kernels do for one update, in order.
+
+        Muon's first pass writes directions, in bf16, which are the second one's gradients.
+        """
+        if self.rule != "muon":
+            return [self.kind]
+        return [
+            UpdateKind(self.compute, self.grad, "muon_momentum", self.state),
+            UpdateKind(self.compute, "bf16", "muon", self.state),
+        ]
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes per element that one update reads and writes."""
+        return sum(kind.bytes_moved for kind in self.passes)
 
     @property
     def torch_state(self) -> torch.dtype:

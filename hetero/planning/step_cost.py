@@ -164,13 +164,13 @@ class CostModel:
     def _update(self, made: Placement) -> tuple[PhaseCost, dict[str, int]]:
         """The update, and the bytes that it moves."""
         problem, profile, slot = self.problem, self.problem.profile, self.slot
-        shard, kind = problem.layout.shard, problem.dtypes.kind
+        shard, update_bytes = problem.layout.shard, problem.dtypes.update_bytes
         dtype = problem.dtypes.compute
         on_device = {c for c in self.trained if made.optim_state[c] is Tier.DEVICE}
         ranks = shard.ranks
-        device_bytes = sum(self.numel[c] for c in on_device) * kind.bytes_moved / ranks
+        device_bytes = sum(self.numel[c] for c in on_device) * update_bytes / ranks
         host_numel = sum(self.numel[c] for c in self.trained - on_device)
-        host_s = host_numel * kind.bytes_moved / ranks
+        host_s = host_numel * update_bytes / ranks
         norm_s = 0.0
         if host_s:
             host_s /= profile.rate("update_bytes_per_s", dtype)

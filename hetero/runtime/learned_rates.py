@@ -48,8 +48,9 @@ def counters_of(chunk_groups: Sequence[ChunkGroup], backend: Backend) -> Counter
         if tiles:
             updated = chunk_group.pipeline.stats
             numel = chunk_group.trained_numel / chunk_group.layout.shard.ranks
-            bytes_moved = numel * chunk_group.dtypes.kind.bytes_moved
-            update_bytes += updated["tasks"] / tiles * bytes_moved
+            dtypes = chunk_group.dtypes
+            bytes_moved = numel * dtypes.update_bytes
+            update_bytes += updated["tasks"] / len(dtypes.passes) / tiles * bytes_moved
             update_s += updated["compute_s"]
     h2d_s, d2h_s = backend.link_busy_s
     return Counters(

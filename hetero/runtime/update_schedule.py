@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
-from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, Update, hyper_table
+from hetero.chunk_groups.update_tasks import Groups, HyperOf, HyperTable, LrScaleOf, Update
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk
 from hetero.config import Config
@@ -49,7 +49,12 @@ class OptimizerView:
 
     param_groups: Callable[[], Sequence[dict[str, Any]]]
     hyper_of: HyperOf
+    lr_scale_of: LrScaleOf
     options: Sequence[str]
+
+    def hyper_table(self, groups: Groups) -> HyperTable:
+        """All hyper-parameters that an update of `groups` takes. Raises ValueError."""
+        return HyperTable(groups, self.hyper_of, self.lr_scale_of)
 
 
 def check_overlap(overlap: OverlapUpdates, ranks: int, optimizers: int = 1) -> None:
@@ -174,7 +179,7 @@ class UpdateSchedule:
         if not all(is_free(m) and m.grad_factor == 1.0 for m in members):
             return
         try:
-            table = hyper_table(groups, self._optimizers[0].hyper_of)
+            table = self._optimizers[0].hyper_table(groups)
         except ValueError:
             return
         now = {index: _copied(options) for index, (options, some) in enumerate(groups) if some}
@@ -238,7 +243,7 @@ class UpdateSchedule:
         self._check_half(groups)
         locked = set(self._locked)
         rest = [(options, [m for m in some if m not in locked]) for options, some in groups]
-        table = hyper_table(rest, optimizer.hyper_of)
+        table = optimizer.hyper_table(rest)
         used = {m.chunk.group_index for m in locked}
         used |= {m.chunk.group_index for _, members in rest for m in members}
         for number in sorted(used):

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -92,10 +93,15 @@ void bind_pipeline(py::module_& module) {
           "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a)
       .def(
           "submit",
-          [](StepPipeline& self, std::vector<StepTask> tasks, const std::vector<Hyper>& hypers) {
-            self.submit(std::move(tasks), hypers);
+          [](StepPipeline& self, std::vector<StepTask> tasks, const std::vector<Hyper>& hypers,
+             const std::optional<UpdateKind>& kind) {
+            if (kind) {
+              self.submit(std::move(tasks), hypers, *kind);
+            } else {
+              self.submit(std::move(tasks), hypers);
+            }
           },
-          "tasks"_a, "hypers"_a, ReleaseGil())
+          "tasks"_a, "hypers"_a, "kind"_a = py::none(), ReleaseGil())
       .def("expect", &expect, "expected"_a, "streaming"_a = 0, ReleaseGil())
       .def("wait_updated", &StepPipeline::wait_updated, "key"_a = -1, ReleaseGil())
       .def("is_updated", &StepPipeline::is_updated, "key"_a = -1, ReleaseGil())
@@ -104,6 +110,7 @@ void bind_pipeline(py::module_& module) {
       .def("flush", &StepPipeline::flush, "key"_a = -1, ReleaseGil())
       .def("forget", &StepPipeline::forget, "key"_a = -1, ReleaseGil())
       .def_property_readonly("stats", &stats_dict)
+      .def("give_up", &StepPipeline::give_up, "why"_a, ReleaseGil())
       .def("inject", &StepPipeline::inject, "nth"_a, ReleaseGil())
       .def("hold", &StepPipeline::hold, "nth"_a, ReleaseGil())
       .def("release", &StepPipeline::release, ReleaseGil())

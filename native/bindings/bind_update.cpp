@@ -24,7 +24,8 @@ using Address = std::uintptr_t;
 
 constexpr const char* kDtypeNames[] = {"fp32", "bf16", "fp16"};
 constexpr const char* kStateDtypeNames[] = {"fp32", "bf16"};
-constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad", "sgd"};
+constexpr const char* kRuleNames[] = {"adam",    "lion", "adagrad",
+                                       "sgd", "muon", "muon_momentum"};
 // What the split of bf16 masters does with the last state.
 constexpr const char* kCarrierNames[] = {"none", "sign", "lowest"};
 
@@ -62,7 +63,8 @@ std::string repr(const UpdateKind& kind) {
 
 Hyper make_hyper(double lr, double weight_decay, bool decoupled, double beta1, double beta2,
                  double eps, bool bias_correction, double lr_decay, double momentum,
-                 double dampening, bool nesterov, std::int64_t step, double grad_scale) {
+                 double dampening, bool nesterov, double lr_scale, std::int64_t step,
+                 double grad_scale) {
   const Hyper hyper = {.lr = lr,
                        .weight_decay = weight_decay,
                        .decoupled = decoupled,
@@ -74,6 +76,7 @@ Hyper make_hyper(double lr, double weight_decay, bool decoupled, double beta1, d
                        .momentum = momentum,
                        .dampening = dampening,
                        .nesterov = nesterov,
+                       .lr_scale = lr_scale,
                        .step = step,
                        .grad_scale = grad_scale};
   hyper.validate();
@@ -203,7 +206,8 @@ void bind_kernels(py::module_& module) {
            "beta2"_a = defaults.beta2, "eps"_a = defaults.eps,
            "bias_correction"_a = defaults.bias_correction, "lr_decay"_a = defaults.lr_decay,
            "momentum"_a = defaults.momentum, "dampening"_a = defaults.dampening,
-           "nesterov"_a = defaults.nesterov, "step"_a = defaults.step,
+           "nesterov"_a = defaults.nesterov, "lr_scale"_a = defaults.lr_scale,
+           "step"_a = defaults.step,
            "grad_scale"_a = defaults.grad_scale);
   module.def("update", &bound_update, "kind"_a.none(false), "param"_a, "grad"_a, "master"_a,
              "states"_a, "numel"_a, "hyper"_a.none(false), "index"_a = 0, ReleaseGil());

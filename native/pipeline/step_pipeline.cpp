@@ -55,20 +55,24 @@ StepPipeline::~StepPipeline() { close(); }
 
 // --- submitting and waiting -----------------------------------------------------------------
 
-void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) {
+void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers,
+                          const UpdateKind& kind) {
   guard_.require_own();
-  for (const StepTask& task : tasks) task.check(layout_, hypers.size(), engine_ != nullptr);
+  for (const StepTask& task : tasks) {
+    task.check(layout_, hypers.size(), engine_ != nullptr);
+    layout_.check(kind, task.param.in_file(), task.grad.in_file());
+  }
   auto constants = std::make_shared<std::vector<UpdateConstants>>();
   for (const Hyper& hyper : hypers) {
     hyper.validate();
-    constants->push_back(make_constants(layout_.kind, hyper));
+    constants->push_back(make_constants(kind, hyper));
   }
   const MutexLock lock(mutex_);
   settle_all();
   throw_if_closed();
   for (StepTask& task : tasks) {
     ++unfinished_[task.key];
-    queued_.push({std::move(task), constants});
+    queued_.push({std::move(task), kind, constants});
   }
   changed_.notify_all();
 }
@@ -148,6 +152,11 @@ void StepPipeline::forget(std::int64_t key) {
 StepStats StepPipeline::stats() const {
   const MutexLock lock(mutex_, guard_);
   return stats_;
+}
+
+void StepPipeline::give_up(const std::string& why) {
+  const MutexLock lock(mutex_, guard_);
+  fail(std::make_exception_ptr(std::runtime_error(why)));
 }
 
 void StepPipeline::inject(std::uint64_t nth) {

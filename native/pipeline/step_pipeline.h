@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -68,7 +69,13 @@ class StepPipeline {
   // Queues the tasks, each in its place (step_task.h) among those that have no buffer yet; their
   // RAM parts must stay until updated. All or nothing: throws std::invalid_argument if any is not
   // valid.
-  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) EXCLUDES(mutex_);
+  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers) EXCLUDES(mutex_) {
+    submit(std::move(tasks), hypers, layout_.kind);
+  }
+  // The same for an update of another kind, whose optimizer state is laid out as the pipeline's,
+  // and gradients, if in the file, are of the pipeline's dtype.
+  void submit(std::vector<StepTask> tasks, std::span<const Hyper> hypers, const UpdateKind& kind)
+      EXCLUDES(mutex_);
 
   // From now on reads ahead what `expected`, in this order, find in the file and no buffer has;
   // replaces what was expected before. BufferPolicy::expect() says what `streaming` is. Throws
@@ -94,6 +101,9 @@ class StepPipeline {
   void forget(std::int64_t key = kAnyKey) EXCLUDES(mutex_);
 
   StepStats stats() const EXCLUDES(mutex_);
+
+  // The caller's part of an update has failed: from now on the pipeline refuses work with `why`.
+  void give_up(const std::string& why) EXCLUDES(mutex_);
 
   // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing.
   void inject(std::uint64_t nth) EXCLUDES(mutex_);
@@ -123,7 +133,7 @@ class StepPipeline {
   void update_tasks() EXCLUDES(mutex_);
   bool wait_for_transfers(Buffer* buffer) REQUIRES(mutex_);
   void update(const Work& work) const EXCLUDES(mutex_);
-  void submit_writes(const StepTask& task, Buffer& buffer) REQUIRES(mutex_);
+  void submit_writes(const Work& work, Buffer& buffer) REQUIRES(mutex_);
 
   bool stopping() const REQUIRES(mutex_) { return closing_ || failure_ != nullptr; }
   bool is_first(QueuePlace place) const REQUIRES(mutex_) {

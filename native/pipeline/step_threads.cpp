@@ -208,7 +208,7 @@ void StepPipeline::update_tasks() {
     }
     stats_.compute_s += compute_s;
     ++stats_.tasks;
-    if (buffer != nullptr) submit_writes(work.task, *buffer);
+    if (buffer != nullptr) submit_writes(work, *buffer);
     const auto unfinished = unfinished_.find(work.task.key);  // none after a failure
     if (unfinished != unfinished_.end() && --unfinished->second == 0) unfinished_.erase(unfinished);
     current_.reset();
@@ -246,27 +246,30 @@ void StepPipeline::update(const Work& work) const {
   char* const param = part(task.param, layout_.param_at());
   char* const grad = part(task.grad, layout_.grad_at());
   UpdateArrays whole = {.param = param, .grad = grad, .master = optim_state};
-  for (std::size_t i = 0; i < layout_.kind.states(); ++i) {
+  for (std::size_t i = 0; i < work.kind.states(); ++i) {
     whole.states[i] = optim_state + layout_.state_at(i);
   }
   std::vector<UpdateSlice> slices;
   slices.reserve(task.segments.size());
   for (const auto& [first, numel, hyper, index] : task.segments) {
     slices.push_back(
-        {advanced(whole, layout_.kind, first), numel, (*work.constants)[hyper], index});
+        {advanced(whole, work.kind, first), numel, (*work.constants)[hyper], index});
   }
-  hetero::update(layout_.kind, slices);
+  hetero::update(work.kind, slices);
 }
 
 // With the lock held, so that close() sees every write that was started.
-void StepPipeline::submit_writes(const StepTask& task, Buffer& buffer) {
+void StepPipeline::submit_writes(const Work& work, Buffer& buffer) {
+  const StepTask& task = work.task;
+  // The second pass follows, and wants what the first one has left.
+  const bool is_first_pass = work.kind.rule == Rule::muon_momentum;
   buffer.keeps_optim_state = task.optim_state.in_file();
-  buffer.keeps_param = task.param.in_file();
+  buffer.keeps_param = task.param.in_file() || (is_first_pass && buffer.keeps_param);
   if (buffer.keeps_optim_state) {
     buffer.dirty_at = task.optim_state.file_offset;
-    if (policy_.writes_at_once(buffer.key)) submit_state_write(buffer);
+    if (!is_first_pass && policy_.writes_at_once(buffer.key)) submit_state_write(buffer);
   }
-  if (buffer.keeps_param) {
+  if (task.param.in_file()) {
     submit_write(buffer, layout_.param_at(), layout_.param_bytes(), task.param.file_offset);
   }
   buffer.state = buffer.writes.empty() ? BufferState::idle : BufferState::writing;

@@ -26,9 +26,10 @@ struct QueuePlace {
   auto operator<=>(const QueuePlace&) const = default;
 };
 
-// A submitted task.
+// A submitted task, and the kind of its update.
 struct Work {
   StepTask task;
+  UpdateKind kind;
   std::shared_ptr<const std::vector<UpdateConstants>> constants;
   QueuePlace place = {};
   Buffer* buffer = nullptr;  // none if all parts of the tile are in RAM

@@ -37,6 +37,16 @@ struct TileLayout {
   std::size_t grad_at() const { return param_at() + (param_in_file ? param_bytes() : 0); }
   std::size_t buffer_bytes() const { return grad_at() + (grad_in_file ? grad_bytes() : 0); }
 
+  // Throws std::invalid_argument unless an update of the kind `other` finds its arrays where this
+  // layout has them.
+  void check(const UpdateKind& other, bool has_param_in_file, bool has_grad_in_file) const {
+    const bool fits = other.dtype == kind.dtype && other.states() == kind.states() &&
+                      other.state_dtype == kind.state_dtype &&
+                      (!has_param_in_file || other.param_bytes() == kind.param_bytes()) &&
+                      (!has_grad_in_file || other.grad_dtype == kind.grad_dtype);
+    if (!fits) throw std::invalid_argument("the kind of the update does not fit the tiles");
+  }
+
   UpdateKind kind;
   std::size_t tile_numel;
   bool param_in_file;  // buffers have room for parameters

@@ -38,6 +38,9 @@ double minus_step_size(Rule rule, const Hyper& hyper) {
     case Rule::lion:
     case Rule::sgd:
       return -hyper.lr;
+    case Rule::muon:
+    case Rule::muon_momentum:
+      return -(hyper.lr * hyper.lr_scale);
     case Rule::adagrad:
       return -(hyper.lr / (1.0 + (step - 1.0) * hyper.lr_decay));
   }
@@ -45,10 +48,12 @@ double minus_step_size(Rule rule, const Hyper& hyper) {
 }
 
 void check_decay(Rule rule, const Hyper& hyper) {
-  if (rule == Rule::lion && !hyper.decoupled && hyper.weight_decay != 0) {
+  const bool decays_weights =
+      rule == Rule::lion || rule == Rule::muon || rule == Rule::muon_momentum;
+  if (decays_weights && !hyper.decoupled && hyper.weight_decay != 0) {
     throw std::invalid_argument("Hyper: weight_decay is " + std::to_string(hyper.weight_decay) +
-                                " and decoupled is False, but lion decays the weights: pass "
-                                "decoupled=True");
+                                " and decoupled is False, but lion and muon decay the weights: "
+                                "pass decoupled=True");
   }
   if ((rule == Rule::adagrad || rule == Rule::sgd) && hyper.decoupled) {
     throw std::invalid_argument(
@@ -95,6 +100,8 @@ void Hyper::validate() const {
   require(std::isfinite(dampening), "dampening", dampening, "finite");
   require(!nesterov || momentum > 0, "momentum", momentum, "more than 0 with nesterov");
   require(!nesterov || dampening == 0, "dampening", dampening, "0 with nesterov");
+  require(std::isfinite(lr_scale) && lr_scale >= 0, "lr_scale", lr_scale,
+          "finite and at least 0");
   require(step >= 1, "step", static_cast<double>(step), "at least 1");
   require(std::isfinite(grad_scale), "grad_scale", grad_scale, "finite");
 }
@@ -109,8 +116,10 @@ UpdateConstants make_constants(const UpdateKind& kind, const Hyper& hyper) {
   const Decay decay = hyper.weight_decay == 0 ? Decay::none
                       : hyper.decoupled       ? Decay::decoupled
                                               : Decay::coupled;
+  // Muon's directions were made of gradients that had been scaled.
+  const double grad_scale = kind.rule == Rule::muon ? 1.0 : hyper.grad_scale;
   return {
-      .grad_scale = static_cast<float>(hyper.grad_scale),
+      .grad_scale = static_cast<float>(grad_scale),
       .weight_decay = static_cast<float>(hyper.weight_decay),
       .shrink = static_cast<float>(1.0 - hyper.lr * hyper.weight_decay),
       .beta1 = static_cast<float>(hyper.beta1),
@@ -122,6 +131,7 @@ UpdateConstants make_constants(const UpdateKind& kind, const Hyper& hyper) {
       .minus_step_size = static_cast<float>(minus_step_size(kind.rule, hyper)),
       .momentum = static_cast<float>(hyper.momentum),
       .one_minus_dampening = static_cast<float>(1.0 - dampening),
+      .one_minus_momentum = static_cast<float>(1.0 - hyper.momentum),
       .direction = direction_of(hyper),
       .decay = decay,
       .random_key = random_key(hyper.step),
@@ -129,7 +139,7 @@ UpdateConstants make_constants(const UpdateKind& kind, const Hyper& hyper) {
 }
 
 UpdateArrays advanced(UpdateArrays at, const UpdateKind& kind, std::size_t numel) {
-  at.param += numel * element_bytes(kind.dtype);
+  at.param += numel * kind.param_bytes();
   at.grad += numel * element_bytes(kind.grad_dtype);
   at.master += numel * master_bytes(kind.dtype);
   for (std::size_t i = 0; i < kind.states(); ++i) {

@@ -28,8 +28,11 @@ enum class Rule {
   lion,     // state exp_avg
   adagrad,  // state sum
   sgd,      // state momentum_buffer
+  // Muon's two passes, with the state momentum_buffer; between them directions are orthogonalised.
+  muon,           // moves the parameter along its direction, which is in the gradient's place
+  muon_momentum,  // updates the momentum, and writes directions, in bf16, to the parameter's place
 };
-inline constexpr std::size_t kRules = 4;
+inline constexpr std::size_t kRules = 6;
 inline constexpr std::size_t kMaxStates = 2;
 inline constexpr std::size_t kStateDtypes = 2;  // fp32 and bf16, the first of Dtype
 
@@ -51,8 +54,13 @@ struct UpdateKind {
 
   constexpr Carrier carrier(std::size_t state) const {
     if (dtype != Dtype::bf16 || state != states() - 1) return Carrier::none;
-    const bool is_signed = rule == Rule::lion || rule == Rule::sgd;
+    const bool is_signed = rule != Rule::adam && rule != Rule::adagrad;
     return is_signed ? Carrier::lowest : Carrier::sign;
+  }
+
+  // Bytes per element of what an update has in the parameter's place.
+  constexpr std::size_t param_bytes() const {
+    return element_bytes(rule == Rule::muon_momentum ? Dtype::bf16 : dtype);
   }
 
   // Bytes per element of the optimizer state: what makes the parameter an fp32 master, and the
@@ -61,10 +69,16 @@ struct UpdateKind {
     return master_bytes(dtype) + states() * element_bytes(state_dtype);
   }
 
+  // Bytes per element of the part of the master beside the parameter that an update changes.
+  constexpr std::size_t changed_master_bytes() const {
+    return rule == Rule::muon_momentum ? 0 : master_bytes(dtype);
+  }
+
   // Bytes per element that one update moves: optimizer state and parameter in and out, the gradient
   // in. (An fp16 parameter is not read, but storing to it brings it in.)
   constexpr std::size_t bytes_moved() const {
-    return 2 * (optim_state_bytes() + element_bytes(dtype)) + element_bytes(grad_dtype);
+    const std::size_t states_bytes = states() * element_bytes(state_dtype);
+    return 2 * (changed_master_bytes() + states_bytes + param_bytes()) + element_bytes(grad_dtype);
   }
 
   bool operator==(const UpdateKind&) const = default;

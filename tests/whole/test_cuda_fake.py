@@ -96,7 +96,12 @@ def test_same_bits_as_cpu(
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(
     ("rule", "of_rule"),
-    [("HybridLion", {}), ("HybridAdagrad", {}), ("HybridSGD", {"momentum": 0.9})],
+    [
+        ("HybridLion", {}),
+        ("HybridAdagrad", {}),
+        ("HybridSGD", {"momentum": 0.9}),
+        ("HybridMuon", {"lr": 0.02}),
+    ],
 )
 def test_other_rules(
     runtime: FakeRuntime,
@@ -111,7 +116,8 @@ def test_other_rules(
         options(tmp_path, settings, device_memory=settings.get("device_memory", LARGE)),
     ):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]  # matrices, for Muon
+        model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
         optimizer = getattr(hetero, rule)(model.parameters(), state_dtype="bf16", **of_rule)
         hetero.initialize(model, optimizer, {"dtype": "bf16", "backend": "cpu", **given})
         for seed in range(3):

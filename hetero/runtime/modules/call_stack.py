@@ -25,7 +25,7 @@ def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
     frame = frame or sys._getframe(1)
     while frame is not None:
         yield frame
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 def module_frame(*functions: str) -> FrameType:

@@ -47,8 +47,8 @@ struct UpdateBatch {
   UpdateSegment segment[kMostSegments];
   UpdateConstants constants[kMostConstants];
 };
-static_assert(sizeof(UpdateSegment) == 32 && sizeof(UpdateConstants) == 60);
-static_assert(sizeof(UpdateBatch) == 48 + 32 * kMostSegments + 60 * kMostConstants);
+static_assert(sizeof(UpdateSegment) == 32 && sizeof(UpdateConstants) == 64);
+static_assert(sizeof(UpdateBatch) == 48 + 32 * kMostSegments + 64 * kMostConstants);
 static_assert(sizeof(UpdateBatch) <= 4096);
 
 // One array whose squares are summed, to `blocks` doubles from number `first_out` on.
@@ -133,9 +133,9 @@ struct Group<0> {  // of what a kind does not have
 // What thread `thread` of block `block` does.
 template <UpdateKind kind>
 void update_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
-  constexpr std::size_t param_size = element_bytes(kind.dtype);
+  constexpr std::size_t param_size = kind.param_bytes();
   constexpr std::size_t grad_size = element_bytes(kind.grad_dtype);
-  constexpr std::size_t master_size = master_bytes(kind.dtype);
+  constexpr std::size_t master_size = kind.changed_master_bytes();
   constexpr std::size_t state_size = element_bytes(kind.state_dtype);
   constexpr std::size_t second_size = kind.states() == 2 ? state_size : 0;
 

@@ -32,6 +32,7 @@ struct UpdateConstants {
   float minus_step_size;
   float momentum;
   float one_minus_dampening;
+  float one_minus_momentum;
   Direction direction;
   Decay decay;
   std::uint32_t random_key;  // of the update's random bits

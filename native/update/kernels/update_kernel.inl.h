@@ -40,7 +40,11 @@ template <class V, UpdateKind kind>
   if constexpr (last == 1) states[0] = First::value(First::load(at.states[0]));
 
   auto carry = V::set_bits(0);
-  if constexpr (kind.dtype == Dtype::bf16) {
+  if constexpr (kind.rule == Rule::muon_momentum) {
+    const auto direction = muon_direction<V>(constants, g, states[0]);
+    V::store_u16(at.param, SplitMaster<V>::of(direction).param);
+    carry = Last::carry(last_bits);  // the master stays as it is
+  } else if constexpr (kind.dtype == Dtype::bf16) {
     auto w =
         SplitMaster<V>::join(V::load_u16(at.param), V::load_u16(at.master), Last::carry(last_bits));
     apply_rule<V, kind.rule>(constants, g, w, states);
@@ -75,8 +79,8 @@ void update_block(const UpdateArrays& at, std::size_t numel, const UpdateConstan
   constexpr std::size_t second_size = kind.states() == 2 ? state_size : 0;
   const UpdateConstants here = constants;  // a copy, which the stores cannot change
   RandomBits<V> random_bits(index, constants.random_key);
-  for_vectors<V, element_bytes(kind.dtype), element_bytes(kind.grad_dtype),
-              master_bytes(kind.dtype), state_size, second_size>(
+  for_vectors<V, kind.param_bytes(), element_bytes(kind.grad_dtype), kind.changed_master_bytes(),
+              state_size, second_size>(
       numel,
       [&](char* param, const char* grad, char* master, char* first, char* second)
           __attribute__((always_inline)) {

@@ -31,6 +31,15 @@
 //     d = fma(momentum, b, g)
 //     w = fma(-lr, d, w)
 //
+//   muon (as torch.optim.Muon; Jordan et al., "Muon: An optimizer for hidden layers in neural
+//   networks", 2024), of which the orthogonalisation of each matrix's d comes in between
+//     b = lerp(b, g, 1 - momentum)         where lerp(x, y, t) = fma(t, y - x, x)      if t < 0.5,
+//     d = b                                                      fma(t - 1, y - x, y)  else,
+//     d = lerp(g, b, momentum)             with nesterov; t - 1 is rounded, too
+//     d = orthogonalised d, in bf16, of which no grad_scale is taken
+//     w = w * (1 - lr * weight_decay)      if weight_decay != 0
+//     w = fma(-(lr * lr_scale), d, w)
+//
 // and of every rule at last, for each of its states x (m, v, s, b)
 //     x = +0 where |x| < 2^-126, the smallest normal number
 //
@@ -52,6 +61,22 @@ template <class V>
 typename V::F sign(typename V::F x) {
   const auto one = (V::bits(x) & 0x80000000U) | 0x3f800000U;
   return V::from_bits(V::if_nan(x, V::bits(x), V::if_zero(x, V::set_bits(0), one)));
+}
+
+template <class V>
+[[gnu::always_inline]] inline typename V::F lerp(typename V::F x, typename V::F y, float weight) {
+  const auto distance = y - x;
+  if (weight < 0.5F) return V::fma(V::set(weight), distance, x);
+  return V::fma(V::set(weight - 1.0F), distance, y);
+}
+
+// muon's first pass over one vector; g is not scaled yet. Returns the direction.
+template <class V>
+[[gnu::always_inline]] inline typename V::F muon_direction(const UpdateConstants& c,
+                                                           typename V::F g, typename V::F& b) {
+  g = g * c.grad_scale;
+  b = lerp<V>(b, g, c.one_minus_momentum);
+  return c.direction == Direction::nesterov ? lerp<V>(g, b, c.momentum) : b;
 }
 
 // The formula over one vector; g is not scaled yet. Inlined by force, or the loop would load the
@@ -78,6 +103,8 @@ template <class V, Rule rule>
     auto& s = states[0];
     s = V::fma(g, g, s);
     w = V::fma(minus_step_size, g / (V::sqrt(s) + c.eps), w);
+  } else if constexpr (rule == Rule::muon) {
+    w = V::fma(minus_step_size, g, w);
   } else {
     auto& b = states[0];
     const auto momentum = V::set(c.momentum);

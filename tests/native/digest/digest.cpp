@@ -156,17 +156,20 @@ std::vector<Hyper> hypers_of(Rule rule) {
     decayed.bias_correction = false;
     hypers.push_back(decayed);
   }
-  if (rule == Rule::sgd) hypers.push_back({.lr = 0.03, .momentum = 0.8, .nesterov = true});
+  if (rule == Rule::sgd || rule == Rule::muon_momentum) {
+    hypers.push_back({.lr = 0.03, .momentum = 0.8, .nesterov = true});
+  }
   return hypers;
 }
 
 Digest update_digest(const UpdateKind& kind) {
   Digest digest;
   Random random(number_of(kind));
+  const bool is_momentum = kind.rule == Rule::muon_momentum;  // which writes bf16 directions
   for (const Hyper& hyper : hypers_of(kind.rule)) {
     const UpdateConstants constants = make_constants(kind, hyper);
     for (const std::size_t numel : kLengths) {
-      Array param(format_of(kind.dtype), numel), grad(format_of(kind.grad_dtype), numel);
+      Array param(format_of(is_momentum ? Dtype::bf16 : kind.dtype), numel), grad(format_of(kind.grad_dtype), numel);
       Array master(kind.dtype == Dtype::fp16 ? Format::fp32 : Format::bits,
                    kind.dtype == Dtype::fp32 ? 0 : numel);
       std::vector<Array> states(kind.states(), Array(format_of(kind.state_dtype), numel));
@@ -175,7 +178,7 @@ Digest update_digest(const UpdateKind& kind) {
                       .master = master.fill(random).at()};
       for (std::size_t i = 0; i < states.size(); ++i) at.states[i] = states[i].fill(random).at();
       // With bf16 parameters that sign is the carry, otherwise there is none.
-      const bool is_signed = kind.rule == Rule::lion || kind.rule == Rule::sgd;
+      const bool is_signed = kind.rule != Rule::adam && kind.rule != Rule::adagrad;
       if (!is_signed && kind.dtype != Dtype::bf16) states.back().clear_signs();
       // An index whose low half wraps around within the array.
       kernels().update[number_of(kind)](at, numel, constants, 0x4fffffff0);
@@ -242,7 +245,8 @@ Digest mean_digest(Dtype dtype) {
 }
 
 void print_digests(const std::string& isa) {
-  static constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad", "sgd"};
+  static constexpr const char* kRuleNames[] = {"adam", "lion",  "adagrad",
+                                               "sgd",  "muon", "muon_momentum"};
   set_isa(isa);
   const FloatState ieee;
   for (std::size_t number = 0; number < kUpdateKinds; ++number) {

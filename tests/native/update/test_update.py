@@ -46,6 +46,10 @@ HYPERS = {
         "nesterov": Hyper(lr=1e-2, momentum=0.9, nesterov=True),
         "damped": Hyper(lr=1e-2, weight_decay=0.1, momentum=0.8, dampening=0.3, grad_scale=0.3),
     },
+    "muon": {  # its first pass is in test_muon_momentum.py
+        "plain": Hyper(lr=1e-2),
+        "decoupled": Hyper(lr=1e-2, weight_decay=0.1, decoupled=True, lr_scale=1.7),
+    },
 }
 CASES = [
     pytest.param(rule, hyper, id=f"{rule}-{name}")
@@ -150,7 +154,7 @@ def test_states_too_small_to_be_normal_become_zero(kind: _native.UpdateKind, isa
     random = np.random.default_rng(0)
     for i, state in enumerate(arrays.states):
         values = (random.uniform(0.0, 3.0, numel) * tiny).astype(np.float32)
-        if i < len(arrays.states) - 1 or kind.rule in ("lion", "sgd"):
+        if i < len(arrays.states) - 1 or kind.rule not in ("adam", "adagrad"):
             values *= random.choice(np.float32([-1, 1]), numel)
         state[:] = values.view(np.uint32) >> (16 if kind.state_dtype == "bf16" else 0)
     if arrays.master is not None and kind.dtype == "bf16":
@@ -221,7 +225,7 @@ def test_non_finite_gradients_spread_no_further_than_their_element(
     param = to_fp32(arrays.param, kind.dtype)
     assert equal_bits(np.isnan(param), np.isnan(arrays.fp32_master()))
     assert not np.isfinite(param[poisoned]).any()
-    for state in arrays.fp32_states():
+    for state in [] if kind.rule == "muon" else arrays.fp32_states():
         assert (~np.isfinite(state)).nonzero()[0].tolist() == [3, 17, 39]
         assert np.isnan(state[17])
 
@@ -368,13 +372,15 @@ def test_kinds() -> None:
         ("bf16", "bf16", "lion", "bf16"): (4, 14),
         ("fp32", "bf16", "adagrad", "fp32"): (4, 18),
         ("bf16", "bf16", "sgd", "fp32"): (6, 18),
+        ("bf16", "bf16", "muon", "fp32"): (6, 18),
+        ("bf16", "fp32", "muon_momentum", "fp32"): (6, 16),
     }
     for names, wanted in sizes.items():
         sized = _native.UpdateKind(*names)
         assert (sized.optim_state_bytes, sized.bytes_moved) == wanted
         assert sized.states == (2 if names[2] == "adam" else 1)
     for found in KINDS:
-        bit = "lowest" if found.rule in ("lion", "sgd") else "sign"
+        bit = "sign" if found.rule in ("adam", "adagrad") else "lowest"
         assert found.carrier == (bit if found.dtype == "bf16" else "none")
 
 
@@ -405,6 +411,7 @@ def test_unknown_kinds_are_refused(names: tuple[str, ...], fact: str) -> None:
         ("momentum", -0.1),
         ("momentum", float("inf")),
         ("dampening", float("nan")),
+        ("lr_scale", -1.0),
         ("step", 0),
         ("grad_scale", float("inf")),
     ],
@@ -416,7 +423,8 @@ def test_hyper_parameters_out_of_range_are_named(field: str, value: float) -> No
 
 def test_bad_arguments_are_named() -> None:
     hyper = _native.Hyper(lr=1e-3)
-    adam, lion, adagrad, sgd = (_native.UpdateKind("fp32", "fp32", rule) for rule in HYPERS)
+    kinds = (_native.UpdateKind("fp32", "fp32", rule) for rule in HYPERS)
+    adam, lion, adagrad, sgd, muon = kinds
     with pytest.raises(ValueError, match="param is 0"):
         _native.update(adam, 0, 0, 0, [0, 0], 5, hyper)
     with pytest.raises(ValueError, match=r"states\[1\] is 0"):
@@ -427,6 +435,8 @@ def test_bad_arguments_are_named() -> None:
         _native.update(lion, 0, 0, 0, [0, 0], 0, hyper)
     with pytest.raises(ValueError, match=r"weight_decay is 0\.1.*decoupled=True"):
         _native.update(lion, 0, 0, 0, [0], 0, _native.Hyper(lr=1e-3, weight_decay=0.1))
+    with pytest.raises(ValueError, match="decoupled is False.*muon"):
+        _native.update(muon, 0, 0, 0, [0], 0, _native.Hyper(lr=1e-3, weight_decay=0.1))
     with pytest.raises(ValueError, match="decoupled is True.*adagrad"):
         _native.update(adagrad, 0, 0, 0, [0], 0, _native.Hyper(lr=1e-3, decoupled=True))
     with pytest.raises(ValueError, match="decoupled is True.*sgd"):

@@ -35,7 +35,7 @@ def compiler() -> Nvrtc:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_kernels_compile(compiler: Nvrtc, dtype: str) -> None:
-    for rule in ("adam", "lion", "adagrad", "sgd"):
+    for rule in ("adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"):
         assert compile_kernels(UpdateKind(dtype, dtype, rule, "bf16"), (9, 0))[:4] == b"\x7fELF"
 
 

@@ -11,11 +11,18 @@ import torch
 from offload import _native
 from offload.device.cuda_runtime import CudaRuntime
 from offload.device.updater import DeviceTask, Updater
-from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
+from tests.support.native.update_arrays import (
+    TORCH_DTYPES,
+    Arrays,
+    equal_bits,
+    gradients,
+    masters,
+    param_dtype,
+)
 from tests.support.native.update_oracle import Hyper
 
 DTYPES = ["fp32", "bf16", "fp16"]
-RULES = ["adam", "lion", "adagrad", "sgd"]
+RULES = ["adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"]
 KINDS = [_native.UpdateKind(*k) for k in itertools.product(DTYPES, DTYPES, RULES, ["fp32", "bf16"])]
 TILE = 8192
 
@@ -30,6 +37,10 @@ def hypers(kind: _native.UpdateKind, step: int) -> list[Hyper]:
         made.append(Hyper(lr=1e-3, weight_decay=0.3, decoupled=True, step=step))
     elif kind.rule == "adagrad":
         made.append(Hyper(lr=1e-2, weight_decay=0.1, lr_decay=0.05, step=step))
+    elif kind.rule.startswith("muon"):
+        made[0] = dataclasses.replace(made[0], momentum=0.3, nesterov=True)
+        decay = {"weight_decay": 0.1, "decoupled": True}
+        made.append(Hyper(lr=1e-2, momentum=0.95, lr_scale=2.0, step=step, **decay))
     else:
         made.append(Hyper(lr=1e-2, weight_decay=0.1, momentum=0.9, dampening=0.3, step=step))
         made.append(Hyper(lr=1e-2, momentum=0.8, nesterov=True, step=step))
@@ -47,7 +58,7 @@ class Tile:
 
     def __init__(self, runtime: CudaRuntime, kind: _native.UpdateKind) -> None:
         self.kind = kind
-        self.param = runtime.empty(TILE * TORCH_DTYPES[kind.dtype].itemsize)
+        self.param = runtime.empty(TILE * TORCH_DTYPES[param_dtype(kind)].itemsize)
         self.grad = runtime.empty(TILE * TORCH_DTYPES[kind.grad_dtype].itemsize)
         self.optim_state = runtime.empty(TILE * kind.optim_state_bytes)
         self.state_bytes = TILE * TORCH_DTYPES[kind.state_dtype].itemsize

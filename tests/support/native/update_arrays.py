@@ -53,6 +53,11 @@ def masters(numel: int, seed: int = 1) -> np.ndarray:
     return (random.standard_normal(numel) * 10.0 ** random.uniform(-6, 1, numel)).astype(np.float32)
 
 
+def param_dtype(kind: _native.UpdateKind) -> str:
+    """Of what an update has in the parameter's place."""
+    return "bf16" if kind.rule == "muon_momentum" else kind.dtype
+
+
 class Arrays:
     """A parameter of `kind` with value `master` and zero states, `offset` bytes off alignment."""
 
@@ -62,7 +67,7 @@ class Arrays:
         self.states = [
             unaligned(np.zeros(numel, WORDS[kind.state_dtype]), offset) for _ in range(kind.states)
         ]
-        self.param = unaligned(to_dtype(master, kind.dtype), offset)
+        self.param = unaligned(to_dtype(master, param_dtype(kind)), offset)
         self.master: np.ndarray | None = None
         if kind.dtype == "fp16":
             self.master = unaligned(master, offset)

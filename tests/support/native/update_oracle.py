@@ -18,7 +18,7 @@ Words = NDArray[np.uint32]
 States = tuple[Fp32, ...]
 f32 = np.float32
 
-STATES = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1}
+STATES = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1, "muon": 1, "muon_momentum": 1}
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Hyper:
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
+    lr_scale: float = 1.0
     step: int = 1
     grad_scale: float = 1.0
 
@@ -66,7 +67,7 @@ def update(rule: str, w: Fp32, states: States, grad: Fp32, hyper: Hyper) -> tupl
             w = w * f32(1.0 - hyper.lr * hyper.weight_decay)
         elif hyper.weight_decay != 0:
             g = fma(f32(hyper.weight_decay), w, g)
-        rules = {"adam": _adam, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd}
+        rules = {"adam": _adam, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd, "muon": _muon}
         w, states = rules[rule](w, states, g, hyper)
         return w, tuple(flush(state) for state in states)
 
@@ -103,6 +104,25 @@ def _sgd(w: Fp32, states: States, g: Fp32, hyper: Hyper) -> tuple[Fp32, States]:
     return fma(f32(-hyper.lr), g, w), (b,)
 
 
+def _muon(w: Fp32, states: States, g: Fp32, hyper: Hyper) -> tuple[Fp32, States]:
+    return fma(f32(-(hyper.lr * hyper.lr_scale)), g, w), states
+
+
+def muon_momentum(b: Fp32, grad: Fp32, hyper: Hyper) -> tuple[Fp32, Fp32]:
+    """The direction and the momentum after the first pass of Muon."""
+    with np.errstate(all="ignore"):
+        g = grad * f32(hyper.grad_scale)
+        b = _lerp(b, g, f32(1.0 - hyper.momentum))
+        direction = _lerp(g, b, f32(hyper.momentum)) if hyper.nesterov else b
+        return direction, flush(b)
+
+
+def _lerp(x: Fp32, y: Fp32, weight: np.float32) -> Fp32:
+    if weight < 0.5:
+        return fma(weight, y - x, x)
+    return fma(weight - f32(1.0), y - x, y)
+
+
 def random_bits(step: int, index: int, numel: int) -> Words:
     """32 bits for each of the elements `index`, `index` + 1, ..."""
     every = (1 << 64) - 1
@@ -121,7 +141,7 @@ def random_bits(step: int, index: int, numel: int) -> Words:
 
 def has_lowest_carrier(rule: str, dtype: str) -> bool:
     """Whether the last state gives its lowest bit to the split of a bf16 parameter."""
-    return rule in ("lion", "sgd") and dtype == "bf16"
+    return rule not in ("adam", "adagrad") and dtype == "bf16"
 
 
 def stored(

@@ -1,0 +1,94 @@
+"""hetero/chunk_groups/muon_directions: ranks share matrices; each makes the products of some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from tests.support.ranks.processes import RankPool
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+MODES = [
+    {"placement_policy": "cpu", "zero_stage": 1},
+    {"placement_policy": "cpu", "zero_stage": 2},
+    {"placement_policy": "cpu", "zero_stage": 3, "dtype": "bf16"},
+    {"placement_policy": "nvme", "zero_stage": 3, "host_memory": "600KiB"},
+    {"placement_policy": "nvme", "zero_stage": 3, "overlap_updates": "forward"},
+    {"placement_policy": "cpu", "zero_stage": 3, "chunk_numel": 16384},
+]
+
+
+def trained(path: str, **settings: Any) -> list[torch.Tensor]:
+    """Masters and momentum after some steps with the same data on all ranks."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 96, bias=False), nn.Linear(96, 16, bias=False), nn.Linear(16, 64)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    matrices = [layer.weight for layer in layers]
+    muon = hetero.HybridMuon(matrices, lr=0.02)
+    adam = hetero.HybridAdam([layers[2].bias], lr=0.01)
+    given = {"nvme_path": path, "chunk_numel": 4096, "dtype": "fp32", **settings}
+    model, optimizers = hetero.initialize(model, [muon, adam], **given)
+    for seed in range(3):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+        model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
+        hetero.clip_grad_norm_(model.parameters(), 0.01)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    states = muon.state_dict()["state"].values()
+    found = [s["momentum_buffer"] for s in states] + hetero.masters(model.parameters())
+    muon.engine.close()
+    return found
+
+
+def on_a_rank(rank: int, world: int, path: str, settings: dict[str, Any]) -> list[torch.Tensor]:
+    return trained(path, **settings)
+
+
+def check(pool: RankPool, settings: dict[str, Any], path: Path) -> None:
+    alone = {k: v for k, v in settings.items() if k != "zero_stage"}
+    wanted = trained(str(path), **alone)
+    for found in pool.run(on_a_rank, str(path), settings):
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+def test_two_ranks_have_the_bits_of_one(
+    settings: dict[str, Any], ranks2: RankPool, tmp_path: Path
+) -> None:
+    """The same data, so means are exact; chunks end in the middle of matrices."""
+    check(ranks2, settings, tmp_path)
+
+
+@pytest.mark.parametrize("settings", MODES[2:4], ids=str)
+def test_four_ranks_have_the_bits_of_one(
+    settings: dict[str, Any], ranks4: RankPool, tmp_path: Path
+) -> None:
+    """More ranks than some chunks have matrices."""
+    check(ranks4, settings, tmp_path)
+
+
+def with_other_options(rank: int, world: int, options: dict[str, Any]) -> str:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    given = options if rank else {}
+    muon = hetero.HybridMuon(model.parameters(), **given)
+    model, muon = hetero.initialize(model, muon, placement_policy="cpu", dtype="fp32")
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(hetero.HeteroError) as caught:
+        muon.step()
+    muon.engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw"}, {"nesterov": False}], ids=str
+)
+def test_options_that_differ_are_named(options: dict[str, Any], ranks2: RankPool) -> None:
+    for message in ranks2.run(with_other_options, options):
+        assert f"{next(iter(options))} of param group 0 is" in message
