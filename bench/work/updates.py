@@ -18,7 +18,7 @@ from offload.memory.sizes import round_up
 if TYPE_CHECKING:
     from offload._native import DtypeName, RuleName, StateDtypeName
 
-RULES: tuple[RuleName, ...] = ("adam", "lion", "adagrad", "sgd")
+RULES: tuple[RuleName, ...] = ("adam", "lion", "adagrad", "sgd", "muon", "muon_momentum")
 STATE_DTYPES: tuple[StateDtypeName, ...] = ("fp32", "bf16")
 # Parameter and gradient: gradients as backward gives them, or accumulated in fp32.
 DTYPES: tuple[tuple[DtypeName, DtypeName], ...] = (
@@ -41,6 +41,8 @@ _HYPERS = {
     "lion": Hyper(lr=1e-5, weight_decay=0.01, decoupled=True, step=10),
     "adagrad": Hyper(lr=1e-3, step=10),
     "sgd": Hyper(lr=1e-3, weight_decay=0.01, momentum=0.9, step=10),
+    "muon": Hyper(lr=1e-3, weight_decay=0.01, decoupled=True, step=10),
+    "muon_momentum": Hyper(lr=1e-3, momentum=0.95, nesterov=True, step=10),
 }
 
 

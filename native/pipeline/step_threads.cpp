@@ -252,8 +252,7 @@ void StepPipeline::update(const Work& work) const {
   std::vector<UpdateSlice> slices;
   slices.reserve(task.segments.size());
   for (const auto& [first, numel, hyper, index] : task.segments) {
-    slices.push_back(
-        {advanced(whole, work.kind, first), numel, (*work.constants)[hyper], index});
+    slices.push_back({advanced(whole, work.kind, first), numel, (*work.constants)[hyper], index});
   }
   hetero::update(work.kind, slices);
 }

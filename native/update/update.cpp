@@ -100,8 +100,7 @@ void Hyper::validate() const {
   require(std::isfinite(dampening), "dampening", dampening, "finite");
   require(!nesterov || momentum > 0, "momentum", momentum, "more than 0 with nesterov");
   require(!nesterov || dampening == 0, "dampening", dampening, "0 with nesterov");
-  require(std::isfinite(lr_scale) && lr_scale >= 0, "lr_scale", lr_scale,
-          "finite and at least 0");
+  require(std::isfinite(lr_scale) && lr_scale >= 0, "lr_scale", lr_scale, "finite and at least 0");
   require(step >= 1, "step", static_cast<double>(step), "at least 1");
   require(std::isfinite(grad_scale), "grad_scale", grad_scale, "finite");
 }

@@ -23,7 +23,7 @@ struct Hyper {
   double momentum = 0.0;
   double dampening = 0.0;  // not in step 1
   bool nesterov = false;
-  double lr_scale = 1.0;  // factor on lr, but for weight decay
+  double lr_scale = 1.0;    // factor on lr, but for weight decay
   std::int64_t step = 1;    // number of the update, from 1
   double grad_scale = 1.0;  // factor on the gradient: unscaling and clipping
 

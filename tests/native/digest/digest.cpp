@@ -169,7 +169,8 @@ Digest update_digest(const UpdateKind& kind) {
   for (const Hyper& hyper : hypers_of(kind.rule)) {
     const UpdateConstants constants = make_constants(kind, hyper);
     for (const std::size_t numel : kLengths) {
-      Array param(format_of(is_momentum ? Dtype::bf16 : kind.dtype), numel), grad(format_of(kind.grad_dtype), numel);
+      Array param(format_of(is_momentum ? Dtype::bf16 : kind.dtype), numel),
+          grad(format_of(kind.grad_dtype), numel);
       Array master(kind.dtype == Dtype::fp16 ? Format::fp32 : Format::bits,
                    kind.dtype == Dtype::fp32 ? 0 : numel);
       std::vector<Array> states(kind.states(), Array(format_of(kind.state_dtype), numel));
@@ -245,7 +246,7 @@ Digest mean_digest(Dtype dtype) {
 }
 
 void print_digests(const std::string& isa) {
-  static constexpr const char* kRuleNames[] = {"adam", "lion",  "adagrad",
+  static constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad",
                                                "sgd",  "muon", "muon_momentum"};
   set_isa(isa);
   const FloatState ieee;

@@ -28,7 +28,8 @@ class Pipeline {
       for (const std::int64_t key : order) expected.push_back({key, 0, kInRam, kInFile});
       policy_.expect(std::move(expected), streaming);
     }
-    for (const std::int64_t key : order) queue_.push({{key, 0, kInRam, kInRam, kInFile, {}}, {}, {}});
+    for (const std::int64_t key : order)
+      queue_.push({{key, 0, kInRam, kInRam, kInFile, {}}, {}, {}});
     while (!queue_.empty()) {
       Buffer& buffer = acquire(queue_.front().task.key);
       queue_.pop();
