@@ -137,8 +137,10 @@ class Updates:
 
     def fill(self, kind: UpdateKind) -> None:
         """Numbers as in a training under way."""
-        dtype, state_dtype = TORCH_DTYPES[kind.dtype], TORCH_DTYPES[kind.state_dtype]
-        self._put("param", dtype, self._weights)
+        # Where parameters are, Muon's first pass writes directions.
+        param_dtype = "bf16" if kind.rule == "muon_momentum" else kind.dtype
+        state_dtype = TORCH_DTYPES[kind.state_dtype]
+        self._put("param", TORCH_DTYPES[param_dtype], self._weights)
         self._put("grad", TORCH_DTYPES[kind.grad_dtype], self._grads)
         if kind.dtype == "bf16":
             self._put("master", torch.int16, self._remainders)
