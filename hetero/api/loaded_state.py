@@ -1,8 +1,8 @@
 """What optimizer.load_state_dict() is given: what is refused, and what torch's optimizers gave.
 
-torch.optim.AdamW, Adam, Adagrad and SGD keep the same states in as many bits, but no master, and
-their param groups have other options. SGD keeps no step, and a momentum_buffer only from the first
-update with momentum on.
+torch.optim.AdamW, Adam, Adagrad, SGD and Muon keep the same states in as many bits, but no master,
+and their param groups have other options. SGD and Muon keep no step, and a momentum_buffer only
+from the first update (with momentum) on.
 """
 
 from __future__ import annotations
@@ -68,9 +68,12 @@ def is_from_torch(groups: Sequence[Mapping[str, Any]]) -> bool:
     return any(name in group for group in groups for name in ("foreach", "maximize"))
 
 
-def momentum_sum(momentum: torch.Tensor) -> float:
-    """Tells whether a momentum is still the one that was saved with a master (HybridMuon)."""
-    return float(momentum.double().sum())
+def momentum_sum(momentum: torch.Tensor) -> int:
+    """The sum of the bits of a momentum in fp32, as int32, which no order of additions changes.
+
+    It tells whether a momentum is still the one that was saved with a master (HybridMuon).
+    """
+    return int(momentum.float().contiguous().view(torch.int32).sum(dtype=torch.int64))
 
 
 def in_own_state(state: Any, param: torch.Tensor, names: Sequence[str], from_torch: bool) -> Any:

@@ -301,12 +301,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Replaces masters, parameters and the rule's states. All ranks must call it.
 
         States that this optimizer keeps in bf16 are rounded to nearest, which is exact for what
-        such an optimizer gave. (HybridLion's and HybridSGD's lose their lowest bit with
-        bf16 parameters.)
+        such an optimizer gave. (HybridLion's, HybridSGD's and HybridMuon's lose their lowest bit
+        with bf16 parameters.)
 
-        The state of torch.optim.AdamW, Adam, Adagrad or SGD is taken in, too. Masters stay: load
-        the model's fp32 values beside it. (Masters that an optimizer of hetero gave to torch's are
-        as old as that.) Options that torch does not have stay.
+        The state of torch.optim.AdamW, Adam, Adagrad, SGD or Muon is taken in, too. Masters stay:
+        load the model's fp32 values beside it. (Masters that an optimizer of hetero gave to torch's
+        are as old as that.) Options that torch does not have stay.
 
         Gives up a step that updates during backward have half made, if the state has the masters of
         all parameters that they updated. Before initialize() options are taken over, and the states

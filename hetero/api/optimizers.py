@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -237,8 +238,11 @@ class HybridMuon(HybridOptimizer):
     state lives. With several ranks each matrix has one that makes its products.
 
     Outside of all budgets step() takes 2 bytes per element of one chunk, and about 10 per element
-    of one matrix for its products. With bf16 parameters momentum_buffer has one bit of precision
-    less, because the master takes it (docs/formats.md).
+    of one matrix for its products; with several ranks also those that are on their way between
+    them, up to 12 bytes per element of one chunk over the number of ranks. The products' bits are
+    those of one kind of machine, so replicas (hybrid sharding) must run on like ones. With bf16
+    parameters momentum_buffer has one bit of precision less, because the master takes it
+    (docs/formats.md).
 
     Args:
         params: parameters, or param groups with options of their own.
@@ -291,17 +295,18 @@ class HybridMuon(HybridOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of HybridOptimizer; raises ValueError for what is no matrix, too."""
-        params = param_group["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        for entry in params:
+        given = param_group["params"]
+        if not isinstance(given, (torch.Tensor, set)):  # torch refuses a set
+            given = list(given)
+        for entry in [given] if isinstance(given, torch.Tensor) else given:
             param = entry[1] if isinstance(entry, tuple) else entry  # named_parameters()
-            if param.ndim != 2:
+            if isinstance(param, torch.Tensor) and param.ndim != 2:
                 raise ValueError(
                     f"HybridMuon updates matrices, and got a parameter of shape "
                     f"{tuple(param.shape)}; give it to another optimizer, for example HybridAdam: "
                     f"hetero.initialize(model, [muon, adam])"
                 )
-        super().add_param_group({**param_group, "params": params})
+        super().add_param_group({**param_group, "params": given})
 
     def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         super()._check_options(options, where)
@@ -310,7 +315,7 @@ class HybridMuon(HybridOptimizer):
             raise ValueError(f"{where}momentum must be from 0 to 1, not {momentum!r}")
         if not eps > 0:
             raise ValueError(f"{where}eps must be more than 0, not {eps!r}")
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 99:
+        if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= int(steps) <= 99:
             raise ValueError(f"{where}ns_steps must be a whole number from 1 to 99, not {steps!r}")
         given = options["ns_coefficients"]
         three = isinstance(given, (tuple, list)) and len(given) == 3
@@ -345,6 +350,8 @@ class HybridMuon(HybridOptimizer):
         torch.optim.Muon has trained on with it, and that its master is older than the parameter.
         """
         state = super().state_dict()
+        if self._engine is None:
+            return state
         for kept in state["state"].values():
             kept[MOMENTUM_SUM] = momentum_sum(kept["momentum_buffer"])
         return state

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
+from hetero.ranks.failed_ranks import name_error
 from hetero.ranks.messages import Communicator
 from hetero.state.managed_param import ManagedParam
+from offload.errors import PeerError
 
 Options = Mapping[str, Any]  # of a param group
 
@@ -35,6 +37,14 @@ class MuonDirections:
     def needs_order(self) -> bool:
         """Whether all ranks must go through the chunks in the same order."""
         return self._shard is not None
+
+    def tell_failure(self, error: BaseException) -> None:
+        """The other ranks wait in vain for this one's directions."""
+        if self._shard is not None and not isinstance(error, PeerError):
+            shard, failures = self._shard, self._shard.failures
+            why = f"{shard.name(shard.rank)} failed in optimizer.step(): {name_error(error)}"
+            failures.note(shard.ranks[shard.rank], why)  # close() tells this cause, then
+            failures.tell(why)
 
     def empty(self, chunk: Chunk, on_device: bool) -> torch.Tensor:
         """New memory, bf16, flat, for the directions of this rank's shard of the chunk."""
@@ -119,7 +129,7 @@ class MuonDirections:
         what: str,
     ) -> list[Sequence[torch.Tensor]]:
         """Sends each rank its `parts`, and returns what each has sent, of these `lengths`."""
-        sends = [torch.cat([torch.empty(0, dtype=torch.bfloat16), *some]).cpu() for some in parts]
+        sends = [_joined(some) for some in parts]
         receives = [torch.empty(sum(some), dtype=torch.bfloat16) for some in lengths]
         receives[shard.rank] = sends[shard.rank]
         shard.all_to_all(
@@ -128,6 +138,11 @@ class MuonDirections:
             what,
         ).wait()
         return [some.split(list(sizes)) for some, sizes in zip(receives, lengths, strict=True)]
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All of them one after the other, in RAM."""
+    return torch.cat([torch.empty(0, dtype=torch.bfloat16), *(part.cpu() for part in parts)])
 
 
 def newton_schulz(

@@ -124,6 +124,7 @@ class UpdateTasks:
         self._passes = dtypes.passes
         self._updaters = updaters
         self._directions = directions
+        self._in_use: torch.Tensor | None = None  # Muon's directions
         self._first_number = first_number
         self._ascending = not updates.overlap.in_backward  # whether tiles go in the layout's order
         # Tiles that were updated in this step, and in the last step that updated any.
@@ -268,26 +269,35 @@ class UpdateTasks:
     def _submit_by_chunk(self, update: Update, muon: MuonDirections) -> None:
         """Makes Muon's update: the directions of one chunk are in memory at a time.
 
-        A failure ends the pipeline, because some momentum is a step ahead of its parameters.
+        A failure ends the pipeline, because some momentum is a step ahead of its parameters. The
+        updater's thread may use the directions a moment longer, so they stay.
         """
-        # (In the order of the tiles. But a rank may have none of a chunk that others have.)
         members = {some[0].chunk.id: some for some in update.members}
-        if not muon.needs_order:
-            members = {t.chunk.id: members[t.chunk.id] for t in update.tiles}
+        tiles_of: dict[int, list[TileUpdate]] = {}
+        for tile in update.tiles:
+            tiles_of.setdefault(tile.chunk.id, []).append(tile)
+        order = list(tiles_of)
+        if muon.needs_order:  # (And a rank may have no tiles of a chunk that others have.)
+            order = sorted(members, reverse=not self._ascending)
         try:
-            for chunk_id in sorted(members) if muon.needs_order else members:
-                chunk = self._layout.chunks[chunk_id]
-                tiles = [t for t in update.tiles if t.chunk is chunk]
+            for chunk_id in order:
+                chunk, tiles = self._layout.chunks[chunk_id], tiles_of.get(chunk_id, [])
                 matrices = [(m, update.options[m]) for m in members[chunk_id]]
-                directions = muon.empty(chunk, on_device=self._on_device(chunk))
-                self._submit_pass(0, tiles, update.hypers, directions)
+                self._in_use = muon.empty(chunk, on_device=self._on_device(chunk))
+                self._submit_pass(0, tiles, update.hypers, self._in_use)
                 self._updates.wait_computed(chunk)
-                muon.orthogonalize(directions, matrices)
-                self._submit_pass(1, tiles, update.hypers, directions)
+                muon.orthogonalize(self._in_use, matrices)
+                # Backwards: the buffers still have the tiles that came last.
+                self._submit_pass(1, tiles[::-1], update.hypers, self._in_use)
                 self._updates.wait_computed(chunk)
         except BaseException as error:
-            self._updates.pipeline.give_up(f"an update was ended in the middle: {error!r}")
+            muon.tell_failure(error)
+            self._updates.pipeline.give_up(
+                f"an update was ended in the middle by {error!r}; close the engine, and load the "
+                f"last checkpoint into another one"
+            )
             raise
+        self._in_use = None
 
 
 def _merged(segments: Iterable[Segment]) -> list[Segment]:

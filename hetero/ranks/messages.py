@@ -209,6 +209,7 @@ class Communicator:
             # gloo calls it a timeout, too, when nothing listens any more.
             why = "broken off" if waited_s < self.timeout_s / 2 else str(error)
             raise self.failure(self.others[0], "hetero's start", why, waited_s) from error
+        waiting.connected()
         data, requests = made
         return data, requests
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-_POLL_S = 0.01
+_FIRST_POLL_S, _POLL_S = 0.01, 0.1
 
 
 class PolledStore(Store):
@@ -28,6 +28,10 @@ class PolledStore(Store):
         self._look = look
         self._has_ended = False
 
+    def connected(self) -> None:
+        """All ranks are connected: nothing is to be looked at any more, or kept for that."""
+        self._look = _nothing
+
     def end(self) -> None:
         """Ends all waits, which raise RuntimeError."""
         self._has_ended = True
@@ -38,14 +42,15 @@ class PolledStore(Store):
         Raises RuntimeError after the time limit or end(), and what the look raises.
         """
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        started = time.monotonic()
+        started, poll_s = time.monotonic(), _FIRST_POLL_S
         while not self._store.check(list(keys)):
             if self._has_ended:
                 raise RuntimeError("the wait was ended")
             self._look()
             if time.monotonic() - started > timeout_s:
                 raise RuntimeError(f"timed out after {timeout_s:g} s")
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _POLL_S)
 
     def get(self, key: str) -> bytes:
         """The value of the key; waits until it is there."""
@@ -63,3 +68,7 @@ class PolledStore(Store):
 
     def add(self, key: str, value: int) -> int:
         return int(self._store.add(key, value))
+
+
+def _nothing() -> None:
+    """What is looked at when all ranks are connected."""

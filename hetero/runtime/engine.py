@@ -271,7 +271,7 @@ class Engine:
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
         self.params.finish_transfers()
-        meet_with_same(groups, managed, optimizer.options, self.world)
+        meet_with_same(groups, managed, optimizer.options, optimizer.lr_scale_of, self.world)
         if overflow and self.loss_scale.value <= 1:
             raise NonFiniteError(
                 "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "

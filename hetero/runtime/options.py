@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from numbers import Real
 
@@ -27,12 +26,7 @@ def number(value: object) -> float | None:
 
 
 def numbers_of(option: object) -> list[float]:
-    """An option's numbers: one, as many as its tuple has, or NaN for what is none.
-
-    A text's number is a checksum, by which texts can be compared.
-    """
-    if isinstance(option, str):
-        return [float(zlib.crc32(option.encode()))]
+    """An option's numbers: one, as many as its tuple has, or NaN for what is none."""
     values: Sequence[object] = option if isinstance(option, (tuple, list)) else [option]
     found = (float(v) if isinstance(v, bool) else number(v) for v in values)
     return [math.nan if v is None else v for v in found]

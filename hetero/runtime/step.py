@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from hetero.chunk_groups.update_tasks import Groups
+from hetero.chunk_groups.update_tasks import Groups, LrScaleOf
 from hetero.overlap import OverlapUpdates
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.options import numbers_of
@@ -58,32 +58,33 @@ def meet_with_same(
     groups: Groups,
     managed: Iterable[ManagedParam],
     options: Sequence[str],
+    lr_scale_of: LrScaleOf,
     world: ProcessGroups,
 ) -> None:
     """Until all ranks are about to make the same update, each of its own shards.
 
     That is one of the same parameters in the same param groups, with gradients that are multiplied
-    by the same factors and the same `options`, bit for bit. What backward has updated already is no
-    matter here: several ranks do not do so (check_overlap()). Raises HeteroError on all ranks for
-    the first difference, with nothing changed.
+    by the same factors, and the same `options` and factors of the learning rate, bit for bit. What
+    backward has updated already is no matter here: several ranks do not do so (check_overlap()).
+    Raises HeteroError on all ranks for the first difference, with nothing changed.
     """
     everyone = world.everyone
     if everyone is None:
         return
     name_of = {m.slice.param.index: m.name for m in managed}
     params = max(name_of) + 1
-    facts = everyone.all_gather(_facts(groups, params, options), "optimizer.step()")
+    facts = everyone.all_gather(_facts(groups, params, options, lr_scale_of), "optimizer.step()")
     for peer, theirs in enumerate(facts):
         places = (theirs.view(torch.int64) != facts[0].view(torch.int64)).nonzero()
         if len(places):
             place, ranks = int(places[0]), (everyone.name(0), everyone.name(peer))
             values = float(facts[0][place]), float(theirs[place])
-            if place >= 2 * params:
-                label = _labels(groups, options)[place - 2 * params]
+            differences = (_uses_differ, _factors_differ, _lr_scales_differ)
+            if place >= len(differences) * params:
+                label = _labels(groups, options)[place - len(differences) * params]
                 raise HeteroError(_options_differ(label, values, ranks))
-            name = name_of[place % params]
-            difference = _uses_differ if place < params else _factors_differ
-            raise HeteroError(difference(name, values, ranks))
+            difference = differences[place // params]
+            raise HeteroError(difference(name_of[place % params], values, ranks))
 
 
 def _options_differ(label: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
@@ -101,6 +102,13 @@ def _factors_differ(name: str, values: tuple[float, float], ranks: tuple[str, st
     )
 
 
+def _lr_scales_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
+    return (
+        f"the learning rate of {name} is multiplied by {values[0]} on {ranks[0]} and by "
+        f"{values[1]} on {ranks[1]} at optimizer.step(); set adjust_lr_fn on all ranks alike"
+    )
+
+
 def _uses_differ(name: str, values: tuple[float, float], ranks: tuple[str, str]) -> str:
     if not all(values):
         return (
@@ -114,17 +122,22 @@ def _uses_differ(name: str, values: tuple[float, float], ranks: tuple[str, str])
     )
 
 
-def _facts(groups: Groups, params: int, options: Sequence[str]) -> torch.Tensor:
+def _facts(
+    groups: Groups, params: int, options: Sequence[str], lr_scale_of: LrScaleOf
+) -> torch.Tensor:
     """What ranks compare before an update, fp64.
 
     For each of so many `params` the number of the param group that updates it, from 1, or 0; for
-    each the factor of its gradient; then the numbers that _labels() names.
+    each the factor of its gradient; for each that of its learning rate; then the numbers that
+    _labels() names.
     """
-    numbers = [0.0] * (2 * params)
-    for number, (_, members) in enumerate(groups, start=1):
+    numbers = [0.0] * (3 * params)
+    for number, (group, members) in enumerate(groups, start=1):
         for m in members:
-            numbers[m.slice.param.index] = number
-            numbers[params + m.slice.param.index] = m.grad_factor
+            index = m.slice.param.index
+            numbers[index] = number
+            numbers[params + index] = m.grad_factor
+            numbers[2 * params + index] = lr_scale_of(group, m.param.shape)
     for group, _ in groups:
         for name in options:
             numbers += numbers_of(group.get(name))

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -76,18 +76,18 @@ class FramePlace(NamedTuple):
     hardly the same code and as many callers as well."""
 
     address: int
-    code: CodeType
+    code: int  # the address of its code object
     depth: int  # how many calls it is in, and itself
 
     @classmethod
     def of(cls, frame: FrameType) -> FramePlace:
         """Of a frame of this thread."""
-        return cls(id(frame), frame.f_code, sum(1 for _ in _callers(frame)))
+        return cls(id(frame), id(frame.f_code), sum(1 for _ in _callers(frame)))
 
     @classmethod
     def of_callers(cls) -> set[FramePlace]:
         """Of all calls that are running in this thread."""
-        found = [(id(frame), frame.f_code) for frame in _callers()]
+        found = [(id(frame), id(frame.f_code)) for frame in _callers()]
         return {cls(*about, len(found) - i) for i, about in enumerate(found)}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.api.loaded_state import momentum_sum
 from hetero.chunk_groups import muon_directions
 from tests.support.training.small_net import SETTINGS, Settings
 
@@ -261,6 +262,39 @@ def test_state_goes_to_torch_and_back(tmp_path: Path) -> None:
     pair.close()
 
 
+def test_masters_are_known_again_with_any_number_of_threads() -> None:
+    """Sums of floating-point numbers depend on their order, and that on the threads."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.logspace(-6, 3, 512).unsqueeze(1)
+    momentum = torch.randn(512, 512, generator=generator) * scales
+    before, found = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2, 3, 4, 8):
+            torch.set_num_threads(threads)
+            found.add(momentum_sum(momentum))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+    momentum[3, 5] = torch.nextafter(momentum[3, 5], torch.tensor(1e9))
+    assert momentum_sum(momentum) not in found
+
+
+def test_a_state_that_is_loaded_before_initialize_is_only_looked_at(tmp_path: Path) -> None:
+    model, optimizer = managed(tmp_path, placement_policy="cpu", dtype="fp32")
+    loss_of(model, 0).backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.engine.close()
+    state["state"][0]["momentum_buffer"] += 1  # as if torch had trained on
+    early = hetero.HybridMuon(
+        [nn.Parameter(torch.zeros(96, 64)), nn.Parameter(torch.zeros(64, 96))]
+    )
+    early.load_state_dict(state)
+    saved = state["state"][0]["momentum_sum"]
+    assert early.state_dict()["state"][0]["momentum_sum"] == saved
+    assert state["state"][0]["momentum_sum"] == saved
+
+
 @pytest.mark.parametrize(
     ("options", "fact"),
     [
@@ -283,6 +317,9 @@ def test_what_is_no_matrix_is_refused() -> None:
     for param in (nn.Linear(2, 2).bias, nn.Conv1d(2, 2, 2).weight):
         with pytest.raises(ValueError, match="HybridMuon updates matrices, and got a parameter of"):
             hetero.HybridMuon([param])
+    for wrong in ({nn.Parameter(torch.zeros(2, 2))}, [1]):
+        with pytest.raises(TypeError):
+            hetero.HybridMuon([{"params": wrong}])
     optimizer = hetero.HybridMuon(nn.Linear(2, 2, bias=False).named_parameters())
     with pytest.raises(ValueError, match="give it to another optimizer"):
         optimizer.add_param_group({"params": nn.LayerNorm(2).weight})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.chunk_groups import muon_directions
 from tests.support.ranks.processes import RankPool
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -74,6 +75,33 @@ def test_four_ranks_have_the_bits_of_one(
     check(ranks4, settings, tmp_path)
 
 
+def with_products_that_fail(rank: int, world: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128, bias=False))  # ranks share the one matrix
+    muon = hetero.HybridMuon(model.parameters())
+    model, muon = hetero.initialize(model, muon, placement_policy="cpu", dtype="fp32")
+    model(torch.ones(2, 64)).sum().backward()
+
+    def fail(*args: object) -> torch.Tensor:
+        raise MemoryError("no room for the products")
+
+    with pytest.MonkeyPatch().context() as patch:
+        patch.setattr(muon_directions, "newton_schulz", fail)
+        with pytest.raises((MemoryError, hetero.PeerError)) as caught:
+            muon.step()
+    with pytest.raises(RuntimeError, match="ended in the middle"):
+        muon.engine.synchronize()
+    muon.engine.close()
+    return str(caught.value)
+
+
+def test_a_rank_whose_products_fail_is_named_to_the_others(ranks2: RankPool) -> None:
+    """Long before the time limit of 600 s."""
+    texts = ranks2.run(with_products_that_fail)
+    assert sorted("rank 0 failed in optimizer.step()" in text for text in texts) == [False, True]
+    assert all("no room for the products" in text for text in texts)
+
+
 def with_other_options(rank: int, world: int, options: dict[str, Any]) -> str:
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     given = options if rank else {}
@@ -87,8 +115,19 @@ def with_other_options(rank: int, world: int, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "options", [{"ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw"}, {"nesterov": False}], ids=str
+    ("options", "fact"),
+    [
+        ({"ns_steps": 3}, "ns_steps of param group 0 is 5.0 on rank 0 and 3.0 on rank 1"),
+        ({"nesterov": False}, "nesterov of param group 0 is 1.0 on rank 0 and 0.0 on rank 1"),
+        (
+            {"adjust_lr_fn": "match_rms_adamw"},
+            "the learning rate of 0.weight is multiplied by 1.0 on rank 0 and by 1.6 on rank 1",
+        ),
+    ],
+    ids=str,
 )
-def test_options_that_differ_are_named(options: dict[str, Any], ranks2: RankPool) -> None:
+def test_options_that_differ_are_named(
+    options: dict[str, Any], fact: str, ranks2: RankPool
+) -> None:
     for message in ranks2.run(with_other_options, options):
-        assert f"{next(iter(options))} of param group 0 is" in message
+        assert fact in message

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.chunk_groups.update_tasks import Update
 from hetero.state.managed_param import ParamState
 from offload.errors import HeteroError, StaleGraphError
 from offload.memory.tiers import Tier
@@ -255,13 +256,13 @@ def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
 
     chunk_group.updates.wait_computed = watched  # type: ignore[method-assign]
     submitted: list[int] = []
-    task_of = chunk_group.update_tasks._task
+    submit = chunk_group.update_tasks.submit
 
-    def task(chunk: Any, *rest: Any) -> Any:
-        submitted.append(chunk.id)
-        return task_of(chunk, *rest)
+    def watched_submit(update: Update, last: bool) -> None:
+        submitted.extend(tile.chunk.id for tile in update.tiles)
+        submit(update, last)
 
-    chunk_group.update_tasks._task = task  # type: ignore[method-assign]
+    chunk_group.update_tasks.submit = watched_submit  # type: ignore[method-assign]
     loss_of(model, 2).backward()
     order.clear()
     optimizer.step()
