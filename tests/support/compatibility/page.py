@@ -34,6 +34,11 @@ error with its first words; "…" stands for numbers, and for what follows. Wher
 an error, "same" means an error of the same class. "(at the next step)": the touch itself raises
 nothing.
 
+Not in the table, because they read NaN where values are not in memory: `torch.tensor(p)`,
+`torch.vmap(f)(p)`, `other.data = p` and compiled TorchScript functions given `p`. They take a
+tensor past all that a subclass of it can see; write `p.detach()` in the place of `p`, which reads
+true, or use `hetero.gathered()`.
+
 `tests/test_compatibility.py` makes every cell again and compares it with this page;
 `python -m tests.support.compatibility` writes the page.
 """
