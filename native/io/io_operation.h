@@ -53,7 +53,7 @@ class IoOp {
 class Operation final : public IoOp {
  public:
   Operation(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address, std::size_t nbytes,
-            std::uint64_t offset, std::uint64_t serial, Span memory)
+            std::uint64_t offset, std::uint64_t serial, Span&& memory)
       : kind(kind),
         file(std::move(file)),
         address(address),

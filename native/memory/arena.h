@@ -101,6 +101,7 @@ class Span {
   static Span of_any(const void* address, std::size_t nbytes);
   Span(Span&& other) noexcept;
   Span& operator=(Span&&) = delete;
+  // Its slots were taken, so that they can be dropped. NOLINTNEXTLINE(bugprone-exception-escape)
   ~Span() { release(); }
 
   void release();

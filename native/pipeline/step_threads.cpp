@@ -180,7 +180,7 @@ void StepPipeline::update_tasks() {
       while (!stopping() && staged_.empty()) changed_.wait(mutex_);
     }
     if (stopping()) return;
-    current_ = std::move(staged_.front());
+    const Work& work = current_.emplace(std::move(staged_.front()));
     staged_.pop_front();
     Buffer* const buffer = current_->buffer;
     if (buffer != nullptr) --staged_with_buffers_;
@@ -191,7 +191,7 @@ void StepPipeline::update_tasks() {
     if (stopping()) return;
     if (updates_until_hold_) --*updates_until_hold_;
     if (updates_until_fault_ && (*updates_until_fault_)-- == 0) {
-      const std::int64_t key = current_->task.key;
+      const std::int64_t key = work.task.key;
       const MutexUnlock unlocked(mutex_);
       fail_in_pool(key);
     }
@@ -199,7 +199,6 @@ void StepPipeline::update_tasks() {
     // From here to the submission of the writes nothing stops the task: half of an update in RAM
     // and the other half not in the file would be worse than none.
     double compute_s = 0;
-    const Work& work = *current_;
     {
       const MutexUnlock unlocked(mutex_);
       cpu.follow();

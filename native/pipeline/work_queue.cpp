@@ -53,10 +53,11 @@ void WorkQueue::expect_again(std::vector<Expectation> expected, std::size_t keep
     std::vector<std::size_t> order(expected.size());
     std::iota(order.begin(), order.end(), 0);
     keep = std::min(keep, order.size());
-    std::partial_sort(
-        order.begin(), order.begin() + keep, order.end(), [&](std::size_t a, std::size_t b) {
-          return std::pair(expected[a].priority, b) < std::pair(expected[b].priority, a);
-        });
+    std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(keep), order.end(),
+                      [&](std::size_t a, std::size_t b) {
+                        return std::pair(expected[a].priority, b) <
+                               std::pair(expected[b].priority, a);
+                      });
     kept_.clear();
     for (std::size_t i = 0; i < keep; ++i) kept_.insert(expected[order[i]].key);
   }

@@ -25,7 +25,9 @@ struct VecOperators {
   using F = Float;
   using U = Word;
   using D = Double;
+  // A float is a vector of one lane. NOLINTNEXTLINE(bugprone-sizeof-expression)
   static constexpr std::size_t lanes = sizeof(F) / sizeof(float);
+  // Likewise. NOLINTNEXTLINE(bugprone-sizeof-expression)
   static constexpr std::size_t double_lanes = sizeof(D) / sizeof(double);
 
   static F set(float x) { return x - F{}; }
