@@ -82,6 +82,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         """The factor of the learning rate of parameters of this shape."""
         return 1.0
 
+    def _finish_state(self, kept: dict[str, Any]) -> None:
+        """Makes a parameter's state what state_dict() gives of it."""
+
     def _hyper(
         self, options: Mapping[str, Any], step: int, grad_scale: float, lr_scale: float
     ) -> Hyper:
@@ -293,6 +296,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             )
         params = self._all_params()
         states = export_states(self.engine, params, self.state_names)
+        for kept in states.values():
+            self._finish_state(kept)
         state["state"] = {i: states[p] for i, p in enumerate(params) if p in states}
         return state
 

@@ -159,7 +159,7 @@ class HybridSGD(HybridOptimizer):
     that nothing uses. Momentum that is switched on after updates without it begins with a buffer of
     zeros, and its dampening counts at once (torch's only from the second update on). With bf16
     parameters the buffer has one bit of precision less, because the master takes it
-    (docs/formats.md).
+    (docs/formats.md). state_dict() has no buffer of a parameter that was never updated, as torch's.
 
     Args:
         params: parameters, or param groups with options of their own.
@@ -217,16 +217,9 @@ class HybridSGD(HybridOptimizer):
             "nesterov": bool(options["nesterov"]),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copies the optimizer's state, as of HybridOptimizer.
-
-        A parameter that was never updated has no momentum_buffer, as in torch.optim.SGD's.
-        """
-        state = super().state_dict()
-        for kept in state["state"].values():
-            if kept["step"] == 0:
-                del kept["momentum_buffer"]
-        return state
+    def _finish_state(self, kept: dict[str, Any]) -> None:
+        if kept["step"] == 0:  # as torch.optim.SGD's of a parameter that was never updated
+            del kept["momentum_buffer"]
 
 
 class HybridMuon(HybridOptimizer):
@@ -242,7 +235,7 @@ class HybridMuon(HybridOptimizer):
     them, up to 12 bytes per element of one chunk over the number of ranks. The products' bits are
     those of one kind of machine, so replicas (hybrid sharding) must run on like ones. With bf16
     parameters momentum_buffer has one bit of precision less, because the master takes it
-    (docs/formats.md).
+    (docs/formats.md). state_dict() has the sum of each momentum as well, momentum_sum.
 
     Args:
         params: parameters, or param groups with options of their own.
@@ -343,15 +336,7 @@ class HybridMuon(HybridOptimizer):
             "nesterov": bool(options["nesterov"]) and momentum > 0,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copies the optimizer's state, as of HybridOptimizer.
-
-        Each parameter's has the sum of its momentum as well. By that load_state_dict() sees that
-        torch.optim.Muon has trained on with it, and that its master is older than the parameter.
-        """
-        state = super().state_dict()
-        if self._engine is None:
-            return state
-        for kept in state["state"].values():
-            kept[MOMENTUM_SUM] = momentum_sum(kept["momentum_buffer"])
-        return state
+    def _finish_state(self, kept: dict[str, Any]) -> None:
+        # By it load_state_dict() sees that torch.optim.Muon has trained on with the state, and that
+        # its master is older than the parameter.
+        kept[MOMENTUM_SUM] = momentum_sum(kept["momentum_buffer"])

@@ -213,6 +213,14 @@ def test_torchs_state_without_a_buffer_begins_anew(tmp_path: Path) -> None:
     pair.close()
 
 
+def test_a_state_that_is_loaded_before_initialize_is_only_looked_at() -> None:
+    optimizer = hetero.HybridSGD([nn.Parameter(torch.zeros(4))])
+    state = {"step": 0, "momentum_buffer": torch.zeros(4)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
+    assert "momentum_buffer" in optimizer.state_dict()["state"][0]
+    assert "momentum_buffer" in state
+
+
 def bf16_buffer(buffer: torch.Tensor) -> torch.Tensor:
     """An fp32 buffer as it is kept beside bf16 parameters, without the bit that masters take."""
     return (buffer.view(torch.int32) & ~1).view(torch.float32)
