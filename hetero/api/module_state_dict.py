@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from hetero.api.whole_state import store_values
 from hetero.runtime.engine import Engine
-from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
+from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
 from hetero.runtime.modules.model_hook import ModelHook
 from hetero.runtime.modules.module_hooks import ModelHooks
 from hetero.runtime.modules.param_uses import ParamAlias
@@ -80,7 +80,7 @@ class StateDictHooks(ModelHooks):
             module = of()
             assert module is not None
             frame = module_frame("load")
-            self._calls.unwind(frame)
+            self._calls.unwind(FramePlace.of(frame))
             self._engine.check_usable()
             own = self._own(module)
             found = {m: state_dict[prefix + n] for n, m in own.items() if prefix + n in state_dict}

@@ -133,8 +133,9 @@ class EnteredCalls:
 
     def enter(self, module: torch.nn.Module, frame: FrameType) -> EnteredCall:
         """Notes that this thread's call of `module` begins; then enter its contexts."""
-        self.unwind(frame)
-        call = EnteredCall(weakref.ref(module), FramePlace.of(frame))
+        place = FramePlace.of(frame)
+        self.unwind(place)
+        call = EnteredCall(weakref.ref(module), place)
         self._of_thread.setdefault(threading.current_thread(), []).append(call)
         return call
 
@@ -148,16 +149,16 @@ class EnteredCalls:
         if own and own[-1].module() is module:
             self._pop(own).close()
 
-    def unwind(self, beginning: FrameType | None = None) -> None:
+    def unwind(self, beginning: FramePlace | None = None) -> None:
         """Closes calls that were interrupted: torch calls no hook for what is not an Exception.
 
-        `beginning` is the frame of a call that is not entered yet: one that was interrupted may
-        have had a frame in the same place.
+        `beginning` is the place of a call that is not entered yet: one that was interrupted may
+        have had its frame there.
         """
         own = self.own
         running = FramePlace.of_callers() if own else set()
-        if own and beginning is not None:
-            running.discard(FramePlace.of(beginning))
+        if beginning is not None:
+            running.discard(beginning)
         while own and own[-1].frame not in running:
             self._pop(own).close()
         for thread in [t for t in list(self._of_thread) if not t.is_alive()]:

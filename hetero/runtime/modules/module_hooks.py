@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from hetero.chunk_groups.build import Shared
 from hetero.overlap import OverlapUpdates
 from hetero.runtime.modules.all_params import AllParams
-from hetero.runtime.modules.call_stack import EnteredCalls, module_frame
+from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
 from hetero.runtime.modules.model_hook import ModelHook
 from hetero.runtime.modules.param_uses import ParamUses
 from hetero.runtime.to_device import to_device
@@ -137,7 +137,7 @@ class ModuleHooks(ModelHooks):
     @_disable_dynamo
     @uninterrupted
     def _begin(self) -> None:
-        self._calls.unwind(module_frame())
+        self._calls.unwind(FramePlace.of(module_frame()))
         if not self._calls.threads:
             self._before_forward()
 
