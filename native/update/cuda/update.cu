@@ -17,9 +17,9 @@
 #define __builtin_memcpy std::memcpy
 #include <cstring>
 
-#include "update/isa/vec_scalar.h"
 #include "update/kernels/sum_of_squares.inl.h"
 #include "update/kernels/update_kernel.inl.h"
+#include "update/isa/vec_scalar.h"
 #undef __builtin_prefetch
 #undef __builtin_memcpy
 
@@ -95,7 +95,7 @@ struct Wide<4> {
 
 // The elements of one array that a thread works on. `whole`: all of a group, which is aligned.
 template <std::size_t size>
-struct alignas(kGroup* size) Group {
+struct alignas(kGroup * size) Group {
   using Element = typename Wide<size>::Element;
   Element elements[kGroup];
 
