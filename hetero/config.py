@@ -211,12 +211,6 @@ class Config:
         overlaps = [overlap.value for overlap in OverlapUpdates]
         _check_choice("overlap_updates", self.overlap_updates, overlaps)
         self._set("overlap_updates", OverlapUpdates(self.overlap_updates))
-        if self.overlap.in_backward and compute == "fp16" and scale is not None:
-            raise ValueError(
-                f"overlap_updates={self.overlap.value!r} with the loss scale of fp16: whether a "
-                f"step overflows is known only when all gradients are there; use dtype='bf16', or "
-                f"initial_loss_scale=None, which scales nothing"
-            )
         self._check_backend()
         if self.nvme_path is not None:
             found = check_directories(_paths(self.nvme_path))

@@ -11,8 +11,15 @@ STREAMING_BUFFERS = 5
 
 
 class OverlapUpdates(str, enum.Enum):
-    """Two policies in one option: when an update is submitted, and who waits for it."""
+    """Two policies in one option: when an update is submitted, and who waits for it.
 
+    What is submitted when gradients are final is speculative: step() keeps it if clipping and
+    unscaling gave gradients the factor that was guessed, and else has it made again. Optimizer
+    state that is in memory is always updated at step().
+    """
+
+    # As BOTH where recent steps say that the guess will be right, else as FORWARD.
+    AUTO = "auto"
     NONE = "none"  # all are submitted by step(), which waits for them
     FORWARD = "forward"  # all are submitted by step(); the next use of a chunk waits for its own
     BACKWARD = "backward"  # a chunk's is submitted when its gradients are final; step() waits
@@ -21,12 +28,12 @@ class OverlapUpdates(str, enum.Enum):
     @property
     def in_forward(self) -> bool:
         """Whether step() returns while updates go on."""
-        return self in (OverlapUpdates.FORWARD, OverlapUpdates.BOTH)
+        return self in (OverlapUpdates.AUTO, OverlapUpdates.FORWARD, OverlapUpdates.BOTH)
 
     @property
     def in_backward(self) -> bool:
-        """Whether updates are submitted before step()."""
-        return self in (OverlapUpdates.BACKWARD, OverlapUpdates.BOTH)
+        """Whether updates may be submitted before step()."""
+        return self in (OverlapUpdates.AUTO, OverlapUpdates.BACKWARD, OverlapUpdates.BOTH)
 
     @property
     def repeats(self) -> bool:

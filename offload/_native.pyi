@@ -391,7 +391,12 @@ class Location:
 class StepTask:
     """One tile's update. `segments` are (first element in the tile, numel, index into hypers,
     number of the first element as in update()). Tasks are made in the order of `priority`; those
-    with the same, or of one tile, in the order in which they were submitted."""
+    with the same, or of one tile, in the order in which they were submitted.
+
+    With `optim_state_to`, a file offset, the update is speculative: what it reads in the file stays
+    as it is. The new optimizer state goes there, new parameters to offset `param_to` if they are in
+    the file; of those in RAM the old bits are first written to offset `saved_param`. Without
+    `optim_state_to` the bits at `saved_param` are first read back. -1: there is none."""
 
     def __init__(
         self,
@@ -401,6 +406,9 @@ class StepTask:
         optim_state: Location,
         segments: Sequence[tuple[int, int, int, int]],
         priority: int = 0,
+        optim_state_to: int = -1,
+        param_to: int = -1,
+        saved_param: int = -1,
     ) -> None: ...
 
 class StepPipeline:
@@ -456,6 +464,11 @@ class StepPipeline:
         next first, of what is used together the last (of nothing: what they kept before). Never
         waits; what was read for nothing does no harm. Raises ValueError for what is not valid, and
         the pipeline's failure."""
+    def take_back(self, first: int, count: int) -> bool:
+        """Drops the tasks of keys `first` to `first + count - 1`, one of each, if none has begun;
+        returns whether it did. Raises the pipeline's failure."""
+    def keeps(self, key: int) -> bool:
+        """Whether the tile's optimizer state stays in its buffer from step to step, unwritten."""
     def wait_updated(self, key: int = -1) -> None:
         """Until every submitted update (or those of `key`) is computed: parameters in RAM are
         final, gradients free. Raises the first failure; the pipeline then refuses further work with

@@ -62,7 +62,7 @@ class StateDictHooks(ModelHooks):
         def fill(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             self._engine.params.check_open()
             self._engine.unwind()
-            self._engine.schedule.refuse_half_made("state_dict()")
+            self._engine.schedule.revoke_all()
             for name, managed in self._own(module).items():
                 found = state_dict.get(prefix + name)
                 if found is not None and found is not managed.param:  # as with keep_vars

@@ -237,12 +237,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         Under fp16 a step whose gradients overflow is skipped and changes only the loss scale (of
         hetero; torch.amp.GradScaler does the same by not calling this).
 
-        With overlap_updates="backward" or "both" backward has updated most parameters already, and
-        this updates the rest; with "forward" or "both" it returns while updates go on.
+        Unless overlap_updates is "none" or "backward" it returns while updates go on, and whoever
+        needs a parameter waits for that one. Unless it is "none" or "forward" backward may have
+        made some of the updates already.
 
-        Raises NonFiniteError for gradients that were clipped by a norm that is NaN; HeteroError if
-        options of a param group changed, or gradients were cleared, after backward has updated
-        parameters.
+        Raises NonFiniteError for gradients that were clipped by a norm that is NaN.
         """
         loss = None
         if closure is not None:
@@ -265,10 +264,9 @@ class HybridOptimizer(torch.optim.Optimizer):
                 afterwards is not updated; False: it becomes zero, and such a parameter is updated
                 with zeros.
 
-        Raises HeteroError between an update during backward and step(): it cannot be undone.
         """
         if self._engine is not None:
-            self._engine.schedule.refuse_half_made("optimizer.zero_grad()")
+            self._engine.schedule.revoke_all()
         for param in self._all_params():
             if set_to_none:
                 param.grad = None
@@ -313,9 +311,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         load the model's fp32 values beside it. (Masters that an optimizer of hetero gave to torch's
         are as old as that.) Options that torch does not have stay.
 
-        Gives up a step that updates during backward have half made, if the state has the masters of
-        all parameters that they updated. Before initialize() options are taken over, and the states
-        are kept, to be loaded by that.
+        Before initialize() options are taken over, and the states are kept, to be loaded by that.
 
         Args:
             state_dict: as state_dict() gives it.
@@ -339,8 +335,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         for param, state in states.items():
             check_state(self.engine.find(param), state, self.state_names, type(self).__name__)
         groups = self._check_groups(state_dict["param_groups"])
-        replaced = {self.engine.find(param) for param, state in states.items() if "master" in state}
-        self.engine.schedule.abandon(replaced)
+        self.engine.schedule.revoke_all()
         super().load_state_dict({"state": {}, "param_groups": groups})
         import_states(self.engine, states, self.state_names)
 
@@ -359,7 +354,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """The state's param groups with this optimizer's options.
 
         Raises ValueError unless they fit. torch's own load_state_dict() would refuse other counts
-        and lengths too, but only after a step that is half made has been given up.
+        and lengths too, but in other words.
         """
         if len(groups) != len(self.param_groups):
             raise ValueError(

@@ -55,7 +55,7 @@ def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) ->
 
     The other ranks need not call it. The optimizer state of each tile is brought in once.
     """
-    engine.schedule.refuse_half_made("reading masters or optimizer states")
+    engine.schedule.revoke_all()
     managed = list(managed)
     engine.params.take_in_written(managed)
     for members in _by_chunk(managed):
@@ -80,7 +80,7 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
 
     All ranks must call it.
     """
-    engine.schedule.refuse_half_made("changing parameters or optimizer states")
+    engine.schedule.revoke_all()
     managed = list(managed)
     engine.params.take_in_written(managed)
     for members in _by_chunk(managed):

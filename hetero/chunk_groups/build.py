@@ -31,6 +31,7 @@ from hetero.state.memory.file_layout import map_file
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
+from hetero.state.memory.spare_extents import SpareExtents
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.param_shards import ParamShards
 from hetero.state.params import CopyCache, ParamCopies, Params
@@ -117,7 +118,8 @@ class _ChunkGroupBuilder:
         grad_offload = None if device is None else device.grad_offload
         updater = None if device is None else device.updater
         overlap = self.shared.config.overlap
-        updates = ChunkUpdates(self._layout, homes[StateKind.PARAM], arenas, overlap)
+        spare = SpareExtents(self._layout, self._dtypes, homes, file)
+        updates = ChunkUpdates(self._layout, homes[StateKind.PARAM], arenas, spare, overlap)
         optim_states = OptimizerState(
             self._layout.tile_numel,
             self._dtypes,

@@ -62,14 +62,20 @@ class Update:
 class HyperTable:
     """All hyper-parameters that an update of `groups` takes."""
 
-    def __init__(self, groups: Groups, hyper_of: HyperOf, lr_scale_of: LrScaleOf) -> None:
-        """Raises ValueError for those that make no sense, with the number of the param group."""
+    def __init__(
+        self, groups: Groups, hyper_of: HyperOf, lr_scale_of: LrScaleOf, factor: float = 1.0
+    ) -> None:
+        """`factor`: by which gradients are going to be multiplied more.
+
+        Raises ValueError for those that make no sense, with the number of the param group.
+        """
         made: dict[HyperKey, Hyper] = {}
         self._key_of: dict[ManagedParam, HyperKey] = {}
         for index, (options, members) in enumerate(groups):
             for m in members:
                 scale = lr_scale_of(options, m.param.shape)
-                self._key_of[m] = key = (index, m.step + 1, m.grad_factor, scale)
+                key = (index, m.step + 1, m.grad_factor * factor, scale)
+                self._key_of[m] = key
                 if key not in made:
                     try:
                         made[key] = hyper_of(options, *key[1:])
@@ -81,6 +87,10 @@ class HyperTable:
     def index(self, managed: ManagedParam) -> int:
         """The number of the parameter's hyper-parameters among all `hypers`."""
         return self._index_of[self._key_of[managed]]
+
+    def hyper(self, managed: ManagedParam) -> Hyper:
+        """The parameter's hyper-parameters."""
+        return self.hypers[self.index(managed)]
 
 
 class UpdateTasks:
@@ -133,6 +143,11 @@ class UpdateTasks:
         self._last = [(chunk.id, tile) for chunk in trained for tile in range(chunk.slots)]
         self._last.sort(reverse=not self._ascending)
 
+    @property
+    def can_speculate(self) -> bool:
+        """Whether updates can be taken back: those of one pass."""
+        return self._directions is None
+
     def read_ahead(self) -> None:
         """Has the pipeline read what the step's first updates need, as far as buffers are free.
 
@@ -160,7 +175,7 @@ class UpdateTasks:
             ]
         )
 
-    def prepare(self, groups: Groups, table: HyperTable) -> Update:
+    def prepare(self, groups: Groups, table: HyperTable, speculative: bool = False) -> Update:
         """What updates the parameters in `groups`, with what is in `table`. Changes nothing.
 
         Slots that hold their gradients stay until the update is made (Grads.release_used()). Raises
@@ -183,13 +198,16 @@ class UpdateTasks:
         tiles = []
         for c, tile in order:
             chunk, merged = chunks[c], _merged(sorted(segments[c, tile]))
-            grad = None if self._on_device(chunk) else self._grads.location(chunk, tile)
+            grad = None
+            if not self._on_device(chunk):
+                grad = self._grads.location(chunk, tile, speculative)
             tiles.append(TileUpdate(chunk, tile, grad, merged))
         options = {m: options for options, members in groups for m in members}
         return Update(list(by_chunk.values()), options, table.hypers, tiles)
 
     def submit(self, update: Update, last: bool) -> None:
-        """Begins an update, the `last` of the step or one before. Memory that it uses must stay.
+        """Begins an update, the `last` of the step or a speculative one before. Memory that it uses
+        must stay.
 
         Raises the failure of an update before.
         """
@@ -200,27 +218,23 @@ class UpdateTasks:
         if self._directions is None:
             self._submit_pass(0, update.tiles, update.hypers)
         self._updated += [(t.chunk.id, t.tile) for t in update.tiles if t.grad is not None]
-        for members in update.members:
-            for managed in members:
-                managed.step += 1
         if last:
+            for members in update.members:
+                for managed in members:
+                    managed.step += 1
             self._end_step()
 
     def _end_step(self) -> None:
         if self._updated:
-            self._last, self._updated = self._updated, []
+            # (What was taken back, or is made again, comes where it was submitted last.)
+            self._last = list(dict.fromkeys(reversed(self._updated)))[::-1]
+            self._updated = []
         if not self._updates.overlap.repeats:
             self._ascending = not self._ascending
         if self._updates.overlap.in_forward:
             # The next step's is read as soon as nothing waits, in forward's last part.
             with suppress(RuntimeError, OSError):  # a failed pipeline says so to who waits for it
                 self.read_ahead()
-
-    def stop(self) -> None:
-        """Waits for the updates that were submitted; there will be no last one of their step."""
-        self._updates.expect_nothing()
-        self._updates.pipeline.wait_updated()
-        self._updated.clear()
 
     def priority(self, chunk: Chunk) -> int:
         """When something will wait for the chunk's update (ChunkUpdates.priority)."""
@@ -261,7 +275,9 @@ class UpdateTasks:
                     places[number] = Location(address)
                 optim_state = self._optim_states.location(chunk, tile)
                 key, priority = self._updates.key(chunk, tile), self.priority(chunk)
-                tasks.append(StepTask(key, places[0], places[1], optim_state, segments, priority))
+                offsets = self._updates.offsets(chunk, tile)
+                param, grad = places
+                tasks.append(StepTask(key, param, grad, optim_state, segments, priority, *offsets))
         if device_tasks:
             self._updaters[number].update(device_tasks, hypers)
         self._updates.pipeline.submit(tasks, hypers, self._passes[number])

@@ -83,7 +83,7 @@ class Engine:
         self.world: ProcessGroups = chunk_groups[0].world
         self.params = AllParams()
         self.chunk_groups = self.params.chunk_groups
-        self.schedule = UpdateSchedule(self.params, self.config, optimizers)
+        self.schedule = UpdateSchedule(self.params, self.config, shared.loss_scale, optimizers)
         self.grad_intake = GradIntake(
             self.params, self.loss_scale, self.schedule, lambda: self.tracer.gradient()
         )
@@ -150,7 +150,6 @@ class Engine:
 
     def _take_over(self, chunk_group: ChunkGroup) -> None:
         self.chunk_groups.append(chunk_group)
-        self.params.follow_homes(chunk_group)
         self.grad_intake.take_over(chunk_group)
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
@@ -168,8 +167,6 @@ class Engine:
         """Takes account of homes that have moved, or of parameters that were added."""
         for model_hooks in self._model_hooks:
             model_hooks.cover(self.model)
-        for chunk_group in self.chunk_groups:
-            self.params.follow_homes(chunk_group)
         self.predictions.learned.restart()  # what was learned so far was of other placements
 
     def is_of(self, model: torch.nn.Module) -> bool:
@@ -277,9 +274,11 @@ class Engine:
                 "fp16 gradients overflow although the loss scale is down to 1; use dtype='bf16' or "
                 "'fp32', whose range is wider"
             )
-        if (members or self.schedule.is_half_made) and not overflow:
+        if members and not overflow:
             check_factors(members)
             self.schedule.step(groups, optimizer)
+        else:
+            self.schedule.revoke_all()
         if members:
             self.loss_scale.update(overflow)
         self._end_step()
@@ -349,14 +348,16 @@ class Engine:
         is changed. After a failed read what could not be read stays on NVMe.
         """
         self.check_usable()
-        self.schedule.refuse_half_made("set_budget()")
         self.budget_moves.set_budget(host_memory, device_memory)
 
     def _pause(self) -> None:
         """Until no update is under way, so that homes can move."""
         if self._module_hooks.running:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
+        self.schedule.revoke_all()
         self.schedule.wait_all()
+        for chunk_group in self.chunk_groups:
+            chunk_group.updates.free_spare_extents()
         self.params.take_in_written(self.params.managed.values())
 
     @property

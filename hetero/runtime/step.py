@@ -64,8 +64,7 @@ def meet_with_same(
     """Until all ranks are about to make the same update, each of its own shards.
 
     That is one of the same parameters in the same param groups, with gradients that are multiplied
-    by the same factors, and the same `options` and factors of the learning rate, bit for bit. What
-    backward has updated already is no matter here: several ranks do not do so (check_overlap()).
+    by the same factors, and the same `options` and factors of the learning rate, bit for bit.
     Raises HeteroError on all ranks for the first difference, with nothing changed.
     """
     everyone = world.everyone

@@ -75,7 +75,7 @@ class AddedParams:
             HeteroError: ranks differ, or a parameter is in use.
             StoreError, NativeIoError: the file cannot be used. Nothing is changed in any case.
         """
-        self._engine.schedule.refuse_half_made("add_param_group()")
+        self._engine.schedule.revoke_all()
         wanted = [p for p in params if p.numel() and can_train(p)]
         names = {id(p): name for name, p in self._engine.model.named_parameters()}
         facts = {

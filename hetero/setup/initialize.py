@@ -22,7 +22,7 @@ from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
-from hetero.runtime.update_schedule import OptimizerView, check_overlap
+from hetero.runtime.update_schedule import OptimizerView
 from hetero.setup.added_params import AddedParams
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.first_values import FirstValues, fill
@@ -102,7 +102,6 @@ def initialize(
             for param in model.parameters():
                 construction.adopt(param)
             views = [each.view(made) for each in optimizers]
-            check_overlap(made.overlap, world.size, len(views))
             shard = Shard(
                 world.rank,
                 world.ranks,

@@ -8,24 +8,19 @@ hetero/runtime/update_schedule.py.
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-
-import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
-from offload._native import Location, StepPipeline
-from offload.errors import HeteroError, StaleGraphError
-
-TO_GO_ON = (
-    "call optimizer.step() first; to give the step up instead, load a checkpoint with "
-    "optimizer.load_state_dict(), because updates cannot be undone"
-)
+from hetero.state.memory.spare_extents import SpareExtents, TileOffsets
+from offload._native import Hyper, Location, StepPipeline
 
 _NOT_USED_YET = 1 << 30  # comes after all chunks that forward has used
 
@@ -33,38 +28,55 @@ _NOT_USED_YET = 1 << 30  # comes after all chunks that forward has used
 class UpdateState(enum.Enum):
     """Who holds a chunk's memory while a step is made.
 
-    A chunk goes from each state to the next, and from DONE to NO_GRADS of the next step. Back from
-    GRADS_FINAL to NO_GRADS if its gradients are cleared, or if another one comes.
+    A chunk goes from each state to the next, and from DONE to NO_GRADS of the next step; or from
+    GRADS_FINAL to SUBMITTED at once. Back to NO_GRADS from GRADS_FINAL and from SPECULATIVE, if
+    gradients are cleared or changed, another one comes, or a value is used.
     """
 
     NO_GRADS = "parameters have their values, and backward may add gradients"
     GRADS_FINAL = "parameters have their values, and backward adds no more gradients"
+    SPECULATIVE = "an update is made with a guess of what step() will say, and can be taken back"
     SUBMITTED = "the update reads the gradient, and writes parameters and optimizer state"
     DONE = "the gradient is free, new values are at home, and param.data does not point to them yet"
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A speculative update: of which parameters, and with which hyper-parameters of each."""
+
+    members: Sequence[ManagedParam]
+    hypers: Sequence[Hyper]
 
 
 class ChunkUpdates:
     """The state of each chunk of a chunk group, and waiting for its update.
 
-    A chunk that was submitted during backward is locked until step() has submitted the rest:
-    nothing may use it. Calls come from under Params' lock or from the thread that runs backward;
-    wait_updated() and wait_computed() may come from any thread.
+    Calls come from under Params' lock or from the thread that runs backward; wait_updated(),
+    wait_computed() and revoke() may come from any thread.
     """
 
     def __init__(
-        self, layout: Layout, homes: Homes, arenas: SlotArenas, overlap: OverlapUpdates
+        self,
+        layout: Layout,
+        homes: Homes,
+        arenas: SlotArenas,
+        spare: SpareExtents,
+        overlap: OverlapUpdates,
     ) -> None:
         """`homes` are of PARAM, in memory; the pipeline of `arenas` makes the updates."""
         self.overlap = overlap
         self._layout = layout
         self._homes = homes
         self._arenas = arenas
+        self._spare = spare
         # By chunk id, the pipeline's name of its first tile.
         self._first_key = list(accumulate((chunk.slots for chunk in layout.chunks), initial=0))
-        self._states: dict[int, UpdateState] = {}  # by chunk id: SUBMITTED or DONE
+        self._states: dict[int, UpdateState] = {}  # by chunk id: SPECULATIVE, SUBMITTED or DONE
         self._final: dict[int, Chunk] = {}  # by chunk id: GRADS_FINAL; others are in NO_GRADS
-        # By chunk id: what was submitted before step(), and must not be used before it.
-        self.locked: dict[int, list[ManagedParam]] = {}
+        self._speculations: dict[int, Speculation] = {}  # by chunk id
+        self._speculating = threading.RLock()
+        self._remade: set[int] = set()  # ids of chunks whose submitted update is made again
+        self.revoked: set[int] = set()  # ids of chunks whose update was taken back in this step
         self._first_use: dict[int, int] = {}  # by chunk id: the order of forward's first uses
         # The epoch of the arenas in which expect() was called, since the last step, or None.
         self._expects_in_epoch: int | None = None
@@ -84,68 +96,130 @@ class ChunkUpdates:
 
     @property
     def under_way(self) -> list[Chunk]:
-        """The chunks in SUBMITTED and DONE but for locked ones, the first submitted first."""
-        return [self._layout.chunks[c] for c in self._states if c not in self.locked]
+        """The chunks in SUBMITTED and DONE, the first submitted first."""
+        return [self._layout.chunks[c] for c in list(self._states) if c not in self._speculations]
 
     def set_final(self, chunk: Chunk, final: bool) -> None:
         """Between NO_GRADS and GRADS_FINAL: whether backward adds no more gradients."""
-        assert not self.is_under_way(chunk)
+        assert chunk.id not in self._states
         if final:
             self._final.setdefault(chunk.id, chunk)
         else:
             self._final.pop(chunk.id, None)
 
     def is_under_way(self, chunk: Chunk) -> bool:
-        """Whether it was submitted, and its parameters do not have the new values yet."""
-        return chunk.id in self._states
+        """Whether it is in SUBMITTED or DONE: its parameters do not have the new values yet."""
+        return self.state(chunk) in (UpdateState.SUBMITTED, UpdateState.DONE)
 
-    def submit(self, chunk: Chunk, members: list[ManagedParam], lock: bool) -> None:
-        """To SUBMITTED: `members` are about to be updated; with `lock` before step()."""
-        assert not self.is_under_way(chunk)
+    def submit(self, chunk: Chunk) -> None:
+        """To SUBMITTED: an update that stays is about to be submitted."""
+        assert chunk.id not in self._states
         self._final.pop(chunk.id, None)
         self._states[chunk.id] = UpdateState.SUBMITTED
-        if lock:
-            self.locked[chunk.id] = members
 
     def finish(self, chunk: Chunk) -> None:
         """From DONE to NO_GRADS: the parameters have the new values."""
         assert self._states[chunk.id] is UpdateState.DONE
         del self._states[chunk.id]
+        self._remade.discard(chunk.id)
 
     def end_step(self) -> None:
-        """step() has submitted all: nothing is locked, and the next forward is another one."""
+        """step() has submitted all: the next forward is another one."""
         self._final.clear()
-        self.locked.clear()
+        self.revoked.clear()
         self._first_use.clear()
 
-    # What is refused
+    # Speculation
 
-    def require_usable(self, chunk: Chunk, name: str) -> None:
-        """Raises HeteroError if the value of parameter `name` is not to be used before step()."""
-        if chunk.id not in self.locked:
+    @property
+    def speculative(self) -> dict[int, Speculation]:
+        """The speculative updates by chunk id, the first submitted first."""
+        return dict(self._speculations)
+
+    def can_speculate(self, chunk: Chunk) -> bool:
+        """Whether an update of the chunk could be taken back, and is worth being made early.
+
+        What buffers keep unwritten from step to step is not: it is updated as fast as memory.
+        """
+        if chunk.id in self.revoked or not self._spare.suit(chunk):
+            return False
+        keys = (self.key(chunk, tile) for tile in range(chunk.slots))
+        return not any(map(self.pipeline.keeps, keys)) and self._spare.reserve(chunk)
+
+    def speculate(self, chunk: Chunk, speculation: Speculation) -> None:
+        """To SPECULATIVE: the update is about to be submitted; its members are UPDATING."""
+        assert chunk.id not in self._states
+        self._final.pop(chunk.id, None)
+        with self._speculating:
+            self._speculations[chunk.id] = speculation
+            self._states[chunk.id] = UpdateState.SPECULATIVE
+
+    def offsets(self, chunk: Chunk, tile: int) -> TileOffsets:
+        """What the task of the tile's update says beside where its parts are."""
+        if chunk.id in self._speculations:
+            return self._spare.targets(chunk, tile)
+        return self._spare.sources(chunk, tile) if chunk.id in self._remade else TileOffsets()
+
+    def commit(self, chunk: Chunk) -> Sequence[ManagedParam]:
+        """From SPECULATIVE to SUBMITTED: the update stays. Returns its members."""
+        with self._speculating:
+            speculation = self._speculations.pop(chunk.id)
+            self._spare.commit(chunk)
+            self._states[chunk.id] = UpdateState.SUBMITTED
+        return speculation.members
+
+    def remake(self, chunk: Chunk) -> Sequence[ManagedParam]:
+        """From SPECULATIVE to SUBMITTED: the update is about to be submitted once more, of the same
+        members, which it returns; with what the file had before the first."""
+        with self._speculating:
+            speculation = self._speculations.pop(chunk.id)
+            self._remade.add(chunk.id)
+            self._states[chunk.id] = UpdateState.SUBMITTED
+        return speculation.members
+
+    def take_back(self, chunk: Chunk) -> bool:
+        """From SPECULATIVE to NO_GRADS if the update has not begun; returns whether."""
+        with self._speculating:
+            if not self.pipeline.take_back(self.key(chunk, 0), chunk.slots):
+                return False
+            self._end_speculation(chunk)
+        return True
+
+    def revoke(self, chunk: Chunk) -> None:
+        """From SPECULATIVE, if the chunk is in it, to NO_GRADS, before anybody uses its values or
+        changes its gradient: parameters and optimizer state are as before the update.
+
+        Raises what the update met, NativeIoError if old values cannot be read back.
+        """
+        if chunk.id not in self._speculations:
             return
-        if torch._C._current_graph_task_id() == -1:
-            raise HeteroError(
-                f"{name} is used after it was updated during backward "
-                f"(overlap_updates={self.overlap.value!r}), and before step(), which updates the "
-                f"others; {TO_GO_ON}"
-            )
-        raise HeteroError(self._needed_later(name))
+        with self._speculating:
+            if chunk.id not in self._speculations:
+                return  # another thread has done it
+            self.revoked.add(chunk.id)
+            if self.take_back(chunk):
+                return
+            for tile in range(chunk.slots):
+                self.pipeline.forget(self.key(chunk, tile))
+            self._spare.restore(chunk)
+            self._end_speculation(chunk)
 
-    def require_unchanged(self, chunk: Chunk) -> None:
-        """Raises StaleGraphError if backward needs a value that its updates have overwritten."""
-        if chunk.id in self.locked:
-            raise StaleGraphError(self._needed_later(chunk.name))
+    def _end_speculation(self, chunk: Chunk) -> None:
+        home = self._homes.flat(chunk) if self._homes.is_resident(chunk) else None
+        for m in self._speculations[chunk.id].members:
+            m.revoke_update(home)
+        del self._states[chunk.id]
+        del self._speculations[chunk.id]
 
-    def _needed_later(self, name: str) -> str:
-        return (
-            f"backward needs the value of {name} after it was updated "
-            f"(overlap_updates={self.overlap.value!r}), because it had as many gradients as in the "
-            f"steps before. If this is a further backward of the same step, put all but the last "
-            f"into `with hetero.no_sync(model):`; if a part of the model uses it without giving it "
-            f"a gradient (detach(), torch.no_grad()), or gives it one only sometimes, leave out "
-            f"overlap_updates"
-        )
+    def revoke_all(self) -> None:
+        """revoke() of all chunks."""
+        for chunk_id in self.speculative:
+            self.revoke(self._layout.chunks[chunk_id])
+
+    def free_spare_extents(self) -> None:
+        """Gives the room on NVMe back that only speculative updates need; none is under way."""
+        assert not self._speculations
+        self._spare.free_all()
 
     # Waiting
 
@@ -163,6 +237,10 @@ class ChunkUpdates:
         for tile in range(chunk.slots):
             self.pipeline.wait_updated(self.key(chunk, tile))
 
+    def is_computed(self, chunk: Chunk) -> bool:
+        """Whether wait_computed() would return, or raise, at once."""
+        return all(self.pipeline.is_updated(self.key(chunk, tile)) for tile in range(chunk.slots))
+
     def wait_written(self, chunk: Chunk) -> None:
         """Until the file has the chunk's new parameters. Raises what the update met."""
         for tile in range(chunk.slots):
@@ -170,12 +248,11 @@ class ChunkUpdates:
 
     def is_readable(self, chunk: Chunk) -> bool:
         """Whether its parameters can be read from their home now, without waiting."""
-        if chunk.id in self.locked:
+        if chunk.id in self._speculations:
             return False
-        done = self.pipeline.is_written
         if chunk in self._homes:
-            done = self.pipeline.is_updated
-        return all(done(self.key(chunk, tile)) for tile in range(chunk.slots))
+            return self.is_computed(chunk)
+        return all(self.pipeline.is_written(self.key(chunk, tile)) for tile in range(chunk.slots))
 
     # The order in which updates are made
 

@@ -33,6 +33,10 @@ from hetero.state.managed_param import ManagedParam
 from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
 
+# Means that finish_means() leaves under way: one that is sent while the next chunk's gradients
+# come, and one that other ranks may not have come to yet.
+_UNDER_WAY = 2
+
 
 @dataclass
 class _Sending:
@@ -88,6 +92,8 @@ class GradReducer:
         """
         assert world.everyone is not None
         self.wait_s = 0.0  # seconds for which other ranks' gradients were waited for
+        # Whose means have come to this rank's GRAD homes since somebody looked.
+        self.new_means: list[Chunk] = []
         self.changes = 0  # how often means have changed: the same number on all ranks
         self._layout = layout
         self._members = members
@@ -112,6 +118,18 @@ class GradReducer:
         if self._memory.buckets is not None:
             return not self._buckets
         return all(bucket.state is BucketState.MEAN for bucket in self._buckets.values())
+
+    def has_mean(self, chunk: Chunk) -> bool:
+        """Whether the kept gradient of the chunk is the mean of all that came."""
+        return chunk.id not in self._buckets and all(s.chunk is not chunk for s in self._sending)
+
+    def finish_means(self) -> None:
+        """Takes in the means that were begun some chunks ago, which mostly are there by now.
+
+        (gloo cannot be asked whether a message has come, so this may wait for a slower rank.)
+        """
+        while len(self._sending) > _UNDER_WAY:
+            self._finish_oldest()
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -451,3 +469,4 @@ class GradReducer:
         if oldest.bucket is not None:
             self._free_bucket(oldest.chunk, oldest.bucket)
         self._accumulated.update(members)
+        self.new_means.append(oldest.chunk)

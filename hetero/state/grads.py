@@ -79,14 +79,21 @@ class Grads:
 
     def wait_unused(self, chunk: Chunk) -> None:
         """Until no update reads the chunk's gradient, which may be changed then."""
+        self._updates.revoke(chunk)
         self._updates.wait_updated(chunk)
         self._unpin(chunk)
 
     def release_used(self) -> None:
         """Slots whose gradients updates have used may get other chunks."""
         for chunk in list(self._in_update.values()):
-            if self._updates.state(chunk) is not UpdateState.SUBMITTED:
+            if self._is_used(chunk):
                 self._unpin(chunk)
+
+    def _is_used(self, chunk: Chunk) -> bool:
+        state = self._updates.state(chunk)
+        if state is UpdateState.SPECULATIVE:
+            return self._updates.is_computed(chunk)
+        return state is not UpdateState.SUBMITTED
 
     def _unpin(self, chunk: Chunk) -> None:
         if chunk.id in self._in_update:
@@ -171,7 +178,9 @@ class Grads:
             if self._grad_offload is not None and self._grad_offload.wait_one():
                 self.write_complete()
             elif self._in_update:
-                self.wait_unused(next(iter(self._in_update.values())))
+                first = next(iter(self._in_update.values()))
+                self._updates.wait_computed(first)
+                self._unpin(first)
             else:
                 break
 
@@ -186,12 +195,15 @@ class Grads:
     def write_complete(self) -> None:
         """Starts writing the chunks to DISK that have all gradients, and nothing on its way.
 
-        Not those that an update uses, which are not needed afterwards.
+        Not those that an update uses, which are not needed afterwards, unless it is speculative.
         """
         for chunk_id in list(self._complete):
-            if self.has_arrived(self._layout.chunks[chunk_id]):
+            chunk = self._layout.chunks[chunk_id]
+            if self.has_arrived(chunk):
                 del self._complete[chunk_id]
-                if self._cache.holds(chunk_id) and not self._cache.is_locked(chunk_id):
+                in_use = self._cache.holds(chunk_id) and self._cache.is_locked(chunk_id)
+                is_kept = self._updates.state(chunk) is UpdateState.SPECULATIVE
+                if self._cache.holds(chunk_id) and (is_kept or not in_use):
                     self._cache.write_back(chunk_id)
 
     def _wait(self, managed: ManagedParam) -> None:
@@ -309,9 +321,10 @@ class Grads:
         self._arrived.pop(chunk.id, None)
         return any(m.has_grad for m in self._members[chunk.id])
 
-    def location(self, chunk: Chunk, tile: int) -> Location:
+    def location(self, chunk: Chunk, tile: int, speculative: bool = False) -> Location:
         """Where the tile's gradient is for an update; there it stays until that is made.
 
+        After a `speculative` one it is still needed: it goes to the file if that is its home.
         Raises HeteroError for a gradient that was lost on its way from the device.
         """
         for managed in self._members[chunk.id]:
@@ -319,8 +332,9 @@ class Grads:
                 self._wait(managed)
         if chunk in self.homes:
             return self.homes.location(chunk, tile)
-        self._arrived.pop(chunk.id, None)
-        self._complete.pop(chunk.id, None)
+        if not speculative:
+            self._arrived.pop(chunk.id, None)
+            self._complete.pop(chunk.id, None)
         if self._cache.holds(chunk.id):
             self._cache.lock(chunk.id)
             self._in_update[chunk.id] = chunk

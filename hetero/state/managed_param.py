@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class ParamState(enum.Enum):
 
         UNPLACED -> RESIDENT | OFFLOADED             place()
         OFFLOADED <-> GATHERED                       begin_use(), end_use()
-        RESIDENT | OFFLOADED <-> UPDATING            begin_update(), end_update()
+        RESIDENT | OFFLOADED <-> UPDATING            begin_update(), end_update(), revoke_update()
         RESIDENT -> MOVING -> RESIDENT | OFFLOADED   begin_move(), end_move()
         RESIDENT | GATHERED | OFFLOADED <-> COPIED   as_copy()
         any -> RETIRED                               retire(), close()
@@ -84,6 +85,8 @@ class ManagedParam:
     _version: int = field(init=False, default=0)  # of the parameter, when it was last changed here
     _guarded: bool = field(init=False, default=False)  # every use counts for itself
     _own_changes: int = field(init=False, default=0)  # of the version: updates and moves
+    # What brings the version back that the parameter had before the update.
+    _version_before: Any = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         shape = self.param.shape
@@ -219,12 +222,16 @@ class ManagedParam:
         torch.autograd.graph.increment_version(self.param)
         self._own_changes += 1
 
-    def begin_update(self) -> None:
+    def begin_update(self, revocable: bool = False) -> None:
         """RESIDENT or OFFLOADED -> UPDATING: its values must not be read until end_update().
 
-        As note_update() otherwise. The parameter is not in use.
+        As note_update() otherwise. The parameter is not in use. `revocable`: revoke_update() may
+        follow instead.
         """
         assert self.uses == 0, self.name
+        if revocable:
+            keep = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+            self._version_before = keep(self.param)
         self.note_update()
         self._become(ParamState.UPDATING, self.stand_in, ParamState.RESIDENT, ParamState.OFFLOADED)
         self.note_change()
@@ -237,6 +244,17 @@ class ManagedParam:
         if self.state is ParamState.UPDATING:
             self._go_home(home, ParamState.UPDATING)
             self.note_change()
+
+    def revoke_update(self, home: torch.Tensor | None) -> None:
+        """UPDATING -> RESIDENT or OFFLOADED: its home has the values from before begin_update().
+
+        So a backward that has saved the parameter may go on. `home` as in place().
+        """
+        self._go_home(home, ParamState.UPDATING)
+        self._version_before.__exit__()
+        self._version_before = None
+        self._own_changes -= 1
+        self.note_change()
 
     def begin_move(self) -> None:
         """RESIDENT -> MOVING, so that the home's pins show whether another tensor views it."""

@@ -28,9 +28,12 @@ class ParamShards:
     def open(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """The shard's values, flat, inside the block; waits for the update that makes them.
 
+        A speculative one is taken back.
+
         Raises what the update met, BudgetError if there is no room, NativeIoError if the shard
         cannot be read.
         """
+        self.updates.revoke(chunk)
         self.updates.wait_computed(chunk)
         if chunk in self.homes:
             return nullcontext(self.homes.shard(chunk))

@@ -15,7 +15,7 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.belady import PREFETCH_CHUNKS
 from hetero.ranks.shard_server import Versions
 from hetero.state.all_gather import Gather, Gathering
-from hetero.state.chunk_updates import ChunkUpdates
+from hetero.state.chunk_updates import ChunkUpdates, Speculation
 from hetero.state.managed_param import ManagedParam, ParamState
 from hetero.state.memory.homes import Homes
 from hetero.state.param_shards import ParamShards
@@ -117,7 +117,8 @@ class Params:
         self._used: dict[int, _UsedCopy] = {}  # by chunk id
         self._lock = threading.RLock()  # several threads may run forwards and backwards at once
         self._updates = updates
-        self._updating: dict[int, list[ManagedParam]] = {}  # in state UPDATING, by chunk id
+        # In state UPDATING, by chunk id, but for those of speculative updates.
+        self._updating: dict[int, Sequence[ManagedParam]] = {}
 
     @property
     def gathers(self) -> bool:
@@ -131,7 +132,7 @@ class Params:
 
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
-        return self._homes.whole and self._homes.on_compute_tier(chunk)
+        return self._homes.is_resident(chunk)
 
     def home(self, chunk: Chunk) -> torch.Tensor | None:
         """A resident chunk's home, flat, whether its values are there or not; None for others."""
@@ -140,16 +141,15 @@ class Params:
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's values now, whole and flat; unless resident, a pin on a gathered copy.
 
-        Waits for the chunk's update.
+        Waits for the chunk's update, or takes a speculative one back.
 
         Raises:
-            HeteroError: the chunk was updated during backward and must not be used before step().
             NativeIoError, RuntimeError: what the update met.
             BudgetError: pins leave no room for the copy.
             PeerError, NativeIoError: it cannot be made.
         """
         with self._lock:
-            self._wait_usable(chunk, chunk.name)
+            self._wait_usable(chunk)
             home, used = self.home(chunk), self._used.get(chunk.id)
             if home is not None:
                 return home
@@ -173,7 +173,7 @@ class Params:
         with self._lock:
             copy: torch.Tensor | None = None
             if not managed.uses:
-                self._wait_usable(managed.chunk, managed.name)
+                self._wait_usable(managed.chunk)
                 flat = self.flat(managed.chunk)
                 if not self.is_resident(managed.chunk):
                     managed.require_unwritten()
@@ -204,12 +204,12 @@ class Params:
 
         Write them and call filled() inside the block. All ranks call both.
         """
-        self._wait_usable(chunk, chunk.name)
+        self._wait_usable(chunk)
         return self._shards.fill(chunk)
 
     def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """This rank's shard inside the block. If it was changed, call filled() in the block."""
-        self._wait_usable(chunk, chunk.name)
+        self._wait_usable(chunk)
         self.drop_copies(chunk)  # a device may be copying from it
         return self._shards.open(chunk)
 
@@ -245,23 +245,52 @@ class Params:
 
     # Updates
 
-    def begin_update(self, chunk: Chunk, members: list[ManagedParam], lock: bool) -> None:
+    def begin_update(self, chunk: Chunk, members: Sequence[ManagedParam]) -> None:
         """An update of `members`, parameters of the chunk, is about to be submitted.
 
         No copy of old values is left. The parameters are UPDATING until finish_updates(), unless
-        step() waits for the update before anything can use them. `lock`: they must not be used
-        before step().
+        step() waits for the update before anything can use them.
         """
         self.versions.change(chunk)
         self.discard_copies(chunk)
-        self._updates.submit(chunk, members, lock)
-        if lock or self._updates.overlap.in_forward:
+        self._updates.submit(chunk)
+        if self._updates.overlap.in_forward:
             self._updating[chunk.id] = members
             for m in members:
                 m.begin_update()
         else:
             for m in members:
                 m.note_update()
+
+    def begin_speculation(self, chunk: Chunk, speculation: Speculation) -> bool:
+        """A speculative update is about to be submitted: its parameters are UPDATING.
+
+        Returns False, with nothing changed, if another tensor views the chunk's home: whoever reads
+        that would see values that step() may not confirm.
+        """
+        home = self.home(chunk)
+        for m in speculation.members:
+            m.begin_update(revocable=True)
+        if home is not None:
+            del home
+            if not self._homes.release_view(chunk, collect=False):
+                home = self.home(chunk)
+                for m in speculation.members:
+                    m.revoke_update(home)
+                return False
+        self.discard_copies(chunk)
+        self._updates.speculate(chunk, speculation)
+        return True
+
+    def confirm(self, chunk: Chunk) -> None:
+        """The chunk's speculative update stays."""
+        self.versions.change(chunk)
+        self._updating[chunk.id] = self._updates.commit(chunk)
+
+    def begin_remaking(self, chunk: Chunk) -> None:
+        """The chunk's speculative update is about to be submitted once more."""
+        self.versions.change(chunk)
+        self._updating[chunk.id] = self._updates.remake(chunk)
 
     def publish(self, chunk: Chunk) -> None:
         """The update is submitted: other ranks may ask for new values, and wait for it here."""
@@ -287,9 +316,9 @@ class Params:
             m.end_update(home)
         self._updating.pop(chunk.id, None)
 
-    def _wait_usable(self, chunk: Chunk, name: str) -> None:
-        """Until parameter `name` of the chunk has its new value. Raises as flat()."""
-        self._updates.require_usable(chunk, name)
+    def _wait_usable(self, chunk: Chunk) -> None:
+        """Until the chunk's parameters have their values. Raises as flat()."""
+        self._updates.revoke(chunk)
         self._updates.note_use(chunk)
         if self._updates.is_under_way(chunk):
             with timeline.span("gather"):
@@ -338,7 +367,6 @@ class Params:
 
         Raises StaleGraphError if the parameters were changed since.
         """
-        self._updates.require_unchanged(saved.chunk)
         if saved.version != self._version(saved.chunk, saved.offset):
             raise StaleGraphError(
                 f"backward needs {saved.chunk.name} as it was before an optimizer step, or a write "

@@ -34,8 +34,10 @@ using SegmentTuple = std::tuple<std::size_t, std::size_t, std::size_t, std::uint
 
 StepTask make_task(std::int64_t key, const Location& param, const Location& grad,
                    const Location& optim_state, const std::vector<SegmentTuple>& segments,
-                   std::uint32_t priority) {
-  StepTask task = {key, priority, param, grad, optim_state, {}};
+                   std::uint32_t priority, std::int64_t optim_state_to, std::int64_t param_to,
+                   std::int64_t saved_param) {
+  StepTask task = {key, priority,       param,    grad,       optim_state,
+                   {},  optim_state_to, param_to, saved_param};
   task.segments.reserve(segments.size());
   for (const auto& [first, numel, hyper, index] : segments) {
     task.segments.push_back({first, numel, hyper, index});
@@ -79,7 +81,8 @@ void bind_pipeline(py::module_& module) {
            "address"_a = 0, "file_offset"_a = -1);
   py::class_<StepTask>(module, "StepTask")
       .def(py::init(&make_task), "key"_a, "param"_a, "grad"_a, "optim_state"_a, "segments"_a,
-           "priority"_a = 0);
+           "priority"_a = 0, "optim_state_to"_a = StepTask::kNone, "param_to"_a = StepTask::kNone,
+           "saved_param"_a = StepTask::kNone);
   py::class_<StepPipeline, PipelineHolder>(module, "StepPipeline")
       .def(py::init(&make_pipeline), "engine"_a.none(true), "file"_a, "arena"_a.none(true),
            "buffers"_a, "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a,
@@ -103,6 +106,8 @@ void bind_pipeline(py::module_& module) {
           },
           "tasks"_a, "hypers"_a, "kind"_a = py::none(), ReleaseGil())
       .def("expect", &expect, "expected"_a, "streaming"_a = 0, ReleaseGil())
+      .def("take_back", &StepPipeline::take_back, "first"_a, "count"_a, ReleaseGil())
+      .def("keeps", &StepPipeline::keeps, "key"_a, ReleaseGil())
       .def("wait_updated", &StepPipeline::wait_updated, "key"_a = -1, ReleaseGil())
       .def("is_updated", &StepPipeline::is_updated, "key"_a = -1, ReleaseGil())
       .def("is_written", &StepPipeline::is_written, "key"_a = -1, ReleaseGil())

@@ -206,7 +206,8 @@ void bind_kernels(py::module_& module) {
            "bias_correction"_a = defaults.bias_correction, "lr_decay"_a = defaults.lr_decay,
            "momentum"_a = defaults.momentum, "dampening"_a = defaults.dampening,
            "nesterov"_a = defaults.nesterov, "lr_scale"_a = defaults.lr_scale,
-           "step"_a = defaults.step, "grad_scale"_a = defaults.grad_scale);
+           "step"_a = defaults.step, "grad_scale"_a = defaults.grad_scale)
+      .def("__eq__", [](const Hyper& self, const Hyper& other) { return self == other; });
   module.def("update", &bound_update, "kind"_a.none(false), "param"_a, "grad"_a, "master"_a,
              "states"_a, "numel"_a, "hyper"_a.none(false), "index"_a = 0, ReleaseGil());
   module.def("update_constants", &constants_of, "kind"_a.none(false), "hyper"_a.none(false));

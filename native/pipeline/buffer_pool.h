@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "io/io_operation.h"
+#include "pipeline/step_task.h"
 
 namespace hetero {
 
@@ -26,7 +27,8 @@ bool all_done(const Operations& operations);
 std::exception_ptr wait_for_all(const Operations& operations);
 
 // A buffer keeps its content after its task. An optimizer state that is kept is *clean* (the file
-// has the same) or *dirty* (the file is behind).
+// has the same) or *dirty* (the file is behind). A tile may have content at two places of the file
+// (step_task.h), so the buffer knows from which one its own is.
 //
 // `reads` belongs to the task that has the buffer, if one has; all else to the pipeline's lock.
 struct Buffer {
@@ -38,6 +40,11 @@ struct Buffer {
   bool settle();
   void drop();  // its content
   bool dirty() const { return dirty_at != kClean; }
+  // Whether what it keeps of the task's tile, if anything, is what the task is to update.
+  bool keeps_current(const StepTask& task) const {
+    return (!keeps_optim_state || optim_state_at == task.optim_state.file_offset) &&
+           (!keeps_param || !task.param.in_file() || param_at == task.param.file_offset);
+  }
   // Whether it can be given away without taking it from a task and without a write.
   bool free_at_once() const { return state != BufferState::assigned && !dirty(); }
 
@@ -46,6 +53,7 @@ struct Buffer {
   std::int64_t key = kNoKey;  // whose content is here, or is on its way
   bool keeps_optim_state = false;
   bool keeps_param = false;
+  std::int64_t optim_state_at = 0, param_at = 0;  // file offsets of what it keeps
   bool read_ahead = false;         // what it keeps was read for a task that did not come yet
   std::int64_t dirty_at = kClean;  // file offset where the dirty optimizer state belongs
   std::uint64_t last_used = 0;

@@ -88,6 +88,20 @@ void StepPipeline::expect(std::vector<Expectation> expected, std::size_t streami
   changed_.notify_all();
 }
 
+bool StepPipeline::take_back(std::int64_t first, std::size_t count) {
+  const MutexLock lock(mutex_, guard_);
+  throw_if_failed();
+  if (!queued_.take_back(first, count)) return false;
+  for (std::size_t i = 0; i < count; ++i) unfinished_.erase(first + static_cast<std::int64_t>(i));
+  changed_.notify_all();
+  return true;
+}
+
+bool StepPipeline::keeps(std::int64_t key) const {
+  const MutexLock lock(mutex_, guard_);
+  return queued_.keeps(key);
+}
+
 void StepPipeline::wait_updated(std::int64_t key) {
   const MutexLock lock(mutex_, guard_);
   wait_until_updated(key);

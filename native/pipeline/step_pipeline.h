@@ -82,6 +82,13 @@ class StepPipeline {
   // std::invalid_argument if any is not valid.
   void expect(std::vector<Expectation> expected, std::size_t streaming) EXCLUDES(mutex_);
 
+  // Drops the tasks of the keys in [first, first + count), one of each, if none of them has begun;
+  // returns whether it did. Throws the pipeline's failure.
+  bool take_back(std::int64_t first, std::size_t count) EXCLUDES(mutex_);
+
+  // Whether the key's optimizer state stays in its buffer from step to step, unwritten.
+  bool keeps(std::int64_t key) const EXCLUDES(mutex_);
+
   // Waits until every submitted update, or those of `key`, are computed: parameters in RAM are
   // final, gradients free.
   void wait_updated(std::int64_t key = kAnyKey) EXCLUDES(mutex_);

@@ -34,12 +34,37 @@ void check_location(std::int64_t key, const Location& location, const char* name
   }
 }
 
+void check_offset(std::int64_t key, std::int64_t offset, const char* name) {
+  if (offset < 0 || offset % static_cast<std::int64_t>(kPageBytes) != 0) {
+    refuse(key, std::string(name) + " is " + std::to_string(offset) + ", must be a multiple of " +
+                    std::to_string(kPageBytes) + " and at least 0");
+  }
+}
+
 }  // namespace
 
 void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file) const {
   check_location(key, param, "param", layout.param_in_file, has_file);
   check_location(key, grad, "grad", layout.grad_in_file, has_file);
   check_location(key, optim_state, "optim_state", true, has_file);
+  if (saved_param != kNone) {
+    check_offset(key, saved_param, "saved_param");
+    if (param.in_file()) refuse(key, "saved_param is for a param in RAM");
+  }
+  if ((is_speculative() || saved_param != kNone) && !optim_state.in_file()) {
+    refuse(key, "an update can be taken back only if its optim_state is in the file");
+  }
+  if (is_speculative()) {
+    check_offset(key, optim_state_to, "optim_state_to");
+    if (!param.in_file() && saved_param == kNone) {
+      refuse(key, "a speculative update of a param in RAM needs saved_param");
+    }
+  }
+  if (is_speculative() && param.in_file()) {
+    check_offset(key, param_to, "param_to");
+  } else if (param_to != kNone) {
+    refuse(key, "param_to is for a speculative update of a param in the file");
+  }
   std::vector<StepSegment> sorted = segments;
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });

@@ -33,11 +33,24 @@ struct StepSegment {
 // The update of one tile. `key` names the tile (at least 0); `priority` orders the first uses of
 // tiles after their updates. Tasks are taken in the order of `priority`; those with the same, or of
 // one tile, in the order in which they were submitted.
+//
+// A *speculative* task leaves what it reads in the file as it is, so that the update can be made
+// once more from there: it writes the optimizer state to `optim_state_to`, and parameters to
+// `param_to` if they are in the file. Those in RAM it changes in place, after it has written their
+// old bits to `saved_param`. A task that is not speculative and has a `saved_param` first reads
+// these bits back.
 struct StepTask {
+  static constexpr std::int64_t kNone = -1;
+
   std::int64_t key = 0;
   std::uint32_t priority = 0;
   Location param, grad, optim_state;
   std::vector<StepSegment> segments;
+  std::int64_t optim_state_to = kNone;  // file offsets, as the next two
+  std::int64_t param_to = kNone;
+  std::int64_t saved_param = kNone;
+
+  bool is_speculative() const { return optim_state_to != kNone; }
 
   bool needs_buffer() const { return param.in_file() || grad.in_file() || optim_state.in_file(); }
 

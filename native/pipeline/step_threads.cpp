@@ -71,6 +71,8 @@ void StepPipeline::stage_first() {
     const bool read_state = task.optim_state.in_file() && !buffer->keeps_optim_state;
     const bool read_param = task.param.in_file() && !buffer->keeps_param;
     const bool cacheable = task.optim_state.in_file() || task.param.in_file();
+    const bool saves = task.saved_param != StepTask::kNone && task.is_speculative();
+    const bool restores = task.saved_param != StepTask::kNone && !task.is_speculative();
     if (cacheable && !read_state && !read_param) {
       ++(buffer->read_ahead ? stats_.ahead : stats_.hits);
     }
@@ -78,6 +80,10 @@ void StepPipeline::stage_first() {
     if (read_state) stats_.read_bytes += layout_.optim_state_bytes();
     if (read_param) stats_.read_bytes += layout_.param_bytes();
     if (task.grad.in_file()) stats_.read_bytes += layout_.grad_bytes();
+    if (restores) stats_.read_bytes += layout_.param_bytes();
+    if (saves) stats_.written_bytes += layout_.param_bytes();
+    // What only the buffer has is what a speculative update has to leave in the file.
+    if (task.is_speculative() && buffer->dirty()) submit_state_write(*buffer);
     {
       const MutexUnlock unlocked(mutex_);
       const auto read = [&](const Location& from, std::size_t at, std::size_t nbytes) {
@@ -86,6 +92,11 @@ void StepPipeline::stage_first() {
       if (read_state) read(task.optim_state, 0, layout_.optim_state_bytes());
       if (read_param) read(task.param, layout_.param_at(), layout_.param_bytes());
       if (task.grad.in_file()) read(task.grad, layout_.grad_at(), layout_.grad_bytes());
+      if (saves || restores) {
+        buffer->reads.push_back(engine_->submit(
+            saves ? IoKind::write : IoKind::read, file_, task.param.address, layout_.param_bytes(),
+            static_cast<std::uint64_t>(task.saved_param), IoTurn::idle));
+      }
     }
     if (stopping()) return;
     queued_.front().buffer = buffer;
@@ -108,6 +119,8 @@ bool StepPipeline::read_ahead() {
   buffer->read_ahead = true;
   buffer->keeps_optim_state = next->optim_state.in_file();
   buffer->keeps_param = next->param.in_file();
+  buffer->optim_state_at = next->optim_state.file_offset;
+  buffer->param_at = next->param.file_offset;
   buffer->reads.clear();
   const auto read = [&](const Location& from, std::size_t at, std::size_t nbytes) {
     mutex_.assert_held();
@@ -131,6 +144,9 @@ Buffer* StepPipeline::acquire(const StepTask& task, QueuePlace place) {
       changed_.wait(mutex_);  // while an earlier task with the same key has it, the file is behind
     } else if (kept->state == BufferState::reading && !kept->read_ahead) {
       settle(*kept);  // its reads were cut off, for forget()
+    } else if (!kept->dirty() && !kept->keeps_current(task)) {
+      // What an update has left that is made again.
+      if (settle(*kept)) kept->drop();
     } else {
       break;
     }
@@ -261,14 +277,18 @@ void StepPipeline::submit_writes(const Work& work, Buffer& buffer) {
   const StepTask& task = work.task;
   // The second pass follows, and wants what the first one has left.
   const bool is_first_pass = work.kind.rule == Rule::muon_momentum;
+  const bool speculative = task.is_speculative();
   buffer.keeps_optim_state = task.optim_state.in_file();
   buffer.keeps_param = task.param.in_file() || (is_first_pass && buffer.keeps_param);
   if (buffer.keeps_optim_state) {
-    buffer.dirty_at = task.optim_state.file_offset;
-    if (!is_first_pass && policy_.writes_at_once(buffer.key)) submit_state_write(buffer);
+    buffer.dirty_at = speculative ? task.optim_state_to : task.optim_state.file_offset;
+    buffer.optim_state_at = buffer.dirty_at;
+    const bool at_once = speculative || (!is_first_pass && policy_.writes_at_once(buffer.key));
+    if (at_once) submit_state_write(buffer);
   }
   if (task.param.in_file()) {
-    submit_write(buffer, layout_.param_at(), layout_.param_bytes(), task.param.file_offset);
+    buffer.param_at = speculative ? task.param_to : task.param.file_offset;
+    submit_write(buffer, layout_.param_at(), layout_.param_bytes(), buffer.param_at);
   }
   buffer.state = buffer.writes.empty() ? BufferState::idle : BufferState::writing;
   buffers_.touch(buffer);

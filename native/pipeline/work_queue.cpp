@@ -35,6 +35,20 @@ Work WorkQueue::pop() {
   return work;
 }
 
+bool WorkQueue::take_back(std::int64_t first, std::size_t count) {
+  const auto last = first + static_cast<std::int64_t>(count);
+  const auto is_meant = [&](const Work& work) {
+    return first <= work.task.key && work.task.key < last;
+  };
+  if (front_is_held_ && is_meant(works_.front())) return false;
+  const auto here = static_cast<std::size_t>(std::ranges::count_if(works_, is_meant));
+  if (here != count) return false;
+  std::erase_if(works_, is_meant);
+  for (std::int64_t key = first; key < last; ++key) places_.erase(key);
+  HETERO_CHECK(is_consistent());
+  return true;
+}
+
 void WorkQueue::clear() {
   works_.clear();
   front_is_held_ = false;

@@ -29,6 +29,8 @@ struct Hyper {
 
   // Throws std::invalid_argument that names the first field out of its range.
   void validate() const;
+
+  bool operator==(const Hyper&) const = default;
 };
 
 // Throws std::invalid_argument for a kind of weight decay that the rule does not have. `hyper` has

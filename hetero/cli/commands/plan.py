@@ -152,7 +152,6 @@ def _plan(
     from hetero.cli.job.job import arrange_shape
     from hetero.cli.job.models import build_shape, model_config
     from hetero.cli.job.ranks import Ranks
-    from hetero.runtime.update_schedule import check_overlap
 
     if machine.policy == "nvme" and not machine.disk_bytes:
         raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
@@ -163,7 +162,6 @@ def _plan(
         zero_stage=options.zero_stage,
         overlap_updates=options.overlap_updates,
     )
-    check_overlap(config.overlap, machine.ranks)
     shape = build_shape(model_config(options))
 
     def arrange_within(host_bytes: int, device_bytes: int | None) -> Arrangement:

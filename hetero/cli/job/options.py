@@ -206,12 +206,6 @@ class TrainOptions:
             value = getattr(self, name)
             self._require(name, math.isfinite(value) and value >= 0, "a finite number, 0 or more")
         self._require("warmup", self.warmup >= 0, "0 or more")
-        self._require(
-            "overlap_updates",
-            self.clip == 0 or not self.overlap.in_backward,
-            "none or forward without --clip 0, because clipping needs all gradients before the"
-            " first update",
-        )
         self._require("seed", 0 <= self.seed < 2**63, "in [0, 2**63)")
         if self.config is not None and self.vocab_size is not None:
             raise ValueError(

@@ -46,7 +46,6 @@ class GradFactors:
         self._params = params
         self._intake = intake
         self._loss_scale = shared.loss_scale
-        self._overlap = shared.config.overlap
         self._shard = shard
         self._step_left_out = step_left_out
         # With several ranks: sums of squares of whole gradients, the same on all ranks, and after
@@ -137,7 +136,6 @@ class GradFactors:
 
         Raises NonFiniteError (with `error_if_nonfinite`), with nothing changed.
         """
-        self._require_changeable()
         norm = self.total_norm(members, norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise NonFiniteError(f"the gradient norm is {norm}")
@@ -147,7 +145,6 @@ class GradFactors:
 
     def multiply(self, members: Members, factor: float) -> None:
         """Multiplies each gradient by `factor`."""
-        self._require_changeable()
         self._intake.average()
         for m in members:
             m.grad_factor *= factor
@@ -158,7 +155,6 @@ class GradFactors:
         Where the loss is scaled by hetero, a gradient with an overflow stays as it is, because
         its step is going to be skipped.
         """
-        self._require_changeable()
         self._intake.average()
         if self._loss_scale.dynamic:
             sums = self.sums_of_squares(members)
@@ -193,7 +189,6 @@ class GradFactors:
 
     def replace(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         """Keeps `grad`, whole, instead of the gradient."""
-        self._require_changeable()
         self._whole_sums.clear()
         managed.param.grad = grad
         self._intake.adopt([managed])
@@ -201,16 +196,6 @@ class GradFactors:
     def _change(self, m: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         self._whole_sums.clear()
         self._grads(m).change(m, change)
-
-    def _require_changeable(self) -> None:
-        if self._overlap.in_backward:
-            raise HeteroError(
-                f"gradients cannot be clipped, unscaled or multiplied with overlap_updates="
-                f"{self._overlap.value!r}: updates are made while backward runs, before the last "
-                f"gradient is there; use 'forward' or 'none', or leave out the change "
-                f"(register_hook() of a parameter can make one; optimizer.engine.grad_norm() tells "
-                f"the norm and changes nothing)"
-            )
 
     def zero(self, members: Members) -> None:
         """Makes the gradients zero; what comes next is the first of its sum."""

@@ -57,10 +57,10 @@ class GradIntake:
         """Autograd is about to add `grad` to the parameter's gradient.
 
         Takes in a gradient that was assigned before. Raises ValueError for a sparse gradient,
-        HeteroError for one that comes too late, RuntimeError under fp16 for an unscaled one.
+        RuntimeError under fp16 for an unscaled one.
         """
         _check_dense(managed, grad)
-        self._schedule.check_gradient(managed)
+        self._schedule.revoke(managed)
         self._note_backward()
         if self._loss_scale.dynamic and not self._is_scaled:
             raise RuntimeError(
@@ -91,7 +91,7 @@ class GradIntake:
             grad = m.param.grad
             if grad is None or m.has_grad:
                 continue
-            self._schedule.check_gradient(m)
+            self._schedule.revoke(m)
             _check_dense(m, grad)
             if isinstance(grad, OffloadedTensor):  # another parameter's
                 grad = grad.clone()
@@ -123,7 +123,7 @@ class GradIntake:
     def zero(self, members: Sequence[ManagedParam]) -> None:
         """Makes gradients zero; nothing is written unless they are read, or stepped with."""
         for m in members:
-            self._schedule.check_gradient(m)
+            self._schedule.revoke(m)
         self._zeroed.update(members)
 
     def _write_zeros(self) -> None:

@@ -21,9 +21,6 @@ class AllParams:
     def __init__(self) -> None:
         self.chunk_groups: list[ChunkGroup] = []
         self.managed: dict[int, ManagedParam] = {}  # by id() of the parameter
-        # Trainable resident chunks by the address of their home: with updates during backward such
-        # a home may change while a graph still needs its old value.
-        self.homes_changed_in_backward: dict[int, Chunk] = {}
 
         self.is_open = True
         self._damage = Damage()
@@ -48,19 +45,6 @@ class AllParams:
     def group(self, chunk: Chunk) -> ChunkGroup:
         """The chunk group that has the chunk."""
         return self.chunk_groups[chunk.group_index]
-
-    def follow_homes(self, chunk_group: ChunkGroup) -> None:
-        """Notes where the chunk group's homes are: the group is new, or some homes have moved."""
-        if not chunk_group.updates.overlap.in_backward:
-            return
-        homes = self.homes_changed_in_backward
-        mine = chunk_group.layout.chunks[0].group_index
-        for address in [at for at, chunk in homes.items() if chunk.group_index == mine]:
-            del homes[address]
-        for chunk in chunk_group.layout.chunks:
-            home = chunk_group.params.home(chunk) if chunk.trainable else None
-            if home is not None:
-                homes[home.untyped_storage().data_ptr()] = chunk
 
     @property
     def gathers(self) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hetero.chunks.layout import Chunk
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import is_recomputing
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
@@ -24,12 +23,10 @@ class SavedTensor:
     """A tensor that autograd saved and that is no view of a gathered copy.
 
     torch does not check the version of what passes through saved-tensor hooks, so this has it.
-    `chunk`: the tensor is a view of this chunk's home, which backward may change.
     """
 
     tensor: torch.Tensor
     version: int
-    chunk: Chunk | None = None
 
 
 class SavedTensors:
@@ -41,7 +38,7 @@ class SavedTensors:
     @property
     def needed(self) -> bool:
         """Whether pack() and unpack() must see what autograd saves."""
-        return self._params.gathers or bool(self._params.homes_changed_in_backward)
+        return self._params.gathers
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
         """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again."""
@@ -51,17 +48,12 @@ class SavedTensors:
                 view = chunk_group.params.pack(tensor)
                 if view is not None:
                     return view
-            if homes := self._params.homes_changed_in_backward:
-                chunk = homes.get(tensor.untyped_storage().data_ptr())
-                return SavedTensor(_without_graph(tensor), tensor._version, chunk)
         return SavedTensor(_without_graph(tensor), tensor._version)
 
     def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
         """The tensor that was packed. Raises StaleGraphError if it was changed since."""
         if isinstance(saved, SavedView):
             return self._gather(saved)
-        if saved.chunk is not None:
-            self._params.group(saved.chunk).updates.require_unchanged(saved.chunk)
         if saved.tensor._version != saved.version:
             raise StaleGraphError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified "

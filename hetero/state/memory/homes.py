@@ -116,6 +116,10 @@ class Homes:
         """Whether the chunk's home is on a DEVICE that has memory of its own."""
         return self._backend.separate and self.on_compute_tier(chunk)
 
+    def is_resident(self, chunk: Chunk) -> bool:
+        """Whether the whole chunk's home is where compute happens, which uses it in place."""
+        return self.whole and self.on_compute_tier(chunk)
+
     def commit(self, chunk: Chunk) -> None:
         """Charges the chunk's slots that are not charged yet. Raises BudgetError."""
         home = self._home[chunk.id]
@@ -170,12 +174,15 @@ class Homes:
         home.arena.commit(home.first, home.run)
         return home.arena.view(home.first, home.run, torch.uint8)
 
-    def release_view(self, chunk: Chunk) -> bool:
-        """Drops the tensor that flat() gave; returns whether no other one views the home."""
+    def release_view(self, chunk: Chunk, collect: bool = True) -> bool:
+        """Drops the tensor that flat() gave; returns whether no other one views the home.
+
+        `collect`: those do not count that only reference cycles hold; to find them takes long.
+        """
         self._flat.pop(chunk.id, None)
         home = self._home[chunk.id]
-        if home.arena.pins[home.first]:
-            gc.collect()  # reference cycles may hold views, those of an exception's frames say
+        if collect and home.arena.pins[home.first]:
+            gc.collect()  # the frames of an exception, say
         return not home.arena.pins[home.first]
 
     def free(self, chunk: Chunk) -> None:

@@ -1,4 +1,4 @@
-"""Updates that begin while backward still runs: the same bits as without, or an error."""
+"""Updates that begin while backward still runs: the same bits as without."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetero
-from hetero.overlap import OverlapUpdates
-from hetero.runtime.update_schedule import check_overlap
 from offload.device.backend import EmulatedBackend
 from offload.errors import HeteroError
 from tests.support.training.overlap_net import (
@@ -37,9 +35,9 @@ from tests.support.training.overlap_net import (
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
 def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
-    """From the second step on all chunks are updated during backward, and nothing differs."""
+    """From the second step on chunks are updated during backward, and nothing differs."""
     results = []
-    for overlap in ("none", "backward"):
+    for overlap in ("none", "backward", "both"):
         model, optimizer = build(lambda: Net(kind=kind), tmp_path, place, overlap)
         begun = Begun(optimizer)
         losses, counts = [], []
@@ -51,16 +49,16 @@ def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
             optimizer.step()
             assert begun.now == 0
             optimizer.zero_grad()
-        offloaded = place == "emulated"  # the last gradients may be on their way still
-        if overlap == "none":
+        assert counts[0] == 0
+        if overlap == "none" or place == "ram":  # what is in memory is updated at step()
             assert counts == [0] * STEPS
-        elif offloaded:
-            assert counts[0] == 0
-            assert all(count >= begun.chunks // 2 for count in counts[1:])
-        else:
-            assert counts == [0] + [begun.chunks] * (STEPS - 1)
+        elif place == "disk":
+            assert counts[1:] == [begun.chunks] * (STEPS - 1)
+        else:  # what buffers keep is left to step(), and gradients may be on their way still
+            assert all(count >= begun.chunks // 3 for count in counts[1:])
         results.append([torch.tensor(losses), *result(model, optimizer)])
-    assert same(*results)
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -75,7 +73,7 @@ def test_what_gets_no_gradient_is_left_to_step(tmp_path: Path, place: str) -> No
         model, optimizer = build(make, tmp_path, place, overlap)
         for step in range(STEPS):
             loss_of(model, step).backward()
-            if overlap == "backward" and step and place != "emulated":
+            if overlap == "backward" and step and place == "disk":
                 begun = Begun(optimizer)
                 assert 0 < begun.now < begun.chunks
             optimizer.step()
@@ -85,7 +83,7 @@ def test_what_gets_no_gradient_is_left_to_step(tmp_path: Path, place: str) -> No
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_two_banks(tmp_path: Path, place: str) -> None:
+def test_two_chunk_groups(tmp_path: Path, place: str) -> None:
     """Parameters that are kept in fp32 beside those in bf16."""
     if place in ("disk", "emulated"):
         pytest.skip("more than the least memory")
@@ -113,7 +111,8 @@ def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
                     loss_of(model, 10 * step + micro_batch).backward()
                 if micro_batch < 2:
                     assert begun.now == 0
-            assert begun.now == (begun.chunks if overlap == "backward" and step else 0)
+            early = overlap == "backward" and step and place != "ram"
+            assert (begun.now > 0) == early
             optimizer.step()
             optimizer.zero_grad()
         results.append(result(model, optimizer))
@@ -145,7 +144,7 @@ def test_a_step_that_is_left_out(tmp_path: Path) -> None:
                 loss_of(model, 100 + step).backward()
             optimizer.zero_grad()
             loss_of(model, step).backward()
-            assert overlap == "none" or not step or Begun(optimizer).now == Begun(optimizer).chunks
+            assert (Begun(optimizer).now > 0) == (overlap == "backward" and step > 0)
             optimizer.step()
             optimizer.zero_grad()
         results.append(result(model, optimizer))
@@ -177,25 +176,25 @@ def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
         model, optimizer = build(Reused, tmp_path, place, overlap)
         for step in range(STEPS):
             loss_of(model, step).backward()
-            assert Begun(optimizer).now == (
-                Begun(optimizer).chunks if overlap == "backward" and step else 0
-            )
+            if place == "disk":  # (with "optim_states" buffers keep all of so small a net)
+                assert (Begun(optimizer).now > 0) == (overlap == "backward" and step > 0)
             optimizer.step()
             optimizer.zero_grad()
         results.append(result(model, optimizer))
     assert same(*results)
 
 
-@pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
+@pytest.mark.parametrize("place", ["optim_states", "disk"])
 def test_more_gradients_than_ever(tmp_path: Path, place: str) -> None:
-    model, optimizer = build(Reused, tmp_path, place, "backward")
-    one_step(model, optimizer, 0)
-    model.times = 3
-    with pytest.raises(HeteroError, match=r"shared\..*another gradient|needs the value of shared"):
-        loss_of(model, 1).backward()
-    with pytest.raises(HeteroError, match="half made"):
-        optimizer.zero_grad()
-    optimizer.engine.close()
+    """A gradient that comes after its chunk was updated takes the update back."""
+    results = []
+    for overlap in ("none", "backward"):
+        model, optimizer = build(Reused, tmp_path, place, overlap)
+        for step, times in enumerate((1, 3, 2, 3)):
+            model.times = times
+            one_step(model, optimizer, step)
+        results.append(result(model, optimizer))
+    assert same(*results)
 
 
 class Fails(torch.autograd.Function):
@@ -210,23 +209,29 @@ class Fails(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
-def test_an_exception_in_backward(tmp_path: Path) -> None:
-    """What was begun is told at the next use; step() goes on with what there is, as torch's."""
-    model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", "backward")
-    one_step(model, optimizer, 0)
-    handle = model.blocks[1].register_forward_pre_hook(lambda m, args: (Fails.apply(args[0]),))
-    with pytest.raises(ArithmeticError):
-        loss_of(model, 1).backward()
-    handle.remove()
-    assert 0 < Begun(optimizer).now < Begun(optimizer).chunks
-    with pytest.raises(HeteroError, match="is used after it was updated"):
-        loss_of(model, 1)
-    with pytest.raises(HeteroError, match="half made"):
-        optimizer.zero_grad()
-    optimizer.step()
-    optimizer.zero_grad()
-    one_step(model, optimizer, 2)
-    optimizer.engine.close()
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("place", ["optim_states", "disk"])
+def test_an_exception_in_backward(tmp_path: Path, place: str, clear: bool) -> None:
+    """Forward uses the old values; step() goes on with what there is, as torch's."""
+    results = []
+    for overlap in ("none", "backward"):
+        model, optimizer = build(lambda: Net(tied=False), tmp_path, place, overlap)
+        one_step(model, optimizer, 0)
+        fail = model.blocks[1].register_forward_pre_hook(lambda m, args: (Fails.apply(args[0]),))
+        with pytest.raises(ArithmeticError):
+            loss_of(model, 1).backward()
+        fail.remove()
+        begun = Begun(optimizer)
+        assert (0 < begun.now < begun.chunks) == (overlap == "backward")
+        losses = [loss_of(model, 1).item()]
+        assert begun.now == 0, "all was used"
+        if clear:
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+        losses += [one_step(model, optimizer, 2), one_step(model, optimizer, 3)]
+        results.append([torch.tensor(losses), *result(model, optimizer)])
+    assert same(*results)
 
 
 class Detached(nn.Module):
@@ -258,11 +263,12 @@ class Detached(nn.Module):
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 @pytest.mark.parametrize("how", ["detach", "data", "recomputed"])
 def test_values_that_backward_still_needs(tmp_path: Path, place: str, how: str) -> None:
-    model, optimizer = build(lambda: Detached(how), tmp_path, place, "backward")
-    one_step(model, optimizer, 0)
-    with pytest.raises(HeteroError, match=r"(needs the value of|is used).*overlap_updates"):
-        one_step(model, optimizer, 1)
-    optimizer.engine.close()
+    results = []
+    for overlap in ("none", "backward"):
+        model, optimizer = build(lambda: Detached(how), tmp_path, place, overlap)
+        losses = [one_step(model, optimizer, step) for step in range(STEPS)]
+        results.append([torch.tensor(losses), *result(model, optimizer)])
+    assert same(*results)
 
 
 class Careful(torch.autograd.Function):
@@ -338,21 +344,7 @@ def test_close_in_the_middle(tmp_path: Path) -> None:
         loss_of(model, 2)
 
 
-@pytest.mark.parametrize("overlap", ["backward", "both"])
-def test_the_loss_scale_of_fp16_is_refused(overlap: str) -> None:
-    with pytest.raises(ValueError, match=f"overlap_updates='{overlap}' with the loss scale"):
-        hetero.Config(placement_policy="cpu", dtype="fp16", overlap_updates=overlap)
-    options = {"dtype": "fp16", "overlap_updates": overlap, "initial_loss_scale": None}
-    hetero.Config(placement_policy="cpu", **options)
-
-
-@pytest.mark.parametrize("overlap", ["backward", "both"])
-def test_several_ranks_are_refused(overlap: str) -> None:
-    with pytest.raises(ValueError, match="one rank, and there are 2"):
-        check_overlap(OverlapUpdates(overlap), 2)
-
-
-@pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
+@pytest.mark.parametrize("place", ["disk"])
 def test_updates_are_made_while_backward_runs(tmp_path: Path, place: str) -> None:
     """The last node of backward waits for updates of what came before it."""
     model, optimizer = build(lambda: Net(tied=False), tmp_path, place, "backward")

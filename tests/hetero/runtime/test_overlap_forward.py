@@ -366,7 +366,7 @@ def test_close_with_updates_under_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [True, "early", None])
 def test_the_option_is_checked(wrong: object) -> None:
-    with pytest.raises(ValueError, match="overlap_updates must be one of none, forward, backward"):
+    with pytest.raises(ValueError, match="overlap_updates must be one of auto, none, forward"):
         hetero.Config(placement_policy="cpu", overlap_updates=wrong)
 
 

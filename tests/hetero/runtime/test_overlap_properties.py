@@ -43,6 +43,9 @@ class Step:
 
     micro_batches: tuple[int, ...]
     left_out: bool  # a backward before, whose gradients are cleared
+    told: bool  # no_sync() around all micro-batches but the last
+    clip: float  # to this norm; 0: not
+    between: str  # what is done before step()
 
 
 class AnyNet(nn.Module):
@@ -79,53 +82,72 @@ MODELS = st.builds(
     st.booleans(),
     st.frozensets(st.integers(0, 4), max_size=2),
 )
+BETWEEN = ["", "", "", "read", "write", "evaluate", "lr", "grad", "scale", "clear", "save"]
 LOOPS = st.lists(
     st.builds(
         Step,
         st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
         st.booleans(),
+        st.booleans(),
+        st.sampled_from([0.0, 0.1, 1e6, 1e6]),
+        st.sampled_from(BETWEEN),
     ),
     min_size=2,
-    max_size=4,
+    max_size=5,
 )
 
 
 def train(
-    model_of: Model, loop: list[Step], place: str, overlap: str, clip: bool = False, **options: Any
-) -> Any:
-    """What training makes, or the error that updates during backward are allowed to end with."""
+    model_of: Model, loop: list[Step], place: str, overlap: str, **options: Any
+) -> list[torch.Tensor]:
+    """What training makes."""
     with TemporaryDirectory() as folder:
         model, optimizer = build(lambda: AnyNet(model_of), Path(folder), place, overlap, **options)
         losses = []
-        told = ""
-        try:
-            for number, step in enumerate(loop):
-                if step.left_out:
-                    with hetero.no_sync(model):
-                        loss_of(model, 500 + number).backward()
-                    optimizer.zero_grad()
-                for index, end in enumerate(step.micro_batches):
-                    more = index + 1 < len(step.micro_batches)
-                    model.end = end
-                    with hetero.no_sync(model) if more else nullcontext():
-                        loss = loss_of(model, 10 * number + index)
-                        loss.backward()
-                    losses.append(loss.item())
-                model.end = 0
-                if clip:
-                    hetero.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
+        for number, step in enumerate(loop):
+            if step.left_out:
+                with hetero.no_sync(model):
+                    loss_of(model, 500 + number).backward()
                 optimizer.zero_grad()
-        except hetero.HeteroError as error:
-            told = str(error)
-        if told:
-            # A step may bring more gradients than all before: that is told, and nothing is wrong.
-            optimizer.engine.close()
-            assert overlap in ("backward", "both")
-            assert "another gradient" in told or "needs the value" in told
-            assert len({use for use, _ in model_of.uses}) < len(model_of.uses)
-            return None
+            for index, end in enumerate(step.micro_batches):
+                more = step.told and index + 1 < len(step.micro_batches)
+                model.end = end
+                with hetero.no_sync(model) if more else nullcontext():
+                    loss = loss_of(model, 10 * number + index)
+                    loss.backward()
+                losses.append(loss.item())
+            model.end = 0
+            between(model, optimizer, step.between)
+            if step.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), step.clip)
+            optimizer.step()
+            optimizer.zero_grad()
         return [torch.tensor(losses), *result(model, optimizer)]
+
+
+def between(model: nn.Module, optimizer: hetero.HybridAdam, what: str) -> None:
+    """What a loop may do between backward and step()."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    if what == "read":
+        assert all(p.isfinite().all() for p in params)
+    elif what == "write":
+        with torch.no_grad():
+            params[0].mul_(0.5)
+    elif what == "evaluate":
+        with torch.no_grad():
+            loss_of(model, 1)
+    elif what == "lr":
+        optimizer.param_groups[0]["lr"] *= 0.5
+    elif what == "grad":
+        params[-1].grad = torch.ones_like(params[-1])
+    elif what == "scale":
+        for p in params[::2]:
+            if p.grad is not None:
+                p.grad.mul_(0.25)
+    elif what == "clear":
+        params[-1].grad = None
+    elif what == "save":
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 @settings(max_examples=12, deadline=None)
@@ -156,7 +178,6 @@ def test_any_model_in_any_loop(
         options["host_memory"] = "6MiB"
     elif place == "optim_states" and host is not None:
         options["host_memory"] = host
-    clip = overlap in ("none", "forward")
-    wanted = train(model_of, loop, place, "none", clip, prefetch=prefetch, **options)
-    found = train(model_of, loop, place, overlap, clip, prefetch=not prefetch, **options)
-    assert found is None or same(wanted, found)
+    wanted = train(model_of, loop, place, "none", prefetch=prefetch, **options)
+    found = train(model_of, loop, place, overlap, prefetch=not prefetch, **options)
+    assert same(wanted, found)

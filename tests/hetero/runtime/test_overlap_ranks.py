@@ -32,6 +32,31 @@ def test_ranks_need_not_wait_for_their_chunks_in_the_same_order(
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("overlap", ["auto", "both", "backward"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_updates_during_backward(
+    ranks2: RankPool, stage: int, overlap: str, tmp_path: Path
+) -> None:
+    """A shard is updated when its mean is there; clipped, it is updated once more."""
+    clips = [9.0, 9.0, 9.0, -9.0, 1e-3, 9.0, 1e-3, 9.0]
+    options = {
+        "zero_stage": stage,
+        "placement_policy": "nvme",
+        "nvme_path": str(tmp_path),
+        # So few that buffers do not keep all optimizer states.
+        "host_memory": {1: "2MiB", 2: "1400KiB", 3: "1MiB"}[stage],
+    }
+    wanted, found = (
+        ranks2.run(overlapping.clipped_steps, options | {"overlap_updates": setting}, clips)
+        for setting in ("none", overlap)
+    )
+    for (early, masters), (_, right) in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, masters, right))
+        assert early[0] == 0
+        # (In stage 1 means are made when backward is over.)
+        assert all(count > 0 for count in early[2:5]) == (stage > 1)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_failed_update_is_told_to_the_ranks_that_need_its_values(
     ranks2: RankPool, stage: int

@@ -28,6 +28,27 @@ def opposite_orders(rank: int, world: int, options: dict[str, Any]) -> list[torc
     return found
 
 
+def clipped_steps(
+    rank: int, world: int, options: dict[str, Any], clips: list[float]
+) -> tuple[list[int], list[torch.Tensor]]:
+    """A step for each of `clips`; how many chunks backward updated in each, and the masters."""
+    model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 30.0} | options)
+    chunk_groups = optimizer.engine.chunk_groups
+    early: list[int] = []
+    for step, clip in enumerate(clips):
+        model(inputs(rank, step, 128)).square().mean().backward()
+        early.append(sum(len(group.updates.speculative) for group in chunk_groups))
+        if clip < 0:  # used before step(), by one rank alone
+            with torch.no_grad():
+                assert rank > 0 or model.layers[-1].weight.isfinite().all()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), abs(clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return early, masters
+
+
 def failed_update(rank: int, world: int, options: dict[str, Any]) -> str:
     """What each rank is told in the forward after a step whose update failed on the second one."""
     options = {"chunk_numel": 16384, "rank_timeout_s": 10.0, "overlap_updates": "forward"} | options

@@ -17,7 +17,7 @@ from offload.memory.tiers import Tier
 WIDTH = 64
 STEPS = 4
 
-OVERLAPS = ["none", "forward", "backward", "both"]
+OVERLAPS = ["auto", "none", "forward", "backward", "both"]
 PLACES: dict[str, dict[str, Any]] = {
     "ram": {"placement_policy": "cpu"},
     # PARAM and GRAD in RAM, optimizer states on NVMe.
@@ -145,7 +145,7 @@ class Begun:
 
     @property
     def now(self) -> int:
-        return sum(len(group.updates.locked) for group in self._groups)
+        return sum(len(group.updates.speculative) for group in self._groups)
 
 
 def under_way(optimizer: hetero.HybridAdam) -> int:
