@@ -138,7 +138,7 @@ class Config:
     chunk_numel: int | None = None
     io_engine: Literal["auto", "io_uring", "threads"] = "auto"
     prefetch: bool = True
-    overlap_updates: OverlapUpdates | str = OverlapUpdates.NONE
+    overlap_updates: OverlapUpdates | str = OverlapUpdates.AUTO
     zero_stage: int = 3
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None

@@ -141,7 +141,7 @@ class TrainOptions:
         " and the next forward waits for each module's parameters); backward (a chunk is updated as"
         " soon as its gradients are complete); both. More overlap hides more of the disk; backward"
         " and both need --clip 0 and one rank",
-        OverlapUpdates.NONE.value,
+        OverlapUpdates.AUTO.value,
         choices=OVERLAPS,
     )
     chunk_numel: int | None = _option(

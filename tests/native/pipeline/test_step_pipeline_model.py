@@ -46,6 +46,7 @@ class PipelineMachine(RuleBasedStateMachine):
         self.model = _native.StepPipeline(None, 0, None, 0, self.tiles.kind, TILE, False, False)
         self.step = 0
         self.doomed = self.failed = False
+        self.guessed: dict[int, list[_native.Hyper]] = {}  # by key: of speculative updates
 
     def call(self, method: Callable[..., None], *arguments: object) -> bool:
         """Whether it returned; it may fail only when doomed, and must when one has failed."""
@@ -61,11 +62,39 @@ class PipelineMachine(RuleBasedStateMachine):
     @rule(order=st.lists(KEYS, min_size=1, max_size=12), priority=st.lists(st.integers(0, 3)))
     def submit(self, order: list[int], priority: list[int]) -> None:
         """(Tasks of one tile stay in their order, whatever their priorities.)"""
+        order = [key for key in order if key not in self.guessed]
         self.step += 1
         now = hypers(self.step)
         if self.call(self.filed.pipeline.submit, self.filed.tasks(order, priority), now):
-            self.model.submit(self.tiles.tasks_in_ram(order), now)
-            self.model.wait_updated()
+            self.make(order, now)
+
+    def make(self, order: list[int], now: list[_native.Hyper]) -> None:
+        self.model.submit(self.tiles.tasks_in_ram(order), now)
+        self.model.wait_updated()
+
+    @rule(keys=st.lists(KEYS, min_size=1, unique=True))
+    def speculate(self, keys: list[int]) -> None:
+        keys = [key for key in keys if key not in self.guessed]
+        self.step += 1
+        now = hypers(self.step)
+        if self.call(self.filed.pipeline.submit, self.filed.speculative(keys), now):
+            self.guessed |= dict.fromkeys(keys, now)
+
+    @precondition(lambda self: self.guessed)
+    @rule(data=st.data(), how=st.sampled_from(["confirm", "make again", "revoke"]))
+    def decide(self, data: st.DataObject, how: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.guessed)))
+        guessed = self.guessed.pop(key)
+        if how == "confirm":
+            self.filed.confirm(key)
+            self.make([key], guessed)
+        elif how == "revoke":
+            self.call(self.filed.revoke, key)
+        else:
+            self.step += 1
+            now = hypers(self.step)
+            if self.call(self.filed.pipeline.submit, [self.filed.once_more(key)], now):
+                self.make([key], now)
 
     @rule(
         order=st.lists(KEYS, max_size=COUNT),
@@ -78,8 +107,8 @@ class PipelineMachine(RuleBasedStateMachine):
     @rule()
     def wait_updated(self) -> None:
         if self.call(self.filed.pipeline.wait_updated) and not self.filed.param_in_file:
-            for mine, wanted in zip(self.filed.params, self.tiles.params, strict=True):
-                assert mine.tobytes() == wanted.tobytes()
+            for key, mine in enumerate(self.filed.params):
+                assert key in self.guessed or mine.tobytes() == self.tiles.params[key].tobytes()
 
     @rule(key=KEYS)
     def wait_written(self, key: int) -> None:
@@ -95,7 +124,7 @@ class PipelineMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def rewrite(self, key: int) -> None:
         """forget() is for who writes the file behind the pipeline's back."""
-        if self.call(self.filed.pipeline.forget, key):
+        if key not in self.guessed and self.call(self.filed.pipeline.forget, key):
             self.check_optim_state(key)
             optim_state = self.tiles.optim_states[key]
             optim_state[:] = self.tiles.optim_states[(key + 1) % COUNT]
@@ -103,7 +132,7 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @rule()
     def flush_all(self) -> None:
-        if self.call(self.filed.pipeline.flush):
+        if self.call(self.filed.pipeline.flush) and not self.guessed:
             assert self.filed.bytes() == self.tiles.bytes()
 
     @rule(op=st.sampled_from(["read", "write"]), nth=st.integers(0, 20))

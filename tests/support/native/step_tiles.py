@@ -1,6 +1,7 @@
 """Tiles of the optimizer's state in RAM and in a file, for tests of the step pipeline."""
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import time
@@ -128,7 +129,15 @@ class Filed:
     ) -> None:
         self.tiles = tiles
         self.param_in_file, self.grad_in_file = param_in_file, grad_in_file
-        self.params = [param.copy() for param in tiles.params]
+        # In an arena, because the engine transfers nothing else.
+        param_bytes = tiles.params[0].nbytes
+        self.param_arena = _native.Arena(tiles.count * param_bytes)
+        self.params = []
+        for key, param in enumerate(tiles.params):
+            address = self.param_arena.address + key * param_bytes
+            memory = (ctypes.c_char * param_bytes).from_address(address)
+            self.params.append(np.frombuffer(memory, param.dtype))
+            self.params[key][:] = param
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
         self.optim_state_at, self.param_at, self.grad_at = [], [], []
         end = 0
@@ -140,6 +149,10 @@ class Filed:
             for state_kind in state_kinds:
                 offsets.append(end)
                 end += os.pwrite(self.fd, state_kind.tobytes(), end)
+        self.spare_optim_state_at = [
+            end + at - self.optim_state_at[0] for at in self.optim_state_at
+        ]
+        self.spare_param_at = [end + at for at in self.param_at]
         shape = (tiles.kind, TILE, param_in_file, grad_in_file)
         self.engine = _native.IoEngine(kind, queue_depth=4, block_bytes=8192)
         self.file = self.engine.add_file(self.fd, str(path))
@@ -165,6 +178,45 @@ class Filed:
             )
             for place, key in enumerate(order)
         ]
+
+    def speculative(self, order: Sequence[int]) -> list[_native.StepTask]:
+        """Tasks that leave what they read as it is."""
+        return [self._with_offsets(key, self.spare_optim_state_at[key]) for key in order]
+
+    def once_more(self, key: int) -> _native.StepTask:
+        """The task of a key whose speculative update is not wanted."""
+        return self._with_offsets(key, -1)
+
+    def _with_offsets(self, key: int, optim_state_to: int) -> _native.StepTask:
+        param, param_at = ram(self.params[key]), self.spare_param_at[key]
+        param_to, saved_param = -1, param_at
+        if self.param_in_file:
+            param = _native.Location(file_offset=self.param_at[key])
+            param_to, saved_param = (-1 if optim_state_to < 0 else param_at), -1
+        grad = ram(self.tiles.grads[key])
+        if self.grad_in_file:
+            grad = _native.Location(file_offset=self.grad_at[key])
+        optim_state = _native.Location(file_offset=self.optim_state_at[key])
+        to = (optim_state_to, param_to, saved_param)
+        return _native.StepTask(key, param, grad, optim_state, SEGMENTS, 0, *to)
+
+    def confirm(self, key: int) -> None:
+        """The key's speculative update stays."""
+        for used, spare in (
+            (self.optim_state_at, self.spare_optim_state_at),
+            (self.param_at, self.spare_param_at),
+        ):
+            if used is self.optim_state_at or self.param_in_file:
+                used[key], spare[key] = spare[key], used[key]
+
+    def revoke(self, key: int) -> None:
+        """The key's speculative update never was."""
+        if self.pipeline.take_back(key, 1):
+            return
+        self.pipeline.forget(key)
+        if not self.param_in_file:
+            old = self.in_file(self.params[key], self.spare_param_at[key])
+            self.params[key][:] = np.frombuffer(old, self.params[key].dtype)
 
     def in_file(self, array: np.ndarray, offset: int) -> bytes:
         return os.pread(self.fd, array.nbytes, offset)

@@ -1,0 +1,344 @@
+"""Between an update during backward and step() a loop sees what it sees without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from offload.errors import NonFiniteError
+from tests.support.training.overlap_net import (
+    STEPS,
+    WIDTH,
+    Begun,
+    Net,
+    build,
+    loss_of,
+    result,
+    same,
+)
+
+Loop = tuple[nn.Module, Any]
+Seen = list[torch.Tensor]
+PLACES = ["optim_states", "disk", "emulated"]
+
+
+def _forward(loop: Loop) -> Seen:
+    return [loss_of(loop[0], 50).detach()]
+
+
+def _module(loop: Loop) -> Seen:
+    return [loop[0].blocks[1].up(torch.ones(1, WIDTH, dtype=torch.bfloat16)).detach()]
+
+
+def _gathered(loop: Loop) -> Seen:
+    with hetero.gathered(loop[0].inner.weight):
+        return [loop[0].inner.weight.detach().clone()]
+
+
+def _sums(loop: Loop) -> Seen:
+    return [p.detach().float().sum() for p in loop[0].parameters()]
+
+
+def _state_dicts(loop: Loop) -> Seen:
+    model, optimizer = loop
+    states = [t for s in optimizer.state_dict()["state"].values() for t in s.values()]
+    return [*model.state_dict().values(), *hetero.masters(model.parameters()), *states]
+
+
+def _load(loop: Loop) -> Seen:
+    loop[1].load_state_dict(loop[1].state_dict())
+    return []
+
+
+def _clear(loop: Loop) -> Seen:
+    loop[1].zero_grad()
+    loss_of(loop[0], 51).backward()
+    return []
+
+
+def _clear_one(loop: Loop) -> Seen:
+    loop[0].blocks[2].down.weight.grad = None
+    return []
+
+
+def _assign_one(loop: Loop) -> Seen:
+    weight = loop[0].blocks[2].down.weight
+    weight.grad = torch.ones_like(weight)
+    return []
+
+
+def _another_backward(loop: Loop) -> Seen:
+    loss_of(loop[0], 52).backward()
+    return []
+
+
+def _lr(loop: Loop) -> Seen:
+    loop[1].param_groups[0]["lr"] *= 0.5
+    return []
+
+
+def _norms(loop: Loop) -> Seen:
+    model, optimizer = loop
+    norm = torch.tensor(optimizer.engine.grad_norm(model.parameters()))
+    return [norm, *(g for g in hetero.grads(model.parameters()) if g is not None)]
+
+
+def _clip(loop: Loop) -> Seen:
+    return [nn.utils.clip_grad_norm_(loop[0].parameters(), 1e-2)]
+
+
+def _clip_values(loop: Loop) -> Seen:
+    nn.utils.clip_grad_value_(loop[0].parameters(), 1e-3)
+    return []
+
+
+def _scale_some(loop: Loop) -> Seen:
+    loop[0].blocks[3].up.weight.grad.mul_(0.5)
+    return []
+
+
+def _write(loop: Loop) -> Seen:
+    with torch.no_grad():
+        loop[0].blocks[3].up.weight.mul_(0.5)
+    return []
+
+
+def _add_group(loop: Loop) -> Seen:
+    model, optimizer = loop
+    model.blocks.append(nn.Linear(WIDTH, WIDTH))
+    optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+    return []
+
+
+def _clear_by_hand(loop: Loop) -> Seen:
+    for p in loop[0].parameters():
+        p.grad = None
+    return []
+
+
+ACTIONS = {
+    action.__name__[1:]: action
+    for action in (
+        _forward,
+        _module,
+        _gathered,
+        _sums,
+        _state_dicts,
+        _load,
+        _clear,
+        _clear_one,
+        _assign_one,
+        _another_backward,
+        _lr,
+        _norms,
+        _clip,
+        _clip_values,
+        _scale_some,
+        _write,
+        _add_group,
+        _clear_by_hand,
+    )
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_loop_does_between(tmp_path: Path, place: str, action: str) -> None:
+    """It sees the same values, and training goes on with the same bits."""
+    if action == "add_group" and place != "optim_states":
+        pytest.skip("no room for more parameters")
+    options = {"reserve_memory": "256KiB"} if action == "add_group" else {}
+    results = []
+    for overlap in ("none", "both"):
+        loop = build(Net, tmp_path, place, overlap, **options)
+        begun, seen = Begun(loop[1]), []
+        for step in range(STEPS):
+            loss = loss_of(loop[0], step)
+            loss.backward()
+            if step == 2:
+                assert (begun.now > 0) == (overlap == "both")
+                seen += ACTIONS[action](loop)
+            loop[1].step()
+            loop[1].zero_grad()
+            seen.append(loss.detach())
+        results.append([*seen, *result(*loop)])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_budget_that_changes_between(tmp_path: Path, place: str) -> None:
+    results = []
+    for overlap in ("none", "both"):
+        model, optimizer = build(Net, tmp_path, place, overlap)
+        budget = optimizer.engine.ledger.budget_bytes["host"]
+        assert budget is not None
+        for step in range(STEPS + 2):
+            loss_of(model, step).backward()
+            if step in (2, 4):
+                optimizer.engine.set_budget(host_memory=2 * budget if step == 2 else budget)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("overlap", ["auto", "both", "backward"])
+@pytest.mark.parametrize("place", PLACES)
+def test_shares_of_clipped_steps(tmp_path: Path, place: str, overlap: str) -> None:
+    """None, some and all are clipped; "auto" stops to guess when it has been wrong too often."""
+    clips = [1e6] * 4 + [1e6, 1e-2] * 4 + [1e-2] * 8 + [1e6] * 8
+    results, counts = [], []
+    for setting in ("none", overlap):
+        model, optimizer = build(Net, tmp_path, place, setting)
+        begun = Begun(optimizer)
+        for step, clip in enumerate(clips):
+            loss_of(model, step).backward()
+            if setting != "none":
+                counts.append(begun.now)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+    assert counts[0] == 0
+    assert all(counts[1:8])
+    if overlap == "auto":
+        assert counts[17:21] == [0] * 4
+        assert all(counts[25:])
+    else:
+        assert all(counts[1:])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_grad_scaler(tmp_path: Path, place: str) -> None:
+    """Its scale is guessed; steps that overflow are left out, and the scale changes then."""
+    results = []
+    for overlap in ("none", "auto"):
+        model, optimizer = build(
+            Net, tmp_path, place, overlap, dtype="fp16", initial_loss_scale=None
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+        begun, early = Begun(optimizer), []
+        for step in range(12):
+            loss = loss_of(model, step) * (float("inf") if step == 7 else 1.0)
+            scaler.scale(loss).backward()
+            early.append(begun.now)
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert early[0] == 0
+        assert any(early) == (overlap == "auto")
+        results.append([torch.tensor(scaler.get_scale()), *result(model, optimizer)])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("overlap", ["auto", "both", "backward"])
+@pytest.mark.parametrize("place", ["ram", *PLACES])
+def test_the_loss_scale_of_fp16(tmp_path: Path, place: str, overlap: str) -> None:
+    results = []
+    for setting in ("none", overlap):
+        model, optimizer = build(
+            Net, tmp_path, place, setting, dtype="fp16", initial_loss_scale=2.0**20
+        )
+        for step in range(10):
+            optimizer.backward(loss_of(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        scale = optimizer.engine.loss_scale
+        assert scale.skipped_steps > 0
+        results.append([torch.tensor(scale.value), *result(model, optimizer)])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_with_a_norm_that_is_nan(tmp_path: Path, place: str) -> None:
+    results = []
+    for overlap in ("none", "both"):
+        model, optimizer = build(Net, tmp_path, place, overlap)
+        for step in range(STEPS):
+            loss = loss_of(model, step) * (float("nan") if step == 2 else 1.0)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step == 2:
+                with pytest.raises(NonFiniteError, match="zero_grad"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    assert same(*results)
+
+
+def test_a_closure(tmp_path: Path) -> None:
+    results = []
+    for overlap in ("none", "auto"):
+        model, optimizer = build(Net, tmp_path, "disk", overlap)
+        losses = []
+        for step in range(STEPS):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, step: int = step) -> float:
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss.item()
+
+            losses.append(optimizer.step(closure))
+        results.append([torch.tensor(losses), *result(model, optimizer)])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("take", [lambda p: p.detach(), lambda p: p.data, lambda p: p.view(-1)])
+def test_a_view_of_a_home_keeps_its_chunk_from_being_updated_early(
+    tmp_path: Path, take: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """What was taken before backward shows the old values until step(), as without overlap."""
+    model, optimizer = build(Net, tmp_path, "optim_states", "both", host_memory="1200KiB")
+    before, after = Begun(optimizer), None
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        with torch.no_grad():
+            views = [take(p) for p in model.parameters()] if step == 2 else []
+        copies = [view.clone() for view in views]
+        loss.backward()
+        if step == 2:
+            assert before.now == 0
+            assert same(copies, [view.clone() for view in views])
+        elif step:
+            assert before.now > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            after = [p.detach().clone() for p in model.parameters()]
+            assert not same(copies, after)
+    assert after is not None
+    optimizer.engine.close()
+
+
+def test_without_room_on_nvme_updates_wait_for_step(tmp_path: Path) -> None:
+    """Some chunks have a second place for their optimizer state, and a note says so of others."""
+    model, optimizer = build(Net, tmp_path, "disk", "both")
+    used = optimizer.engine.ledger.in_use_bytes["disk"]
+    optimizer.engine.close()
+    results = []
+    for overlap in ("none", "both"):
+        model, optimizer = build(Net, tmp_path, "disk", overlap, nvme_capacity=used + used // 3)
+        begun, early = Begun(optimizer), []
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            early.append(begun.now)
+            optimizer.step()
+            optimizer.zero_grad()
+        if overlap == "both":
+            assert all(0 < count < begun.chunks for count in early[1:])
+            assert [n for n in optimizer.engine.notes if "no room" in n]
+            assert optimizer.engine.ledger.in_use_bytes["disk"] <= used + used // 3
+        results.append(result(model, optimizer))
+    assert same(*results)
