@@ -119,7 +119,7 @@ class _ChunkGroupBuilder:
         updater = None if device is None else device.updater
         overlap = self.shared.config.overlap
         spare = SpareExtents(self._layout, self._dtypes, homes, file)
-        updates = ChunkUpdates(self._layout, homes[StateKind.PARAM], arenas, spare, overlap)
+        updates = ChunkUpdates(self._layout, homes, arenas, spare, overlap)
         optim_states = OptimizerState(
             self._layout.tile_numel,
             self._dtypes,

@@ -263,7 +263,7 @@ class Engine:
         check_left_out(managed, self.optimizer_of)
         self.params.take_in_written(given)
         for m in given:
-            check_updatable(m, self.config.overlap)
+            check_updatable(m)
         groups = [(options, self.grad_intake.of(members)) for options, members in listed]
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
@@ -312,8 +312,7 @@ class Engine:
         if self._closed:
             return
         self.check_usable()
-        if not self.schedule.overlap.in_forward:
-            self.schedule.wait_all()  # of a step() that an error ended
+        self.schedule.finish_awaited()  # of a step() that an error ended
         if torch.is_grad_enabled():
             self.backend.check_not_capturing()  # hooks take gradients; a replay does not run them
             # By all ranks together, so not in evaluation, which may be one rank's alone.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from hetero.chunk_groups.update_tasks import Groups, LrScaleOf
-from hetero.overlap import OverlapUpdates
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.options import numbers_of
 from hetero.state.managed_param import ManagedParam
@@ -31,11 +30,9 @@ def check_left_out(
             )
 
 
-def check_updatable(managed: ManagedParam, overlap: OverlapUpdates) -> None:
+def check_updatable(managed: ManagedParam) -> None:
     """Raises HeteroError if an update of the parameter, or a change of it, would be lost."""
-    # (If step() does not wait, a parameter in use would lose its value there.)
-    free = managed.uses == 0 or not overlap.in_forward
-    if not (free and managed.is_in_place):
+    if not managed.is_in_place:
         raise HeteroError(
             f"{managed.name} was moved or converted after hetero.initialize() (model.to(), "
             f".half(), an assignment to .data), or step() runs inside hetero.gathered(); its "

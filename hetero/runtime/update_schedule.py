@@ -205,8 +205,7 @@ class UpdateSchedule:
             chunk_group.updates.end_step()
             if chunk_group.ranks is not None:
                 chunk_group.ranks.grad_reducer.new_means.clear()
-        if not self.overlap.in_forward:
-            self.wait_all()
+        self.finish_awaited()
 
     def _note_factor(self, members: Iterable[ManagedParam]) -> None:
         """What the next steps' guesses learn from this one."""
@@ -262,17 +261,29 @@ class UpdateSchedule:
 
     # Waiting
 
+    def finish_awaited(self) -> None:
+        """Waits for the updates that do not go on after step()."""
+        for chunk_group in self._params.chunk_groups:
+            under_way = chunk_group.updates.under_way
+            awaited = [chunk for chunk in under_way if chunk_group.params.is_awaited(chunk)]
+            if awaited:
+                self._finish(chunk_group, awaited, all_of_them=awaited == under_way)
+
     def wait_all(self) -> None:
         """Until all parameters have their new values, but for speculative ones. Raises what an
         update met."""
         for chunk_group in self._params.chunk_groups:
             under_way = chunk_group.updates.under_way
             if under_way:
-                # (One call of native code, which Ctrl-C does not end: parameters that step() leaves
-                # attached are complete then.)
-                chunk_group.updates.pipeline.wait_updated()
-                chunk_group.params.finish_updates(under_way)
-                chunk_group.grads.release_used()
+                self._finish(chunk_group, under_way, all_of_them=True)
+
+    def _finish(self, chunk_group: ChunkGroup, chunks: list[Chunk], all_of_them: bool) -> None:
+        if all_of_them:
+            # (One call of native code, which Ctrl-C does not end: parameters that step() leaves
+            # attached are complete then.)
+            chunk_group.updates.pipeline.wait_updated()
+        chunk_group.params.finish_updates(chunks)
+        chunk_group.grads.release_used()
 
 
 def is_free(managed: ManagedParam) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +21,7 @@ from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.memory.spare_extents import SpareExtents, TileOffsets
 from offload._native import Hyper, Location, StepPipeline
+from offload.memory.tiers import StateKind
 
 _NOT_USED_YET = 1 << 30  # comes after all chunks that forward has used
 
@@ -58,15 +59,16 @@ class ChunkUpdates:
     def __init__(
         self,
         layout: Layout,
-        homes: Homes,
+        homes: Mapping[StateKind, Homes],
         arenas: SlotArenas,
         spare: SpareExtents,
         overlap: OverlapUpdates,
     ) -> None:
-        """`homes` are of PARAM, in memory; the pipeline of `arenas` makes the updates."""
+        """The pipeline of `arenas` makes the updates."""
         self.overlap = overlap
         self._layout = layout
-        self._homes = homes
+        self._homes = homes[StateKind.PARAM]
+        self._optim_states = homes[StateKind.OPTIM_STATE]
         self._arenas = arenas
         self._spare = spare
         # By chunk id, the pipeline's name of its first tile.
@@ -223,6 +225,16 @@ class ChunkUpdates:
 
     # Waiting
 
+    def goes_on(self, chunk: Chunk) -> bool:
+        """Whether step() returns while the chunk's update goes on.
+
+        By default not where both parameters and optimizer state are in memory that compute uses:
+        there an update is as fast as memory, and would only share it with forward.
+        """
+        if self.overlap is OverlapUpdates.AUTO:
+            return not (self._homes.is_resident(chunk) and chunk in self._optim_states)
+        return self.overlap.in_forward
+
     def wait_updated(self, chunk: Chunk) -> None:
         """From SUBMITTED to DONE: until the update is made. Raises what it met."""
         if self.state(chunk) is UpdateState.SUBMITTED:
@@ -265,9 +277,9 @@ class ChunkUpdates:
         """When something will wait for the update: the smallest number is to be made first.
 
         `backward_waits`: for the slots that the chunk's gradient holds, during backward, before any
-        forward. Without overlap with forward all numbers are the same.
+        forward. Those for which step() waits have all the same number.
         """
-        if not self.overlap.in_forward or (self.overlap.in_backward and backward_waits):
+        if not self.goes_on(chunk) or (self.overlap.in_backward and backward_waits):
             return 0
         return 1 + self._first_use.get(chunk.id, _NOT_USED_YET + chunk.id)
 

@@ -119,6 +119,7 @@ class Params:
         self._updates = updates
         # In state UPDATING, by chunk id, but for those of speculative updates.
         self._updating: dict[int, Sequence[ManagedParam]] = {}
+        self._awaited: set[int] = set()  # ids of chunks whose updates step() waits for
 
     @property
     def gathers(self) -> bool:
@@ -133,6 +134,11 @@ class Params:
     def is_resident(self, chunk: Chunk) -> bool:
         """Whether the whole chunk's home is where compute happens, which uses it in place."""
         return self._homes.is_resident(chunk)
+
+    def may_be_absent(self, chunk: Chunk) -> bool:
+        """Whether its parameters are not always where compute uses them: they are gathered, or
+        may be under way in an update."""
+        return not self.is_resident(chunk) or self._updates.goes_on(chunk)
 
     def home(self, chunk: Chunk) -> torch.Tensor | None:
         """A resident chunk's home, flat, whether its values are there or not; None for others."""
@@ -249,18 +255,29 @@ class Params:
         """An update of `members`, parameters of the chunk, is about to be submitted.
 
         No copy of old values is left. The parameters are UPDATING until finish_updates(), unless
-        step() waits for the update before anything can use them.
+        they are in use, or step() waits for such updates before anything can use them.
         """
         self.versions.change(chunk)
         self.discard_copies(chunk)
         self._updates.submit(chunk)
-        if self._updates.overlap.in_forward:
-            self._updating[chunk.id] = members
-            for m in members:
-                m.begin_update()
-        else:
+        if not self._updates.goes_on(chunk) or any(m.uses for m in members):
+            self._awaited.add(chunk.id)
             for m in members:
                 m.note_update()
+            return
+        self._updating[chunk.id] = members
+        for m in members:
+            m.begin_update()
+        if not self._detach_home(chunk):
+            self._awaited.add(chunk.id)
+
+    def _detach_home(self, chunk: Chunk) -> bool:
+        """Whether no tensor views the chunk's home, whose parameters are UPDATING."""
+        return not self.is_resident(chunk) or self._homes.release_view(chunk, collect=False)
+
+    def is_awaited(self, chunk: Chunk) -> bool:
+        """Whether step() waits for the chunk's update: something has its memory in hands."""
+        return chunk.id in self._awaited
 
     def begin_speculation(self, chunk: Chunk, speculation: Speculation) -> bool:
         """A speculative update is about to be submitted: its parameters are UPDATING.
@@ -268,16 +285,13 @@ class Params:
         Returns False, with nothing changed, if another tensor views the chunk's home: whoever reads
         that would see values that step() may not confirm.
         """
-        home = self.home(chunk)
         for m in speculation.members:
             m.begin_update(revocable=True)
-        if home is not None:
-            del home
-            if not self._homes.release_view(chunk, collect=False):
-                home = self.home(chunk)
-                for m in speculation.members:
-                    m.revoke_update(home)
-                return False
+        if not self._detach_home(chunk):
+            home = self.home(chunk)
+            for m in speculation.members:
+                m.revoke_update(home)
+            return False
         self.discard_copies(chunk)
         self._updates.speculate(chunk, speculation)
         return True
@@ -315,6 +329,7 @@ class Params:
         for m in self._updating.get(chunk.id, []):
             m.end_update(home)
         self._updating.pop(chunk.id, None)
+        self._awaited.discard(chunk.id)
 
     def _wait_usable(self, chunk: Chunk) -> None:
         """Until the chunk's parameters have their values. Raises as flat()."""

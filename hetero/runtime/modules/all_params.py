@@ -73,7 +73,8 @@ class AllParams:
         """
         with ExitStack() as acquired:
             for managed in members:
-                _refuse_recordings(managed)
+                if not self.is_resident(managed.chunk):
+                    _refuse_recordings(managed)
                 self.group(managed.chunk).params.acquire(managed)
                 acquired.callback(self._release, managed)
             yield

@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from hetero.chunk_groups.build import Shared
-from hetero.overlap import OverlapUpdates
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_frame
 from hetero.runtime.modules.model_hook import ModelHook
@@ -71,8 +70,6 @@ class ModuleHooks(ModelHooks):
         self._uses = uses
         self._saved_tensors = uses.saved_tensors
         self._before_forward = before_forward
-        # Resident parameters too have no values until an update that goes on meanwhile is made.
-        self._acquires_resident = shared.config.overlap is not OverlapUpdates.NONE
         # What each hooked module needs; its hooks have the same list objects.
         self._needed: weakref.WeakKeyDictionary[torch.nn.Module, list[ManagedParam]]
         self._needed = weakref.WeakKeyDictionary()
@@ -86,9 +83,7 @@ class ModuleHooks(ModelHooks):
         for module in model.modules():
             params = (p for p in module._parameters.values() if p is not None)
             own = [m for p in params if (m := self._params.known(p)) is not None]
-            needed = [
-                m for m in own if self._acquires_resident or not self._params.is_resident(m.chunk)
-            ]
+            needed = [m for m in own if self._params.group(m.chunk).params.may_be_absent(m.chunk)]
             if module in self._needed:
                 self._needed[module][:] = needed
             elif needed or module is model:
