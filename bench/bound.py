@@ -1,7 +1,8 @@
 """A training step beside the time that its slowest resource needs at least.
 
 usage: python -m bench.bound [options of `hetero train`] [--models gpt2-medium,gpt2-1.3b]
-                             [--settings nvme,emulated] [--picture FILE] [--json]
+                             [--settings nvme,emulated] [--clipped 0,10,50,100]
+                             [--picture FILE] [--json]
 
 The bound of a step is the largest of four times, all measured in the same rounds as the step:
 
@@ -16,6 +17,9 @@ The bound of a step is the largest of four times, all measured in the same round
            (bench/work/lower_bound.py has the formula), at the rate of a kernel that does next to
            nothing else
 
+What is updated during backward is updated once more if the step turns out to be clipped, so the
+share of steps that are matters: --clipped gives each of its shares, whatever the gradients' norms.
+
 A round measures some steps in a row, after one that is not counted, so that each begins as in a
 long training: while the step before is still being written. Ratios are taken within a round and
 their median given. --picture draws two more steps.
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -96,6 +101,13 @@ class Case:
 
     name: str
     options: TrainOptions
+    clipped: float  # share of the steps
+
+    @property
+    def steps(self) -> int:
+        """Of a sample: as many as --steps, or so many more that the share comes out."""
+        rarer = min(self.clipped, 1 - self.clipped)
+        return max(self.options.steps, round(1 / rarer) if rarer else 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
         help="nvme: policy nvme, computing in RAM; emulated: policy auto, on an emulated device"
         " behind a link; budgets that are not given are a third of 16 bytes a parameter of RAM, and"
         " an eighth of the device (default: %(default)s)",
+    )
+    group.add_argument(
+        "--clipped",
+        default="0,10,50,100",
+        metavar="LIST",
+        help="percentages of the steps that are clipped (default: %(default)s)",
     )
     group.add_argument(
         "--rounds",
@@ -214,7 +232,19 @@ def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
             if setting == "emulated":
                 device = options.device_memory or str(int(usual * DEVICE_SHARE))
                 options = replace(options, backend="emulated", device_memory=device)
-            yield Case(f"{model_label(options)} {setting}", options)
+            for percent in _percentages(arguments.clipped):
+                name = f"{model_label(options)} {setting}, {percent:g} % clipped"
+                yield Case(name, options, percent / 100)
+
+
+def _percentages(text: str) -> list[float]:
+    try:
+        found = [float(each) for each in names(text)]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= each <= 100 for each in found):
+        raise ValueError(f"--clipped must be percentages such as 0,50,100, got {text!r}")
+    return found
 
 
 def _case(
@@ -247,7 +277,7 @@ def _measure(
     case: Case, job: Job, disk: HeteroTransfers, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     dtypes: Dtypes = job.engine.chunk_groups[0].dtypes
-    steps = JobSteps(job)
+    steps = JobSteps(job, case.clipped)
     whole = arguments.compute == "whole"
     if arguments.compute == "auto":
         # The engine has not touched most of its budgets yet.
@@ -261,7 +291,7 @@ def _measure(
         return disk.sample_share(steps.read_share)
 
     contenders: dict[str, Callable[[], Sample]] = {
-        "hetero": partial(steps.sample, arguments.steps),
+        "hetero": partial(steps.sample, case.steps),
         "compute": partial(alone.sample, arguments.steps),
         "NVMe": disk_sample,
         "DRAM": memory.sample,
@@ -269,6 +299,7 @@ def _measure(
     if case.options.backend == "emulated":
         contenders["link"] = LinkBandwidth(case.options.link_gbps or 0).sample
     try:
+        steps.warm_up()
         rounds = run_rounds(contenders, arguments.rounds)
     finally:
         alone.close()
@@ -289,13 +320,14 @@ def _measure(
 
 def _picture_path(given: str, name: str | None) -> Path:
     path = Path(given)
-    return path if name is None else path.with_stem(f"{path.stem}-{name.replace(' ', '-')}")
+    words = [] if name is None else re.findall(r"[\w.-]+", name)
+    return path.with_stem("-".join([path.stem, *words]))
 
 
 def _draw(job: Job, case: Case, picture: Path) -> dict[str, Any]:
     """Draws PICTURED_STEPS steps, and says how much of them overlapped."""
-    steps = JobSteps(job)
-    steps.one()
+    steps = JobSteps(job, case.clipped)
+    steps.warm_up()
 
     def pictured() -> None:
         for _ in range(PICTURED_STEPS):

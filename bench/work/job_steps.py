@@ -13,22 +13,39 @@ from hetero.cli.job.step import one_step
 from offload.timeline import Timeline
 
 QUIET_S = 0.2
+# Norms that no gradient reaches, and that every one exceeds.
+NEVER_CLIPS, ALWAYS_CLIPS = 1e30, 1e-30
+# Until updates during backward have followed a change of the share (hetero's FactorPrediction).
+WARM_UP_STEPS = 8
 
 
 class JobSteps:
     """The training steps of a job, in samples of several in a row."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, clipped: float | None = None) -> None:
+        """`clipped`: the share of steps whose gradients are clipped, evenly spread, whatever their
+        norms; None: those that the job's option clips."""
         self._job = job
+        self._clipped = clipped
         self._begin_s = time.perf_counter()
         self._made = 0
         # Of the disk's bytes of the last sample.
         self.read_share = 0.5
 
+    def warm_up(self) -> None:
+        """Makes steps until those that follow are like those of a long training."""
+        for _ in range(WARM_UP_STEPS):
+            self.one()
+
     def one(self) -> StepMetrics:
         """Makes a step."""
         self._made += 1
-        return one_step(self._job, self._made, self._begin_s)
+        job = self._job
+        if self._clipped is not None:
+            clips = int(self._made * self._clipped) > int((self._made - 1) * self._clipped)
+            norm = ALWAYS_CLIPS if clips else NEVER_CLIPS
+            job = replace(job, options=replace(job.options, clip=norm))
+        return one_step(job, self._made, self._begin_s)
 
     def sample(self, steps: int) -> dict[str, float]:
         """Means of `steps` steps after one that is not counted; then all is written."""

@@ -13,7 +13,8 @@ uses says when one waits for another. What the timeline knows:
   optimizer states, and reads of parameters. What is on DEVICE is updated there meanwhile.
 - overlap_updates says whether update and backward overlap, or update and forward; with both
   all three. The order is the same in every step, so all buffers but STREAMING_BUFFERS save reads
-  and writes.
+  and writes. What backward updates, it writes with the old parameters, if these are in RAM; all
+  such guesses are right.
 - That compute and updates on the CPU are slower while the disk is busy is left out: it changed
   predictions by 2 % at most where it was measured.
 """
@@ -144,8 +145,8 @@ class CostModel:
         update, of_update = self._update(made)
         traffic.update(of_update)
         # Forward comes first, and backward last.
-        begin = 0 if self.problem.overlap.in_forward else len(phases) - 1
-        end = len(phases) if self.problem.overlap.in_backward else 1
+        begin = 0 if self._goes_on(made) else len(phases) - 1
+        end = len(phases) if self._is_early(made) else 1
         if phases and begin < end:
             others = [*phases[:begin], *phases[end:]]
             phases[begin:end] = [self._together(phases[begin:end], others, update, made)]
@@ -160,6 +161,17 @@ class CostModel:
             return set(self.slots)
         here = Tier.DEVICE if self.problem.profile.separate else Tier.HOST
         return {chunk for chunk in self.slots if made.param[chunk] is not here}
+
+    def _is_early(self, made: Placement) -> bool:
+        """Whether updates begin during backward: of what is on NVMe."""
+        return self.problem.overlap.in_backward and Tier.DISK in made.optim_state
+
+    def _goes_on(self, made: Placement) -> bool:
+        """Whether updates go on after step(): by default not if all is where compute uses it."""
+        overlap = self.problem.overlap
+        if overlap is OverlapUpdates.AUTO and not self.gathered(made):
+            return Tier.DISK in made.optim_state
+        return overlap.in_forward
 
     def _update(self, made: Placement) -> tuple[PhaseCost, dict[str, int]]:
         """The update, and the bytes that it moves."""
@@ -196,6 +208,13 @@ class CostModel:
             + grads * slot.grad
         )
         written = round(optim_states * slot.optim_state * missed) + params * slot.param
+        if self._is_early(made):
+            old_params = sum(
+                self.slots[c]
+                for c in self.trained
+                if made.optim_state[c] is Tier.DISK and made.param[c] is Tier.HOST
+            )
+            written += round(old_params * slot.param * missed)
         nvme_s = _nvme_seconds(profile, read, written)
         seconds = max(host_s, nvme_s)
         # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.

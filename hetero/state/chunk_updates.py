@@ -133,6 +133,10 @@ class ChunkUpdates:
 
     # Speculation
 
+    def is_speculative(self, chunk: Chunk) -> bool:
+        """Whether the chunk is in SPECULATIVE."""
+        return chunk.id in self._speculations
+
     @property
     def speculative(self) -> dict[int, Speculation]:
         """The speculative updates by chunk id, the first submitted first."""
@@ -158,7 +162,7 @@ class ChunkUpdates:
 
     def offsets(self, chunk: Chunk, tile: int) -> TileOffsets:
         """What the task of the tile's update says beside where its parts are."""
-        if chunk.id in self._speculations:
+        if self.is_speculative(chunk):
             return self._spare.targets(chunk, tile)
         return self._spare.sources(chunk, tile) if chunk.id in self._remade else TileOffsets()
 
@@ -260,7 +264,7 @@ class ChunkUpdates:
 
     def is_readable(self, chunk: Chunk) -> bool:
         """Whether its parameters can be read from their home now, without waiting."""
-        if chunk.id in self._speculations:
+        if self.is_speculative(chunk):
             return False
         if chunk in self._homes:
             return self.is_computed(chunk)

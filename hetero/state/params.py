@@ -341,7 +341,11 @@ class Params:
 
     def _is_being_updated(self, chunk_id: int) -> bool:
         """Whether the chunk cannot be read from its home without waiting."""
-        return not self._updates.is_readable(self._layout.chunks[chunk_id])
+        chunk = self._layout.chunks[chunk_id]
+        if self._gathering is not None and self._homes.whole:
+            # (Other ranks' parts come when the update is finished.)
+            return self._updates.is_under_way(chunk) or self._updates.is_speculative(chunk)
+        return not self._updates.is_readable(chunk)
 
     def _gather_whole(self, chunks: Iterable[Chunk]) -> None:
         """Where homes are whole (stages 1 and 2), the other ranks' new shards come in."""

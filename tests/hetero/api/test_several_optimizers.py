@@ -222,7 +222,3 @@ def test_what_is_refused() -> None:
         hetero.initialize(model, [])
     with pytest.raises(ValueError, match="not SGD"):
         hetero.initialize(model, [one, torch.optim.SGD(model.last.parameters())])
-    with pytest.raises(ValueError, match="is for one optimizer, and there are 2"):
-        hetero.initialize(
-            model, [one, hetero.HybridSGD(model.last.parameters())], overlap_updates="backward"
-        )

@@ -37,10 +37,10 @@ def test_elements_are_numbered_in_the_models_order(
         grad: Location,
         optim_state: Location,
         segments: list[tuple[int, int, int, int]],
-        due: int,
+        *others: int,
     ) -> object:
         made.append((key, segments))
-        return true_task(key, param, grad, optim_state, segments, due)
+        return true_task(key, param, grad, optim_state, segments, *others)
 
     made: list[tuple[int, list[tuple[int, int, int, int]]]] = []
     monkeypatch.setattr(steps, "StepTask", task)

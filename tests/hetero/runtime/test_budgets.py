@@ -40,7 +40,11 @@ def test_cpu_peak_is_all_payloads(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_nvme_peak_is_parameters_gradients_and_buffers(dtype: str, tmp_path: Path) -> None:
     model, optimizer = build(
-        placement_policy="nvme", dtype=dtype, nvme_path=str(tmp_path), initial_loss_scale=64.0
+        placement_policy="nvme",
+        dtype=dtype,
+        nvme_path=str(tmp_path),
+        initial_loss_scale=64.0,
+        overlap_updates="none",
     )
     engine = optimizer.engine
     param, grad, optim_state = STATE_KINDS[dtype]
@@ -58,7 +62,8 @@ def test_nvme_traffic_is_each_streamed_record_once_each_way(tmp_path: Path) -> N
     """Optimizer states beyond the buffers are read and written once a step, 10 bytes a
     parameter.
     """
-    model, optimizer = build(placement_policy="nvme", dtype="bf16", nvme_path=str(tmp_path))
+    options = {"dtype": "bf16", "nvme_path": str(tmp_path), "overlap_updates": "none"}
+    model, optimizer = build(placement_policy="nvme", **options)
     engine = optimizer.engine
     optim_state_bytes = engine.layout.slot_numel * 10
     slots, kept = engine.layout.slot_count, engine.placement.buffers

@@ -203,10 +203,19 @@ def test_a_change_while_the_update_goes_on_comes_after_it(
     assert same(*made)
 
 
-def test_step_inside_gathered_is_refused(tmp_path: Path) -> None:
+def test_step_inside_gathered(tmp_path: Path) -> None:
+    """What is in use in place has its new value after it; a copy would lose it."""
     model, optimizer = build(Net, tmp_path, "ram", "forward")
     one_step(model, optimizer, 0)
     with hetero.gathered(model.inner.weight):
+        before = model.inner.weight.detach().clone()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        assert not torch.equal(before, model.inner.weight)
+    optimizer.engine.close()
+    model, optimizer = build(Net, tmp_path, "disk", "forward")
+    one_step(model, optimizer, 0)
+    with hetero.gathered(model.blocks[2].up.weight):
         loss_of(model, 1).backward()
         with pytest.raises(HeteroError, match=r"step\(\) runs inside hetero.gathered"):
             optimizer.step()

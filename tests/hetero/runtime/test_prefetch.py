@@ -31,7 +31,7 @@ def counts(
     where: str, slots: int, request: pytest.FixtureRequest, path: Path, *skipped: int, **more: Any
 ) -> list[Counts]:
     """Of every rank."""
-    options = {"host_memory": HOST_MEMORY[where][slots], **more}
+    options = {"host_memory": HOST_MEMORY[where][slots], "overlap_updates": "none", **more}
     if where == "ranks":
         pool: RankPool = request.getfixturevalue("ranks2")
         found = pool.run(train, {"zero_stage": 3, **options}, skipped)

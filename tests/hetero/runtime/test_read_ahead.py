@@ -161,7 +161,10 @@ def test_updates_in_backward_keep_most_buffers(tmp_path: Path) -> None:
         one_step(model, optimizer, step)
         pipeline.wait_written()
         missed = (lacking + STREAMING_BUFFERS) * tile_bytes(optimizer)
-        assert pipeline.stats["written_bytes"] - before["written_bytes"] == missed
+        # (What has not begun when step() comes needs no old parameters.)
+        written = pipeline.stats["written_bytes"] - before["written_bytes"]
+        old_params = (lacking + STREAMING_BUFFERS) * optimizer.engine.layout.tile_numel * 2
+        assert missed <= written <= missed + old_params
         # What streamed through last may still be there.
         read = pipeline.stats["read_bytes"] - before["read_bytes"]
         assert missed - STREAMING_BUFFERS * tile_bytes(optimizer) <= read <= missed

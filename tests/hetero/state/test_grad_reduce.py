@@ -26,7 +26,6 @@ from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
-from hetero.state.memory.slot_arenas import SlotArenas
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import CpuBackend, EmulatedBackend
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -172,7 +171,9 @@ def make_rank(
         ledger,
         CpuBackend(),
     )
-    updates = ChunkUpdates(layout, homes, cast(SlotArenas, None), OverlapUpdates.NONE)
+    all_homes = dict.fromkeys(StateKind, homes)
+    nothing: Any = None
+    updates = ChunkUpdates(layout, all_homes, nothing, nothing, OverlapUpdates.NONE)
     members = [
         ManagedParam(torch.nn.Parameter(torch.zeros(s.param.numel)), c, s, torch.float32)
         for c in layout.chunks
