@@ -379,6 +379,27 @@ def mean(dtype: DtypeName, sources: Sequence[int], target: int, numel: int) -> N
     Summed in fp32 in the sources' order and rounded once, by the same bits for every number of
     threads and instruction set. Raises ValueError without a source."""
 
+def copy_and_sum(
+    source_dtype: DtypeName, source: int, dtype: DtypeName, target: int, numel: int
+) -> float:
+    """target = source, for arrays of `numel` elements, rounded to nearest even; among equal dtypes
+    the bits are kept. Returns the target's sum_of_squares(), of the same pass over memory.
+
+    While other threads use the worker pool, the calling thread does all of it."""
+
+def add_and_sum(
+    source_dtype: DtypeName, source: int, dtype: DtypeName, target: int, numel: int
+) -> float:
+    """target += source: added in fp32 and rounded once to `dtype`, as torch's add_() does. Returns
+    and runs like copy_and_sum()."""
+
+def mean_and_sums(
+    dtype: DtypeName, sources: Sequence[int], target: int, ranges: Sequence[tuple[int, int]]
+) -> list[float]:
+    """mean() of some elements: `ranges` are (first element, numel) and do not overlap; what is
+    outside of them stays as it is. Returns sum_of_squares() of each range of the target, of the
+    same pass over memory. Raises as mean()."""
+
 def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> None:
     """The memory yardstick: adds fp32[numel] `grad` to the other three arrays, in the blocks and on
     the threads of an update. Moves 28 bytes per element with next to no arithmetic."""
