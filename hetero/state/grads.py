@@ -224,7 +224,7 @@ class Grads:
         """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
         address = self._cache.address(chunk_id)
         for managed in self._members[chunk_id]:
-            if managed not in self._sums:
+            if managed.has_grad and managed not in self._sums:
                 self._sums.take(managed, *self._array(managed, address))
 
     def sum_of_squares(self, managed: ManagedParam) -> float:
@@ -236,8 +236,8 @@ class Grads:
         if managed not in self._sums:
             if chunk in self.homes:
                 address = self.homes.address(chunk, 0)
-            else:  # it has not left its slots, or the sum had been taken
-                assert self._cache.is_dirty(chunk.id)
+            else:  # mostly it is there: it does not leave before the sum has been taken
+                self._bring_in(chunk)
                 address = self._cache.address(chunk.id)
             self._sums.take(managed, *self._array(managed, address))
         return self._sums[managed]
@@ -293,9 +293,13 @@ class Grads:
         part, _ = managed.in_shard(self._layout)
         if chunk in self.homes:
             return self.homes.shard(chunk)[part]
+        self._bring_in(chunk)
+        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
+
+    def _bring_in(self, chunk: Chunk) -> None:
+        """Reads a DISK-homed chunk, unless its slots hold it."""
         self._make_room(chunk)
         self._cache.get(chunk.id)
-        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
 
     def flush(self) -> None:
         """What slots hold goes to the file, as far as there are gradients; slots are free then.
