@@ -29,10 +29,8 @@ def isa_available() -> list[str]:
 
 def isa() -> str: ...
 def set_isa(name: str) -> None:
-    """Forces one of isa_available(); HETERO_ISA in the environment does the same at import.
-
-    Raises ValueError for a name that is not available.
-    """
+    """Forces one of isa_available(), as HETERO_ISA in the environment does at import. Raises
+    ValueError for a name that is not available."""
 
 def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
@@ -202,9 +200,8 @@ class IoEngine:
         count: int = 1,
         throws: bool = False,
     ) -> None:
-        """For tests: the nth (from 0) block completion of `op` from now is replaced by -`error`,
-        or cut to `short_bytes`, or throws in the engine's own thread; `count` completions in a
-        row."""
+        """For tests: the nth (from 0) block completion of `op` from now, and `count` in a row, is
+        replaced by -`error`, or cut to `short_bytes`, or throws in the engine's own thread."""
     def close(self) -> None:
         """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
 
@@ -382,23 +379,18 @@ def mean(dtype: DtypeName, sources: Sequence[int], target: int, numel: int) -> N
 def copy_and_sum(
     source_dtype: DtypeName, source: int, dtype: DtypeName, target: int, numel: int
 ) -> float:
-    """target = source, for arrays of `numel` elements, rounded to nearest even; among equal dtypes
-    the bits are kept. Returns the target's sum_of_squares(), of the same pass over memory.
-
-    While other threads use the worker pool, the calling thread does all of it."""
+    """target = source, rounded to nearest even. Returns the target's sum_of_squares(), of the same
+    pass over memory. While others use the worker pool, the calling thread does all of it."""
 
 def add_and_sum(
     source_dtype: DtypeName, source: int, dtype: DtypeName, target: int, numel: int
 ) -> float:
-    """target += source: added in fp32 and rounded once to `dtype`, as torch's add_() does. Returns
-    and runs like copy_and_sum()."""
+    """target += source, in fp32 and rounded once, as torch does. Returns as copy_and_sum()."""
 
 def mean_and_sums(
     dtype: DtypeName, sources: Sequence[int], target: int, ranges: Sequence[tuple[int, int]]
 ) -> list[float]:
-    """mean() of some elements: `ranges` are (first element, numel) and do not overlap; what is
-    outside of them stays as it is. Returns sum_of_squares() of each range of the target, of the
-    same pass over memory. Raises as mean()."""
+    """mean() of `ranges`, (first element, numel), of the arrays; returns their sums of squares."""
 
 def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> None:
     """The memory yardstick: adds fp32[numel] `grad` to the other three arrays, in the blocks and on
@@ -429,9 +421,9 @@ class StepPipeline:
 
     Every tile has room for `tile_numel` elements. An optimizer state is laid out as
     [master | state 0 | state 1], each `tile_numel` long (no master part for fp32, no state 1 for
-    rules with one state). The buffers
-    are slots of `arena`, one after another, each `buffer_bytes(...)` long, and hold
-    [optimizer state | param | grad], a part only if the pipeline was made with it.
+    rules with one state). The buffers are slots of `arena`, one after another, each
+    `buffer_bytes(...)` long, and hold [optimizer state | param | grad], a part only if the pipeline
+    was made with it.
 
     A buffer keeps its content, and a later task with the same key does not read it again. A
     parameter is written at once; an optimizer state only when its buffer is needed for another one,
@@ -453,10 +445,7 @@ class StepPipeline:
         still use RAM for them). Without an engine only tasks that live in RAM are allowed."""
     @staticmethod
     def buffer_bytes(
-        kind: UpdateKind,
-        tile_numel: int,
-        param_in_file: bool,
-        grad_in_file: bool,
+        kind: UpdateKind, tile_numel: int, param_in_file: bool, grad_in_file: bool
     ) -> int: ...
     def submit(
         self, tasks: Sequence[StepTask], hypers: Sequence[Hyper], kind: UpdateKind | None = None
@@ -472,11 +461,10 @@ class StepPipeline:
 
         Each is (key, param, optim_state, priority) as in a StepTask. Replaces what was expected
         before; submit() takes its keys out. With `streaming` 0 it takes buffers whose content no
-        task wants.
-        Else the order is the same in every step, and all buffers but so many keep what is used
-        next first, of what is used together the last (of nothing: what they kept before). Never
-        waits; what was read for nothing does no harm. Raises ValueError for what is not valid, and
-        the pipeline's failure."""
+        task wants. Else the order is the same in every step, and all buffers but so many keep what
+        is used next first, of what is used together the last (of nothing: what they kept before).
+        Never waits; what was read for nothing does no harm. Raises ValueError for what is not
+        valid, and the pipeline's failure."""
     def wait_updated(self, key: int = -1) -> None:
         """Until every submitted update (or those of `key`) is computed: parameters in RAM are
         final, gradients free. Raises the first failure; the pipeline then refuses further work with

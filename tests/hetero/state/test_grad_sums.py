@@ -16,9 +16,9 @@ import hetero
 from hetero.state.grad_sums import GradSums
 from hetero.state.managed_param import ManagedParam
 from offload import _native
+from tests.support.grad_sums import counted_passes, fresh_sum, known_sum, with_grads
 from tests.support.ranks import summed_means
 from tests.support.ranks.processes import RankPool
-from tests.support.training.grad_sums import counted_passes, fresh_sum, known_sum, with_grads
 from tests.support.training.small_net import EMULATED, SETTINGS, Net, Settings, loss_of, managed
 
 NAMES = [name for name, _ in Net().named_parameters()]

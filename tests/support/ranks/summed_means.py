@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 
 import hetero
+from tests.support.grad_sums import counted_passes, fresh_sum, known_sum, with_grads
 from tests.support.ranks.rank_training import make
-from tests.support.training.grad_sums import counted_passes, fresh_sum, known_sum, with_grads
 from tests.support.training.loops import batches
 
 
