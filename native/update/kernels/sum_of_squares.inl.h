@@ -35,6 +35,19 @@ void add_squares(typename V::D* sums, const char* values) {
   }
 }
 
+// Memory of `bytes` per element that will be needed soon, while others are summed.
+template <std::size_t bytes>
+struct Ahead {
+  const char* at;
+
+  // Asks for what belongs to kNormLanes elements from the i-th on.
+  [[gnu::always_inline]] void prefetch(std::size_t i) const {
+    for (std::size_t line = 0; line < kNormLanes * bytes; line += kCacheLineBytes) {
+      __builtin_prefetch(at + i * bytes + line);
+    }
+  }
+};
+
 // The sum of squares of an array that is gone through in runs. Lane j sums its elements in order; a
 // fixed tree adds the lanes.
 template <class V, Dtype dtype>
@@ -43,20 +56,15 @@ struct LaneSums {
   static constexpr std::size_t vectors = kNormLanes / V::double_lanes;
 
   // The next elements. All runs but the last have a multiple of kNormLanes; zeros that pad the end
-  // add +0. `prefetches`: they come from memory.
-  template <bool prefetches>
-  [[gnu::always_inline]] void add(const char* values, std::size_t numel) {
+  // add +0.
+  template <std::size_t... bytes>
+  [[gnu::always_inline]] void add(const char* values, std::size_t numel, Ahead<bytes>... ahead) {
     typename V::D now[vectors];  // (not through `this`, so that they stay in registers)
     for (std::size_t k = 0; k < vectors; ++k) now[k] = sums[k];
     std::size_t i = 0;
     for (; i + kNormLanes <= numel; i += kNormLanes) {
-      const char* const here = values + i * size;
-      if constexpr (prefetches) {
-        for (std::size_t line = 0; line < kNormLanes * size; line += kCacheLineBytes) {
-          __builtin_prefetch(here + kNormPrefetchBytes + line);
-        }
-      }
-      add_squares<V, dtype>(now, here);
+      (ahead.prefetch(i), ...);
+      add_squares<V, dtype>(now, values + i * size);
     }
     if (i < numel) {
       char pad[kNormLanes * sizeof(float)] = {};
@@ -86,7 +94,7 @@ struct LaneSums {
 template <class V, Dtype dtype>
 double sum_of_squares_block(const char* values, std::size_t numel) {
   LaneSums<V, dtype> sums;
-  sums.template add<true>(values, numel);
+  sums.add(values, numel, Ahead<element_bytes(dtype)>{values + kNormPrefetchBytes});
   return sums.total();
 }
 

@@ -16,14 +16,20 @@ namespace hetero {
 inline constexpr std::size_t kRunNumel = 1024;
 static_assert(kRunNumel % kNormLanes == 0);
 
-// Calls write(first, numel) for runs of the target's elements [0, numel).
-template <class V, Dtype dtype, class Write>
-[[gnu::always_inline]] inline double write_and_sum(char* target, std::size_t numel, Write write) {
+// Calls write(first, numel) for runs of the target's elements [0, numel). While a run is summed the
+// next one's memory is asked for, of the target and of `sources` (measured on Zen 5: fp32 becomes 5
+// to 10 % quicker, bf16 into fp32 20 %).
+template <class V, Dtype dtype, class Write, std::size_t... bytes>
+[[gnu::always_inline]] inline double write_and_sum(char* target, std::size_t numel, Write write,
+                                                   Ahead<bytes>... sources) {
+  constexpr std::size_t size = element_bytes(dtype);
   LaneSums<V, dtype> sums;
   for (std::size_t first = 0; first < numel; first += kRunNumel) {
     const std::size_t n = numel - first < kRunNumel ? numel - first : kRunNumel;
     write(first, n);
-    sums.template add<false>(target + first * element_bytes(dtype), n);
+    const std::size_t next = first + kRunNumel;
+    sums.add(target + first * size, n, Ahead<size>{target + next * size},
+             Ahead<bytes>{sources.at + next * bytes}...);
   }
   return sums.total();
 }
@@ -32,7 +38,7 @@ template <class V, Dtype dtype, class Write>
 template <class V, Dtype dtype, Dtype source_dtype>
 double copy_and_sum_block(const char* source, char* target, std::size_t numel) {
   constexpr std::size_t size = element_bytes(dtype), source_size = element_bytes(source_dtype);
-  return write_and_sum<V, dtype>(target, numel, [=](std::size_t first, std::size_t n) {
+  const auto copy = [=](std::size_t first, std::size_t n) {
     char* const to = target + first * size;
     const char* const from = source + first * source_size;
     if constexpr (dtype == source_dtype) {
@@ -45,14 +51,15 @@ double copy_and_sum_block(const char* source, char* target, std::size_t numel) {
           },
           from, to);
     }
-  });
+  };
+  return write_and_sum<V, dtype>(target, numel, copy, Ahead<source_size>{source});
 }
 
 // target += source: added in fp32 and rounded once.
 template <class V, Dtype dtype, Dtype source_dtype>
 double add_and_sum_block(const char* source, char* target, std::size_t numel) {
   constexpr std::size_t size = element_bytes(dtype), source_size = element_bytes(source_dtype);
-  return write_and_sum<V, dtype>(target, numel, [=](std::size_t first, std::size_t n) {
+  const auto add = [=](std::size_t first, std::size_t n) {
     for_vectors<V, source_size, size>(
         n,
         [](const char* value, char* kept) __attribute__((always_inline)) {
@@ -60,7 +67,8 @@ double add_and_sum_block(const char* source, char* target, std::size_t numel) {
               kept, load_as_fp32<V, dtype>(kept) + load_as_fp32<V, source_dtype>(value));
         },
         source + first * source_size, target + first * size);
-  });
+  };
+  return write_and_sum<V, dtype>(target, numel, add, Ahead<source_size>{source});
 }
 
 // As mean_block().
