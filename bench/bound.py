@@ -7,13 +7,13 @@ usage: python -m bench.bound [options of `hetero train`] [--models gpt2-medium,g
 The bound of a step is the largest of four times, all measured in the same rounds as the step:
 
   compute  forward and backward of the model in plain torch, in memory and in the same dtype, plus
-           the norm of the gradients and hetero's update kernel on all parameters, in RAM; the CPU
-           does all of these, so they are added (bench/work/compute_alone.py)
+           hetero's update kernel on all parameters, in RAM; the CPU does all of these, so they are
+           added (bench/work/compute_alone.py)
   link     bytes to or from the emulated device, whichever takes longer, at what a link of
            --link-gbps moves alone
   NVMe     bytes read and written, at what the same I/O engine moves alone when it reads and writes
            in the step's proportion
-  DRAM     bytes that update, norm, kept gradients, the disk's and the link's copies touch in RAM
+  DRAM     bytes that update, kept gradients, the disk's and the link's copies touch in RAM
            (bench/work/lower_bound.py has the formula), at the rate of a kernel that does next to
            nothing else
 

@@ -29,10 +29,8 @@ def isa_available() -> list[str]:
 
 def isa() -> str: ...
 def set_isa(name: str) -> None:
-    """Forces one of isa_available(); HETERO_ISA in the environment does the same at import.
-
-    Raises ValueError for a name that is not available.
-    """
+    """Forces one of isa_available(), as HETERO_ISA in the environment does at import. Raises
+    ValueError for a name that is not available."""
 
 def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
@@ -202,9 +200,8 @@ class IoEngine:
         count: int = 1,
         throws: bool = False,
     ) -> None:
-        """For tests: the nth (from 0) block completion of `op` from now is replaced by -`error`,
-        or cut to `short_bytes`, or throws in the engine's own thread; `count` completions in a
-        row."""
+        """For tests: the nth (from 0) block completion of `op` from now, and `count` in a row, is
+        replaced by -`error`, or cut to `short_bytes`, or throws in the engine's own thread."""
     def close(self) -> None:
         """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
 
@@ -379,6 +376,22 @@ def mean(dtype: DtypeName, sources: Sequence[int], target: int, numel: int) -> N
     Summed in fp32 in the sources' order and rounded once, by the same bits for every number of
     threads and instruction set. Raises ValueError without a source."""
 
+def copy_and_sum(
+    source_dtype: DtypeName, source: int, dtype: DtypeName, target: int, numel: int
+) -> float:
+    """target = source, rounded to nearest even. Returns the target's sum_of_squares(), of the same
+    pass over memory. While others use the worker pool, the calling thread does all of it."""
+
+def add_and_sum(
+    source_dtype: DtypeName, source: int, dtype: DtypeName, target: int, numel: int
+) -> float:
+    """target += source, in fp32 and rounded once, as torch does. Returns as copy_and_sum()."""
+
+def mean_and_sums(
+    dtype: DtypeName, sources: Sequence[int], target: int, ranges: Sequence[tuple[int, int]]
+) -> list[float]:
+    """mean() of `ranges`, (first element, numel), of the arrays; returns their sums of squares."""
+
 def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> None:
     """The memory yardstick: adds fp32[numel] `grad` to the other three arrays, in the blocks and on
     the threads of an update. Moves 28 bytes per element with next to no arithmetic."""
@@ -416,9 +429,9 @@ class StepPipeline:
 
     Every tile has room for `tile_numel` elements. An optimizer state is laid out as
     [master | state 0 | state 1], each `tile_numel` long (no master part for fp32, no state 1 for
-    rules with one state). The buffers
-    are slots of `arena`, one after another, each `buffer_bytes(...)` long, and hold
-    [optimizer state | param | grad], a part only if the pipeline was made with it.
+    rules with one state). The buffers are slots of `arena`, one after another, each
+    `buffer_bytes(...)` long, and hold [optimizer state | param | grad], a part only if the pipeline
+    was made with it.
 
     A buffer keeps its content, and a later task with the same key does not read it again. A
     parameter is written at once; an optimizer state only when its buffer is needed for another one,
@@ -440,10 +453,7 @@ class StepPipeline:
         still use RAM for them). Without an engine only tasks that live in RAM are allowed."""
     @staticmethod
     def buffer_bytes(
-        kind: UpdateKind,
-        tile_numel: int,
-        param_in_file: bool,
-        grad_in_file: bool,
+        kind: UpdateKind, tile_numel: int, param_in_file: bool, grad_in_file: bool
     ) -> int: ...
     def submit(
         self, tasks: Sequence[StepTask], hypers: Sequence[Hyper], kind: UpdateKind | None = None
@@ -459,11 +469,10 @@ class StepPipeline:
 
         Each is (key, param, optim_state, priority) as in a StepTask. Replaces what was expected
         before; submit() takes its keys out. With `streaming` 0 it takes buffers whose content no
-        task wants.
-        Else the order is the same in every step, and all buffers but so many keep what is used
-        next first, of what is used together the last (of nothing: what they kept before). Never
-        waits; what was read for nothing does no harm. Raises ValueError for what is not valid, and
-        the pipeline's failure."""
+        task wants. Else the order is the same in every step, and all buffers but so many keep what
+        is used next first, of what is used together the last (of nothing: what they kept before).
+        Never waits; what was read for nothing does no harm. Raises ValueError for what is not
+        valid, and the pipeline's failure."""
     def take_back(self, first: int, count: int) -> bool:
         """Drops the tasks of keys `first` to `first + count - 1`, one of each, if none has begun;
         returns whether it did. Raises the pipeline's failure."""

@@ -1,9 +1,9 @@
 """What the CPU must compute in a step at least, measured with all of it in RAM.
 
 That is: forward and backward of the same model in plain torch, in the same dtype, on the same
-tokens, with gradients freed after each pass as zero_grad() does; the norm of the gradients if they
-are clipped; and the update of all parameters by hetero's kernel. Where the CPU computes all three,
-no two of them can go on at once for free, so they are added.
+tokens, with gradients freed after each pass as zero_grad() does; and the update of all parameters
+by hetero's kernel. Where the CPU computes both, they cannot go on at once for free, so they are
+added. (The sums of a clipping norm are taken while gradients are copied, at no cost.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hetero.cli.job.options import TrainOptions
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-UPDATE_NUMEL = 32 << 20  # of the arrays that updates and norms are measured on: beyond any cache
+UPDATE_NUMEL = 32 << 20  # of the arrays that updates are measured on: beyond any cache
 UPDATE_REPEATS = 2
 FEW_LAYERS, MORE_LAYERS = 2, 6  # of the small models that a large one is extrapolated from
 
@@ -46,7 +46,6 @@ class ComputeAlone:
         self.params = count_parameters(architecture)
         self._dtypes = dtypes
         self._accumulate = options.accumulate
-        self._clips = options.clip > 0
         self._batch_size = options.batch_size
         self._corpus = load_corpus(options.data, options.seq_len, options.seed)
         layers = int(architecture.num_hidden_layers)
@@ -61,7 +60,7 @@ class ComputeAlone:
         self._updates = Updates(min(UPDATE_NUMEL, max(self.params, 1 << 16)), UPDATE_REPEATS)
 
     def sample(self, passes: int) -> Sample:
-        """Seconds of a step: {"forward_s", "backward_s", "norm_s", "update_s", "compute_s"}.
+        """Seconds of a step: {"forward_s", "backward_s", "update_s", "compute_s"}.
 
         Forward and backward are medians of `passes`, after one that is not counted.
         """
@@ -71,15 +70,9 @@ class ComputeAlone:
             forward_s += weight * statistics.median(t[0] for t in timed[1:]) * self._accumulate
             backward_s += weight * statistics.median(t[1] for t in timed[1:]) * self._accumulate
         update = self._updates.update(self._dtypes.kind).sample()
-        norm_s = 0.0
-        if self._clips:
-            name = f"sum_of_squares {self._dtypes.grad}"
-            norm = next(v for v in self._updates.norms() if v.name == name)
-            norm_s = self.params / norm.sample()["params_per_s"]
         parts = {
             "forward_s": forward_s,
             "backward_s": backward_s,
-            "norm_s": norm_s,
             "update_s": self.params / update["params_per_s"],
         }
         return {**parts, "compute_s": sum(parts.values())}

@@ -13,17 +13,16 @@ from hetero.cli.job.options import TrainOptions
 RESOURCES = ("compute", "link", "NVMe", "DRAM")
 
 
-def dram_bytes(
-    params: int, dtypes: Dtypes, accumulate: int, clips: bool, moved: Mapping[str, float]
-) -> float:
+def dram_bytes(params: int, dtypes: Dtypes, accumulate: int, moved: Mapping[str, float]) -> float:
     """Bytes of RAM that a step reads and writes, without what forward and backward themselves do.
 
     Per parameter: what the update kernel counts (26 for AdamW in bf16); a gradient, read and
-    written, for keeping the first micro-batch's, three of them for adding each further one's, and
-    one for the norm. Of what is moved, by "disk_read", "disk_write", "h2d" and "d2h": each byte of
-    the disk once, of the link twice, since the emulated device's memory is RAM, too.
+    written, for keeping the first micro-batch's, and three of them for adding each further one's;
+    the norm's sums are taken on the way. Of what is moved, by "disk_read", "disk_write", "h2d" and
+    "d2h": each byte of the disk once, of the link twice, since the emulated device's memory is RAM,
+    too.
     """
-    grads = 2 + 3 * (accumulate - 1) + (1 if clips else 0)
+    grads = 2 + 3 * (accumulate - 1)
     per_param = dtypes.kind.bytes_moved + grads * dtypes.grad_bytes
     disk = moved["disk_read"] + moved["disk_write"]
     return params * per_param + disk + 2 * (moved["h2d"] + moved["d2h"])
@@ -40,7 +39,7 @@ def summarize(rounds: Rounds, params: int, dtypes: Dtypes, options: TrainOptions
         links,
         strict=True,
     ):
-        touched.append(dram_bytes(params, dtypes, options.accumulate, options.clip > 0, step))
+        touched.append(dram_bytes(params, dtypes, options.accumulate, step))
         disk = step["disk_read"] + step["disk_write"]
         found = {
             "compute": compute["compute_s"],
@@ -69,9 +68,7 @@ def summarize(rounds: Rounds, params: int, dtypes: Dtypes, options: TrainOptions
             for name in ("NVMe", "DRAM", "link")
             if name in rounds.samples
         },
-        "compute_s": median(
-            "compute", "forward_s", "backward_s", "norm_s", "update_s", "compute_s"
-        ),
+        "compute_s": median("compute", "forward_s", "backward_s", "update_s", "compute_s"),
         "parts_s": parts,
         "bound": max(parts, key=parts.__getitem__),
         "bound_s": statistics.median(

@@ -121,6 +121,41 @@ class Updates:
             lambda: _native.sum_of_squares(dtype, self._address("grad"), self.numel),
         )
 
+    def writes(self, source_dtype: DtypeName, dtype: DtypeName) -> list[Variant]:
+        """A gradient is copied or added to where it is kept: by torch; by torch, and summed by a
+        pass of its own; with its sum of squares on the way."""
+        source = self.tensor("param", TORCH_DTYPES[source_dtype])
+        kept = self.tensor("grad", TORCH_DTYPES[dtype])
+
+        def fill() -> None:
+            self._put("param", source.dtype, self._grads)
+            self._put("grad", kept.dtype, self._grads)
+
+        def variants(
+            verb: str, torch_does: Callable[..., object], summed: Callable[..., float], reads: int
+        ) -> list[Variant]:
+            def sum_of_squares() -> None:
+                _native.sum_of_squares(dtype, kept.data_ptr(), self.numel)
+
+            def then_sum() -> None:
+                torch_does(kept, source)
+                sum_of_squares()
+
+            def with_sum() -> None:
+                summed(source_dtype, source.data_ptr(), dtype, kept.data_ptr(), self.numel)
+
+            moved = source.itemsize + reads * kept.itemsize
+            return [
+                self._variant(f"{verb}", moved, fill, lambda: torch_does(kept, source)),
+                self._variant(f"{verb}, then sum", moved + kept.itemsize, fill, then_sum),
+                self._variant(f"{verb} and sum", moved, fill, with_sum),
+            ]
+
+        return [
+            *variants("copy", torch.Tensor.copy_, _native.copy_and_sum, 1),
+            *variants("add", torch.Tensor.add_, _native.add_and_sum, 2),
+        ]
+
     def _variant(
         self,
         name: str,

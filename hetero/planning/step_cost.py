@@ -173,6 +173,16 @@ class CostModel:
             return Tier.DISK in made.optim_state
         return overlap.in_forward
 
+    def _norm_takes_a_pass(self) -> bool:
+        """Whether gradients arrive in RAM otherwise than by a write of this rank's CPU.
+
+        They do from a device of its own, and with stage 1 from other replicas.
+        """
+        shard = self.problem.layout.shard
+        if shard.ranks * shard.replicas == 1:
+            return self.problem.profile.separate
+        return not shard.grads and shard.replicas > 1
+
     def _update(self, made: Placement) -> tuple[PhaseCost, dict[str, int]]:
         """The update, and the bytes that it moves."""
         problem, profile, slot = self.problem, self.problem.profile, self.slot
@@ -186,7 +196,7 @@ class CostModel:
         norm_s = 0.0
         if host_s:
             host_s /= profile.rate("update_bytes_per_s", dtype)
-            if problem.grad_factors:
+            if problem.grad_factors and self._norm_takes_a_pass():
                 # Sums of what goes to DISK are taken on its way.
                 kept = sum(self.numel[c] for c in self.trained if made.grad[c] is Tier.HOST)
                 norm_s = kept * problem.dtypes.grad_bytes / profile.dram_bytes_per_s

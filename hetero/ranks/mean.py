@@ -72,6 +72,31 @@ class RankMean:
         replicas.all_to_all([own] * replicas.size, parts, self._what, Channel.GRADIENTS).wait()
         return mean
 
+    def compute_parts(self, parts: Sequence[slice]) -> list[float] | None:
+        """compute() for some elements of this rank's part of the gradient; others have no meaning.
+
+        Args:
+            parts: ranges of elements that do not overlap.
+
+        Returns:
+            The sum of squares of each of `parts`, taken in the same pass over memory; None with
+            replicas, from which most of the mean comes then.
+
+        Raises:
+            PeerError: another rank failed, or did not come.
+        """
+        if self._world.replicas is not None:
+            self.compute()
+            return None
+        assert self._world.shard is not None
+        own, addresses = _summands(self._world.shard, self._parts, self._received)
+        return _native.mean_and_sums(
+            check_dtype(str(own.dtype), "dtype"),
+            addresses,
+            own.data_ptr(),
+            [(part.start, part.stop - part.start) for part in parts],
+        )
+
 
 def _parts(
     group: Communicator | None, flat: torch.Tensor | None, received: torch.Tensor
@@ -99,8 +124,15 @@ def _average(
     """The mean of this rank's part over `group`, written to the place of that part."""
     if group is None:
         return parts[0]
-    own, others = parts[group.rank], received.chunk(group.size)
-    summands = [own if peer == group.rank else others[peer] for peer in range(group.size)]
-    addresses = [summand.data_ptr() for summand in summands]
+    own, addresses = _summands(group, parts, received)
     _native.mean(check_dtype(str(own.dtype), "dtype"), addresses, own.data_ptr(), own.numel())
     return own
+
+
+def _summands(
+    group: Communicator, parts: Sequence[torch.Tensor], received: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
+    """This rank's part, and the addresses of all ranks' versions of it, in the ranks' order."""
+    own, others = parts[group.rank], received.chunk(group.size)
+    summands = [own if peer == group.rank else others[peer] for peer in range(group.size)]
+    return own, [summand.data_ptr() for summand in summands]

@@ -226,8 +226,7 @@ class GradReducer:
         if bucket is None:
             bucket = self._buckets[chunk.id] = self._make_bucket(chunk)
         elif bucket.slot is None:
-            bucket.flat = self._grads.homes.flat(chunk)  # which may have moved
-            self._grads.wait_unused(chunk)
+            bucket.flat = self._grads.open_home(chunk)  # which may have moved
         if bucket.state is BucketState.MEAN:
             self._reopen_mean(chunk, bucket)
         return bucket
@@ -242,7 +241,7 @@ class GradReducer:
         """
         pool = self._memory.buckets
         if pool is None:
-            return Bucket(self._grads.homes.flat(chunk), None)
+            return Bucket(self._grads.open_home(chunk), None)
         slot = pool.take(chunk.slots)
         while slot is None and self._reclaim_bucket():
             slot = pool.take(chunk.slots)
@@ -454,13 +453,14 @@ class GradReducer:
         oldest.mean.wait()
         self.wait_s += time.perf_counter() - began_s
         members = self._grads.members(oldest.chunk)
-        mean = oldest.mean.compute()
         if self._memory.buckets is None:
             assert oldest.bucket is not None
+            sums = oldest.mean.compute_parts(self._grads.parts(oldest.chunk))
             oldest.bucket.state = BucketState.MEAN
             oldest.bucket.filled.clear()
-            self._grads.changed(members)
+            self._grads.note_means(oldest.chunk, sums)
         else:
+            mean = oldest.mean.compute()
             accumulated = {m for m in members if m in self._accumulated and m.has_grad}
             for m in accumulated:
                 self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)

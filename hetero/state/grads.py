@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.state.chunk_updates import ChunkUpdates, UpdateState
+from hetero.state.grad_sums import GradSums
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
-from offload._native import Location, sum_of_squares
+from offload._native import Location
 from offload.cache.slot_cache import SlotCache
 from offload.device.grad_offload import GradOffload
 from offload.device.updater import Updater
@@ -22,8 +23,9 @@ class Grads:
 
     A parameter's first gradient is copied, later ones (further micro-batches) are added in the grad
     dtype. With several ranks a reducer stands between autograd and this. DISK-homed gradients pass
-    through slots; their sums of squares are taken before they leave. Sums are remembered until the
-    gradient changes.
+    through slots. Sums of squares are taken as gradients are written, those of DISK-homed ones at
+    the latest before they leave the slots, and are remembered until the gradient changes. Memory
+    is given out for writing by _to_write() and open_home() alone, which forget the sums.
 
     From a DEVICE of its own gradients come through a GradOffload, but those that stay there. What
     needs the kept ones waits for those on their way.
@@ -62,7 +64,7 @@ class Grads:
         self._arrived: dict[int, set[ManagedParam]] = {}  # of DISK-homed chunks, in this backward
         # Ids of those that have all of them, or will when none is on its way: to be written.
         self._complete: dict[int, None] = {}
-        self._sums: dict[ManagedParam, float] = {}
+        self._sums = GradSums(dtypes.grad)
         # Chunks whose slots are locked for an update that reads the gradient there, by id.
         self._in_update: dict[int, Chunk] = {}
         self._cache = make_cache(self._before_write)
@@ -116,10 +118,12 @@ class Grads:
     def add(self, managed: ManagedParam, grad: torch.Tensor, accumulate: bool) -> None:
         """Keeps `grad`, added to what is there if `accumulate`. Sets `.grad` to the placeholder."""
         chunk = managed.chunk
-        kept = managed.part_of(self._to_write(chunk, accumulate))
-        self._sums.pop(managed, None)
-        in_place = self.homes.on_compute_tier(chunk)
-        put_grad(managed, grad, kept, accumulate, None if in_place else self._grad_offload)
+        kept = managed.part_of(self._to_write(chunk, [managed], accumulate))
+        grad_offload = None if self.homes.on_compute_tier(chunk) else self._grad_offload
+        if grad_offload is not None or self._is_summed_on_device(chunk):
+            put_grad(managed, grad, kept, accumulate, grad_offload)
+        else:
+            self._sums.put(managed, grad, kept, accumulate)
         managed.param.grad = managed.absent_grad
         if chunk not in self.homes:
             self._note_arrived(managed)
@@ -134,28 +138,45 @@ class Grads:
             self.change(managed, lambda kept: kept.mul_(ratio))
         managed.grad_factor = factor
 
-    def changed(self, members: Iterable[ManagedParam]) -> None:
-        """Their gradients were changed, at home."""
-        for m in members:
-            self._sums.pop(m, None)
+    def open_home(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's home in memory, whole, to be written to; no update reads it any more."""
+        self.wait_unused(chunk)
+        self._sums.drop(self._members[chunk.id])
+        return self.homes.flat(chunk)
+
+    def parts(self, chunk: Chunk) -> list[slice]:
+        """Where the gradients of its members() are in this rank's shard, in their order."""
+        return [m.in_shard(self._layout)[0] for m in self._members[chunk.id]]
+
+    def note_means(self, chunk: Chunk, sums: Sequence[float] | None) -> None:
+        """What open_home() gave holds the means now. `sums` are the sums of squares of its
+        members() in this rank's shard; None: nobody took them.
+        """
+        members = self._members[chunk.id]
+        self._sums.drop(members)
+        if sums is not None:
+            for m, total in zip(members, sums, strict=True):
+                self._sums.note(m, total)
 
     def merge(self, chunk: Chunk, mean: torch.Tensor, kept: Container[ManagedParam]) -> None:
         """Keeps a shard's gradient, flat, added to what is there for the parameters in `kept`."""
         members = self._members[chunk.id]
-        flat = self._to_write(chunk, any(m in kept for m in members))
+        flat = self._to_write(chunk, members, any(m in kept for m in members))
         for m in members:
-            self._sums.pop(m, None)
             part, _ = m.in_shard(self._layout)
-            if m in kept:
-                flat[part].add_(mean[part])
-            else:
-                flat[part].copy_(mean[part])
+            self._sums.put(m, mean[part], flat[part], m in kept)
         if chunk not in self.homes:
             self._cache.write_back(chunk.id)
 
-    def _to_write(self, chunk: Chunk, accumulate: bool) -> torch.Tensor:
-        """The shard's gradient, flat, to be changed once no update reads it."""
+    def _to_write(
+        self, chunk: Chunk, members: Iterable[ManagedParam], accumulate: bool
+    ) -> torch.Tensor:
+        """The shard's gradient, flat, in which those of `members` are going to be written.
+
+        No update reads it any more. `accumulate`: what is kept of them is needed.
+        """
         self.wait_unused(chunk)
+        self._sums.drop(members)
         if chunk in self.homes:
             return self.homes.shard(chunk)
         self._complete.pop(chunk.id, None)
@@ -215,26 +236,31 @@ class Grads:
         """A DISK-homed chunk is about to leave its slots: takes its sums of squares."""
         address = self._cache.address(chunk_id)
         for managed in self._members[chunk_id]:
-            if managed not in self._sums:
-                self._sums[managed] = self._sum(managed, address)
+            if managed.has_grad and managed not in self._sums:
+                self._sums.take(managed, *self._array(managed, address))
 
     def sum_of_squares(self, managed: ManagedParam) -> float:
         """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
         self._wait(managed)
         chunk = managed.chunk
-        if managed not in self._sums and self._updater and self.homes.on_device(chunk):
-            self._sum_on_device(self._updater)
+        if managed not in self._sums and self._is_summed_on_device(chunk):
+            self._sum_on_device()
         if managed not in self._sums:
             if chunk in self.homes:
                 address = self.homes.address(chunk, 0)
-            else:  # it has not left its slots, or the sum had been taken
-                assert self._cache.is_dirty(chunk.id)
+            else:  # mostly it is there: it does not leave before the sum has been taken
+                self._bring_in(chunk)
                 address = self._cache.address(chunk.id)
-            self._sums[managed] = self._sum(managed, address)
+            self._sums.take(managed, *self._array(managed, address))
         return self._sums[managed]
 
-    def _sum_on_device(self, updater: Updater) -> None:
+    def _is_summed_on_device(self, chunk: Chunk) -> bool:
+        """Whether the CPU cannot read the chunk's home."""
+        return self._updater is not None and self.homes.on_device(chunk)
+
+    def _sum_on_device(self) -> None:
         """Of all that are there, because each wait for the device costs."""
+        assert self._updater is not None
         members = [
             m
             for some in self._members.values()
@@ -242,11 +268,8 @@ class Grads:
             if m.has_grad and m not in self._sums and self.homes.on_device(m.chunk)
         ]
         arrays = [self._array(m, self.homes.address(m.chunk, 0)) for m in members]
-        self._sums.update(zip(members, updater.sums_of_squares(arrays), strict=True))
-
-    def _sum(self, managed: ManagedParam, chunk_address: int) -> float:
-        address, numel = self._array(managed, chunk_address)
-        return sum_of_squares(self._dtypes.grad, address, numel) if numel else 0.0
+        for m, total in zip(members, self._updater.sums_of_squares(arrays), strict=True):
+            self._sums.note(m, total)
 
     def _array(self, managed: ManagedParam, chunk_address: int) -> tuple[int, int]:
         """The address and the number of elements of the shard's part of its gradient."""
@@ -266,12 +289,9 @@ class Grads:
     @torch.no_grad()
     def change(self, managed: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         """Calls `change` with the parameter's kept gradient, to be changed in place."""
-        self.wait_unused(managed.chunk)
-        self._sums.pop(managed, None)
-        kept = self._kept(managed)
-        if managed.chunk not in self.homes:
-            self._cache.dirty(managed.chunk.id)
-        change(kept)
+        self._wait(managed)
+        part, _ = managed.in_shard(self._layout)
+        change(self._to_write(managed.chunk, [managed], accumulate=True)[part])
 
     def in_range(self, bound: float) -> float:
         """`bound`, or the largest number of the grad dtype nearest to it."""
@@ -279,14 +299,19 @@ class Grads:
         return min(max(bound, -largest), largest)
 
     def _kept(self, managed: ManagedParam) -> torch.Tensor:
+        """The shard's part of its gradient, flat, to be read."""
         self._wait(managed)
         chunk = managed.chunk
         part, _ = managed.in_shard(self._layout)
         if chunk in self.homes:
             return self.homes.shard(chunk)[part]
+        self._bring_in(chunk)
+        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
+
+    def _bring_in(self, chunk: Chunk) -> None:
+        """Reads a DISK-homed chunk, unless its slots hold it."""
         self._make_room(chunk)
         self._cache.get(chunk.id)
-        return self._cache.tensor(chunk.id, self._dtypes.torch_grad)[part]
 
     def flush(self) -> None:
         """What slots hold goes to the file, as far as there are gradients; slots are free then.

@@ -102,9 +102,27 @@ void WorkerPool::shutdown() {
 }
 
 void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& body) {
-  const MutexLock running(running_);
   Job job{&body, count};
-  const bool alone = count <= 1 || threads() == 1;
+  {
+    const MutexLock running(running_);
+    run_shared(job);
+  }
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+void WorkerPool::run_now(std::size_t count, const std::function<void(std::size_t)>& body) {
+  Job job{&body, count};
+  if (count > 1 && running_.try_lock()) {
+    const MutexLock running(running_, Held{});
+    run_shared(job);
+  } else {
+    take_part(job);
+  }
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+void WorkerPool::run_shared(Job& job) {
+  const bool alone = job.count <= 1 || threads() == 1;
   if (!alone) {
     start_workers();
     {
@@ -120,7 +138,6 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
     job_ = nullptr;  // a worker that wakes up only now finds nothing to join
     while (job.helpers != 0) helper_left_.wait(mutex_);
   }
-  if (job.error) std::rethrow_exception(job.error);
 }
 
 void WorkerPool::start_workers() {

@@ -46,6 +46,11 @@ class WorkerPool {
   void run(std::size_t count, const std::function<void(std::size_t)>& body)
       EXCLUDES(running_, mutex_);
 
+  // As run(), but it does not wait for another caller's turn to end: the calling thread does all
+  // then.
+  void run_now(std::size_t count, const std::function<void(std::size_t)>& body)
+      EXCLUDES(running_, mutex_);
+
  private:
   friend class CallerCpu;
 
@@ -70,6 +75,7 @@ class WorkerPool {
   static void after_fork() NO_THREAD_SAFETY_ANALYSIS;
   static void in_child() NO_THREAD_SAFETY_ANALYSIS;
 
+  void run_shared(Job& job) REQUIRES(running_) EXCLUDES(mutex_);
   void start_workers() REQUIRES(running_) EXCLUDES(mutex_);
   void join_workers() REQUIRES(running_) EXCLUDES(mutex_);
   void worker_main() EXCLUDES(mutex_);

@@ -1,4 +1,5 @@
-// The update, the sums of squares, and the choice of instruction set and threads.
+// The update, the sums of squares, writes that take them, and the choice of instruction set and
+// threads.
 #include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/usable_cpus.h"
@@ -147,6 +149,33 @@ void bound_mean(const std::string& dtype, const std::vector<Address>& sources, A
   mean(parse_dtype(dtype), from, pointer(target, numel, "target"), numel);
 }
 
+using SummedWrite = double (*)(Dtype, const char*, Dtype, char*, std::size_t);
+
+// copy_and_sum() or add_and_sum().
+template <SummedWrite write>
+double bound_summed_write(const std::string& source_dtype, Address source, const std::string& dtype,
+                          Address target, std::size_t numel) {
+  const Dtype from_dtype = parse_dtype(source_dtype, "source_dtype");
+  const char* const from = pointer(source, numel, "source");
+  const Dtype to_dtype = parse_dtype(dtype);
+  return write(from_dtype, from, to_dtype, pointer(target, numel, "target"), numel);
+}
+
+std::vector<double> bound_mean_and_sums(
+    const std::string& dtype, const std::vector<Address>& sources, Address target,
+    const std::vector<std::pair<std::size_t, std::size_t>>& ranges) {
+  if (sources.empty()) throw std::invalid_argument("a mean needs at least one source");
+  std::vector<Range> found;
+  std::size_t numel = 0;
+  for (const auto& [first, count] : ranges) {
+    found.push_back({first, count});
+    numel += count;
+  }
+  std::vector<const char*> from;
+  for (const Address source : sources) from.push_back(pointer(source, numel, "source"));
+  return mean_and_sums(parse_dtype(dtype), from, pointer(target, numel, "target"), found);
+}
+
 void bound_stream(Address param, Address grad, Address exp_avg, Address exp_avg_sq,
                   std::size_t numel) {
   stream(pointer(param, numel, "param"), pointer(grad, numel, "grad"),
@@ -218,6 +247,12 @@ void bind_kernels(py::module_& module) {
   module.def("sum_of_squares", &bound_sum_of_squares, "dtype"_a, "address"_a, "numel"_a,
              ReleaseGil());
   module.def("mean", &bound_mean, "dtype"_a, "sources"_a, "target"_a, "numel"_a, ReleaseGil());
+  module.def("copy_and_sum", &bound_summed_write<copy_and_sum>, "source_dtype"_a, "source"_a,
+             "dtype"_a, "target"_a, "numel"_a, ReleaseGil());
+  module.def("add_and_sum", &bound_summed_write<add_and_sum>, "source_dtype"_a, "source"_a,
+             "dtype"_a, "target"_a, "numel"_a, ReleaseGil());
+  module.def("mean_and_sums", &bound_mean_and_sums, "dtype"_a, "sources"_a, "target"_a, "ranges"_a,
+             ReleaseGil());
   module.def("stream", &bound_stream, "param"_a, "grad"_a, "exp_avg"_a, "exp_avg_sq"_a, "numel"_a,
              ReleaseGil());
 }

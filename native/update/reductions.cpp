@@ -8,16 +8,74 @@
 
 namespace hetero {
 
+namespace {
+
+std::size_t sum_blocks(std::size_t numel) { return (numel + kSumNumel - 1) / kSumNumel; }
+
+double in_order(std::span<const double> sums) {
+  double total = 0.0;
+  for (const double sum : sums) total += sum;
+  return total;
+}
+
+double write_and_sum(Kernels::SummedWrite kernel, Dtype source_dtype, const char* source,
+                     Dtype dtype, char* target, std::size_t numel) {
+  std::vector<double> sums(sum_blocks(numel));
+  WorkerPool::instance().run_now(sums.size(), [&](std::size_t i) {
+    const std::size_t first = i * kSumNumel;
+    sums[i] = kernel(source + first * element_bytes(source_dtype),
+                     target + first * element_bytes(dtype), std::min(kSumNumel, numel - first));
+  });
+  return in_order(sums);
+}
+
+}  // namespace
+
 double sum_of_squares(Dtype dtype, const char* values, std::size_t numel) {
   const Kernels::SumOfSquares kernel = kernels().sum_of_squares[static_cast<std::size_t>(dtype)];
-  std::vector<double> sums((numel + kSumNumel - 1) / kSumNumel);
+  std::vector<double> sums(sum_blocks(numel));
   WorkerPool::instance().run(sums.size(), [&](std::size_t i) {
     const std::size_t first = i * kSumNumel;
     sums[i] = kernel(values + first * element_bytes(dtype), std::min(kSumNumel, numel - first));
   });
-  double total = 0.0;
-  for (const double sum : sums) total += sum;
-  return total;
+  return in_order(sums);
+}
+
+double copy_and_sum(Dtype source_dtype, const char* source, Dtype dtype, char* target,
+                    std::size_t numel) {
+  const auto& row = kernels().copy_and_sum[static_cast<std::size_t>(dtype)];
+  return write_and_sum(row[static_cast<std::size_t>(source_dtype)], source_dtype, source, dtype,
+                       target, numel);
+}
+
+double add_and_sum(Dtype source_dtype, const char* source, Dtype dtype, char* target,
+                   std::size_t numel) {
+  const auto& row = kernels().add_and_sum[static_cast<std::size_t>(dtype)];
+  return write_and_sum(row[static_cast<std::size_t>(source_dtype)], source_dtype, source, dtype,
+                       target, numel);
+}
+
+std::vector<double> mean_and_sums(Dtype dtype, const std::vector<const char*>& sources,
+                                  char* target, std::span<const Range> ranges) {
+  const Kernels::SummedMean kernel = kernels().mean_and_sum[static_cast<std::size_t>(dtype)];
+  std::vector<Range> blocks;  // of all ranges, for one use of the pool
+  for (const Range& range : ranges) {
+    for (std::size_t i = 0; i < range.numel; i += kSumNumel) {
+      blocks.push_back({range.first + i, std::min(kSumNumel, range.numel - i)});
+    }
+  }
+  std::vector<double> sums(blocks.size());
+  WorkerPool::instance().run(blocks.size(), [&](std::size_t i) {
+    sums[i] = kernel(sources.data(), sources.size(), blocks[i].first, blocks[i].numel, target);
+  });
+  std::vector<double> totals;
+  std::span<const double> left = sums;
+  for (const Range& range : ranges) {
+    const std::size_t count = sum_blocks(range.numel);
+    totals.push_back(in_order(left.first(count)));
+    left = left.subspan(count);
+  }
+  return totals;
 }
 
 void mean(Dtype dtype, const std::vector<const char*>& sources, char* target, std::size_t numel) {

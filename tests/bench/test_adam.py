@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench import adam as bench_adam
+from bench import arrival
 from bench.adam import DEEPSPEED_STEP, PEER_KINDS, main, summarize
 from bench.harness.program import chosen_peers, parse_count
 from bench.harness.rounds import Rounds
@@ -270,3 +271,26 @@ def test_bad_options_are_one_line(
     assert out == ""
     assert err.count("\n") == 1
     assert err.startswith(f"bench.adam: error: {message}")
+
+
+@pytest.mark.parametrize(("source_dtype", "dtype"), [("bf16", "bf16"), ("bf16", "fp32")])
+def test_a_gradient_arrives_in_all_ways_alike(source_dtype: str, dtype: str) -> None:
+    updates = Updates(5000, repeats=1)
+    found: dict[str, list[torch.Tensor]] = {"copy": [], "add": []}
+    for variant in updates.writes(source_dtype, dtype):
+        variant.sample()
+        kept = updates.tensor("grad", TORCH_DTYPES[dtype]).clone()
+        found[variant.name.split()[0].rstrip(",")].append(kept)
+    for kept in found.values():
+        assert len(kept) == 3
+        assert all(one.equal(kept[0]) for one in kept)
+    assert not found["copy"][0].equal(found["add"][0])
+
+
+def test_arrivals_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arrival.main(["--numel", "4096", "--rounds", "1", "--repeats", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "copy and sum / copy, then sum" in shown
+    assert "bf16 to fp32" in shown
+    assert arrival.main(["--numel", "4096", "--rounds", "0"]) == 2
+    assert "--rounds must be 1 or more" in capsys.readouterr().err

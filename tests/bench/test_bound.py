@@ -77,7 +77,7 @@ def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
         disk = moved["disk_read"] + moved["disk_write"]
         assert parts["NVMe"] == pytest.approx(disk / case["gbps"]["NVMe"] / 1e9)
         link = 2 * (moved["h2d"] + moved["d2h"])
-        assert moved["dram"] == case["params"] * (26 + 3 * 2) + disk + link
+        assert moved["dram"] == case["params"] * (26 + 2 * 2) + disk + link
         drawn = case["timeline"]
         assert Path(drawn["picture"]).read_bytes().startswith(b"\x89PNG")
         trace = json.loads(Path(drawn["trace"]).read_text())["traceEvents"]
@@ -132,7 +132,7 @@ def test_bad_input_is_one_line(
 def test_the_bound_is_the_largest_part_of_each_round() -> None:
     step = {"forward_s": 1.0, "backward_s": 1.0, "optimizer_s": 1.0}
     step |= {"h2d": 4e9, "d2h": 2e9, "disk_read": 6e9, "disk_write": 2e9}
-    compute = {"forward_s": 1.0, "backward_s": 1.0, "norm_s": 0.5, "update_s": 0.5}
+    compute = {"forward_s": 1.0, "backward_s": 1.0, "update_s": 1.0}
     rounds = Rounds(
         samples={
             "hetero": [step | {"step_s": s} for s in (6.0, 8.0, 12.0)],
@@ -154,10 +154,10 @@ def test_the_bound_is_the_largest_part_of_each_round() -> None:
 
 def test_bytes_of_ram() -> None:
     moved = {"disk_read": 100.0, "disk_write": 10.0, "h2d": 7.0, "d2h": 3.0}
-    # 26 for the update; 2 bytes each: gradient there and back, three more micro-batches, the norm.
-    expected = 1000 * (26 + 2 * (2 + 3 * 3 + 1)) + 110 + 20
-    assert dram_bytes(1000, BF16, 4, True, moved) == expected
-    assert dram_bytes(1000, Dtypes("fp32", "fp32"), 1, False, moved) == 1000 * (28 + 8) + 130
+    # 26 for the update; 2 bytes each: gradient there and back, three more micro-batches.
+    expected = 1000 * (26 + 2 * (2 + 3 * 3)) + 110 + 20
+    assert dram_bytes(1000, BF16, 4, moved) == expected
+    assert dram_bytes(1000, Dtypes("fp32", "fp32"), 1, moved) == 1000 * (28 + 8) + 130
 
 
 def test_overlap_leaves_out_what_the_optimizer_waits_for() -> None:
@@ -199,7 +199,6 @@ def test_layers_are_extrapolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert alone.method == "10 layers, from models of 2 and 6"
     assert sample["forward_s"] == pytest.approx(2 * 3.0)
     assert sample["backward_s"] == pytest.approx(2 * 7.0)
-    assert sample["norm_s"] == 0
     assert sample["update_s"] > 0
     alone.close()
 
@@ -213,7 +212,7 @@ def test_models_are_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
         alone = ComputeAlone(options, dtypes, whole=True)
         (model,) = alone._models
         assert {p.dtype for p in model.parameters()} == {dtypes.torch_compute}
-        assert alone.sample(1)["norm_s"] > 0
+        assert alone.sample(1)["update_s"] > 0
         assert all(p.grad is None for p in model.parameters())
         alone.close()
     assert torch.get_default_dtype() is torch.float32

@@ -8,6 +8,7 @@
 #include "update/kernels/mean.inl.h"
 #include "update/kernels/split_master.inl.h"
 #include "update/kernels/sum_of_squares.inl.h"
+#include "update/kernels/summed_writes.inl.h"
 #include "update/kernels/update_kernel.inl.h"
 #include "update/kernels/yardstick.inl.h"
 
@@ -33,6 +34,20 @@ constexpr Kernels make_kernels(std::index_sequence<numbers...>) {
       .sum_of_squares = {sum_of_squares_block<V, fp32>, sum_of_squares_block<V, bf16>,
                          sum_of_squares_block<V, fp16>},
       .mean = {mean_block<V, fp32>, mean_block<V, bf16>, mean_block<V, fp16>},
+      .copy_and_sum = {{copy_and_sum_block<V, fp32, fp32>, copy_and_sum_block<V, fp32, bf16>,
+                        copy_and_sum_block<V, fp32, fp16>},
+                       {copy_and_sum_block<V, bf16, fp32>, copy_and_sum_block<V, bf16, bf16>,
+                        copy_and_sum_block<V, bf16, fp16>},
+                       {copy_and_sum_block<V, fp16, fp32>, copy_and_sum_block<V, fp16, bf16>,
+                        copy_and_sum_block<V, fp16, fp16>}},
+      .add_and_sum = {{add_and_sum_block<V, fp32, fp32>, add_and_sum_block<V, fp32, bf16>,
+                       add_and_sum_block<V, fp32, fp16>},
+                      {add_and_sum_block<V, bf16, fp32>, add_and_sum_block<V, bf16, bf16>,
+                       add_and_sum_block<V, bf16, fp16>},
+                      {add_and_sum_block<V, fp16, fp32>, add_and_sum_block<V, fp16, bf16>,
+                       add_and_sum_block<V, fp16, fp16>}},
+      .mean_and_sum = {mean_and_sum_block<V, fp32>, mean_and_sum_block<V, bf16>,
+                       mean_and_sum_block<V, fp16>},
       .stream = stream_block<V>,
   };
 }

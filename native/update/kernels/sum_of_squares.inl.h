@@ -35,35 +35,67 @@ void add_squares(typename V::D* sums, const char* values) {
   }
 }
 
-// Lane j sums its elements in order; a fixed tree adds the lanes. Zeros that pad the end add +0.
+// Memory of `bytes` per element that will be needed soon, while others are summed.
+template <std::size_t bytes>
+struct Ahead {
+  const char* at;
+
+  // Asks for what belongs to kNormLanes elements from the i-th on.
+  [[gnu::always_inline]] void prefetch(std::size_t i) const {
+    for (std::size_t line = 0; line < kNormLanes * bytes; line += kCacheLineBytes) {
+      __builtin_prefetch(at + i * bytes + line);
+    }
+  }
+};
+
+// The sum of squares of an array that is gone through in runs. Lane j sums its elements in order; a
+// fixed tree adds the lanes.
+template <class V, Dtype dtype>
+struct LaneSums {
+  static constexpr std::size_t size = element_bytes(dtype);
+  static constexpr std::size_t vectors = kNormLanes / V::double_lanes;
+
+  // The next elements. All runs but the last have a multiple of kNormLanes; zeros that pad the end
+  // add +0.
+  template <std::size_t... bytes>
+  [[gnu::always_inline]] void add(const char* values, std::size_t numel, Ahead<bytes>... ahead) {
+    typename V::D now[vectors];  // (not through `this`, so that they stay in registers)
+    for (std::size_t k = 0; k < vectors; ++k) now[k] = sums[k];
+    std::size_t i = 0;
+    for (; i + kNormLanes <= numel; i += kNormLanes) {
+      (ahead.prefetch(i), ...);
+      add_squares<V, dtype>(now, values + i * size);
+    }
+    if (i < numel) {
+      char pad[kNormLanes * sizeof(float)] = {};
+      __builtin_memcpy(pad, values + i * size, (numel - i) * size);
+      add_squares<V, dtype>(now, pad);
+    }
+    for (std::size_t k = 0; k < vectors; ++k) sums[k] = now[k];
+  }
+
+  double total() const {
+    double stored[kNormLanes], lanes[kNormLanes];
+    for (std::size_t k = 0; k < vectors; ++k) {
+      V::store_double(stored + k * V::double_lanes, sums[k]);
+    }
+    for (std::size_t j = 0; j < kNormLanes; ++j) {
+      lanes[j] = dtype == Dtype::bf16 ? stored[j / 2 + j % 2 * (kNormLanes / 2)] : stored[j];
+    }
+    for (std::size_t width = kNormLanes / 2; width > 0; width /= 2) {
+      for (std::size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+    }
+    return lanes[0];
+  }
+
+  typename V::D sums[vectors] = {};
+};
+
 template <class V, Dtype dtype>
 double sum_of_squares_block(const char* values, std::size_t numel) {
-  constexpr std::size_t size = element_bytes(dtype);
-  typename V::D sums[kNormLanes / V::double_lanes] = {};
-  std::size_t i = 0;
-  for (; i + kNormLanes <= numel; i += kNormLanes) {
-    const char* const here = values + i * size;
-    for (std::size_t line = 0; line < kNormLanes * size; line += kCacheLineBytes) {
-      __builtin_prefetch(here + kNormPrefetchBytes + line);
-    }
-    add_squares<V, dtype>(sums, here);
-  }
-  if (i < numel) {
-    char pad[kNormLanes * sizeof(float)] = {};
-    __builtin_memcpy(pad, values + i * size, (numel - i) * size);
-    add_squares<V, dtype>(sums, pad);
-  }
-  double stored[kNormLanes], lanes[kNormLanes];
-  for (std::size_t k = 0; k < kNormLanes / V::double_lanes; ++k) {
-    V::store_double(stored + k * V::double_lanes, sums[k]);
-  }
-  for (std::size_t j = 0; j < kNormLanes; ++j) {
-    lanes[j] = dtype == Dtype::bf16 ? stored[j / 2 + j % 2 * (kNormLanes / 2)] : stored[j];
-  }
-  for (std::size_t width = kNormLanes / 2; width > 0; width /= 2) {
-    for (std::size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
-  }
-  return lanes[0];
+  LaneSums<V, dtype> sums;
+  sums.add(values, numel, Ahead<element_bytes(dtype)>{values + kNormPrefetchBytes});
+  return sums.total();
 }
 
 }  // namespace hetero

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero.chunks.layout import ParamSpec, Shard, pack
 from hetero.cli.main import main
 from hetero.planning.candidates import place
 from hetero.planning.group_plans import ChunkGroupPlan
@@ -39,11 +40,26 @@ def test_computing_is_shared_out_over_chunk_groups_by_their_elements() -> None:
     assert made["measured_computing"] is True
 
 
-def test_clipping_reads_the_gradients_once_more() -> None:
-    chunk_groups = [chunk_group(SLOT, SLOT)]
+@pytest.mark.parametrize(
+    ("shard", "share"),
+    [
+        (Shard(), 0.0),
+        (Shard(0, 2), 0.0),
+        (Shard(0, 2, grads=False), 0.0),
+        (Shard(0, 2, replicas=2), 0.0),
+        (Shard(0, 2, grads=False, replicas=2), 1.0),
+    ],
+)
+def test_clipping_reads_gradients_once_more_that_the_cpu_has_not_written(
+    shard: Shard, share: float
+) -> None:
+    layout = pack([ParamSpec(0, "p", 2 * SLOT, True)], 2 * SLOT, shard)
+    spec = make_spec(layout, Budgets(AMPLE, AMPLE, keep_optim_states=False), "cpu")
+    chunk_groups = [ChunkGroupPlan(spec, place(spec))]
     without = figures(predict(chunk_groups, make_profile(), WORK))
     clipped = figures(predict(chunk_groups, make_profile(), WORK, grad_factors=True))
-    assert clipped["step_s"] - without["step_s"] == pytest.approx(2 * SLOT * 2 / 20)
+    expected = share * 2 * SLOT * 2 / 20
+    assert clipped["step_s"] - without["step_s"] == pytest.approx(expected, abs=1e-9)
     assert without["measured_computing"] is False
 
 

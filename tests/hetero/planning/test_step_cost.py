@@ -173,6 +173,20 @@ def test_a_separate_device_fetches_over_the_link_and_sends_gradients_back():
     assert (forward.busy_s[H2D], backward.busy_s[H2D], backward.busy_s[D2H]) == (4, 2, 12)
 
 
+def test_gradients_that_come_over_a_link_are_read_for_the_norm():
+    profile = make_profile(
+        h2d_bytes_per_s=1e9,
+        d2h_bytes_per_s=1e9,
+        device_bytes=AMPLE,
+        device_update_bytes_per_s={"bf16": 1.0},
+    )
+    in_ram = made(slots=2)
+    without, clipped = (
+        sum(seconds(in_ram, problem(profile, grad_factors=clips))) for clips in (False, True)
+    )
+    assert clipped - without == pytest.approx(CHUNKS * SLOT * 2 / 20)
+
+
 def test_what_is_on_the_device_moves_nothing_and_is_updated_there():
     profile = separate_profile()
     half = (DEVICE, DEVICE, HOST, HOST)

@@ -26,6 +26,7 @@ from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
+from offload._native import sum_of_squares
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import CpuBackend, EmulatedBackend
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -120,6 +121,7 @@ class Rank:
     layout: Layout
     members: list[ManagedParam]
     grad_reducer: GradReducer
+    grads: Grads
     homes: Homes
     pool: SlotPool | None
 
@@ -196,7 +198,7 @@ def make_rank(
         grads,
         LossScale(),
     )  # fmt: skip
-    return Rank(layout, members, grad_reducer, homes, pool)
+    return Rank(layout, members, grad_reducer, grads, homes, pool)
 
 
 def on_ranks(count: int, function: Callable[[int], Any], network: Network) -> list[Any]:
@@ -300,6 +302,8 @@ def run_program(program: dict[str, Any]) -> None:
                 if value is not None:
                     found = one.gradient(index)
                     assert torch.equal(found, torch.full_like(found, value)), (number, index)
+                    fresh = sum_of_squares("fp32", found.data_ptr(), found.numel())
+                    assert one.grads.sum_of_squares(one.members[index]) == fresh, (number, index)
             if one.pool is not None:
                 assert not any(one.pool._taken), "a bucket was not given back"
             if not keep:

@@ -1,0 +1,187 @@
+"""native/update/reductions: writes are torch's, and their sums are those of a separate pass."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from offload import _native
+
+if TYPE_CHECKING:
+    from offload._native import DtypeName
+
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+RUN = 1024  # elements that are written before their squares are summed
+BLOCK = 32 * 1024  # elements that are summed together
+SIZES = [0, 1, 31, 32, 33, RUN - 1, RUN, RUN + 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77]
+SPECIAL = [
+    math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, -1.0, 65504.0, 65519.9, 65520.0, -65520.0,
+    3.3895e38, 3.4e38, -3.4e38, 1e-40, -1e-40, 6e-8, 2.9e-8, 1.17e-38, 1.00390625, 1.01171875,
+]  # fmt: skip
+
+
+def values(numel: int, dtype: DtypeName, seed: int = 0) -> torch.Tensor:
+    """Of many sizes, with many ties between two numbers of the smaller dtypes."""
+    generator = torch.Generator().manual_seed(numel + seed)
+    scale = 10.0 ** (torch.rand(numel, generator=generator) * 8 - 5)
+    drawn = torch.randn(numel, generator=generator) * scale
+    halfway = drawn.bfloat16().view(torch.int16).int() * 65536 + 0x8000
+    drawn[::3] = halfway.view(torch.float32)[::3]
+    return drawn.to(DTYPES[dtype])
+
+
+def address_of_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The tensor's bytes from an odd address on: the kernels ask for no alignment."""
+    raw = torch.empty(tensor.nbytes + 1, dtype=torch.uint8)
+    raw[1:] = tensor.view(torch.uint8)
+    return raw, raw.data_ptr() + 1
+
+
+def write(
+    name: str, source: torch.Tensor, source_dtype: DtypeName, kept: torch.Tensor, dtype: DtypeName
+) -> tuple[torch.Tensor, float]:
+    """What copy_and_sum() or add_and_sum() makes of `kept`, and the sum."""
+    from_, source_address = address_of_copy(source)
+    raw, address = address_of_copy(kept)
+    total = getattr(_native, name)(source_dtype, source_address, dtype, address, kept.numel())
+    del from_
+    return raw[1:].clone().view(DTYPES[dtype]), total
+
+
+def by_torch(name: str, source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    kept = kept.clone()
+    return kept.copy_(source) if name == "copy_and_sum" else kept.add_(source)
+
+
+def sum_of_squares(tensor: torch.Tensor, dtype: DtypeName) -> float:
+    return _native.sum_of_squares(dtype, tensor.data_ptr(), tensor.numel())
+
+
+PAIRS = list(itertools.product(DTYPES, DTYPES))
+
+
+@pytest.mark.parametrize("name", ["copy_and_sum", "add_and_sum"])
+@pytest.mark.parametrize(("source_dtype", "dtype"), PAIRS)
+@pytest.mark.parametrize("numel", SIZES)
+def test_the_bits_of_torch_and_of_the_separate_sum(
+    numel: int, source_dtype: DtypeName, dtype: DtypeName, name: str
+) -> None:
+    source, kept = values(numel, source_dtype), values(numel, dtype, seed=1)
+    expected = by_torch(name, source, kept)
+    for isa, threads in itertools.product(_native.isa_available(), (1, 2, 3, 4)):
+        _native.set_isa(isa)
+        _native.set_threads(threads)
+        made, total = write(name, source, source_dtype, kept, dtype)
+        assert made.view(torch.uint8).equal(expected.view(torch.uint8)), (isa, threads)
+        assert total == sum_of_squares(expected, dtype), (isa, threads)
+
+
+@pytest.mark.parametrize("isa", _native.isa_available())
+@pytest.mark.parametrize("name", ["copy_and_sum", "add_and_sum"])
+@pytest.mark.parametrize(("source_dtype", "dtype"), PAIRS)
+def test_special_numbers_become_those_of_torch(
+    source_dtype: DtypeName, dtype: DtypeName, name: str, isa: str
+) -> None:
+    _native.set_isa(isa)
+    pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL))).t().contiguous()
+    source, kept = pairs[0].to(DTYPES[source_dtype]), pairs[1].to(DTYPES[dtype])
+    made, _ = write(name, source, source_dtype, kept, dtype)
+    expected = by_torch(name, source, kept)
+    assert made.isnan().equal(expected.isnan())  # whose other bits differ among torch's versions
+    numbers = ~expected.isnan()
+    integers = torch.int32 if dtype == "fp32" else torch.int16
+    assert made.view(integers)[numbers].equal(expected.view(integers)[numbers])
+
+
+@pytest.mark.parametrize(("source_dtype", "dtype"), PAIRS)
+def test_every_16_bit_number_becomes_that_of_torch(
+    source_dtype: DtypeName, dtype: DtypeName
+) -> None:
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    of_16_bits = bits.view(torch.bfloat16 if source_dtype == "fp32" else DTYPES[source_dtype])
+    source = of_16_bits.to(DTYPES[source_dtype])
+    kept = torch.zeros(len(source), dtype=DTYPES[dtype])
+    made, _ = write("copy_and_sum", source, source_dtype, kept, dtype)
+    expected = source.to(DTYPES[dtype])
+    torch.testing.assert_close(made, expected, rtol=0, atol=0, equal_nan=True)
+    if source_dtype == dtype:  # NaNs as well: nothing is converted
+        assert made.view(torch.uint8).equal(source.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["copy_and_sum", "add_and_sum"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_finite_if_and_only_if_every_element_is(dtype: DtypeName, name: str) -> None:
+    for poison, at in itertools.product((math.inf, -math.inf, math.nan), (0, RUN, BLOCK + 18)):
+        source = torch.ones(BLOCK + 19, dtype=DTYPES[dtype])
+        source[at] = poison
+        assert not math.isfinite(write(name, source, dtype, torch.ones_like(source), dtype)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_mean_and_sums_are_those_of_mean_and_of_the_separate_sum(
+    count: int, dtype: DtypeName
+) -> None:
+    numel = 5 * BLOCK + 77
+    arrays = [values(numel, dtype, seed) for seed in range(count)]
+    addresses = [array.data_ptr() for array in arrays]
+    ranges = [(3, 0), (3, 1), (4, RUN), (4 + RUN, 2 * BLOCK + 33), (3 * BLOCK + 5, 2 * BLOCK)]
+    expected = torch.empty_like(arrays[0])
+    _native.mean(dtype, addresses, expected.data_ptr(), numel)
+    outside = torch.ones(numel, dtype=torch.bool)
+    for first, length in ranges:
+        outside[first : first + length] = False
+    for isa, threads in itertools.product(_native.isa_available(), (1, 2, 3, 4)):
+        _native.set_isa(isa)
+        _native.set_threads(threads)
+        own = arrays[-1].clone()  # the target is one of the sources
+        sums = _native.mean_and_sums(
+            dtype, [*addresses[:-1], own.data_ptr()], own.data_ptr(), ranges
+        )
+        parts = [expected[first : first + length] for first, length in ranges]
+        assert sums == [sum_of_squares(part, dtype) for part in parts], (isa, threads)
+        assert own.equal(torch.where(outside, arrays[-1], expected)), (isa, threads)
+
+
+def test_a_write_does_not_wait_for_the_pool() -> None:
+    _native.set_threads(2)
+    long = torch.ones(1 << 24)
+    stop = threading.Event()
+
+    def keep_the_pool_busy() -> None:
+        while not stop.is_set():
+            _native.sum_of_squares("fp32", long.data_ptr(), long.numel())
+
+    busy = threading.Thread(target=keep_the_pool_busy)
+    busy.start()
+    try:
+        source = values(3 * BLOCK + 1, "fp32")
+        for _ in range(50):
+            made, total = write("copy_and_sum", source, "fp32", torch.zeros_like(source), "fp32")
+            assert made.equal(source)
+            assert total == sum_of_squares(source, "fp32")
+    finally:
+        stop.set()
+        busy.join()
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="source_dtype is 'fp8'"):
+        _native.copy_and_sum("fp8", 0, "fp32", 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="^dtype is 'fp8'"):
+        _native.add_and_sum("fp32", 0, "fp8", 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="source is 0"):
+        _native.copy_and_sum("fp32", 0, "fp32", 0, 1)
+    with pytest.raises(ValueError, match="target is 0"):
+        _native.mean_and_sums("fp32", [torch.ones(1).data_ptr()], 0, [(0, 1)])
+    with pytest.raises(ValueError, match="at least one source"):
+        _native.mean_and_sums("fp32", [], 0, [])
