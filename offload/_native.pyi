@@ -83,7 +83,6 @@ class Arena:
     def address(self) -> int: ...
     def export(self, offset: int, nbytes: int, pins: Pins | None = None, slot: int = 0) -> object:
         """DLPack capsule of uint8[nbytes] at `offset`; torch.from_dlpack makes a tensor of it.
-
         With `pins` the count of `slot` is raised now and lowered when the last tensor that
         views the memory dies (on whichever thread that happens, without the GIL).
         """
@@ -96,20 +95,17 @@ class Arena:
         owner: object,
         slot_bytes: int = 0,
     ) -> Arena:
-        """Memory of somebody else's, whom `owner` keeps alive, on a device (DLPack's numbers).
-
-        Nothing here touches it. Raises ValueError for zero bytes or address 0."""
+        """Memory of somebody else's, whom `owner` keeps alive, on a device (DLPack's numbers), which
+        nothing here touches. Raises ValueError for zero bytes or address 0."""
     @property
     def transfers(self) -> Pins:
         """How many transfers of an IoEngine or a Link use each slot now, whoever has the handle."""
     def wipe_on_fork(self, offset: int, nbytes: int) -> None:
-        """A child that is forked from now on reads zeros from the pages of the range.
-
-        For pages that are page-locked: fork() would copy them at once. Nothing
-        for over()'s. Raises ValueError for what is outside."""
+        """A child that is forked from now on reads zeros from the pages of the range. For
+        page-locked ones, which fork() would copy at once; nothing for over()'s. Raises ValueError
+        for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.
-
         Raises RuntimeError for over()'s."""
 
 class Pins:
@@ -404,12 +400,11 @@ class Location:
 class StepTask:
     """One tile's update. `segments` are (first element in the tile, numel, index into hypers,
     number of the first element as in update()). Tasks are made in the order of `priority`; those
-    with the same, or of one tile, in the order in which they were submitted.
+    with the same, or of one tile, as submitted.
 
-    With `optim_state_to`, a file offset, the update is speculative: what it reads in the file stays
-    as it is. The new optimizer state goes there, new parameters to offset `param_to` if they are in
-    the file; of those in RAM the old bits are first written to offset `saved_param`. Without
-    `optim_state_to` the bits at `saved_param` are first read back. -1: there is none."""
+    With the file offset `optim_state_to` it is speculative: what it reads in the file stays. New
+    optimizer state goes there, new parameters in the file to `param_to`; of those in RAM the old
+    bits are first written to `saved_param`. Else the bits there are first read back. -1: none."""
 
     def __init__(
         self,
@@ -427,15 +422,11 @@ class StepTask:
 class StepPipeline:
     """read -> update -> write over tiles, on threads of its own.
 
-    Every tile has room for `tile_numel` elements. An optimizer state is laid out as
-    [master | state 0 | state 1], each `tile_numel` long (no master part for fp32, no state 1 for
-    rules with one state). The buffers are slots of `arena`, one after another, each
-    `buffer_bytes(...)` long, and hold [optimizer state | param | grad], a part only if the pipeline
-    was made with it.
-
-    A buffer keeps its content, and a later task with the same key does not read it again. A
-    parameter is written at once; an optimizer state only when its buffer is needed for another one,
-    or by flush(). A key's optimizer state must not move before forget().
+    Every tile has room for `tile_numel` elements; docs/formats.md has its layout, and that of the
+    buffers, which are slots of `arena`, one after another, each `buffer_bytes(...)` long. A buffer
+    keeps its content for a later task with the same key. A parameter is written at once; an
+    optimizer state only when its buffer is needed for another one, or by flush(). A key's optimizer
+    state must not move before forget().
     """
 
     def __init__(
@@ -458,9 +449,8 @@ class StepPipeline:
     def submit(
         self, tasks: Sequence[StepTask], hypers: Sequence[Hyper], kind: UpdateKind | None = None
     ) -> None:
-        """Queues the tasks, each in its turn among those without a buffer; returns at once.
-
-        `kind`: of the update, if it is not the pipeline's; for Muon's passes (UpdateKind). Raises
+        """Queues the tasks, each in its turn among those without a buffer; returns at once. `kind`:
+        of the update, if it is not the pipeline's; for Muon's passes (UpdateKind). Raises
         ValueError if its arrays are not laid out as the tiles'."""
     def expect(
         self, expected: Sequence[tuple[int, Location, Location, int]], streaming: int = 0
@@ -474,14 +464,13 @@ class StepPipeline:
         Never waits; what was read for nothing does no harm. Raises ValueError for what is not
         valid, and the pipeline's failure."""
     def take_back(self, first: int, count: int) -> bool:
-        """Drops the tasks of keys `first` to `first + count - 1`, one of each, if none has begun;
-        returns whether it did. Raises the pipeline's failure."""
+        """Drops the tasks of `count` keys from `first` on, one of each, if none has begun; whether
+        it did. Raises the pipeline's failure."""
     def keeps(self, key: int) -> bool:
         """Whether the tile's optimizer state stays in its buffer from step to step, unwritten."""
     def wait_updated(self, key: int = -1) -> None:
         """Until every submitted update (or those of `key`) is computed: parameters in RAM are
-        final, gradients free. Raises the first failure; the pipeline then refuses further work with
-        the same error."""
+        final, gradients free. Raises the first failure, as all work after it does."""
     def is_updated(self, key: int = -1) -> bool:
         """Whether wait_updated(key) would return, or raise, at once."""
     def is_written(self, key: int = -1) -> bool:
@@ -490,11 +479,9 @@ class StepPipeline:
         """Until no write (or none of `key`) is under way: parameters in the file are final. Raises
         like wait_updated."""
     def flush(self, key: int = -1) -> None:
-        """Writes the optimizer states (or that of `key`) which only buffers have, and waits: the
-        file has all. Raises like wait_updated."""
+        """Writes what only buffers have (of `key`), and waits. Raises like wait_updated."""
     def forget(self, key: int = -1) -> None:
-        """flush(), then drops the kept content and what is expected: somebody else is about to
-        use the file or the buffers."""
+        """flush(), then drops the kept content and what is expected."""
     def give_up(self, why: str) -> None:
         """The caller's part of an update has failed: further work is refused with `why`."""
     @property

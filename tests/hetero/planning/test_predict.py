@@ -132,7 +132,7 @@ class TestTrain:
         self, train, capsys: pytest.CaptureFixture[str]
     ) -> None:
         given = ("--policy", "nvme", "--host-memory", "600KiB", "--chunk-numel", "8192")
-        assert train("--json", "--steps", "5", *given) == 0
+        assert train("--json", "--steps", "5", "--overlap-updates", "none", *given) == 0
         summary = json.loads(capsys.readouterr().out)
         predicted = summary["predicted"]
         assert predicted["measured_computing"]
