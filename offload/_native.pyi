@@ -95,8 +95,8 @@ class Arena:
         owner: object,
         slot_bytes: int = 0,
     ) -> Arena:
-        """Memory of somebody else's, whom `owner` keeps alive; DLPack's numbers say on which device;
-        nothing here touches it. Raises ValueError for zero bytes or address 0."""
+        """Memory that `owner` keeps alive, on a device (DLPack's numbers); nothing here touches it.
+        Raises ValueError for zero bytes or address 0."""
     @property
     def transfers(self) -> Pins:
         """How many transfers of an IoEngine or a Link use each slot now, whoever has the handle."""
