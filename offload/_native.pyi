@@ -450,8 +450,7 @@ class StepPipeline:
         self, tasks: Sequence[StepTask], hypers: Sequence[Hyper], kind: UpdateKind | None = None
     ) -> None:
         """Queues the tasks, each in its turn among those without a buffer; returns at once. `kind`:
-        of the update, if it is not the pipeline's; for Muon's passes (UpdateKind). Raises
-        ValueError if its arrays are not laid out as the tiles'."""
+        of the update, if not the pipeline's. Raises ValueError if it lays tiles out otherwise."""
     def expect(
         self, expected: Sequence[tuple[int, Location, Location, int]], streaming: int = 0
     ) -> None:
@@ -487,7 +486,8 @@ class StepPipeline:
     @property
     def stats(self) -> dict[str, float]:
         """tasks (updated), hits (of them, found in a buffer that kept their parts), ahead (found
-        read ahead), read_bytes, written_bytes, compute_s, read_wait_s, write_wait_s"""
+        read ahead), read_bytes, written_bytes, busy_s (some update was unfinished), compute_s,
+        read_wait_s, write_wait_s"""
     def inject(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
     def hold(self, nth: int) -> None:

@@ -103,6 +103,7 @@ def make_plan(numel: int, buffer_budget: int, directory: str, chunk_numel: int |
     resident = sum(p.numel() for p in model.parameters()) * RESIDENT_BYTES
     for _ in range(2):  # the second time with the chunks' padding, which the first finds out
         config = Config(
+            overlap_updates="none",
             placement_policy="nvme",
             host_memory=buffer_budget + resident,
             nvme_path=directory,

@@ -211,25 +211,27 @@ class PlacementCandidates:
     def _filled(self, device: int, param: int, grad: int, headroom: Headroom) -> Candidate:
         """At least `param` and `grad` chunks in RAM, then as many of each kind of state as fit."""
         in_ram = [param, grad, 0]
-        for state_kind in range(3 if self._homes_optim_states else 2):
+        rest = self._ranked_without(device)
+        for state_kind in range(3 if self._spec.policy == "auto" else 2):
 
             def host_bytes(count: int, state_kind: int = state_kind) -> int:
                 counts = (*in_ram[:state_kind], count, *in_ram[state_kind + 1 :])
                 return self.candidate(ChunkCounts(device, *counts), headroom).host_bytes
 
-            more = range(in_ram[state_kind] + 1, len(self._ranked_without(device).chunks) + 1)
+            more = range(in_ram[state_kind] + 1, len(rest.chunks) + 1)
             in_ram[state_kind] += bisect_right(more, self._host, key=host_bytes)
+        if self._keeps_in_buffers and in_ram[2] < rest.trained:
+            in_ram[2] = 0
         return self._with_more_buffers(self.candidate(ChunkCounts(device, *in_ram), headroom))
 
     @property
-    def _homes_optim_states(self) -> bool:
-        """Whether optimizer states get homes in RAM; else RAM that is left goes to buffers.
+    def _keeps_in_buffers(self) -> bool:
+        """Whether RAM for a part of the optimizer states goes to buffers, and not to homes.
 
         Where every step updates in the same order, buffers keep the tiles that forward waits for
         first, which homes of whole chunks, spread over the model, do not.
         """
-        in_buffers = self._spec.overlaps_updates and self._budgets.keep_optim_states
-        return self._spec.policy == "auto" and not in_buffers
+        return self._spec.overlaps_updates and self._budgets.keep_optim_states
 
     def _with_more_buffers(self, candidate: Candidate) -> Candidate:
         """RAM that is left keeps optimizer states between steps, in more buffers."""

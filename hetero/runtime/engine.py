@@ -394,6 +394,16 @@ class Engine:
         return sum(g.wait_s for g in gatherings if g is not None)
 
     @property
+    def update_s(self) -> float:
+        """Seconds during which updates were being made, by the pipelines that exist now."""
+        return sum(float(chunk_group.pipeline.stats["busy_s"]) for chunk_group in self.chunk_groups)
+
+    @property
+    def update_wait_s(self) -> float:
+        """Seconds that step(), or a use of a parameter, waited for updates."""
+        return sum(chunk_group.updates.wait_s for chunk_group in self.chunk_groups)
+
+    @property
     def io_engine(self) -> str | None:
         """ "io_uring" or "threads"; None if nothing is homed on DISK."""
         disks = (chunk_group.disk for chunk_group in self.chunk_groups)

@@ -281,7 +281,7 @@ class UpdateSchedule:
         if all_of_them:
             # (One call of native code, which Ctrl-C does not end: parameters that step() leaves
             # attached are complete then.)
-            chunk_group.updates.pipeline.wait_updated()
+            chunk_group.updates.wait_all_computed()
         chunk_group.params.finish_updates(chunks)
         chunk_group.grads.release_used()
 

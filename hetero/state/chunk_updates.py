@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -242,11 +243,23 @@ class ChunkUpdates:
     def wait_updated(self, chunk: Chunk) -> None:
         """From SUBMITTED to DONE: until the update is made. Raises what it met."""
         if self.state(chunk) is UpdateState.SUBMITTED:
-            began_s = time.perf_counter()
-            self.wait_computed(chunk)
-            self.wait_s += time.perf_counter() - began_s
+            with self._waiting():
+                self.wait_computed(chunk)
             if chunk.id in self._states:  # else another thread has finished it meanwhile
                 self._states[chunk.id] = UpdateState.DONE
+
+    def wait_all_computed(self) -> None:
+        """wait_computed() of all chunks, in one call of native code."""
+        with self._waiting():
+            self.pipeline.wait_updated()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s += time.perf_counter() - began_s
 
     def wait_computed(self, chunk: Chunk) -> None:
         """Until no update of the chunk is to be computed. Raises what one met. For any thread."""

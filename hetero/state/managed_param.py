@@ -148,7 +148,8 @@ class ManagedParam:
     def _go_home(self, home: torch.Tensor | None, *allowed: ParamState) -> None:
         if home is None:
             self._become(ParamState.OFFLOADED, self.stand_in, *allowed)
-        else:
+            return
+        with torch.inference_mode(False):  # as of a parameter that nobody had to wait for
             self._become(ParamState.RESIDENT, self.part_of(home), *allowed)
 
     def begin_use(self, copy: torch.Tensor | None) -> None:

@@ -74,6 +74,7 @@ void StepPipeline::submit(std::vector<StepTask> tasks, std::span<const Hyper> hy
     ++unfinished_[task.key];
     queued_.push({std::move(task), kind, constants});
   }
+  note_unfinished();
   changed_.notify_all();
 }
 
@@ -93,6 +94,7 @@ bool StepPipeline::take_back(std::int64_t first, std::size_t count) {
   throw_if_failed();
   if (!queued_.take_back(first, count)) return false;
   for (std::size_t i = 0; i < count; ++i) unfinished_.erase(first + static_cast<std::int64_t>(i));
+  note_unfinished();
   changed_.notify_all();
   return true;
 }
@@ -229,6 +231,13 @@ bool StepPipeline::is_unfinished(std::int64_t key) const {
   return key == kAnyKey ? !unfinished_.empty() : unfinished_.contains(key);
 }
 
+void StepPipeline::note_unfinished() {
+  const auto now = std::chrono::steady_clock::now();
+  if (busy_since_) stats_.busy_s += std::chrono::duration<double>(now - *busy_since_).count();
+  busy_since_.reset();
+  if (!unfinished_.empty()) busy_since_ = now;
+}
+
 void StepPipeline::wait_until_updated(std::int64_t key) {
   while (failure_ == nullptr && is_unfinished(key)) changed_.wait(mutex_);
   throw_if_failed();
@@ -248,6 +257,7 @@ void StepPipeline::fail(std::exception_ptr error) {
   staged_.clear();
   staged_with_buffers_ = 0;
   unfinished_.clear();
+  note_unfinished();
   changed_.notify_all();
 }
 

@@ -1,6 +1,7 @@
 // The optimizer step over tiles: read -> update -> write, several tiles in flight.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -29,6 +30,7 @@ struct StepStats {
   std::uint64_t hits = 0;   // tasks that found their file parts in a buffer that kept them
   std::uint64_t ahead = 0;  // tasks that found them read ahead
   std::uint64_t read_bytes = 0, written_bytes = 0;
+  double busy_s = 0;        // while some update was unfinished
   double compute_s = 0;     // computing
   double read_wait_s = 0;   // waiting for a task's reads
   double write_wait_s = 0;  // waiting for a buffer, that is for an earlier task's write
@@ -147,6 +149,7 @@ class StepPipeline {
     return !stopping() && !queued_.empty() && queued_.front().place == place;
   }
   bool is_unfinished(std::int64_t key) const REQUIRES(mutex_);
+  void note_unfinished() REQUIRES(mutex_);  // after each change of unfinished_
   void wait_until_updated(std::int64_t key) REQUIRES(mutex_);
   void throw_if_closed() const REQUIRES(mutex_);
   void throw_if_failed() const REQUIRES(mutex_);
@@ -179,6 +182,7 @@ class StepPipeline {
   std::optional<Work> current_ GUARDED_BY(mutex_);  // the updater's
   // By key, the tasks in queued_, staged_ and current_.
   std::unordered_map<std::int64_t, std::size_t> unfinished_ GUARDED_BY(mutex_);
+  std::optional<std::chrono::steady_clock::time_point> busy_since_ GUARDED_BY(mutex_);
   StepStats stats_ GUARDED_BY(mutex_);
   std::optional<std::uint64_t> updates_until_fault_ GUARDED_BY(mutex_);
   std::optional<std::uint64_t> updates_until_hold_ GUARDED_BY(mutex_);  // 0: that update is held

@@ -226,6 +226,7 @@ void StepPipeline::update_tasks() {
     if (buffer != nullptr) submit_writes(work, *buffer);
     const auto unfinished = unfinished_.find(work.task.key);  // none after a failure
     if (unfinished != unfinished_.end() && --unfinished->second == 0) unfinished_.erase(unfinished);
+    note_unfinished();
     current_.reset();
     HETERO_CHECK(stopping() || is_consistent());
     changed_.notify_all();

@@ -50,7 +50,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
         *("--seq-len", "16", "--steps", "2", "--rounds", "1", "--io-size", "32MiB"),
         *("--host-memory", "1200KiB", "--device-memory", "600KiB", "--link-gbps", "1"),
-        *("--dtype", "bf16", "--nvme-path", str(tmp_path / "nvme")),
+        *("--dtype", "bf16", "--nvme-path", str(tmp_path / "nvme"), "--clipped", "50"),
     ]
 
 
@@ -60,7 +60,8 @@ def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert out.count("\n") == 1
     result: dict[str, Any] = json.loads(out)
     nvme, emulated = result["cases"]
-    assert (nvme["name"], emulated["name"]) == ("model nvme", "model emulated")
+    assert nvme["name"] == "model nvme, 50 % clipped"
+    assert emulated["name"] == "model emulated, 50 % clipped"
     for case in (nvme, emulated):
         assert case["status"] == "measured"
         moved, parts = case["bytes"], case["parts_s"]
@@ -95,9 +96,10 @@ def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_table(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*options, "--settings", "nvme", "--compute", "layers"]) == 0
+    more = ("--settings", "nvme", "--compute", "layers", "--clipped", "0,100")
+    assert main([*options, *more]) == 0
     out = capsys.readouterr().out
-    for text in ("model nvme", "compute", "link", "NVMe", "DRAM", "goal 1.15"):
+    for text in ("model nvme, 0 % clipped", "model nvme, 100 % clipped", "compute", "link", "NVMe", "DRAM", "goal 1.15"):
         assert text in out
 
 
@@ -106,7 +108,7 @@ def test_a_refused_case_does_not_end_the_others(
 ) -> None:
     assert main([*options, "--device-memory", "1KiB"]) == 0
     out = capsys.readouterr().out
-    assert "model emulated: refused:" in out
+    assert "model emulated, 50 % clipped: refused:" in out
     assert "goal 1.15" in out
 
 

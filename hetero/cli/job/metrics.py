@@ -39,6 +39,8 @@ class StepMetrics:
     tokens: int
     traffic_bytes: dict[str, int]  # per link
     gather_wait_s: float  # in which compute waited for parameters that other ranks hold
+    update_s: float  # in which updates were being made
+    update_wait_s: float  # in which step(), or a use of a parameter, waited for updates
     memory: tuple[MemorySample, ...]  # after forward, backward and optimizer
 
     @property

@@ -93,11 +93,10 @@ class TrainResult:
         step_s = statistics.median(step.step_s for step in self.steady_steps)
         return float(step_s / self.predicted["step_s"])
 
-    @property
-    def gather_wait_s_per_step(self) -> float:
-        """Mean of the steady steps."""
+    def per_step(self, figure: str) -> float:
+        """The mean of a figure of StepMetrics over the steady steps."""
         steady = self.steady_steps
-        return sum(step.gather_wait_s for step in steady) / max(1, len(steady))
+        return float(sum(getattr(step, figure) for step in steady) / max(1, len(steady)))
 
     @property
     def total_bytes(self) -> dict[str, int]:
@@ -124,7 +123,9 @@ class TrainResult:
             "bytes_per_step": self.bytes_per_step,
             "sent_bytes_per_step": self.bytes_per_step["sent"],
             "received_bytes_per_step": self.bytes_per_step["received"],
-            "gather_wait_s_per_step": self.gather_wait_s_per_step,
+            "gather_wait_s_per_step": self.per_step("gather_wait_s"),
+            "update_s_per_step": self.per_step("update_s"),
+            "update_wait_s_per_step": self.per_step("update_wait_s"),
             "total_bytes": self.total_bytes,
             "placement": self.placement,
             "changes": [why for _, why in self.changes],

@@ -56,6 +56,7 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
     options = job.options
     clock = Stopwatch(job.device)
     before, gather_wait_s = asdict(job.engine.traffic), job.engine.gather_wait_s
+    update_s, update_wait_s = job.engine.update_s, job.engine.update_wait_s
     memory: list[MemorySample] = []
     loss_sum = 0.0
     for micro_batch in range(1, options.accumulate + 1):
@@ -97,6 +98,8 @@ def one_step(job: Job, step: int, start_s: float) -> StepMetrics:
         tokens=job.setting.tokens_per_step,
         traffic_bytes={link: after[link] - before[link] for link in LINKS},
         gather_wait_s=job.engine.gather_wait_s - gather_wait_s,
+        update_s=max(0.0, job.engine.update_s - update_s),  # (homes that move begin at 0 again)
+        update_wait_s=job.engine.update_wait_s - update_wait_s,
         memory=tuple(memory),
     )
 

@@ -46,7 +46,7 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         all_rss = f"{format_bytes(sum(rss))}, at most {format_bytes(max(rss))} each"
         table += [
             ("sent, received", pair(("sent", "received"))),
-            ("waited for gathers", f"{result.gather_wait_s_per_step:.3f} s per step"),
+            ("waited for gathers", f"{result.per_step('gather_wait_s'):.3f} s per step"),
             ("peak RSS of all ranks", all_rss),
         ]
     if per_step["h2d"] or per_step["d2h"]:
@@ -73,6 +73,10 @@ def _step_rows(result: TrainResult) -> list[tuple[str, str]]:
     step_s = parts.pop("step")
     split = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
     table = [("step time, median", f"{step_s:.3f} s: {split}")]
+    update_s, waited_s = result.per_step("update_s"), result.per_step("update_wait_s")
+    saved_s = max(0.0, update_s - waited_s)
+    words = f"{update_s:.3f} s per step, {waited_s:.3f} of them waited for"
+    table.append(("updates", f"{words}: overlap saved {saved_s:.3f} s per step"))
     if result.placement is not None:
         changes = [why for _, why in result.changes]
         known = {*result.setting.notes, *changes}

@@ -140,7 +140,8 @@ class Homes:
         if flat is None:
             self.commit(chunk)
             home = self._home[chunk.id]
-            flat = home.arena.view(home.first, home.run, self._dtype, pinned=True)
+            with torch.inference_mode(False):  # which may be on where an update is waited for
+                flat = home.arena.view(home.first, home.run, self._dtype, pinned=True)
             self._flat[chunk.id] = flat
         return flat
 

@@ -46,7 +46,6 @@ class Training:
         self._plain_model, self._plain = managed({"placement_policy": "cpu"}, path)
         self._wanted = [masters(self._plain_model)]
         self.steps = 0
-        self.save()
 
     def wanted(self, steps: int) -> list[torch.Tensor]:
         """The masters after so many steps."""
@@ -66,17 +65,8 @@ class Training:
         self.optimizer.step()
         self.steps += 1
 
-    def save(self) -> None:
-        """The state to which a step that is half made goes back."""
-        self._saved = self.optimizer.state_dict(), self.steps
-
     def go_on(self) -> None:
         """After an interruption: the step was made, or not; and the next one is right."""
-        if self.optimizer.engine.schedule.is_half_made:  # overlap_updates="both": documented
-            with pytest.raises(hetero.HeteroError, match="half made"):
-                self.optimizer.zero_grad()
-            state, self.steps = self._saved
-            self.optimizer.load_state_dict(state)
         self.optimizer.zero_grad()
         found = masters(self.model)
         if not same(found, self.wanted(self.steps)):
@@ -159,15 +149,8 @@ def test_at_any_line(
 ) -> None:
     training = Training(settings, tmp_path)
     training.go_on()
-    if phase is clip and settings.get("overlap_updates") == "both":
-        with pytest.raises(hetero.HeteroError, match="cannot be clipped"):
-            phase(training)()
-        training.go_on()
-        training.close()
-        return
     at, last = 1, False
     while not last:
-        training.save()
         call = phase(training)
         interruption = LineInterrupt(at)
         interrupted = False
@@ -212,7 +195,6 @@ def test_signals_at_any_time(
     training.go_on()
     generator = random.Random(0)
     for _ in range(40):
-        training.save()
         try:
             signals(generator.uniform(0, 0.02))
             while True:

@@ -58,6 +58,8 @@ def make_result(steps: int, host_budget: int | None = 300 * MIB, ranks: int = 1)
                     "received": 2 * number,
                 },
                 gather_wait_s=0.5,
+                update_s=1.5,
+                update_wait_s=0.25,
                 memory=(MemorySample(2.0 * number, held, 800 * MIB),),
             )
             for number in range(1, steps + 1)
@@ -90,6 +92,7 @@ def test_dictionary_is_json_with_the_promised_keys() -> None:
         assert key in summary
     assert (summary["sent_bytes_per_step"], summary["received_bytes_per_step"]) == (5, 5)
     assert summary["gather_wait_s_per_step"] == 0.5
+    assert (summary["update_s_per_step"], summary["update_wait_s_per_step"]) == (1.5, 0.25)
 
 
 def test_a_run_without_steps_has_a_dictionary() -> None:
@@ -103,6 +106,7 @@ def test_table_tells_what_was_promised() -> None:
     assert table["managed peak, host"] == "200.0 MiB, budget 300.0 MiB"
     assert "managed peak, device" not in table
     assert table["step time, median"] == "2.000 s: forward 0.500, backward 1.000, optimizer 0.250"
+    assert table["updates"].endswith("0.250 of them waited for: overlap saved 1.250 s per step")
     assert table["NVMe read"] == "18 B per step, 42 B in all by io_uring"
     assert table["loss"] == "5.000 at first, 1.667 at last"
     stopped = make_result(3)

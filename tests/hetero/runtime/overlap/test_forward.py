@@ -28,6 +28,7 @@ from tests.support.training.overlap_net import (
     result,
     same,
     under_way,
+    until,
 )
 
 
@@ -396,3 +397,20 @@ def test_fp16_overflow_leaves_a_step_out(tmp_path: Path) -> None:
             optimizer.zero_grad()
         results.append(result(model, optimizer))
     assert same(*results)
+
+
+def test_seconds_of_updates_and_of_waiting_for_them(tmp_path: Path) -> None:
+    """Of an update that nothing waits for the time is counted, and no waiting."""
+    model, optimizer = build(Net, tmp_path, "disk", "forward")
+    engine = optimizer.engine
+    one_step(model, optimizer, 0)
+    engine.synchronize()
+    before_s, waited_s = engine.update_s, engine.update_wait_s
+    assert before_s > 0
+    loss_of(model, 1).backward()
+    optimizer.step()
+    pipeline = engine.chunk_groups[0].pipeline
+    until(lambda: pipeline.is_updated())
+    assert engine.update_s > before_s
+    assert engine.update_wait_s == waited_s
+    engine.close()
