@@ -112,15 +112,14 @@ class UpdateSchedule:
         self._counts.note(managed, added, counts)
         if not counts or self._guess is None:
             return
-        chunk_group = self._params.group(managed.chunk)
-        chunk_group.params.finish_updates([managed.chunk])  # of the last step
-        if chunk_group.ranks is None:
-            self._note_final(managed.chunk)
-        else:
+        chunk_group, arrived = self._params.group(managed.chunk), [managed.chunk]
+        if chunk_group.ranks is not None:
             grad_reducer = chunk_group.ranks.grad_reducer
             grad_reducer.finish_means()
-            while grad_reducer.new_means:
-                self._note_final(grad_reducer.new_means.pop())
+            arrived, grad_reducer.new_means = grad_reducer.new_means, []
+        chunk_group.params.finish_updates(arrived)  # of the last step
+        for chunk in arrived:
+            self._note_final(chunk)
         final = [chunk for group in self._params.chunk_groups for chunk in group.updates.final]
         if final and not inside_another_backward():
             for chunk in final:

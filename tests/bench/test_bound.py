@@ -99,7 +99,15 @@ def test_table(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--settings", "nvme", "--compute", "layers", "--clipped", "0,100")
     assert main([*options, *more]) == 0
     out = capsys.readouterr().out
-    for text in ("model nvme, 0 % clipped", "model nvme, 100 % clipped", "compute", "link", "NVMe", "DRAM", "goal 1.15"):
+    for text in (
+        "model nvme, 0 % clipped",
+        "model nvme, 100 % clipped",
+        "compute",
+        "link",
+        "NVMe",
+        "DRAM",
+        "goal 1.15",
+    ):
         assert text in out
 
 
