@@ -17,6 +17,17 @@ struct VecAvx512 : VecWide<16> {
   static void store_u16(char* p, U x) {
     store_halves(p, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
   }
+  static U load_u8(const char* p) {
+    return reinterpret_cast<U>(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  static void store_u8(char* p, U x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(x)));
+  }
+  static std::uint32_t largest(U x) {
+    return _mm512_reduce_max_epu32(reinterpret_cast<__m512i>(x));
+  }
   static U if_normal(F x, U then) {  // one instruction less than the operators
     const auto mask = _mm512_test_epi32_mask(_mm512_castps_si512(x), _mm512_set1_epi32(0x7f800000));
     return reinterpret_cast<U>(_mm512_maskz_mov_epi32(mask, reinterpret_cast<__m512i>(then)));

@@ -14,6 +14,8 @@ namespace hetero {
 //
 //     U iota()                      0, 1, 2, ...: the lanes' numbers
 //     U load_u16(p), store_u16(p, x)   the low halves
+//     U load_u8(p), store_u8(p, x)     the low bytes; x is below 256
+//     std::uint32_t largest(x)         of the lanes' words
 //     F load_f16(p), store_f16(p, x)
 //     F sqrt(x)
 //     F fma(a, b, c)                a * b + c, rounded once

@@ -12,6 +12,9 @@ struct VecScalar : VecOperators<float, std::uint32_t, double> {
   static U iota() { return 0; }
   static U load_u16(const char* p) { return get<std::uint16_t>(p); }
   static void store_u16(char* p, U x) { put(p, static_cast<std::uint16_t>(x)); }
+  static U load_u8(const char* p) { return get<std::uint8_t>(p); }
+  static void store_u8(char* p, U x) { put(p, static_cast<std::uint8_t>(x)); }
+  static std::uint32_t largest(U x) { return x; }
   static F sqrt(F x) { return std::sqrt(x); }
   static F fma(F a, F b, F c) { return std::fma(a, b, c); }
 
