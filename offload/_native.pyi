@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
-StateDtypeName = Literal["fp32", "bf16"]
+StateDtypeName = Literal["fp32", "bf16", "8bit"]
 RuleName = Literal["adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"]
-CarrierName = Literal["none", "sign", "lowest"]
+CarrierName = Literal["none", "sign", "lowest", "remainder"]
 
 class NativeIoError(OSError):
     """A failed transfer. `errno`, `strerror` and `filename` are OSError's; the rest says where."""
@@ -288,14 +288,17 @@ class UpdateKind:
     @property
     def carrier(self) -> CarrierName:
         """Which bit of the last state belongs to the split master of a bf16 parameter: its sign
-        (adam, adagrad), its lowest (the others), or none with other parameters."""
-    @property
-    def optim_state_bytes(self) -> int:
-        """Bytes per element of the optimizer state: what makes the parameter an fp32 master, and
-        the rule's states."""
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes per element that one update reads and writes."""
+        (adam, adagrad), its lowest (the others), or none with other parameters. In 8 bits no state
+        has a bit to spare, and the remainder says it all: masters on a tie are moved."""
+    def state_bytes(self, numel: int) -> int:
+        """Bytes of one state of `numel` elements; in 8 bits those of whole state blocks."""
+    def state_at(self, state: int, tile_numel: int) -> int:
+        """Where a state begins in a tile's optimizer state, in bytes: behind what makes the
+        parameters fp32 masters, and the states before it."""
+    def optim_state_bytes(self, tile_numel: int) -> int:
+        """Bytes of a tile's optimizer state, in whole pages."""
+    def bytes_moved(self, numel: int) -> int:
+        """Bytes that one update of `numel` elements reads and writes."""
 
 class Hyper:
     """Hyper-parameters of one segment, as Python floats (the kernel rounds them to fp32).
@@ -361,7 +364,15 @@ def split_master(
 ) -> None:
     """fp32 source -> bf16 param, uint16 remainder, and the carry into the carrier, which is the
     rule's last state: into the bit that UpdateKind.carrier says; its other bits are kept. Raises
-    ValueError unless the parameters are bf16."""
+    ValueError unless the parameters are bf16, and for a carrier where there is none (0)."""
+
+def encode_state(kind: UpdateKind, state: int, source: int, blocks: int, numel: int) -> None:
+    """fp32 source -> state blocks of the kind's state number `state`, each value rounded to the
+    nearest code; what decode_state() gave becomes the same blocks again. Of a last block that is
+    cut short the rest stays. Raises ValueError unless the kind's states are kept in 8 bits."""
+
+def decode_state(kind: UpdateKind, state: int, blocks: int, target: int, numel: int) -> None:
+    """State blocks -> the fp32 values of their codes. Raises likewise."""
 
 def join_master(
     kind: UpdateKind, param: int, remainder: int, carrier: int, target: int, numel: int

@@ -130,7 +130,8 @@ struct StateBlock {
         most < smallest_normal ? V::set_bits(subnormal_offset) : V::set_bits(normal_offset);
     U code = ((V::bits(shifted) + random) >> dropped) - offset;
     if constexpr (is_signed) {
-      code = code | ((V::bits(kept) >> 24) & 0x80U);
+      const U with_sign = code | ((V::bits(kept) >> 24) & 0x80U);
+      code = code != 0U ? with_sign : code;  // zero is +0
     } else {
       const U above_zero = code < by.smallest ? V::set_bits(by.smallest) : code;
       code = kept > 0.0F ? above_zero : code;
