@@ -37,6 +37,15 @@ struct VecAvx2 : VecWide<8> {
     return static_cast<std::uint32_t>(_mm_cvtsi128_si32(most));
   }
   static F load_f16(const char* p) { return _mm256_cvtph_ps(load_halves(p)); }
+  template <bool is_signed>
+  static F load_f8(const char* p) {
+    const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    if constexpr (!is_signed) {
+      return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(codes), 6));
+    }
+    const __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7);  // two signs
+    return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(~0x4000)));
+  }
   static void store_f16(char* p, F x) {
     store_halves(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

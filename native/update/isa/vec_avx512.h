@@ -33,6 +33,15 @@ struct VecAvx512 : VecWide<16> {
     return reinterpret_cast<U>(_mm512_maskz_mov_epi32(mask, reinterpret_cast<__m512i>(then)));
   }
   static F load_f16(const char* p) { return _mm512_cvtph_ps(load_halves(p)); }
+  template <bool is_signed>
+  static F load_f8(const char* p) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    if constexpr (!is_signed) {
+      return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 6));
+    }
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);  // two signs
+    return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(~0x4000)));
+  }
   static void store_f16(char* p, F x) {
     store_halves(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

@@ -17,6 +17,10 @@ namespace hetero {
 //     U load_u8(p), store_u8(p, x)     the low bytes; x is below 256
 //     std::uint32_t largest(x)         of the lanes' words
 //     F load_f16(p), store_f16(p, x)
+//     F load_f8<is_signed>(p)          bytes that are the upper part of fp16 but for the highest
+//     bit
+//                                   of its exponent: sign, 4 exponent bits, 3 fraction bits; or,
+//                                   without a sign, 4 exponent bits, 4 fraction bits
 //     F sqrt(x)
 //     F fma(a, b, c)                a * b + c, rounded once
 //     add_squares(D* sums, x)       adds the squares of x's lanes, in order, to lanes /

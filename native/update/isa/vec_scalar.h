@@ -34,6 +34,14 @@ struct VecScalar : VecOperators<float, std::uint32_t, double> {
     return from_bits(sign | magnitude);
   }
 
+  template <bool is_signed>
+  static F load_f8(const char* p) {
+    const U code = load_u8(p);
+    char half[2];
+    store_u16(half, is_signed ? ((code & 0x80) << 8) | ((code & 0x7f) << 7) : code << 6);
+    return load_f16(half);
+  }
+
   static void store_f16(char* p, F x) {
     const U sign = (bits(x) >> 16) & 0x8000;
     const U magnitude = bits(x) & 0x7fffffff;

@@ -92,26 +92,22 @@ template <class V, UpdateKind kind>
 [[gnu::always_inline]] inline void update_state_block(const UpdateArrays& at,
                                                       const UpdateConstants& constants,
                                                       RandomBits<V>& random_bits) {
-  constexpr std::size_t vectors = kStateBlockNumel / V::lanes;
   constexpr std::size_t last = kind.states() - 1;
   constexpr std::size_t master_size = kind.changed_master_bytes();
-  constexpr std::size_t codes_at = sizeof(float);
   using First = StateBlock<V, kind.is_signed(0)>;
   using Last = StateBlock<V, kind.is_signed(last)>;
 
-  float first_scale, last_scale;
-  __builtin_memcpy(&first_scale, at.states[0], sizeof first_scale);
-  __builtin_memcpy(&last_scale, at.states[last], sizeof last_scale);
-  typename V::F first_kept[vectors], last_kept[vectors];
-  auto first_largest = V::set_bits(0), last_largest = V::set_bits(0);
+  const auto first_scale = First::Scale::load(at.states[0]);
+  const auto last_scale = Last::Scale::load(at.states[last]);
+  typename V::F first_kept[Last::vectors], last_kept[Last::vectors];
 #pragma GCC unroll 4
-  for (std::size_t j = 0; j < vectors; ++j) {
+  for (std::size_t j = 0; j < Last::vectors; ++j) {
     const std::size_t i = j * V::lanes;
     typename V::F states[kind.states()];
     if constexpr (kind.moves_states()) {
-      states[last] = Last::decode(V::load_u8(at.states[last] + codes_at + i), last_scale);
+      states[last] = Last::decode(at.states[last] + Last::codes_at + i, last_scale);
       if constexpr (last == 1) {
-        states[0] = First::decode(V::load_u8(at.states[0] + codes_at + i), first_scale);
+        states[0] = First::decode(at.states[0] + First::codes_at + i, first_scale);
       }
     }
     auto carry = V::set_bits(0);
@@ -122,31 +118,22 @@ template <class V, UpdateKind kind>
                           constants, states, carry);
     if constexpr (kind.moves_states()) {
       last_kept[j] = Last::kept(states[last]);
-      const auto magnitude = Last::magnitude(last_kept[j]);
-      last_largest = magnitude > last_largest ? magnitude : last_largest;
-      if constexpr (last == 1) {
-        first_kept[j] = First::kept(states[0]);
-        const auto first_magnitude = First::magnitude(first_kept[j]);
-        first_largest = first_magnitude > first_largest ? first_magnitude : first_largest;
-      }
+      if constexpr (last == 1) first_kept[j] = First::kept(states[0]);
     }
   }
   if constexpr (kind.moves_states()) {
-    const auto first_by = First::Scale::of(V::largest(first_largest));
-    const auto last_by = Last::Scale::of(V::largest(last_largest));
-    if constexpr (last == 1) __builtin_memcpy(at.states[0], &first_by.scale, sizeof(float));
-    __builtin_memcpy(at.states[last], &last_by.scale, sizeof(float));
+    const auto last_by = Last::store_scale(at.states[last], last_kept);
+    auto first_by = typename First::Rounding{};
+    if constexpr (last == 1) first_by = First::store_scale(at.states[0], first_kept);
 #pragma GCC unroll 4
-    for (std::size_t j = 0; j < vectors; ++j) {
-      const std::size_t i = j * V::lanes;
+    for (std::size_t j = 0; j < Last::vectors; ++j) {
+      const std::size_t codes = Last::codes_at + j * V::lanes;
       auto random = random_bits.next();
       if constexpr (last == 1) {
-        const auto code = First::encode(first_kept[j], first_by, random & First::random_mask);
-        V::store_u8(at.states[0] + codes_at + i, code);
+        First::encode(at.states[0] + codes, first_kept[j], first_by, random & First::random_mask);
         random = random >> (32 - Last::dropped);
       }
-      const auto code = Last::encode(last_kept[j], last_by, random & Last::random_mask);
-      V::store_u8(at.states[last] + codes_at + i, code);
+      Last::encode(at.states[last] + codes, last_kept[j], last_by, random & Last::random_mask);
     }
   }
 }
@@ -154,9 +141,10 @@ template <class V, UpdateKind kind>
 // Asks for the cache lines of an array's elements that will come with a later state block.
 template <class V, std::size_t size>
 [[gnu::always_inline]] inline void prefetch_state_block(const char* at) {
-  constexpr std::size_t line = 64, ahead = 512;
-  static_assert(kStateBlockNumel == line);  // so elements of `size` bytes are in as many lines
-  for (std::size_t i = 0; i < size; ++i) __builtin_prefetch(at + ahead * size + i * line, 1);
+  static_assert(kStateBlockNumel == kCacheLineBytes);  // so `size` lines have the elements
+  for (std::size_t i = 0; i < size; ++i) {
+    __builtin_prefetch(at + 512 * size + i * kCacheLineBytes, 1);
+  }
 }
 
 // As update_block(), in 8 bits; `numel` may end inside a state block, of which a copy is then used.

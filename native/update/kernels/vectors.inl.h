@@ -7,6 +7,8 @@
 
 namespace hetero {
 
+inline constexpr std::size_t kCacheLineBytes = 64;
+
 template <class V, Dtype dtype>
 typename V::F load_as_fp32(const char* p) {
   if constexpr (dtype == Dtype::fp32) {
