@@ -105,7 +105,7 @@ class OptimizerState:
             yield self.over(raw)
 
     def over(self, raw: torch.Tensor) -> TileState:
-        """Views of the tile's bytes `raw`, which are [master | state 0 | state 1 | rest of a page]."""
+        """Views of the tile's bytes `raw`, laid out as docs/formats.md says."""
         dtypes, kind = self.dtypes, self.dtypes.kind
         nbytes = kind.state_bytes(self.tile_numel)
         master_end = self.tile_numel * dtypes.master_bytes

@@ -135,7 +135,9 @@ class _Arrays:
     def stream(self) -> float:
         """Bytes per second of the memory yardstick."""
         param, grad, exp_avg, exp_avg_sq, _ = self._parts
-        return self._rate(28 * self._numel, lambda: _native.stream(param, grad, exp_avg, exp_avg_sq, self._numel))
+        return self._rate(
+            28 * self._numel, lambda: _native.stream(param, grad, exp_avg, exp_avg_sq, self._numel)
+        )
 
     def update(self, dtype: DtypeName) -> float:
         """Bytes per second, as UpdateKind.bytes_moved counts them, of one AdamW update."""

@@ -111,8 +111,8 @@ class TrainOptions:
         " are fp32 in any case (default: bf16 where the hardware has it, else fp32)"
     )
     state_dtype: str = _option(
-        "dtype of the optimizer's moments; bf16 halves them, 8bit quarters them (block-wise scales),"
-        " both rounded stochastically",
+        "dtype of the optimizer's moments; bf16 halves them, 8bit (in blocks with a scale) quarters"
+        " them, both rounded stochastically",
         "fp32",
         choices=STATE_DTYPES,
     )

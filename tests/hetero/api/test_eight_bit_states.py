@@ -1,4 +1,4 @@
-"""hetero.HybridAdam with states in 8 bits: places, ranks, bytes, checkpoints, loss."""
+"""hetero/api/optimizers: states in 8 bits, in every place, their bytes, checkpoints and loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
     """4 1/8 of 10 bytes an element, in whole pages a tile; on disk as in memory."""
     for options, tier in (
         ({"placement_policy": "cpu"}, Tier.HOST),
-        ({"placement_policy": "nvme", "host_memory": "300KiB"}, Tier.DISK),
+        ({"placement_policy": "nvme", "host_memory": "500KiB"}, Tier.DISK),
     ):
         _, optimizer = build(chunk_numel=32768, nvme_path=str(tmp_path), **options)
         engine = optimizer.engine
@@ -67,7 +67,7 @@ def test_states_of_other_dtypes_are_taken_in(tmp_path: Path) -> None:
     saved = optimizer.state_dict()
     optimizer.engine.close()
 
-    other, other_optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path))
+    _, other_optimizer = build(placement_policy="nvme", nvme_path=str(tmp_path))
     saved["param_groups"] = other_optimizer.state_dict()["param_groups"]
     other_optimizer.load_state_dict(saved)
     taken = other_optimizer.state_dict()

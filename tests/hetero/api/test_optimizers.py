@@ -169,7 +169,9 @@ def test_first_fp32_adagrad_step_equals_torchs_to_rounding() -> None:
 def test_records_take_what_the_rule_needs(rule: str) -> None:
     _, optimizer = build(rule, "bf16", "bf16", placement_policy="cpu")
     states = len(optimizer.state_names)
-    assert optimizer.engine.chunk_groups[0].dtypes.optim_state_bytes(4096) == 4096 * (2 + 2 * states)
+    assert optimizer.engine.chunk_groups[0].dtypes.optim_state_bytes(4096) == 4096 * (
+        2 + 2 * states
+    )
     optim_state_arena_bytes = optimizer.engine.layout.slot_numel * (2 + 2 * states)
     slots = sum(chunk.slots for chunk in optimizer.engine.layout.chunks)
     ledger = optimizer.engine.ledger

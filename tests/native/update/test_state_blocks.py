@@ -1,4 +1,4 @@
-"""native/state_block: states in 8 bits against their definition, bit for bit, and what it is for."""
+"""native/state_block: states in 8 bits against their definition, bit for bit."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def decoded(kind: _native.UpdateKind, blocks: np.ndarray, numel: int, state: int
 
 def blocks_of(scale: float, codes: np.ndarray) -> np.ndarray:
     """State blocks with one scale."""
-    rows = np.zeros((len(codes) // 64, 68), np.uint8)
+    rows = np.zeros((codes.size // 64, 68), np.uint8)
     rows[:, :4] = np.array([scale], np.float32).view(np.uint8)
     rows[:, 4:] = codes.reshape(-1, 64)
     return rows.reshape(-1)
@@ -80,7 +80,7 @@ def test_every_number_that_is_decoded_becomes_its_code_again(
 
 def many_values(numel: st.SearchStrategy[int]) -> st.SearchStrategy[np.ndarray]:
     special = [0.0, -0.0, 1e-45, TINY, 2.0**-109, 2.0**-63, 2.0**126, np.inf, -np.inf, np.nan]
-    ordinary = st.floats(-1, 1, width=32) | st.floats(-1e-6, 1e-6, width=32)
+    ordinary = st.floats(-1, 1, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)
     element = ordinary | st.floats(width=32) | st.sampled_from(special)
     return hnp.arrays(np.float32, numel, elements=element)
 
@@ -94,14 +94,12 @@ def test_blocks_have_the_documented_bits(values: np.ndarray) -> None:
         blocks = encoded(kind, of)
         assert equal_bits(blocks, state_blocks.encode(of, signed))
         found = decoded(kind, blocks, len(of))
-        assert np.array_equal(
-            found, state_blocks.decode(blocks, len(of), signed), equal_nan=True
-        )
+        assert np.array_equal(found, state_blocks.decode(blocks, len(of), signed), equal_nan=True)
         assert equal_bits(encoded(kind, found), blocks)  # as state_dict() and back
         number = np.isfinite(of)
         assert np.array_equal(np.isnan(found), np.isnan(of))
         assert not (found[number] == 0)[(of[number] >= TINY)].any() or signed
-        assert (np.abs(found[found != 0]) >= TINY).all()
+        assert (np.abs(found[number & (found != 0)]) >= TINY).all()
         assert not np.signbit(found[found == 0]).any()
 
 
@@ -176,8 +174,9 @@ def test_a_small_square_beside_large_ones_does_not_become_zero(isa: str) -> None
         arrays.step(grad.view(np.uint32), Hyper(lr=1e-3, eps=1e-30, step=step))
         exp_avg, exp_avg_sq = arrays.fp32_states()
         assert (exp_avg_sq > 0).all()
-        assert (np.abs(exp_avg) <= 32 * np.sqrt(exp_avg_sq) * 1.2).all()
-    assert np.abs(arrays.fp32_master()).max() < 1e-3 * 30 * 1.2
+        # Of a constant gradient it is up to 5.5; the smallest codes are steps of twice their value.
+        assert (np.abs(exp_avg) <= 3 * 5.5 * np.sqrt(exp_avg_sq)).all()
+    assert np.abs(arrays.fp32_master()).max() < 3 * 30 * 1e-3
 
 
 def test_unused_rows_end_at_zero() -> None:

@@ -417,7 +417,10 @@ def test_a_tile_is_of_whole_pages() -> None:
         (("fp8", "fp32"), "dtype is 'fp8'"),
         (("fp32", "int8"), "grad_dtype is 'int8'"),
         (("fp32", "fp32", "rprop"), "rule is 'rprop'"),
-        (("fp32", "fp32", "adam", "fp16"), "state_dtype is 'fp16', must be 'fp32', 'bf16' or '8bit'"),
+        (
+            ("fp32", "fp32", "adam", "fp16"),
+            "state_dtype is 'fp16', must be 'fp32', 'bf16' or '8bit'",
+        ),
     ],
 )
 def test_unknown_kinds_are_refused(names: tuple[str, ...], fact: str) -> None:
