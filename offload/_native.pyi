@@ -288,13 +288,11 @@ class UpdateKind:
     @property
     def carrier(self) -> CarrierName:
         """Which bit of the last state belongs to the split master of a bf16 parameter: its sign
-        (adam, adagrad), its lowest (the others), or none with other parameters. In 8 bits no state
-        has a bit to spare, and the remainder says it all: masters on a tie are moved."""
+        (adam, adagrad), its lowest (the others), or none with others. In 8 bits "remainder"."""
     def state_bytes(self, numel: int) -> int:
         """Bytes of one state of `numel` elements; in 8 bits those of whole state blocks."""
     def state_at(self, state: int, tile_numel: int) -> int:
-        """Where a state begins in a tile's optimizer state, in bytes: behind what makes the
-        parameters fp32 masters, and the states before it."""
+        """Where a state begins in a tile's optimizer state, in bytes."""
     def optim_state_bytes(self, tile_numel: int) -> int:
         """Bytes of a tile's optimizer state, in whole pages."""
     def bytes_moved(self, numel: int) -> int:
@@ -368,11 +366,11 @@ def split_master(
 
 def encode_state(kind: UpdateKind, state: int, source: int, blocks: int, numel: int) -> None:
     """fp32 source -> state blocks of the kind's state number `state`, each value rounded to the
-    nearest code; what decode_state() gave becomes the same blocks again. Of a last block that is
-    cut short the rest stays. Raises ValueError unless the kind's states are kept in 8 bits."""
+    nearest code. Of a last block that is cut short the rest stays. Raises ValueError unless the
+    kind's states are kept in 8 bits."""
 
 def decode_state(kind: UpdateKind, state: int, blocks: int, target: int, numel: int) -> None:
-    """State blocks -> the fp32 values of their codes. Raises likewise."""
+    """State blocks -> fp32 values. Raises likewise."""
 
 def join_master(
     kind: UpdateKind, param: int, remainder: int, carrier: int, target: int, numel: int

@@ -228,7 +228,7 @@ def test_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("\n") == 1
     assert "warm-up  stream:" in err
     result = json.loads(out)
-    assert len(result["variants"]) == 63
+    assert len(result["variants"]) == 93
     assert [entry["name"] for entry in result["peers"]] == [
         kind.name for kind in PEER_KINDS["torch"]
     ]
