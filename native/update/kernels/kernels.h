@@ -38,8 +38,8 @@ struct UpdateConstants {
   std::uint32_t random_key;  // of the update's random bits
 };
 
-// The arrays of one update; addresses need no alignment. No `master` for fp32. States in 8 bits begin
-// with a state block.
+// The arrays of one update; addresses need no alignment. No `master` for fp32. States in 8 bits
+// begin with a state block.
 struct UpdateArrays {
   char* param = nullptr;
   const char* grad = nullptr;
