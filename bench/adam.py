@@ -63,7 +63,7 @@ class PeerKind:
     name: str
     module: str
     kind: str
-    bytes_per_param: int  # read and written
+    bytes_per_param: float  # read and written
     memory_bytes: int  # allocated, per parameter
 
 
@@ -202,7 +202,7 @@ def _process(
     )
 
 
-def _peer_turn(process: PeerProcess, bytes_per_param: int) -> Callable[[], Sample]:
+def _peer_turn(process: PeerProcess, bytes_per_param: float) -> Callable[[], Sample]:
     def turn() -> Sample:
         rate = process.sample()["params_per_s"]
         return {"params_per_s": rate, "gbps": rate * bytes_per_param / 1e9}
@@ -211,7 +211,7 @@ def _peer_turn(process: PeerProcess, bytes_per_param: int) -> Callable[[], Sampl
 
 
 def summarize(
-    rounds: Rounds, bytes_per_param: Mapping[str, int], peers: set[str]
+    rounds: Rounds, bytes_per_param: Mapping[str, float], peers: set[str]
 ) -> dict[str, Any]:
     """Medians and shares of the stream; the speed-up is null where DeepSpeed was left out."""
     main = update_name(UpdateKind("bf16", "bf16"))
@@ -257,7 +257,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
                 entry["name"],
                 f"{entry['params_per_s'] / 1e9:.2f}"
                 f" ({entry['params_per_s_min'] / 1e9:.2f}-{entry['params_per_s_max'] / 1e9:.2f})",
-                str(entry["bytes_per_param"]),
+                f"{entry['bytes_per_param']:g}",
                 f"{entry['gbps']:.1f}",
                 f"{entry['share_of_stream']:.2f}",
             )

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
-StateDtypeName = Literal["fp32", "bf16"]
+StateDtypeName = Literal["fp32", "bf16", "8bit"]
 RuleName = Literal["adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"]
-CarrierName = Literal["none", "sign", "lowest"]
+CarrierName = Literal["none", "sign", "lowest", "remainder"]
 
 class NativeIoError(OSError):
     """A failed transfer. `errno`, `strerror` and `filename` are OSError's; the rest says where."""
@@ -35,7 +35,6 @@ def set_isa(name: str) -> None:
 def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
     workers, which start at first use and sleep between uses.
-
     Worker i runs on cpus[i % len(cpus)] alone, and the step pipelines' threads that compute on
     cpus[(count - 1) % len(cpus)]; other callers stay where they are. None: all run where the kernel
     lets them. Raises ValueError for CPUs that this process cannot run on, with nothing changed.
@@ -63,16 +62,15 @@ def start_timeline(capacity: int) -> None:
 
 def stop_timeline() -> tuple[int, int, list[tuple[Any, int, int, int]], int]:
     """Ends it: (begin, end, intervals, dropped), with intervals as (lane, begin, end, bytes) in the
-    order of their ends. Times are nanoseconds of time.perf_counter_ns(). Lanes: "update" (a tile
-    or a whole update), "nvme_read" and "nvme_write" (an operation, from its first block's
-    transfer), "h2d" and "d2h" (a copy over a link). What was under way at the beginning counts from
-    there on; what still is at the end is missing. RuntimeError if nothing is being recorded."""
+    order of their ends, in nanoseconds of perf_counter_ns(). Lanes: "update" (a tile or a whole
+    update), "nvme_read" and "nvme_write" (an operation, from its first block's transfer), "h2d" and
+    "d2h" (a copy over a link). What is under way at the beginning counts from there on, at the end
+    not at all. RuntimeError if nothing is being recorded."""
 
 class Arena:
     """Anonymous page-aligned memory of exactly `nbytes` (rounded up to the page size), huge pages
     advised. Pages are populated on first touch. Memory lives until the object and every tensor
     exported from it are gone, and every transfer that uses it is done.
-
     The arena has slots of `slot_bytes` (0: it is one slot), in which transfers are counted."""
 
     def __init__(self, nbytes: int, slot_bytes: int = 0) -> None:
@@ -83,9 +81,8 @@ class Arena:
     def address(self) -> int: ...
     def export(self, offset: int, nbytes: int, pins: Pins | None = None, slot: int = 0) -> object:
         """DLPack capsule of uint8[nbytes] at `offset`; torch.from_dlpack makes a tensor of it.
-        With `pins` the count of `slot` is raised now and lowered when the last tensor that
-        views the memory dies (on whichever thread that happens, without the GIL).
-        """
+        With `pins` the count of `slot` is raised now and lowered when the last tensor that views
+        the memory dies (on whichever thread that happens, without the GIL)."""
     @staticmethod
     def over(
         address: int,
@@ -202,10 +199,8 @@ class IoEngine:
         """Fails operations still queued, waits for those in flight, joins threads; idempotent."""
 
 class NativeLinkError(OSError):
-    """A failed copy over the link. `errno` and `strerror` are OSError's; the rest says where.
-
-    ECANCELED: cancel() or close() cut it off.
-    """
+    """A failed copy over the link. `errno` and `strerror` are OSError's (ECANCELED: cancel() or
+    close() cut it off); the rest says where."""
 
     direction: str  # "h2d" | "d2h"
     wanted_bytes: int
@@ -223,12 +218,10 @@ class LinkOp:
         Nothing if the copy is done. From any thread."""
 
 class Link:
-    """An emulated link between HOST and DEVICE: background copies at a settable bandwidth.
-
-    Each direction has a thread and a first-in-first-out queue. A copy of n bytes is done not before
+    """An emulated link between HOST and DEVICE: background copies at a settable bandwidth. Each
+    direction has a thread and a first-in-first-out queue. A copy of n bytes is done not before
     n / bandwidth after it was submitted and the one before it was due; its bytes arrive piece by
-    piece over that time.
-    """
+    piece over that time."""
 
     def __init__(self, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> None:
         """Raises ValueError unless both are finite and at least 1000."""
@@ -281,26 +274,25 @@ class UpdateKind:
     @property
     def carrier(self) -> CarrierName:
         """Which bit of the last state belongs to the split master of a bf16 parameter: its sign
-        (adam, adagrad), its lowest (the others), or none with other parameters."""
-    @property
-    def optim_state_bytes(self) -> int:
-        """Bytes per element of the optimizer state: what makes the parameter an fp32 master, and
-        the rule's states."""
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes per element that one update reads and writes."""
+        (adam, adagrad), its lowest (the others), or none with others. In 8 bits "remainder"."""
+    def state_bytes(self, numel: int) -> int:
+        """Bytes of one state of `numel` elements; in 8 bits those of whole state blocks."""
+    def state_at(self, state: int, tile_numel: int) -> int:
+        """Where a state begins in a tile's optimizer state, in bytes."""
+    def optim_state_bytes(self, tile_numel: int) -> int:
+        """Bytes of a tile's optimizer state, in whole pages."""
+    def bytes_moved(self, numel: int) -> int:
+        """Bytes that one update of `numel` elements reads and writes."""
 
 class Hyper:
     """Hyper-parameters of one segment, as Python floats (the kernel rounds them to fp32).
-
     `step` is the number of the update being made, from 1; the gradient is multiplied by
     `grad_scale` first. A rule ignores the fields that it does not have: of adagrad are lr,
     weight_decay, eps, lr_decay and step; of lion lr, weight_decay, beta1 and beta2; of sgd lr,
     weight_decay, momentum, dampening (not in step 1), nesterov and step; of muon lr, lr_scale (a
     factor on lr, but for weight decay), weight_decay, momentum and nesterov. lion's and muon's
     weight decay is decoupled and adagrad's and sgd's is not: asking for anything else is refused
-    where the hyper-parameters are used.
-    """
+    where the hyper-parameters are used."""
 
     def __init__(
         self,
@@ -354,7 +346,15 @@ def split_master(
 ) -> None:
     """fp32 source -> bf16 param, uint16 remainder, and the carry into the carrier, which is the
     rule's last state: into the bit that UpdateKind.carrier says; its other bits are kept. Raises
-    ValueError unless the parameters are bf16."""
+    ValueError unless the parameters are bf16, and for a carrier where there is none (0)."""
+
+def encode_state(kind: UpdateKind, state: int, source: int, blocks: int, numel: int) -> None:
+    """fp32 source -> state blocks of the kind's state number `state`, each value rounded to the
+    nearest code. Of a last block that is cut short the rest stays. Raises ValueError unless the
+    kind's states are kept in 8 bits."""
+
+def decode_state(kind: UpdateKind, state: int, blocks: int, target: int, numel: int) -> None:
+    """State blocks -> fp32 values. Raises likewise."""
 
 def join_master(
     kind: UpdateKind, param: int, remainder: int, carrier: int, target: int, numel: int

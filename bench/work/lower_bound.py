@@ -23,7 +23,7 @@ def dram_bytes(params: int, dtypes: Dtypes, accumulate: int, moved: Mapping[str,
     too.
     """
     grads = 2 + 3 * (accumulate - 1)
-    per_param = dtypes.kind.bytes_moved + grads * dtypes.grad_bytes
+    per_param = dtypes.update_bytes + grads * dtypes.grad_bytes
     disk = moved["disk_read"] + moved["disk_write"]
     return params * per_param + disk + 2 * (moved["h2d"] + moved["d2h"])
 

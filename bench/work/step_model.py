@@ -67,10 +67,8 @@ class Plan:
     @property
     def optim_state_bytes(self) -> int:
         """Of one optimizer state, which is also what a buffer has."""
-        return (
-            self.arrangement.chunk_groups[0].layout.slot_numel
-            * self.config.dtypes.optim_state_bytes
-        )
+        slot_numel = self.arrangement.chunk_groups[0].layout.slot_numel
+        return self.config.dtypes.optim_state_bytes(slot_numel)
 
     @property
     def optim_states(self) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload._native import DtypeName, RuleName, StateDtypeName
 
 RULES: tuple[RuleName, ...] = ("adam", "lion", "adagrad", "sgd", "muon", "muon_momentum")
-STATE_DTYPES: tuple[StateDtypeName, ...] = ("fp32", "bf16")
+STATE_DTYPES: tuple[StateDtypeName, ...] = ("fp32", "bf16", "8bit")
 # Parameter and gradient: gradients as backward gives them, or accumulated in fp32.
 DTYPES: tuple[tuple[DtypeName, DtypeName], ...] = (
     ("bf16", "bf16"),
@@ -51,7 +51,7 @@ class Variant:
     """Something that goes through the arrays once: a name, its traffic and its sampler."""
 
     name: str
-    bytes_per_param: int
+    bytes_per_param: float
     sample: Callable[[], Sample]  # {"params_per_s", "gbps"}
 
 
@@ -105,7 +105,7 @@ class Updates:
     def update(self, kind: UpdateKind) -> Variant:
         return self._variant(
             update_name(kind),
-            kind.bytes_moved,
+            kind.bytes_moved(TILE) / TILE,
             lambda: self.fill(kind),
             lambda: self.run(kind),
         )
@@ -159,7 +159,7 @@ class Updates:
     def _variant(
         self,
         name: str,
-        bytes_per_param: int,
+        bytes_per_param: float,
         fill: Callable[[], None],
         run: Callable[[], Any],
     ) -> Variant:
@@ -174,7 +174,6 @@ class Updates:
         """Numbers as in a training under way."""
         # Where parameters are, Muon's first pass writes directions.
         param_dtype = "bf16" if kind.rule == "muon_momentum" else kind.dtype
-        state_dtype = TORCH_DTYPES[kind.state_dtype]
         self._put("param", TORCH_DTYPES[param_dtype], self._weights)
         self._put("grad", TORCH_DTYPES[kind.grad_dtype], self._grads)
         if kind.dtype == "bf16":
@@ -182,9 +181,9 @@ class Updates:
         elif kind.dtype == "fp16":
             self._put("master", torch.float32, self._weights)
         if kind.rule != "adagrad":
-            self._put("state 0", state_dtype, self._averages)
+            self._put_state(kind, 0, self._averages)
         if kind.rule in ("adam", "adagrad"):
-            self._put(f"state {kind.states - 1}", state_dtype, self._squares)
+            self._put_state(kind, kind.states - 1, self._squares)
 
     def run(self, kind: UpdateKind) -> None:
         """One update of all elements."""
@@ -217,6 +216,26 @@ class Updates:
         whole = self.numel - self.numel % tile.numel()
         target[:whole].view(-1, tile.numel()).copy_(tile.expand(whole // tile.numel(), -1))
         target[whole:].copy_(tile[: self.numel - whole])
+
+    def _put_state(self, kind: UpdateKind, state: int, tile: torch.Tensor) -> None:
+        part = f"state {state}"
+        if kind.state_dtype != "8bit":
+            self._put(part, TORCH_DTYPES[kind.state_dtype], tile)
+            return
+        # (A tile is a multiple of state blocks.)
+        for begin in range(0, self.numel, TILE):
+            blocks = self._address(part) + kind.state_bytes(begin)
+            numel = min(TILE, self.numel - begin)
+            _native.encode_state(kind, state, tile.data_ptr(), blocks, numel)
+
+    def state(self, kind: UpdateKind, state: int) -> torch.Tensor:
+        """A copy of the first `numel` elements of a state, in fp32."""
+        part = f"state {state}"
+        if kind.state_dtype != "8bit":
+            return self.tensor(part, TORCH_DTYPES[kind.state_dtype]).float()
+        values = torch.empty(self.numel)
+        _native.decode_state(kind, state, self._address(part), values.data_ptr(), self.numel)
+        return values
 
     def _address(self, part: str) -> int:
         return self._arena.address + PARTS.index(part) * self._part_bytes

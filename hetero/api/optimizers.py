@@ -28,8 +28,12 @@ class HybridAdam(HybridOptimizer):
         weight_decay: 0 or more.
         adamw_mode: True: weight decay is decoupled from the gradient (AdamW); False: it is added to
             the gradient (Adam).
-        state_dtype: "fp32" (default), or "bf16": both states take half the memory and traffic and
-            are rounded stochastically, the same way in every run.
+        state_dtype: "fp32" (default), or, rounded stochastically, the same way in every run,
+            "bf16": both states take half the memory and traffic; or "8bit": little more than a
+            quarter, 1.06 bytes an element each. Blocks of 64 elements have a scale of their own, as
+            in block-wise 8-bit optimizers (Dettmers et al., 2021), and codes are 8-bit floats, of
+            the square root where a state is never negative (docs/formats.md). It costs compute:
+            such an update is bound by arithmetic, not by memory.
 
     Raises:
         ValueError: an option is out of range.

@@ -33,6 +33,11 @@ class Piece:
         assert self.optim_state is not None
         return self.optim_states.states(self.optim_state, self.part.in_tile)
 
+    def set_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Replaces the rule's states; set_master() must follow."""
+        assert self.optim_state is not None
+        self.optim_states.set_states(self.optim_state, self.part.in_tile, states)
+
     def master(self) -> torch.Tensor:
         """The fp32 master; of a frozen parameter its value."""
         if self.optim_state is None:
@@ -184,11 +189,9 @@ def import_states(
             tensor: torch.Tensor = members[piece.managed][key]
             return tensor.reshape(-1)[piece.part.in_param].float()
 
-        assert piece.optim_state is not None
         # (Before the states are replaced: one of them has a bit of the master.)
         master = flat("master") if "master" in members[piece.managed] else piece.master()
-        for name, kept in zip(names, piece.optim_state.states, strict=True):
-            kept[piece.part.in_tile] = flat(name)
+        piece.set_states([flat(name) for name in names])
         piece.set_master(master)
 
     write_parts(engine, members, visit)

@@ -12,10 +12,14 @@ import torch
 from offload._native import UpdateKind
 
 DtypeName = Literal["bf16", "fp16", "fp32"]
-StateDtypeName = Literal["fp32", "bf16"]
+StateDtypeName = Literal["fp32", "bf16", "8bit"]
 RuleName = Literal["adam", "lion", "adagrad", "sgd", "muon"]
 
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of states in 8 bits the bytes of state blocks are kept, and no array of elements.
+_TORCH_STATE = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+# A multiple of everything that bytes of states are rounded up to.
+_MANY_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Dtypes:
         compute: of parameters.
         grad: of kept gradients.
         rule: of the optimizer; says how many states there are per parameter.
-        state: of the rule's states.
+        state: of the rule's states; "8bit" is no dtype of torch's, but codes in state blocks.
         reduce: of gradients on their way between ranks; None: `grad`.
         device_updates: a DEVICE with memory of its own may keep optimizer state, and updates it.
     """
@@ -87,24 +91,29 @@ class Dtypes:
         ]
 
     @property
-    def update_bytes(self) -> int:
-        """Bytes per element that one update reads and writes."""
-        return sum(kind.bytes_moved for kind in self.passes)
+    def update_bytes(self) -> float:
+        """Bytes per element that one update reads and writes, exact."""
+        return sum(kind.bytes_moved(_MANY_ELEMENTS) for kind in self.passes) / _MANY_ELEMENTS
 
     @property
     def torch_state(self) -> torch.dtype:
-        """torch's dtype of optimizer states."""
-        return _TORCH[self.state]
+        """torch's dtype of the arrays that keep the rule's states; uint8 for state blocks."""
+        return _TORCH_STATE[self.state]
 
     @property
     def master_bytes(self) -> int:
         """Bytes of the master part of OPTIM_STATE per element."""
-        return self.optim_state_bytes - self.kind.states * self.torch_state.itemsize
+        return self.kind.state_at(0, 1)
+
+    def optim_state_bytes(self, tile_numel: int) -> int:
+        """Bytes of OPTIM_STATE of a tile of `tile_numel` elements, in whole pages."""
+        return self.kind.optim_state_bytes(tile_numel)
 
     @property
-    def optim_state_bytes(self) -> int:
-        """Bytes of OPTIM_STATE per element."""
-        return self.kind.optim_state_bytes
+    def home_bytes(self) -> float:
+        """Bytes of PARAM, GRAD and OPTIM_STATE per element, exact."""
+        optim_state_bytes = self.optim_state_bytes(_MANY_ELEMENTS) / _MANY_ELEMENTS
+        return self.param_bytes + self.grad_bytes + optim_state_bytes
 
 
 def check_dtype(name: str, option: str) -> DtypeName:
@@ -120,14 +129,14 @@ def check_dtype(name: str, option: str) -> DtypeName:
 
 
 def check_state_dtype(name: str) -> StateDtypeName:
-    """The short name of a dtype for the rule's states, which need more range than fp16's.
+    """How the rule's states are kept: "8bit", or a dtype's short name. fp16 has too little range.
 
     Raises:
-        ValueError: it is neither fp32 nor bf16.
+        ValueError: it is none of fp32, bf16 and 8bit.
     """
     text = _short_name(name)
     if text not in get_args(StateDtypeName):
-        raise ValueError(f"state_dtype must be fp32 or bf16, not {name!r}")
+        raise ValueError(f"state_dtype must be fp32, bf16 or 8bit, not {name!r}")
     return cast(StateDtypeName, text)
 
 

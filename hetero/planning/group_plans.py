@@ -331,8 +331,7 @@ def _layouts(
         # Divisible by the ranks, the rest is padding.
         yield pack(specs, round_up(chunk_numel, shard.slot_multiple), shard, number)
         return
-    slot_bytes = dtypes.param_bytes + dtypes.grad_bytes + dtypes.optim_state_bytes
-    suits = min(MAX_SLOT_NUMEL, host_bytes // _SLOT_SHARE_OF_HOST // slot_bytes)
+    suits = min(MAX_SLOT_NUMEL, int(host_bytes // _SLOT_SHARE_OF_HOST // dtypes.home_bytes))
     smaller = [MAX_SLOT_NUMEL >> shift for shift in range(MAX_SLOT_NUMEL.bit_length())]
     limits = [suits, *(limit for limit in smaller if limit >= MIN_SLOT_NUMEL)]
     tried = set()

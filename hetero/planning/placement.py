@@ -78,7 +78,7 @@ class SlotBytes:
         return cls(
             (tile if shard.params else whole) * dtypes.param_bytes,
             (tile if shard.grads else whole) * dtypes.grad_bytes,
-            tile * dtypes.optim_state_bytes,
+            dtypes.optim_state_bytes(tile),
             whole * dtypes.param_bytes,
             whole * dtypes.reduce_bytes,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from hetero.chunks.layout import Chunk, Layout
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
-from offload._native import join_master, split_master
+from offload._native import decode_state, encode_state, join_master, split_master
 from offload.device.updater import Updater
 from offload.disk.backing import FileTransfers
 
@@ -27,7 +27,8 @@ class TileState:
         master: for bf16 the lower 16 bits of the fp32 master, as int16; for fp16 the whole master;
             None for fp32, whose parameter is the master.
         states: the rule's states, in its order, in its state dtype. With bf16 parameters one bit of
-            the last one belongs to the master (docs/formats.md).
+            the last one belongs to the master (docs/formats.md). In 8 bits the bytes of their state
+            blocks, as uint8.
     """
 
     master: torch.Tensor | None
@@ -104,13 +105,17 @@ class OptimizerState:
             yield self.over(raw)
 
     def over(self, raw: torch.Tensor) -> TileState:
-        """Views of the tile's bytes `raw`, which are [master | state 0 | state 1]."""
-        dtypes = self.dtypes
+        """Views of the tile's bytes `raw`, laid out as docs/formats.md says."""
+        dtypes, kind = self.dtypes, self.dtypes.kind
+        nbytes = kind.state_bytes(self.tile_numel)
         master_end = self.tile_numel * dtypes.master_bytes
         master_dtype = torch.int16 if dtypes.compute == "bf16" else torch.float32
         return TileState(
             raw[:master_end].view(master_dtype) if master_end else None,
-            tuple(raw[master_end:].view(dtypes.torch_state).split(self.tile_numel)),
+            tuple(
+                raw[begin : begin + nbytes].view(dtypes.torch_state)
+                for begin in (kind.state_at(i, self.tile_numel) for i in range(kind.states))
+            ),
         )
 
     def empty(self) -> torch.Tensor:
@@ -119,7 +124,7 @@ class OptimizerState:
 
     @property
     def _tile_bytes(self) -> int:
-        return self.tile_numel * self.dtypes.optim_state_bytes
+        return self.dtypes.optim_state_bytes(self.tile_numel)
 
     @contextmanager
     def open_raw(
@@ -162,7 +167,7 @@ class OptimizerState:
             param.copy_(values)
             return
         assert master is not None
-        master, carrier = master[where], optim_state.states[-1][where]
+        master, carrier = master[where], self._carrier(optim_state, where)
         values = values.to(param.device).contiguous()
         if param.device.type != "cpu":
             assert self.updater is not None
@@ -173,12 +178,14 @@ class OptimizerState:
             values.data_ptr(),
             param.data_ptr(),
             master.data_ptr(),
-            carrier.data_ptr(),
+            0 if carrier is None else carrier.data_ptr(),
             values.numel(),
         )
 
     def states(self, optim_state: TileState, where: slice) -> list[torch.Tensor]:
         """Copies of the rule's states, flat, fp32, without the master's bit in the last one."""
+        if self.dtypes.state == "8bit":
+            return [self._decoded(i, optim_state, where) for i in range(self.dtypes.kind.states)]
         *others, last = (state[where] for state in optim_state.states)
         carrier = self.dtypes.kind.carrier
         if carrier == "lowest":
@@ -187,6 +194,41 @@ class OptimizerState:
         elif carrier == "sign":
             last = last.abs()
         return [state.float() for state in (*others, last)]
+
+    def set_states(
+        self, optim_state: TileState, where: slice, values: Sequence[torch.Tensor]
+    ) -> None:
+        """Replaces the rule's states by `values`, flat, of any float dtype, rounded to nearest.
+
+        With bf16 parameters the master may lose its bit in the last state: split() comes after.
+        """
+        for i, (state, new) in enumerate(zip(optim_state.states, values, strict=True)):
+            if self.dtypes.state != "8bit":
+                state[where] = new
+                continue
+            blocks = self._blocks(i, optim_state, where)
+            encoded = torch.zeros(blocks.numel(), dtype=torch.uint8)
+            new = new.to("cpu", torch.float32).contiguous()
+            encode_state(self.dtypes.kind, i, new.data_ptr(), encoded.data_ptr(), new.numel())
+            blocks.copy_(encoded)
+
+    def _blocks(self, i: int, optim_state: TileState, where: slice) -> torch.Tensor:
+        """The bytes of state i's state blocks for elements that begin with a block."""
+        state_bytes = self.dtypes.kind.state_bytes
+        begin = state_bytes(where.start)
+        return optim_state.states[i][begin : begin + state_bytes(where.stop - where.start)]
+
+    def _decoded(self, i: int, optim_state: TileState, where: slice) -> torch.Tensor:
+        blocks = self._blocks(i, optim_state, where).cpu()  # the decoder is the CPU's
+        values = torch.empty(where.stop - where.start)
+        decode_state(self.dtypes.kind, i, blocks.data_ptr(), values.data_ptr(), values.numel())
+        return values
+
+    def _carrier(self, optim_state: TileState, where: slice) -> torch.Tensor | None:
+        """What has the masters' carries beside other bits; None if nothing has."""
+        if self.dtypes.kind.carrier == "remainder":
+            return None
+        return optim_state.states[-1][where]
 
     def join(self, param: torch.Tensor, optim_state: TileState, where: slice) -> torch.Tensor:
         """The masters of a part of a parameter, flat, fp32, on the optimizer state's device.
@@ -198,9 +240,10 @@ class OptimizerState:
         """
         if optim_state.master is None:
             return param.clone()
-        master, carrier = optim_state.master[where], optim_state.states[-1][where]
+        master = optim_state.master[where]
         if self.dtypes.compute == "fp16":
             return master.clone()
+        carrier = self._carrier(optim_state, where)
         param = param.to(master.device).contiguous()
         values = torch.empty(param.numel(), dtype=torch.float32, device=master.device)
         if master.device.type != "cpu":
@@ -211,7 +254,7 @@ class OptimizerState:
             self.dtypes.kind,
             param.data_ptr(),
             master.data_ptr(),
-            carrier.data_ptr(),
+            0 if carrier is None else carrier.data_ptr(),
             values.data_ptr(),
             values.numel(),
         )

@@ -25,10 +25,10 @@ namespace {
 using Address = std::uintptr_t;
 
 constexpr const char* kDtypeNames[] = {"fp32", "bf16", "fp16"};
-constexpr const char* kStateDtypeNames[] = {"fp32", "bf16"};
+constexpr const char* kStateDtypeNames[] = {"fp32", "bf16", "8bit"};
 constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"};
 // What the split of bf16 masters does with the last state.
-constexpr const char* kCarrierNames[] = {"none", "sign", "lowest"};
+constexpr const char* kCarrierNames[] = {"none", "sign", "lowest", "remainder"};
 
 // The value of the enum whose name stands at its number in `names`. Throws std::invalid_argument,
 // with `parameter` and the names.
@@ -53,7 +53,7 @@ UpdateKind make_kind(const std::string& dtype, const std::string& grad_dtype,
   return {.dtype = parse_dtype(dtype),
           .grad_dtype = parse_dtype(grad_dtype, "grad_dtype"),
           .rule = value_of<Rule>(kRuleNames, rule, "rule"),
-          .state_dtype = value_of<Dtype>(kStateDtypeNames, state_dtype, "state_dtype")};
+          .state_dtype = value_of<StateDtype>(kStateDtypeNames, state_dtype, "state_dtype")};
 }
 
 std::string repr(const UpdateKind& kind) {
@@ -114,21 +114,38 @@ void bound_update(const UpdateKind& kind, Address param, Address grad, Address m
   update(kind, {&slice, 1});
 }
 
-SplitArrays split_arrays(Address param, Address remainder, Address carrier, std::size_t numel) {
+SplitArrays split_arrays(const UpdateKind& kind, Address param, Address remainder, Address carrier,
+                         std::size_t numel) {
+  const bool has_carrier = kind.carrier(kind.states() - 1) != Carrier::remainder;
+  if (!has_carrier && carrier != 0) {
+    throw std::invalid_argument("carrier is not 0, but states in 8 bits have no bit for the carry");
+  }
   return {pointer(param, numel, "param"), pointer(remainder, numel, "remainder"),
-          pointer(carrier, numel, "carrier")};
+          pointer(carrier, has_carrier ? numel : 0, "carrier")};
 }
 
 void bound_split_master(const UpdateKind& kind, Address source, Address param, Address remainder,
                         Address carrier, std::size_t numel) {
   split_master(kind, pointer(source, numel, "source"),
-               split_arrays(param, remainder, carrier, numel), numel);
+               split_arrays(kind, param, remainder, carrier, numel), numel);
 }
 
 void bound_join_master(const UpdateKind& kind, Address param, Address remainder, Address carrier,
                        Address target, std::size_t numel) {
-  join_master(kind, split_arrays(param, remainder, carrier, numel),
+  join_master(kind, split_arrays(kind, param, remainder, carrier, numel),
               pointer(target, numel, "target"), numel);
+}
+
+void bound_encode_state(const UpdateKind& kind, std::size_t state, Address source, Address blocks,
+                        std::size_t numel) {
+  encode_state(kind, state, pointer(source, numel, "source"), pointer(blocks, numel, "blocks"),
+               numel);
+}
+
+void bound_decode_state(const UpdateKind& kind, std::size_t state, Address blocks, Address target,
+                        std::size_t numel) {
+  decode_state(kind, state, pointer(blocks, numel, "blocks"), pointer(target, numel, "target"),
+               numel);
 }
 
 // As a kernel on another device takes them.
@@ -219,8 +236,15 @@ void bind_kind(py::module_& module) {
           [](const UpdateKind& kind) {
             return kCarrierNames[static_cast<std::size_t>(kind.carrier(kind.states() - 1))];
           })
-      .def_property_readonly("optim_state_bytes", &UpdateKind::optim_state_bytes)
-      .def_property_readonly("bytes_moved", &UpdateKind::bytes_moved)
+      .def(
+          "state_bytes",
+          [](const UpdateKind& kind, std::size_t numel) {
+            return state_bytes(kind.state_dtype, numel);
+          },
+          "numel"_a)
+      .def("state_at", &UpdateKind::state_at, "state"_a, "tile_numel"_a)
+      .def("optim_state_bytes", &UpdateKind::optim_state_bytes, "tile_numel"_a)
+      .def("bytes_moved", &UpdateKind::bytes_moved, "numel"_a)
       .def(py::self == py::self)
       .def("__hash__", &number_of)
       .def("__repr__", &repr);
@@ -244,6 +268,10 @@ void bind_kernels(py::module_& module) {
              "remainder"_a, "carrier"_a, "numel"_a, ReleaseGil());
   module.def("join_master", &bound_join_master, "kind"_a.none(false), "param"_a, "remainder"_a,
              "carrier"_a, "target"_a, "numel"_a, ReleaseGil());
+  module.def("encode_state", &bound_encode_state, "kind"_a.none(false), "state"_a, "source"_a,
+             "blocks"_a, "numel"_a, ReleaseGil());
+  module.def("decode_state", &bound_decode_state, "kind"_a.none(false), "state"_a, "blocks"_a,
+             "target"_a, "numel"_a, ReleaseGil());
   module.def("sum_of_squares", &bound_sum_of_squares, "dtype"_a, "address"_a, "numel"_a,
              ReleaseGil());
   module.def("mean", &bound_mean, "dtype"_a, "sources"_a, "target"_a, "numel"_a, ReleaseGil());

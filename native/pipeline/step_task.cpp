@@ -7,8 +7,6 @@
 namespace hetero {
 namespace {
 
-constexpr std::size_t kPageBytes = 4096;
-
 [[noreturn]] void refuse(std::int64_t key, const std::string& fact) {
   throw std::invalid_argument("StepTask " + std::to_string(key) + ": " + fact);
 }
@@ -75,6 +73,10 @@ void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file
     if (numel > layout.tile_numel || first > layout.tile_numel - numel) {
       refuse(key,
              segment + "is outside the tile of " + std::to_string(layout.tile_numel) + " elements");
+    }
+    if (layout.kind.state_dtype == StateDtype::eight_bit && first % kStateBlockNumel != 0) {
+      refuse(key, segment + "begins inside a state block of " + std::to_string(kStateBlockNumel) +
+                      " elements");
     }
     if (first < end) {
       refuse(key, segment + "overlaps another that ends at " + std::to_string(end));

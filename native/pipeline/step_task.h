@@ -23,11 +23,13 @@ struct Location {
 };
 
 // Elements [first, first + numel) of a tile are updated with the task's hyper-parameters `hyper`.
+// With states in 8 bits `first` is a multiple of kStateBlockNumel, and a segment that ends inside a
+// state block ends with its parameter: nothing else is in that block.
 struct StepSegment {
   std::size_t first = 0;
   std::size_t numel = 0;
   std::size_t hyper = 0;
-  std::uint64_t index = 0;  // number of element `first`, for the random bits of bf16 states
+  std::uint64_t index = 0;  // number of element `first`, for the random bits of states
 };
 
 // The update of one tile. `key` names the tile (at least 0); `priority` orders the first uses of

@@ -1,7 +1,7 @@
 // Where the parts of a tile are.
 //
-// An optimizer state is laid out as [master | state 0 | state 1], a buffer as
-// [optimizer state | param | grad]; every part is as long as a whole tile.
+// An optimizer state is laid out as [master | state 0 | state 1], and fills whole pages; a buffer
+// as [optimizer state | param | grad]. Every part is as long as a whole tile.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@ namespace hetero {
 // What all tiles of a pipeline have in common, and where the parts of a buffer are, in bytes.
 struct TileLayout {
   // Throws std::invalid_argument unless tile_numel is a positive multiple of 2048, which makes
-  // every part, of 2 bytes per element or more, a multiple of a page and so fit for direct I/O.
+  // parameters and gradients, of 2 bytes per element or more, multiples of a page and so fit for
+  // direct I/O.
   TileLayout(const UpdateKind& kind, std::size_t tile_numel, bool param_in_file, bool grad_in_file)
       : kind(kind),
         tile_numel(tile_numel),
@@ -27,10 +28,8 @@ struct TileLayout {
     }
   }
 
-  std::size_t state_at(std::size_t i) const {
-    return tile_numel * (master_bytes(kind.dtype) + i * element_bytes(kind.state_dtype));
-  }
-  std::size_t optim_state_bytes() const { return state_at(kind.states()); }
+  std::size_t state_at(std::size_t i) const { return kind.state_at(i, tile_numel); }
+  std::size_t optim_state_bytes() const { return kind.optim_state_bytes(tile_numel); }
   std::size_t param_bytes() const { return tile_numel * element_bytes(kind.dtype); }
   std::size_t grad_bytes() const { return tile_numel * element_bytes(kind.grad_dtype); }
   std::size_t param_at() const { return optim_state_bytes(); }

@@ -14,6 +14,8 @@
 namespace hetero {
 namespace {
 
+static_assert(kBlockNumel % kStateBlockNumel == 0, "threads would share a state block");
+
 void require(bool holds, const char* name, double value, const char* range) {
   if (holds) return;
   char text[32];
@@ -74,6 +76,8 @@ const Kernels::Splits& splits(const UpdateKind& kind) {
       return kernels().sign_carrier[column];
     case Carrier::lowest:
       return kernels().lowest_carrier[column];
+    case Carrier::remainder:
+      return kernels().remainder_carrier;
     case Carrier::none:
       break;
   }
@@ -82,8 +86,18 @@ const Kernels::Splits& splits(const UpdateKind& kind) {
 }
 
 SplitArrays advanced(const SplitArrays& at, const UpdateKind& kind, std::size_t numel) {
+  const bool has_array = kind.state_dtype != StateDtype::eight_bit;
   return {at.param + 2 * numel, at.remainder + 2 * numel,
-          at.carrier + element_bytes(kind.state_dtype) * numel};
+          has_array ? at.carrier + state_bytes(kind.state_dtype, numel) : nullptr};
+}
+
+const Kernels::StateBlocks& state_blocks(const UpdateKind& kind, std::size_t state) {
+  if (kind.state_dtype != StateDtype::eight_bit || state >= kind.states()) {
+    throw std::invalid_argument("state " + std::to_string(state) +
+                                " of the kind, whose states are " + name_of(kind.state_dtype) +
+                                ", is not kept in state blocks");
+  }
+  return kind.is_signed(state) ? kernels().signed_blocks : kernels().root_blocks;
 }
 
 }  // namespace
@@ -142,7 +156,7 @@ UpdateArrays advanced(UpdateArrays at, const UpdateKind& kind, std::size_t numel
   at.grad += numel * element_bytes(kind.grad_dtype);
   at.master += numel * master_bytes(kind.dtype);
   for (std::size_t i = 0; i < kind.states(); ++i) {
-    at.states[i] += numel * element_bytes(kind.state_dtype);
+    at.states[i] += state_bytes(kind.state_dtype, numel);
   }
   return at;
 }
@@ -160,7 +174,7 @@ void update(const UpdateKind& kind, std::span<const UpdateSlice> slices) {
       blocks.push_back({&slice, first});
     }
   }
-  const timeline::Span span("update", numel * kind.bytes_moved());
+  const timeline::Span span("update", kind.bytes_moved(numel));
   const Kernels::Update kernel = kernels().update[number_of(kind)];
   WorkerPool::instance().run(blocks.size(), [&](std::size_t i) {
     const auto& [slice, first] = blocks[i];
@@ -181,6 +195,22 @@ void join_master(const UpdateKind& kind, const SplitArrays& at, char* target, st
   const Kernels::Join kernel = splits(kind).join;
   for_blocks(numel, [&](std::size_t i, std::size_t n) {
     kernel(advanced(at, kind, i), target + 4 * i, n);
+  });
+}
+
+void encode_state(const UpdateKind& kind, std::size_t state, const char* source, char* blocks,
+                  std::size_t numel) {
+  const Kernels::Encode kernel = state_blocks(kind, state).encode;
+  for_blocks(numel, [&](std::size_t i, std::size_t n) {
+    kernel(source + 4 * i, blocks + state_bytes(kind.state_dtype, i), n);
+  });
+}
+
+void decode_state(const UpdateKind& kind, std::size_t state, const char* blocks, char* target,
+                  std::size_t numel) {
+  const Kernels::Decode kernel = state_blocks(kind, state).decode;
+  for_blocks(numel, [&](std::size_t i, std::size_t n) {
+    kernel(blocks + state_bytes(kind.state_dtype, i), target + 4 * i, n);
   });
 }
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 # As native/update/cuda/update.cu has them.
 _GROUP = 4
+_STATE_BLOCK_NUMEL = 64
 _MOST_SEGMENTS = 64
 _MOST_CONSTANTS = 16
 _CONSTANTS_BYTES = 64
 _LANES = 32
 _SUM_NUMEL = 32 * 1024
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def _struct(**fields: Any) -> Any:
@@ -45,6 +45,13 @@ _Batch = _struct(
 _SumSegment = _struct(values=c_void_p, numel=c_uint64, first_block=c_uint32, first_out=c_uint32)
 _SumBatch = _struct(lanes=c_void_p, segments=c_uint64, segment=_SumSegment * _MOST_SEGMENTS)
 _SplitArrays = _struct(param=c_void_p, remainder=c_void_p, carrier=c_void_p)
+
+
+def _split_arrays(
+    param: torch.Tensor, remainder: torch.Tensor, carrier: torch.Tensor | None
+) -> Any:
+    address = None if carrier is None else carrier.data_ptr()
+    return _SplitArrays(param.data_ptr(), remainder.data_ptr(), address)
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,10 @@ class Updater:
         self._runtime = runtime
         self._kind = kind
         self._made: CudaModule | None = None
-        state_bytes = _BYTES[kind.state_dtype] * tile_numel
-        master_bytes = kind.optim_state_bytes * tile_numel - kind.states * state_bytes
-        self._has_master = master_bytes > 0
-        self._state_at = [master_bytes + i * state_bytes for i in range(kind.states)]
+        self._state_at = [kind.state_at(i, tile_numel) for i in range(kind.states)]
+        self._has_master = self._state_at[0] > 0
+        # Elements that a thread updates: a state block, or as many as it reads at once.
+        self._thread_numel = _STATE_BLOCK_NUMEL if kind.state_dtype == "8bit" else _GROUP
 
     def prepare(self) -> CudaModule:
         """The kernels, which are compiled unless that was done. Raises HeteroError."""
@@ -113,7 +120,7 @@ class Updater:
         for i, (first, numel, hyper, index) in enumerate(segments):
             number = number_of.setdefault(hyper, len(number_of))
             batch.segment[i] = _Segment(first, numel, index, number, blocks)
-            blocks += -(-numel // (THREADS * _GROUP))
+            blocks += -(-numel // (THREADS * self._thread_numel))
         batch.segments = len(segments)
         packed = b"".join(constants[hyper] for hyper in number_of)
         ctypes.memmove(ctypes.addressof(batch) + _Batch.constants.offset, packed, len(packed))
@@ -151,10 +158,10 @@ class Updater:
         values: torch.Tensor,
         param: torch.Tensor,
         remainder: torch.Tensor,
-        carrier: torch.Tensor,
+        carrier: torch.Tensor | None,
     ) -> None:
         """As _native.split_master(), of flat tensors on the device."""
-        at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
+        at = _split_arrays(param, remainder, carrier)
         arguments = [c_void_p(values.data_ptr()), at, c_uint64(values.numel())]
         self._one_each("hetero_split", values.numel(), arguments)
 
@@ -162,11 +169,11 @@ class Updater:
         self,
         param: torch.Tensor,
         remainder: torch.Tensor,
-        carrier: torch.Tensor,
+        carrier: torch.Tensor | None,
         target: torch.Tensor,
     ) -> None:
         """As _native.join_master(), of flat tensors on the device."""
-        at = _SplitArrays(param.data_ptr(), remainder.data_ptr(), carrier.data_ptr())
+        at = _split_arrays(param, remainder, carrier)
         arguments = [at, c_void_p(target.data_ptr()), c_uint64(target.numel())]
         self._one_each("hetero_join", target.numel(), arguments)
 

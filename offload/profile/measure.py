@@ -135,7 +135,9 @@ class _Arrays:
     def stream(self) -> float:
         """Bytes per second of the memory yardstick."""
         param, grad, exp_avg, exp_avg_sq, _ = self._parts
-        return self._rate(28, lambda: _native.stream(param, grad, exp_avg, exp_avg_sq, self._numel))
+        return self._rate(
+            28 * self._numel, lambda: _native.stream(param, grad, exp_avg, exp_avg_sq, self._numel)
+        )
 
     def update(self, dtype: DtypeName) -> float:
         """Bytes per second, as UpdateKind.bytes_moved counts them, of one AdamW update."""
@@ -143,15 +145,15 @@ class _Arrays:
         param, grad, master, *states = self._parts
         master = 0 if dtype == "fp32" else master
         return self._rate(
-            kind.bytes_moved,
+            kind.bytes_moved(self._numel),
             lambda: _native.update(kind, param, grad, master, states, self._numel, self._hyper),
         )
 
-    def _rate(self, bytes_per_element: int, run: Callable[[], None]) -> float:
+    def _rate(self, nbytes: int, run: Callable[[], None]) -> float:
         run()  # caches and clocks as in the middle of a step
         begin = time.perf_counter()
         run()
-        return self._numel * bytes_per_element / (time.perf_counter() - begin)
+        return nbytes / (time.perf_counter() - begin)
 
 
 def _matmul_sampler(dtype: DtypeName) -> Callable[[], float]:

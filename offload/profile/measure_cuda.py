@@ -96,14 +96,14 @@ def _update(backend: CudaBackend, dtype: DtypeName, numel: int) -> float:
     """Bytes per second, as UpdateKind.bytes_moved counts them, of AdamW's update."""
     kind = UpdateKind(dtype, dtype)
     itemsize = TORCH_DTYPES[dtype].itemsize
-    sizes = (itemsize * numel, itemsize * numel, kind.optim_state_bytes * numel)
+    sizes = (itemsize * numel, itemsize * numel, kind.optim_state_bytes(numel))
     # Zeros are numbers in every dtype.
     param, grad, optim_state = (backend.runtime.empty(size).zero_() for size in sizes)
     task = DeviceTask(param.data_ptr(), grad.data_ptr(), optim_state.data_ptr(), [(0, numel, 0, 0)])
     hyper = Hyper(lr=1e-4, weight_decay=0.01, decoupled=True, step=10)
     updater = backend.updater(kind, numel)
     seconds = _median_s(backend, lambda: updater.update([task], [hyper]))
-    return numel * kind.bytes_moved / seconds
+    return kind.bytes_moved(numel) / seconds
 
 
 def _products(

@@ -57,15 +57,18 @@ def test_every_kernel_updates_numbers_of_a_training(kind: UpdateKind) -> None:
     updates.fill(kind)
     is_momentum = kind.rule == "muon_momentum"
     param_dtype = "bf16" if is_momentum else kind.dtype
-    parts = {"param": param_dtype, "grad": kind.grad_dtype, "state 0": kind.state_dtype}
-    if kind.states == 2:
-        parts["state 1"] = kind.state_dtype
+    parts = {"param": param_dtype, "grad": kind.grad_dtype}
     if kind.dtype == "fp16":
         parts["master"] = "fp32"
-    tensors = {part: updates.tensor(part, TORCH_DTYPES[name]) for part, name in parts.items()}
-    before = {part: tensor.clone() for part, tensor in tensors.items()}
+
+    def contents() -> dict[str, torch.Tensor]:
+        found = {part: updates.tensor(part, TORCH_DTYPES[name]) for part, name in parts.items()}
+        found |= {f"state {i}": updates.state(kind, i) for i in range(kind.states)}
+        return {part: tensor.clone() for part, tensor in found.items()}
+
+    before = contents()
     updates.run(kind)
-    for part, tensor in tensors.items():
+    for part, tensor in contents().items():
         for values in (before[part].float(), tensor.float()):
             assert values.isfinite().all()
             normal = values.abs() >= torch.finfo(torch.float16).smallest_normal / 100
@@ -73,7 +76,8 @@ def test_every_kernel_updates_numbers_of_a_training(kind: UpdateKind) -> None:
             assert values.abs().max() < 10
         # What an update changes: all but the gradient, and what Muon's other pass is for.
         others = {"master"} if is_momentum else set()
-        if kind.rule == "muon" and kind.dtype != "bf16":  # else the carry's bit changes
+        # (Else the carry's bit changes.)
+        if kind.rule == "muon" and (kind.dtype != "bf16" or kind.state_dtype == "8bit"):
             others = {"state 0"}
         assert torch.equal(before[part], tensor) == (part in {"grad", *others}), part
 
@@ -81,7 +85,7 @@ def test_every_kernel_updates_numbers_of_a_training(kind: UpdateKind) -> None:
 def test_every_combination_is_measured_once() -> None:
     updates = Updates(64, repeats=1)
     names = [variant.name for variant in updates.updates()]
-    assert len(set(names)) == len(names) == 60
+    assert len(set(names)) == len(names) == 90
     assert "adam bf16/bf16, states fp32" in names
     assert [variant.name for variant in updates.norms()] == [
         f"sum_of_squares {dtype}" for dtype in NORM_DTYPES
@@ -90,7 +94,7 @@ def test_every_combination_is_measured_once() -> None:
 
 def test_traffic_per_parameter() -> None:
     """Read once and written once, by the dtypes alone: hetero's sizes are not taken on trust."""
-    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
+    sizes = {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1 + 4 / 64}
     extra = {"bf16": 2, "fp16": 4, "fp32": 0}
     updates = Updates(64, repeats=1)
     for kind in KINDS:
@@ -98,6 +102,8 @@ def test_traffic_per_parameter() -> None:
         kept = sizes[kind.dtype] + extra[kind.dtype] + states * sizes[kind.state_dtype]
         if kind.rule == "muon_momentum":  # directions in bf16, and no parameter
             kept = sizes["bf16"] + sizes[kind.state_dtype]
+        if kind.rule == "muon" and kind.state_dtype == "8bit":  # which is left alone
+            kept -= sizes["8bit"]
         assert updates.update(kind).bytes_per_param == 2 * kept + sizes[kind.grad_dtype]
     assert updates.stream().bytes_per_param == 4 * 4 + 3 * 4
     assert [norm.bytes_per_param for norm in updates.norms()] == [2, 2, 4]
@@ -223,7 +229,7 @@ def test_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("\n") == 1
     assert "warm-up  stream:" in err
     result = json.loads(out)
-    assert len(result["variants"]) == 63
+    assert len(result["variants"]) == 93
     assert [entry["name"] for entry in result["peers"]] == [
         kind.name for kind in PEER_KINDS["torch"]
     ]

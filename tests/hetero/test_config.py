@@ -97,7 +97,7 @@ def test_no_loss_scale_leaves_scaling_to_the_user():
 
 def test_the_bytes_of_each_payload():
     per_element = {
-        name: (d.param_bytes, d.grad_bytes, d.optim_state_bytes)
+        name: (d.param_bytes, d.grad_bytes, d.optim_state_bytes(4096) / 4096)
         for name in ("bf16", "fp16", "fp32")
         for d in [Dtypes(name, name)]
     }

@@ -103,11 +103,13 @@ def test_same_bits_as_cpu(
         ("HybridMuon", {"lr": 0.02}),
     ],
 )
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
 def test_other_rules(
     runtime: FakeRuntime,
     settings: dict[str, Any],
     rule: str,
     of_rule: dict[str, float],
+    state_dtype: str,
     tmp_path: Path,
 ) -> None:
     found = []
@@ -118,7 +120,7 @@ def test_other_rules(
         torch.manual_seed(0)
         layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]  # matrices, for Muon
         model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
-        optimizer = getattr(hetero, rule)(model.parameters(), state_dtype="bf16", **of_rule)
+        optimizer = getattr(hetero, rule)(model.parameters(), state_dtype=state_dtype, **of_rule)
         hetero.initialize(model, optimizer, {"dtype": "bf16", "backend": "cpu", **given})
         for seed in range(3):
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))

@@ -90,6 +90,19 @@ def test_stage_and_placement_change_no_bit(
     assert all(one["disk"] == (place in ("nvme", "tight")) or place == "auto" for one in found)
 
 
+@pytest.mark.parametrize(("stage", "place"), [(1, "nvme"), (3, "tight"), (3, "auto")])
+def test_shards_of_states_in_8_bits_change_no_bit(
+    ranks2: RankPool, tmp_path: Path, stage: int, place: str
+) -> None:
+    """State blocks are the same ones, because shards begin where one begins."""
+    common = {"dtype": "bf16", "state_dtype": "8bit"}
+    expected = ranks2.run(rank_training.train, {"zero_stage": 2, **common})
+    found = ranks2.run(rank_training.train, options(stage, place, tmp_path, **common))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert same(mine["masters"], theirs["masters"])
+
+
 def test_two_ranks_are_one_with_both_batches(ranks2: RankPool) -> None:
     """To the rounding of a mean: gradients of two ranks are as those of two micro-batches."""
     model, optimizer = build(placement_policy="cpu", dtype="fp32")

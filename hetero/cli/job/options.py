@@ -15,7 +15,7 @@ DEFAULT_MODEL = "gpt2-100m"
 
 SCHEDULES = ("cosine", "constant")
 OPTIMIZERS = ("adamw", "lion", "adagrad", "sgd")
-STATE_DTYPES = ("fp32", "bf16")
+STATE_DTYPES = ("fp32", "bf16", "8bit")
 OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
 
 # Titles and descriptions of the groups that the help shows, by the first option of each.
@@ -111,7 +111,8 @@ class TrainOptions:
         " are fp32 in any case (default: bf16 where the hardware has it, else fp32)"
     )
     state_dtype: str = _option(
-        "dtype of the optimizer's moments; bf16 halves them, rounded stochastically",
+        "dtype of the optimizer's moments; bf16 halves them, 8bit (in blocks with a scale) quarters"
+        " them, both rounded stochastically",
         "fp32",
         choices=STATE_DTYPES,
     )

@@ -50,7 +50,7 @@ class SpareExtents:
         self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
         self._tile_bytes = {
             StateKind.PARAM: layout.tile_numel * dtypes.param_bytes,
-            StateKind.OPTIM_STATE: layout.tile_numel * dtypes.optim_state_bytes,
+            StateKind.OPTIM_STATE: dtypes.optim_state_bytes(layout.tile_numel),
         }
         self._spare: dict[int, dict[StateKind, Extent]] = {}  # by chunk id
         self._is_full = False

@@ -6,7 +6,8 @@
 //
 // NVRTC compiles this at run time for one kind of update (HETERO_KIND, its number); the headers are
 // given to it by name. It compiles as C++ for the host as well, where tests compare it with the
-// kernels of the CPU. No thread needs another one.
+// kernels of the CPU. No thread needs another one: of states in 8 bits each takes a whole state block
+// (neighbouring threads do not read neighbouring bytes then, which is right, and not fast).
 #pragma once
 
 #include <cstddef>
@@ -26,7 +27,7 @@
 namespace hetero::cuda {
 
 inline constexpr unsigned kThreads = 256;  // of a block of threads
-inline constexpr unsigned kGroup = 4;      // elements that a thread reads at once
+inline constexpr unsigned kGroup = 4;      // elements that a thread reads at once, and updates
 inline constexpr unsigned kMostSegments = 64;
 inline constexpr unsigned kMostConstants = 16;
 
@@ -130,13 +131,34 @@ struct Group<0> {  // of what a kind does not have
   void store(char*, bool, unsigned) const {}
 };
 
-// What thread `thread` of block `block` does.
+// What thread `thread` of block `block` does with states in 8 bits, one state block.
 template <UpdateKind kind>
-void update_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
+void update_state_block_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
+  const UpdateSegment& segment = batch.segment[segment_of(batch, block)];
+  const std::uint64_t offset =
+      (static_cast<std::uint64_t>(block - segment.first_block) * kThreads + thread) *
+      kStateBlockNumel;
+  if (offset >= segment.numel) return;
+  const std::uint64_t left = segment.numel - offset;
+  const std::uint64_t at = segment.first + offset;
+  UpdateArrays arrays = batch.at;
+  arrays.param += at * kind.param_bytes();
+  arrays.grad += at * element_bytes(kind.grad_dtype);
+  arrays.master += at * kind.changed_master_bytes();
+  for (std::size_t i = 0; i < kind.states(); ++i) {
+    arrays.states[i] += state_bytes(kind.state_dtype, at);
+  }
+  update_block<VecScalar, kind>(arrays, left < kStateBlockNumel ? left : kStateBlockNumel,
+                                batch.constants[segment.constants], segment.index + offset);
+}
+
+// What thread `thread` of block `block` does with kGroup elements.
+template <UpdateKind kind>
+void update_group_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
   constexpr std::size_t param_size = kind.param_bytes();
   constexpr std::size_t grad_size = element_bytes(kind.grad_dtype);
   constexpr std::size_t master_size = kind.changed_master_bytes();
-  constexpr std::size_t state_size = element_bytes(kind.state_dtype);
+  constexpr std::size_t state_size = state_bytes(kind.state_dtype, 1);
   constexpr std::size_t second_size = kind.states() == 2 ? state_size : 0;
 
   const UpdateSegment& segment = batch.segment[segment_of(batch, block)];
@@ -172,6 +194,15 @@ void update_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
   master.store(batch.at.master + at * master_size, whole, count);
   first.store(batch.at.states[0] + at * state_size, whole, count);
   second.store(batch.at.states[1] + at * second_size, whole, count);
+}
+
+template <UpdateKind kind>
+void update_thread(const UpdateBatch& batch, unsigned block, unsigned thread) {
+  if constexpr (kind.state_dtype == StateDtype::eight_bit) {
+    update_state_block_thread<kind>(batch, block, thread);
+  } else {
+    update_group_thread<kind>(batch, block, thread);
+  }
 }
 
 // Sums of squares as sum_of_squares.inl.h defines them: first every lane of every block, then the
@@ -230,8 +261,9 @@ void split_thread(const char* source, const SplitArrays& at, std::uint64_t numel
                   unsigned thread) {
   const std::uint64_t i = static_cast<std::uint64_t>(block) * kThreads + thread;
   if (i >= numel) return;
-  constexpr std::size_t size = element_bytes(kind.state_dtype);
-  split_vector<VecScalar, kind.state_dtype, kind.carrier(kind.states() - 1)>(
+  constexpr Carrier carrier = kind.carrier(kind.states() - 1);
+  constexpr std::size_t size = kCarrierBytes<kind.state_dtype, carrier>;
+  split_vector<VecScalar, kind.state_dtype, carrier>(
       source + 4 * i, {at.param + 2 * i, at.remainder + 2 * i, at.carrier + size * i});
 }
 
@@ -240,8 +272,9 @@ void join_thread(const SplitArrays& at, char* target, std::uint64_t numel, unsig
                  unsigned thread) {
   const std::uint64_t i = static_cast<std::uint64_t>(block) * kThreads + thread;
   if (i >= numel) return;
-  constexpr std::size_t size = element_bytes(kind.state_dtype);
-  join_vector<VecScalar, kind.state_dtype, kind.carrier(kind.states() - 1)>(
+  constexpr Carrier carrier = kind.carrier(kind.states() - 1);
+  constexpr std::size_t size = kCarrierBytes<kind.state_dtype, carrier>;
+  join_vector<VecScalar, kind.state_dtype, carrier>(
       {at.param + 2 * i, at.remainder + 2 * i, at.carrier + size * i}, target + 4 * i);
 }
 

@@ -17,11 +17,31 @@ struct VecAvx512 : VecWide<16> {
   static void store_u16(char* p, U x) {
     store_halves(p, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
   }
+  static U load_u8(const char* p) {
+    return reinterpret_cast<U>(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  static void store_u8(char* p, U x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(x)));
+  }
+  static std::uint32_t largest(U x) {
+    return _mm512_reduce_max_epu32(reinterpret_cast<__m512i>(x));
+  }
   static U if_normal(F x, U then) {  // one instruction less than the operators
     const auto mask = _mm512_test_epi32_mask(_mm512_castps_si512(x), _mm512_set1_epi32(0x7f800000));
     return reinterpret_cast<U>(_mm512_maskz_mov_epi32(mask, reinterpret_cast<__m512i>(then)));
   }
   static F load_f16(const char* p) { return _mm512_cvtph_ps(load_halves(p)); }
+  template <bool is_signed>
+  static F load_f8(const char* p) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    if constexpr (!is_signed) {
+      return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 6));
+    }
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);  // two signs
+    return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(~0x4000)));
+  }
   static void store_f16(char* p, F x) {
     store_halves(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

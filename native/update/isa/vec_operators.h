@@ -14,7 +14,13 @@ namespace hetero {
 //
 //     U iota()                      0, 1, 2, ...: the lanes' numbers
 //     U load_u16(p), store_u16(p, x)   the low halves
+//     U load_u8(p), store_u8(p, x)     the low bytes; x is below 256
+//     std::uint32_t largest(x)         of the lanes' words
 //     F load_f16(p), store_f16(p, x)
+//     F load_f8<is_signed>(p)          bytes that are the upper part of fp16 but for the highest
+//     bit
+//                                   of its exponent: sign, 4 exponent bits, 3 fraction bits; or,
+//                                   without a sign, 4 exponent bits, 4 fraction bits
 //     F sqrt(x)
 //     F fma(a, b, c)                a * b + c, rounded once
 //     add_squares(D* sums, x)       adds the squares of x's lanes, in order, to lanes /

@@ -12,6 +12,9 @@ struct VecScalar : VecOperators<float, std::uint32_t, double> {
   static U iota() { return 0; }
   static U load_u16(const char* p) { return get<std::uint16_t>(p); }
   static void store_u16(char* p, U x) { put(p, static_cast<std::uint16_t>(x)); }
+  static U load_u8(const char* p) { return get<std::uint8_t>(p); }
+  static void store_u8(char* p, U x) { put(p, static_cast<std::uint8_t>(x)); }
+  static std::uint32_t largest(U x) { return x; }
   static F sqrt(F x) { return std::sqrt(x); }
   static F fma(F a, F b, F c) { return std::fma(a, b, c); }
 
@@ -29,6 +32,14 @@ struct VecScalar : VecOperators<float, std::uint32_t, double> {
       magnitude = 0x7f800000 | (fraction << 13) | (fraction != 0 ? 0x400000 : 0);  // NaNs go quiet
     }
     return from_bits(sign | magnitude);
+  }
+
+  template <bool is_signed>
+  static F load_f8(const char* p) {
+    const U code = load_u8(p);
+    char half[2];
+    store_u16(half, is_signed ? ((code & 0x80) << 8) | ((code & 0x7f) << 7) : code << 6);
+    return load_f16(half);
   }
 
   static void store_f16(char* p, F x) {

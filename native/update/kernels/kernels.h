@@ -38,7 +38,8 @@ struct UpdateConstants {
   std::uint32_t random_key;  // of the update's random bits
 };
 
-// The arrays of one update; addresses need no alignment. No `master` for fp32.
+// The arrays of one update; addresses need no alignment. No `master` for fp32. States in 8 bits
+// begin with a state block.
 struct UpdateArrays {
   char* param = nullptr;
   const char* grad = nullptr;
@@ -46,7 +47,8 @@ struct UpdateArrays {
   char* states[kMaxStates] = {};
 };
 
-// The arrays of the bf16 split; the carrier is the rule's last state.
+// The arrays of the bf16 split; the carrier is the rule's last state, or is not used
+// (Carrier::remainder).
 struct SplitArrays {
   char* param = nullptr;
   char* remainder = nullptr;
@@ -58,6 +60,9 @@ inline constexpr std::size_t kNormLanes = 32;
 // Elements whose lanes become one sum by a tree; the sums are added in order.
 inline constexpr std::size_t kSumNumel = 32 * 1024;
 
+// The dtypes whose states have a bit for the carry: fp32 and bf16.
+inline constexpr std::size_t kCarrierDtypes = 2;
+
 struct Kernels {
   // `index` is the number of the first element, for its random bits.
   using Update = void (*)(const UpdateArrays&, std::size_t numel, const UpdateConstants&,
@@ -67,6 +72,9 @@ struct Kernels {
   using SumOfSquares = double (*)(const char* values, std::size_t numel);
   using Mean = void (*)(const char* const* sources, std::size_t count, std::size_t first,
                         std::size_t numel, char* target);
+  // Between fp32 values and state blocks.
+  using Encode = void (*)(const char* source, char* blocks, std::size_t numel);
+  using Decode = void (*)(const char* blocks, char* target, std::size_t numel);
   using Stream = void (*)(const UpdateArrays&, std::size_t numel);
   // They write the target, and return the sum of squares of what they have written.
   using SummedWrite = double (*)(const char* source, char* target, std::size_t numel);
@@ -78,10 +86,17 @@ struct Kernels {
     Split split;
     Join join;
   };
+  struct StateBlocks {
+    Encode encode;
+    Decode decode;
+  };
 
   Update update[kUpdateKinds];  // by number_of(kind)
-  Splits sign_carrier[kStateDtypes];
-  Splits lowest_carrier[kStateDtypes];
+  Splits sign_carrier[kCarrierDtypes];
+  Splits lowest_carrier[kCarrierDtypes];
+  Splits remainder_carrier;
+  StateBlocks signed_blocks;
+  StateBlocks root_blocks;  // of states that are never negative
   SumOfSquares sum_of_squares[kDtypes];
   Mean mean[kDtypes];
   SummedWrite copy_and_sum[kDtypes][kDtypes];  // by the target's dtype and the source's

@@ -7,6 +7,7 @@
 #include "update/kernels/kernels.h"
 #include "update/kernels/mean.inl.h"
 #include "update/kernels/split_master.inl.h"
+#include "update/kernels/state_block.inl.h"
 #include "update/kernels/sum_of_squares.inl.h"
 #include "update/kernels/summed_writes.inl.h"
 #include "update/kernels/update_kernel.inl.h"
@@ -14,7 +15,7 @@
 
 namespace hetero {
 
-template <class V, Carrier carrier, Dtype dtype>
+template <class V, Carrier carrier, StateDtype dtype>
 constexpr Kernels::Splits make_splits() {
   return {split_block<V, dtype, carrier>, join_block<V, dtype, carrier>};
 }
@@ -27,10 +28,13 @@ constexpr Kernels make_kernels(std::index_sequence<numbers...>) {
   static_assert(((number_of(kind_of(numbers)) == numbers) && ...));
   return {
       .update = {update_block<V, kind_of(numbers)>...},
-      .sign_carrier = {make_splits<V, Carrier::sign, fp32>(),
-                       make_splits<V, Carrier::sign, bf16>()},
-      .lowest_carrier = {make_splits<V, Carrier::lowest, fp32>(),
-                         make_splits<V, Carrier::lowest, bf16>()},
+      .sign_carrier = {make_splits<V, Carrier::sign, StateDtype::fp32>(),
+                       make_splits<V, Carrier::sign, StateDtype::bf16>()},
+      .lowest_carrier = {make_splits<V, Carrier::lowest, StateDtype::fp32>(),
+                         make_splits<V, Carrier::lowest, StateDtype::bf16>()},
+      .remainder_carrier = make_splits<V, Carrier::remainder, StateDtype::eight_bit>(),
+      .signed_blocks = {encode_blocks<V, true>, decode_blocks<V, true>},
+      .root_blocks = {encode_blocks<V, false>, decode_blocks<V, false>},
       .sum_of_squares = {sum_of_squares_block<V, fp32>, sum_of_squares_block<V, bf16>,
                          sum_of_squares_block<V, fp16>},
       .mean = {mean_block<V, fp32>, mean_block<V, bf16>, mean_block<V, fp16>},

@@ -5,6 +5,11 @@
 // to a bit that the rule's last state can spare (state_codec.inl.h). So
 // w = ((p - carry) << 16) | remainder, exactly. A NaN becomes 0x7fc0 with remainder and carry 0.
 //
+// States in 8 bits have no bit to spare. There (Carrier::remainder) w with remainder 0x8000 has
+// carry 0: of the two such w that round to p the one below p, on a tie that goes up, is moved away
+// from zero by one unit in its last place (without_tie()). So the carry is 1 where the remainder is
+// above 0x8000, and p is the rounding of w as ever.
+//
 // Whoever writes p alone, as user code does through `param.data`, keeps remainder and carry: w is
 // then less than one bf16 step from the new p. No w has p = 0 and a carry, so there the carry is
 // left out; p - carry would be a NaN.
@@ -29,31 +34,54 @@ struct SplitMaster {
     return {rounded, bits, rounded - upper};  // (storing takes the low half of `bits`)
   }
 
+  // The master itself, or the next one where it is a tie that rounds up.
+  static typename V::F without_tie(typename V::F master) {
+    const auto bits = V::bits(master);
+    const auto tie = (bits & 0x1ffffU) == 0x18000U ? V::set_bits(1) : V::set_bits(0);
+    return V::from_bits(bits + tie);
+  }
+
+  // Of a master that without_tie() gave.
+  static typename V::U carry_of(typename V::U remainder) { return (0x7fffU + remainder) >> 16; }
+
   static typename V::F join(typename V::U param, typename V::U remainder, typename V::U carry) {
     const auto not_zero = (0x7fffU + (param & 0x7fffU)) >> 15;
     return V::from_bits(((param - (carry & not_zero)) << 16) | remainder);
   }
 };
 
-template <class V, Dtype state_dtype, Carrier carrier>
+template <class V, StateDtype state_dtype, Carrier carrier>
 void split_vector(const char* source, const SplitArrays& at) {
-  using State = StateCodec<V, state_dtype, carrier>;
-  const auto split = SplitMaster<V>::of(V::load(source));
+  auto master = V::load(source);
+  if constexpr (carrier == Carrier::remainder) master = SplitMaster<V>::without_tie(master);
+  const auto split = SplitMaster<V>::of(master);
   V::store_u16(at.param, split.param);
   V::store_u16(at.remainder, split.remainder);
-  State::store(at.carrier, State::with_carry(State::load(at.carrier), split.carry));
+  if constexpr (carrier != Carrier::remainder) {
+    using State = StateCodec<V, state_dtype, carrier>;
+    State::store(at.carrier, State::with_carry(State::load(at.carrier), split.carry));
+  }
 }
 
-template <class V, Dtype state_dtype, Carrier carrier>
+template <class V, StateDtype state_dtype, Carrier carrier>
 void join_vector(const SplitArrays& at, char* target) {
-  using State = StateCodec<V, state_dtype, carrier>;
-  const auto carry = State::carry(State::load(at.carrier));
-  V::store(target, SplitMaster<V>::join(V::load_u16(at.param), V::load_u16(at.remainder), carry));
+  const auto remainder = V::load_u16(at.remainder);
+  auto carry = SplitMaster<V>::carry_of(remainder);
+  if constexpr (carrier != Carrier::remainder) {
+    using State = StateCodec<V, state_dtype, carrier>;
+    carry = State::carry(State::load(at.carrier));
+  }
+  V::store(target, SplitMaster<V>::join(V::load_u16(at.param), remainder, carry));
 }
 
-template <class V, Dtype state_dtype, Carrier carrier>
+// Bytes per element of the array that has the carry; 0 if there is none.
+template <StateDtype state_dtype, Carrier carrier>
+constexpr std::size_t kCarrierBytes =
+    carrier == Carrier::remainder ? 0 : state_bytes(state_dtype, 1);
+
+template <class V, StateDtype state_dtype, Carrier carrier>
 void split_block(const char* source, const SplitArrays& at, std::size_t numel) {
-  for_vectors<V, 4, 2, 2, element_bytes(state_dtype)>(
+  for_vectors<V, 4, 2, 2, kCarrierBytes<state_dtype, carrier>>(
       numel,
       [](const char* from, char* param, char* remainder, char* carried) {
         split_vector<V, state_dtype, carrier>(from, {param, remainder, carried});
@@ -61,9 +89,9 @@ void split_block(const char* source, const SplitArrays& at, std::size_t numel) {
       source, at.param, at.remainder, at.carrier);
 }
 
-template <class V, Dtype state_dtype, Carrier carrier>
+template <class V, StateDtype state_dtype, Carrier carrier>
 void join_block(const SplitArrays& at, char* target, std::size_t numel) {
-  for_vectors<V, 2, 2, element_bytes(state_dtype), 4>(
+  for_vectors<V, 2, 2, kCarrierBytes<state_dtype, carrier>, 4>(
       numel,
       [](char* param, char* remainder, char* carried, char* to) {
         join_vector<V, state_dtype, carrier>({param, remainder, carried}, to);

@@ -1,4 +1,5 @@
-// How a rule's states are kept: in fp32, or rounded to bf16; with the carry of the bf16 split in a
+// How a rule's states are kept element by element: in fp32, or rounded to bf16 (state_block.inl.h
+// has the third way); with the carry of the bf16 split in a
 // spare bit, or without.
 //
 // What is no normal number is kept as +0 (update_rules.inl.h).
@@ -23,23 +24,23 @@
 
 namespace hetero {
 
-template <class V, Dtype dtype, Carrier carrier>
+template <class V, StateDtype dtype, Carrier carrier>
 struct StateCodec {
   using F = typename V::F;
   using U = typename V::U;
 
   static constexpr int dropped =
-      (dtype == Dtype::bf16 ? 16 : 0) + (carrier == Carrier::lowest ? 1 : 0);
+      (dtype == StateDtype::bf16 ? 16 : 0) + (carrier == Carrier::lowest ? 1 : 0);
   static constexpr int carry_bit = carrier == Carrier::lowest ? dropped - 1 : 31;
   static constexpr std::uint32_t carry_mask = std::uint32_t{1} << carry_bit;
 
   static U load(const char* p) {
-    if constexpr (dtype == Dtype::bf16) return V::load_u16(p) << 16;
+    if constexpr (dtype == StateDtype::bf16) return V::load_u16(p) << 16;
     return V::bits(V::load(p));
   }
 
   static void store(char* p, U bits) {
-    if constexpr (dtype == Dtype::bf16) {
+    if constexpr (dtype == StateDtype::bf16) {
       V::store_u16(p, bits >> 16);
     } else {
       V::store(p, V::from_bits(bits));
@@ -60,7 +61,7 @@ struct StateCodec {
   // Bits to store, but for the carry: 0 for what is no normal number. `random` is used from bit 0
   // on.
   static U round(F x, U random) {
-    if constexpr (dtype != Dtype::bf16) return V::if_normal(x, V::bits(x));
+    if constexpr (dtype != StateDtype::bf16) return V::if_normal(x, V::bits(x));
     constexpr std::uint32_t low = (std::uint32_t{1} << dropped) - 1;
     const U kept = V::if_normal(x, (V::bits(x) + (random & low)) & ~low);
     return V::if_nan(x, V::set_bits(0x7fc00000), kept);

@@ -7,6 +7,8 @@
 
 namespace hetero {
 
+inline constexpr std::size_t kCacheLineBytes = 64;
+
 template <class V, Dtype dtype>
 typename V::F load_as_fp32(const char* p) {
   if constexpr (dtype == Dtype::fp32) {
@@ -18,9 +20,10 @@ typename V::F load_as_fp32(const char* p) {
   }
 }
 
-// Elements of an array at the place of the last vector that is not whole: a copy of `count` of
-// them, padded with zeros, which goes back when it is gone if the array may be written to.
-template <class V, std::size_t size, class Byte>
+// Elements of an array at the place of the last vector, or block, of `lanes` that is not whole: a
+// copy of `count` of them, padded with zeros, which goes back when it is gone if the array may be
+// written to.
+template <class V, std::size_t lanes, std::size_t size, class Byte>
 struct Pad {
   Pad(Byte* array, std::size_t count) : array(array), nbytes(count * size) {
     if constexpr (size != 0) __builtin_memcpy(bytes, array, nbytes);
@@ -35,7 +38,7 @@ struct Pad {
 
   Byte* const array;
   const std::size_t nbytes;
-  char bytes[V::lanes * 4] = {};
+  char bytes[lanes * (size != 0 ? size : 1)] = {};
 };
 
 // Asks for the cache lines that a loop will come to, `ahead` elements on: five streams are more
@@ -60,7 +63,7 @@ template <class V, std::size_t... sizes, class Body, class... Byte>
     (prefetch<V, sizes>(arrays + i * sizes), ...);
     body(arrays + i * sizes...);
   }
-  if (i != numel) body(Pad<V, sizes, Byte>(arrays + i * sizes, numel - i).bytes...);
+  if (i != numel) body(Pad<V, V::lanes, sizes, Byte>(arrays + i * sizes, numel - i).bytes...);
 }
 
 }  // namespace hetero

@@ -11,7 +11,7 @@ import torch
 
 import hetero
 from offload.memory.tiers import Account, Tier
-from tests.support.native.update_oracle import Hyper, stored, update
+from tests.support.native.update_oracle import Hyper, stored, update, without_tie
 from tests.support.training.loops import Run, batches, tiny_gpt2, train
 
 Make = Callable[..., hetero.HybridOptimizer]
@@ -39,6 +39,11 @@ CASES = [
     ("sgd", "bf16", "bf16"),
     ("sgd", "fp16", "bf16"),
     ("sgd", "fp32", "fp32"),
+    ("adam", "bf16", "8bit"),
+    ("adam", "fp32", "8bit"),
+    ("adagrad", "fp16", "8bit"),
+    ("lion", "bf16", "8bit"),
+    ("sgd", "bf16", "8bit"),
 ]
 REFERENCES: dict[tuple[str, str, str], Run] = {}
 
@@ -86,7 +91,7 @@ def test_masters_and_states_equal_the_documented_rule_exactly(
         rule, dtype, state_dtype, placement_policy="nvme", nvme_path=str(tmp_path)
     )
     params = list(model.parameters())
-    # Elements are numbered through the model; the random bits of bf16 states come from there.
+    # Elements are numbered through the model; the random bits of states come from there.
     first = np.cumsum([0] + [p.numel() for p in params])
     weights = [m.numpy().reshape(-1).copy() for m in hetero.masters(params)]
     count = len(optimizer.state_names)
@@ -109,6 +114,8 @@ def test_masters_and_states_equal_the_documented_rule_exactly(
         for index, weight in enumerate(weights):
             gradient = gradients[index].float().numpy().reshape(-1)
             weights[index], computed = update(rule, weight, states[index], gradient, hyper)
+            if (dtype, state_dtype) == ("bf16", "8bit"):
+                weights[index] = without_tie(weights[index])
             states[index] = stored(rule, dtype, state_dtype, computed, step, int(first[index]))
 
     for weight, master in zip(weights, hetero.masters(params), strict=True):
@@ -162,7 +169,9 @@ def test_first_fp32_adagrad_step_equals_torchs_to_rounding() -> None:
 def test_records_take_what_the_rule_needs(rule: str) -> None:
     _, optimizer = build(rule, "bf16", "bf16", placement_policy="cpu")
     states = len(optimizer.state_names)
-    assert optimizer.engine.chunk_groups[0].dtypes.optim_state_bytes == 2 + 2 * states
+    assert optimizer.engine.chunk_groups[0].dtypes.optim_state_bytes(4096) == 4096 * (
+        2 + 2 * states
+    )
     optim_state_arena_bytes = optimizer.engine.layout.slot_numel * (2 + 2 * states)
     slots = sum(chunk.slots for chunk in optimizer.engine.layout.chunks)
     ledger = optimizer.engine.ledger
@@ -200,7 +209,7 @@ def test_records_take_what_the_rule_needs(rule: str) -> None:
         (
             hetero.HybridAdam,
             {"state_dtype": "fp16"},
-            "state_dtype must be fp32 or bf16, not 'fp16'",
+            "state_dtype must be fp32, bf16 or 8bit, not 'fp16'",
         ),
     ],
 )

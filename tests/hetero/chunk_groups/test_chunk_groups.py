@@ -152,7 +152,7 @@ def test_dtypes_of_kept_parameters() -> None:
     assert kept == {"norm.weight", "norm.bias"}
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
     fp32 = optimizer.engine.chunk_groups[1].dtypes
-    assert (fp32.grad, fp32.master_bytes, fp32.optim_state_bytes) == ("fp32", 0, 8)
+    assert (fp32.grad, fp32.master_bytes, fp32.optim_state_bytes(4096)) == ("fp32", 0, 8 * 4096)
     # Not much more than it has.
     assert optimizer.engine.chunk_groups[1].layout.slot_numel == 4096
     optimizer.engine.close()

@@ -34,7 +34,7 @@ def test_computing_is_shared_out_over_chunk_groups_by_their_elements() -> None:
     assert made["phases_s"]["forward"] == pytest.approx(8)
     assert made["phases_s"]["backward"] == pytest.approx(16)
     assert plans[1].cost.phases[0].seconds == pytest.approx(2)
-    update_s = 8 * SLOT * BF16.kind.bytes_moved / 10
+    update_s = 8 * SLOT * BF16.update_bytes / 10
     assert made["step_s"] == pytest.approx(24 + update_s)
     assert made["phases_s"]["update"] == pytest.approx(update_s)
     assert made["measured_computing"] is True

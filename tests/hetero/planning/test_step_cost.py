@@ -80,7 +80,7 @@ def seconds(made_: Placement, problem_: Problem) -> list[float]:
     return [phase.seconds for phase in CostModel(problem_).cost(made_).phases]
 
 
-UPDATE_S = CHUNKS * SLOT * BF16.kind.bytes_moved / 10
+UPDATE_S = CHUNKS * SLOT * BF16.update_bytes / 10
 
 
 def test_in_ram_a_step_is_compute_and_update():

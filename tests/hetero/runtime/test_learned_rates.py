@@ -148,7 +148,7 @@ def streamed(steps: Steps, rate: float) -> Counters:
     slot, made = steps.group.spec.slot, steps.group.placement
     missed = made.optim_state.count(Tier.DISK) - made.buffers
     nbytes = 2 * missed * slot.optim_state
-    updated = 12 * SLOT * BF16.kind.bytes_moved
+    updated = 12 * SLOT * BF16.update_bytes
     return Counters(
         nvme_bytes=nbytes, nvme_s=nbytes / rate, update_bytes=updated, update_s=updated / 1e9
     )
@@ -237,7 +237,7 @@ def test_an_engine_counts_what_its_steps_move_and_update(tmp_path: Path) -> None
     read_written = now.disk_read - traffic.disk_read + now.disk_write - traffic.disk_write
     assert moved.nvme_bytes == read_written > 0
     numel = sum(p.numel() for p in model.parameters())
-    assert moved.update_bytes == pytest.approx(3 * numel * BF16.kind.bytes_moved)
+    assert moved.update_bytes == pytest.approx(3 * numel * BF16.update_bytes)
     assert moved.nvme_s > 0
     assert moved.update_s > 0
     (made,) = engine.plans

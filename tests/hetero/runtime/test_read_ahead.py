@@ -35,7 +35,7 @@ def trained(tmp_path: Path) -> Trained:
 def tile_bytes(optimizer: hetero.HybridAdam) -> int:
     """Of an optimizer state; PARAM is in RAM."""
     engine = optimizer.engine
-    return engine.layout.tile_numel * engine.chunk_groups[0].dtypes.optim_state_bytes
+    return engine.chunk_groups[0].dtypes.optim_state_bytes(engine.layout.tile_numel)
 
 
 def test_the_first_step_finds_what_was_read(

@@ -17,7 +17,7 @@ REGION = 1 << 18  # bytes of the file that one thread of transfers uses
 TILE = 4096  # elements
 KIND = _native.UpdateKind("fp32", "fp32")
 KEYS = 3  # tiles of one thread of updates
-OPTIM_STATE = TILE * KIND.optim_state_bytes
+OPTIM_STATE = KIND.optim_state_bytes(TILE)
 HYPER = _native.Hyper(lr=1e-2, weight_decay=0.1, decoupled=True)
 
 

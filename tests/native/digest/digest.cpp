@@ -25,14 +25,21 @@ namespace {
 
 constexpr std::size_t kLengths[] = {0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 4099};
 
-enum class Format { fp32, bf16, fp16, bits, fp64 };
+enum class Format { fp32, bf16, fp16, bits, fp64, byte };
 
 Format format_of(Dtype dtype) {
   return dtype == Dtype::fp32 ? Format::fp32 : dtype == Dtype::bf16 ? Format::bf16 : Format::fp16;
 }
 
+// Of states; in 8 bits the bytes of state blocks.
+Format format_of(StateDtype dtype) {
+  return dtype == StateDtype::fp32   ? Format::fp32
+         : dtype == StateDtype::bf16 ? Format::bf16
+                                     : Format::byte;
+}
+
 std::size_t bytes_of(Format format) {
-  return format == Format::fp64 ? 8 : format == Format::fp32 ? 4 : 2;
+  return format == Format::fp64 ? 8 : format == Format::fp32 ? 4 : format == Format::byte ? 1 : 2;
 }
 
 // splitmix64 (Steele, Lea, Flood, 2014).
@@ -81,6 +88,7 @@ class Array {
       // Sixteen random bits are a good mixture of halves; 0x7bff is their largest finite value.
       if (format_ == Format::fp16) bits = random.next() & (finite ? 0xbbff : 0xffff);
       if (format_ == Format::bits) bits = random.next() & 0xffff;
+      if (format_ == Format::byte) bits = random.next() & 0xff;
       put(i, bits);
     }
     return *this;
@@ -173,14 +181,18 @@ Digest update_digest(const UpdateKind& kind) {
           grad(format_of(kind.grad_dtype), numel);
       Array master(kind.dtype == Dtype::fp16 ? Format::fp32 : Format::bits,
                    kind.dtype == Dtype::fp32 ? 0 : numel);
-      std::vector<Array> states(kind.states(), Array(format_of(kind.state_dtype), numel));
+      const Format state_format = format_of(kind.state_dtype);
+      const std::size_t state_numel = state_bytes(kind.state_dtype, numel) / bytes_of(state_format);
+      std::vector<Array> states(kind.states(), Array(state_format, state_numel));
       UpdateArrays at{.param = param.fill(random).at(),
                       .grad = grad.fill(random).at(),
                       .master = master.fill(random).at()};
       for (std::size_t i = 0; i < states.size(); ++i) at.states[i] = states[i].fill(random).at();
       // With bf16 parameters that sign is the carry, otherwise there is none.
       const bool is_signed = kind.rule != Rule::adam && kind.rule != Rule::adagrad;
-      if (!is_signed && kind.dtype != Dtype::bf16) states.back().clear_signs();
+      if (!is_signed && kind.dtype != Dtype::bf16 && kind.state_dtype != StateDtype::eight_bit) {
+        states.back().clear_signs();
+      }
       // An index whose low half wraps around within the array.
       kernels().update[number_of(kind)](at, numel, constants, 0x4fffffff0);
       digest.add(param);
@@ -191,7 +203,7 @@ Digest update_digest(const UpdateKind& kind) {
   return digest;
 }
 
-Digest split_digest(const Kernels::Splits& splits, Dtype state_dtype) {
+Digest split_digest(const Kernels::Splits& splits, StateDtype state_dtype) {
   Digest digest;
   Random random(1);
   for (const std::size_t numel : kLengths) {
@@ -202,6 +214,19 @@ Digest split_digest(const Kernels::Splits& splits, Dtype state_dtype) {
     splits.split(source.fill(random).at(), at, numel);
     splits.join(at, joined.at(), numel);
     for (Array* array : {&param, &remainder, &carrier, &joined}) digest.add(*array);
+  }
+  return digest;
+}
+
+Digest blocks_digest(const Kernels::StateBlocks& blocks) {
+  Digest digest;
+  Random random(5);
+  for (const std::size_t numel : kLengths) {
+    Array source(Format::fp32, numel), decoded(Format::fp32, numel);
+    Array encoded(Format::byte, state_bytes(StateDtype::eight_bit, numel));
+    blocks.encode(source.fill(random).at(), encoded.at(), numel);
+    blocks.decode(encoded.at(), decoded.at(), numel);
+    for (Array* array : {&encoded, &decoded}) digest.add(*array);
   }
   return digest;
 }
@@ -289,13 +314,16 @@ void print_digests(const std::string& isa) {
                                        name_of(kind.dtype) + "-" + name_of(kind.grad_dtype) + "-" +
                                        name_of(kind.state_dtype));
   }
-  for (std::size_t i = 0; i < kStateDtypes; ++i) {
-    const auto dtype = static_cast<Dtype>(i);
+  for (std::size_t i = 0; i < kCarrierDtypes; ++i) {
+    const auto dtype = static_cast<StateDtype>(i);
     split_digest(kernels().sign_carrier[i], dtype)
         .print(isa, "split-sign-" + std::string(name_of(dtype)));
     split_digest(kernels().lowest_carrier[i], dtype)
         .print(isa, "split-lowest-" + std::string(name_of(dtype)));
   }
+  split_digest(kernels().remainder_carrier, StateDtype::eight_bit).print(isa, "split-remainder");
+  blocks_digest(kernels().signed_blocks).print(isa, "signed-blocks");
+  blocks_digest(kernels().root_blocks).print(isa, "root-blocks");
   for (std::size_t i = 0; i < kDtypes; ++i) {
     const auto dtype = static_cast<Dtype>(i);
     norm_digest(dtype, false).print(isa, "sum-of-squares-" + std::string(name_of(dtype)));

@@ -10,7 +10,6 @@ from offload import _native
 from tests.support.native.step_tiles import (
     BYTES,
     KIND,
-    MASTER_BYTES,
     SEGMENTS,
     TILE,
     FileTiles,
@@ -70,7 +69,7 @@ def test_file_and_ram_give_the_same_bytes(
 
 
 @pytest.mark.parametrize("kind", ["threads"])
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("rule", ["adam", "lion", "adagrad", "sgd", "muon"])
 @pytest.mark.parametrize("dtype", BYTES)
 def test_tasks_are_updates_of_the_segments(
@@ -82,7 +81,7 @@ def test_tasks_are_updates_of_the_segments(
     filed = file_tiles(tiles, buffers=1, param_in_file=True)
     kind = tiles.kind
     pipeline = _native.StepPipeline(None, 0, None, 0, kind, TILE, False, False)
-    master_bytes = MASTER_BYTES[dtype]
+    master_bytes = kind.state_at(0, 1)
     for step in range(1, 4):
         now = hypers(step, decoupled=rule not in ("adagrad", "sgd"))
         pipeline.submit(tiles.tasks_in_ram(range(2)), now)
@@ -91,13 +90,15 @@ def test_tasks_are_updates_of_the_segments(
         filed.pipeline.flush()
         for key, (first, numel, hyper, index) in itertools.product(range(2), SEGMENTS):
             optim_state = wanted.optim_states[key].ctypes.data
-            states = optim_state + TILE * master_bytes
             _native.update(
                 kind,
                 wanted.params[key].ctypes.data + first * BYTES[dtype],
                 wanted.grads[key].ctypes.data + first * 2,
                 optim_state + first * master_bytes if master_bytes else 0,
-                [states + (i * TILE + first) * BYTES[state_dtype] for i in range(kind.states)],
+                [
+                    optim_state + kind.state_at(i, TILE) + kind.state_bytes(first)
+                    for i in range(kind.states)
+                ],
                 numel,
                 now[hyper],
                 index,

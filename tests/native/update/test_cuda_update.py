@@ -15,6 +15,7 @@ from tests.support.native.device_tile import (
     DTYPES,
     KINDS,
     RULES,
+    STATE_DTYPES,
     TILE,
     Tile,
     check_update,
@@ -87,7 +88,7 @@ def test_a_sum_that_is_not_finite() -> None:
     assert updater.sums_of_squares([]) == []
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_split_and_join(rule: str, state_dtype: str) -> None:
     kind = _native.UpdateKind("bf16", "bf16", rule, state_dtype)
@@ -96,11 +97,15 @@ def test_split_and_join(rule: str, state_dtype: str) -> None:
     updater = Updater(FakeRuntime(), kind, TILE)
     source = torch.from_numpy(masters(1003))
     param, remainder = torch.zeros(2, 1003, dtype=torch.int16)
-    carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype])
+    carrier = None
+    if state_dtype != "8bit":
+        carrier = torch.zeros(1003, dtype=TORCH_DTYPES[state_dtype])
     updater.split(source, param, remainder, carrier)
     assert equal_bits(param.numpy(), arrays.param)
     assert equal_bits(remainder.numpy(), arrays.master)
-    assert equal_bits(carrier.view(torch.uint8).numpy(), arrays.states[-1].view(np.uint8))
+    if carrier is not None:
+        assert equal_bits(carrier.view(torch.uint8).numpy(), arrays.states[-1].view(np.uint8))
     target = torch.zeros(1003)
     updater.join(param, remainder, carrier, target)
-    assert torch.equal(target, source)
+    assert equal_bits(target.numpy(), arrays.fp32_master())
+    assert torch.equal(target, source) or carrier is None  # where ties are moved

@@ -47,7 +47,7 @@ def momentum_pass(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)

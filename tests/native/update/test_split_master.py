@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from offload import _native
 from tests.support.native.update_arrays import Arrays, equal_bits, to_dtype, to_fp32
-from tests.support.native.update_oracle import Hyper, split
+from tests.support.native.update_oracle import Hyper, split, without_tie
 
 ISAS = _native.isa_available()
 SPECIAL = [
@@ -30,6 +30,7 @@ BF16_KINDS = [
     _native.UpdateKind("bf16", "bf16", rule, state_dtype)
     for rule, state_dtype in itertools.product(RULES, ("fp32", "bf16"))
 ]
+EIGHT_BIT = _native.UpdateKind("bf16", "bf16", "adam", "8bit")  # which has no bit for the carry
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -104,6 +105,24 @@ def check_split_and_join(kind: _native.UpdateKind, bits: np.ndarray, kept: np.nd
     assert np.isnan(target[~number]).all()
 
 
+@given(bits=words(st.integers(0, 50)))
+def test_masters_on_a_tie_are_moved_by_a_unit_where_there_is_no_carry(bits: np.ndarray) -> None:
+    """All others are kept exactly, and the parameter is the rounding of the master that is kept."""
+    master = bits.view(np.float32)
+    wanted = without_tie(master)
+    for isa in ISAS:
+        _native.set_isa(isa)
+        arrays = Arrays(EIGHT_BIT, master)
+        number = ~np.isnan(master)
+        found = arrays.fp32_master()
+        assert equal_bits(found[number], wanted[number])
+        assert np.isnan(found[~number]).all()
+        assert equal_bits(arrays.param[number], to_dtype(master, "bf16")[number])
+        assert equal_bits(arrays.param[number], to_dtype(found, "bf16")[number])
+        again = Arrays(EIGHT_BIT, found)
+        assert equal_bits(again.fp32_master()[number], found[number])
+
+
 @pytest.mark.parametrize("kind", BF16_KINDS, ids=repr)
 def test_blocks_of_the_pool_are_split_at_the_same_places(kind: _native.UpdateKind) -> None:
     numel = 2 * 64 * 1024 + 77
@@ -114,13 +133,14 @@ def test_blocks_of_the_pool_are_split_at_the_same_places(kind: _native.UpdateKin
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", BF16_KINDS, ids=repr)
+@pytest.mark.parametrize("kind", [*BF16_KINDS, EIGHT_BIT], ids=repr)
 def test_an_update_with_rate_zero_keeps_every_master(kind: _native.UpdateKind, isa: str) -> None:
     """The carry is written with the new state whatever the state is."""
     _native.set_isa(isa)
     ties = (np.arange(0x7F80, dtype=np.uint32) << 16) | 0x8000
     master = np.concatenate([ties - 1, ties, ties + 1]).view(np.float32)
     arrays = Arrays(kind, master)
+    master = without_tie(master) if kind is EIGHT_BIT else master
     grad = to_dtype(np.random.default_rng(1).standard_normal(len(master)), "bf16")
     for step in range(1, 5):
         arrays.step(grad, Hyper(lr=0.0, momentum=0.9, step=step))
@@ -129,7 +149,7 @@ def test_an_update_with_rate_zero_keeps_every_master(kind: _native.UpdateKind, i
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", BF16_KINDS, ids=repr)
+@pytest.mark.parametrize("kind", [*BF16_KINDS, EIGHT_BIT], ids=repr)
 def test_a_parameter_that_is_written_alone_stays_what_was_written(
     kind: _native.UpdateKind, isa: str
 ) -> None:
@@ -157,3 +177,5 @@ def test_only_bf16_is_split() -> None:
             _native.join_master(kind, 0, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="carrier is 0"):
         _native.split_master(BF16_KINDS[0], 64, 64, 64, 0, 1)
+    with pytest.raises(ValueError, match="carrier is not 0"):
+        _native.split_master(EIGHT_BIT, 64, 64, 64, 64, 1)

@@ -22,8 +22,9 @@ from tests.support.native.update_arrays import (
 from tests.support.native.update_oracle import Hyper
 
 DTYPES = ["fp32", "bf16", "fp16"]
+STATE_DTYPES = ["fp32", "bf16", "8bit"]
 RULES = ["adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"]
-KINDS = [_native.UpdateKind(*k) for k in itertools.product(DTYPES, DTYPES, RULES, ["fp32", "bf16"])]
+KINDS = [_native.UpdateKind(*k) for k in itertools.product(DTYPES, DTYPES, RULES, STATE_DTYPES)]
 TILE = 8192
 
 
@@ -60,13 +61,14 @@ class Tile:
         self.kind = kind
         self.param = runtime.empty(TILE * TORCH_DTYPES[param_dtype(kind)].itemsize)
         self.grad = runtime.empty(TILE * TORCH_DTYPES[kind.grad_dtype].itemsize)
-        self.optim_state = runtime.empty(TILE * kind.optim_state_bytes)
-        self.state_bytes = TILE * TORCH_DTYPES[kind.state_dtype].itemsize
-        self.state_at = len(self.optim_state) - kind.states * self.state_bytes
+        self.optim_state = runtime.empty(kind.optim_state_bytes(TILE))
+        self.state_bytes = kind.state_bytes(TILE)
+        self.state_at = kind.state_at(0, TILE)
 
     def parts(self) -> list[torch.Tensor]:
         """[param, master (perhaps empty), states]"""
-        states = self.optim_state[self.state_at :].split(self.state_bytes)
+        end = self.kind.state_at(self.kind.states, TILE)
+        states = self.optim_state[self.state_at : end].split(self.state_bytes)
         return [self.param, self.optim_state[: self.state_at], *states]
 
     def take(self, arrays: Arrays, grad: np.ndarray) -> None:
@@ -94,6 +96,9 @@ def check_update(runtime: CudaRuntime, kind: _native.UpdateKind) -> None:
         all_hypers = hypers(kind, step)
         # Beginnings and ends that groups of four elements do not fit, and gaps.
         cuts = [(0, 1024), (1024, 1), (1025, 6), (1088, 3001), (4096, 4095)]
+        if kind.state_dtype == "8bit":
+            cuts[2] = (1088, 63)
+            cuts[3] = (1152, 2937)
         segments = []
         for number, (first, numel) in enumerate(cuts):
             hyper = number % len(all_hypers)

@@ -16,14 +16,13 @@ from tests.support.native.update_oracle import Hyper
 TILE = 4096  # elements
 LIMIT_S = 120  # after which a wait is taken for one without end
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MASTER_BYTES = {"fp32": 0, "bf16": 2, "fp16": 4}
 KIND = _native.UpdateKind("bf16", "bf16")
 HYPERS = [Hyper(lr=1e-2, weight_decay=0.1, momentum=0.9), Hyper(lr=1e-3, beta1=0.8)]
 SEGMENTS = [
-    (0, 1000, 0, 7),
-    (1000, 1777, 1, 9),
-    (3000, 1000, 0, 5),
-]  # with holes that stay as they are
+    (0, 960, 0, 7),
+    (960, 1777, 1, 9),
+    (3008, 1000, 0, 5),
+]  # with holes that stay as they are; beginnings are those of state blocks
 
 
 def hypers(step: int, scale: float = 1.0, decoupled: bool = True) -> list[_native.Hyper]:
@@ -73,9 +72,7 @@ class Tiles:
         self.kind = _native.UpdateKind(dtype, grad_dtype, rule, state_dtype)
         self.param_bytes = TILE * BYTES[dtype]
         self.grad_bytes = TILE * BYTES[grad_dtype]
-        self.optim_state_bytes = TILE * (
-            MASTER_BYTES[dtype] + self.kind.states * BYTES[state_dtype]
-        )
+        self.optim_state_bytes = self.kind.optim_state_bytes(TILE)
         random = np.random.default_rng(0)
         words = {2: np.uint16, 4: np.uint32}
         # Bit patterns of moderate numbers: exponents in the middle, any sign and fraction.

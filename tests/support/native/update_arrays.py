@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 from offload import _native
+from tests.support.native import state_blocks
 from tests.support.native.update_oracle import Hyper, States, has_lowest_carrier
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WORDS = {"fp32": np.uint32, "bf16": np.uint16, "fp16": np.uint16}
+WORDS = {"fp32": np.uint32, "bf16": np.uint16, "fp16": np.uint16, "8bit": np.uint8}
 
 
 def unaligned(values: np.ndarray, offset: int) -> np.ndarray:
@@ -62,17 +63,16 @@ class Arrays:
     """A parameter of `kind` with value `master` and zero states, `offset` bytes off alignment."""
 
     def __init__(self, kind: _native.UpdateKind, master: np.ndarray, offset: int = 0) -> None:
-        numel = len(master)
         self.kind = kind
-        self.states = [
-            unaligned(np.zeros(numel, WORDS[kind.state_dtype]), offset) for _ in range(kind.states)
-        ]
+        words = WORDS[kind.state_dtype]
+        count = kind.state_bytes(len(master)) // np.dtype(words).itemsize
+        self.states = [unaligned(np.zeros(count, words), offset) for _ in range(kind.states)]
         self.param = unaligned(to_dtype(master, param_dtype(kind)), offset)
         self.master: np.ndarray | None = None
         if kind.dtype == "fp16":
             self.master = unaligned(master, offset)
         elif kind.dtype == "bf16":
-            self.master = unaligned(np.zeros(numel, np.uint16), offset)
+            self.master = unaligned(np.zeros(len(master), np.uint16), offset)
             self.split(unaligned(master, offset))
 
     def split(self, source: np.ndarray) -> None:
@@ -83,9 +83,12 @@ class Arrays:
             source.ctypes.data,
             self.param.ctypes.data,
             self.master.ctypes.data,
-            self.states[-1].ctypes.data,
+            self._carrier_address(),
             len(source),
         )
+
+    def _carrier_address(self) -> int:
+        return 0 if self.kind.carrier == "remainder" else self.states[-1].ctypes.data
 
     def step(
         self,
@@ -95,7 +98,8 @@ class Arrays:
         end: int | None = None,
         index: int = 0,
     ) -> None:
-        """Updates elements [begin, end); element 0 has the number `index`."""
+        """Updates elements [begin, end); element 0 has the number `index`. In 8 bits `begin` is
+        that of a state block."""
         end = len(grad) if end is None else end
 
         def at(array: np.ndarray) -> int:
@@ -106,7 +110,7 @@ class Arrays:
             at(self.param),
             at(grad),
             0 if self.master is None else at(self.master),
-            [at(state) for state in self.states],
+            [state.ctypes.data + self.kind.state_bytes(begin) for state in self.states],
             end - begin,
             _native.Hyper(**dataclasses.asdict(hyper)),
             index + begin,
@@ -124,7 +128,7 @@ class Arrays:
             self.kind,
             self.param.ctypes.data,
             self.master.ctypes.data,
-            self.states[-1].ctypes.data,
+            self._carrier_address(),
             target.ctypes.data,
             len(target),
         )
@@ -133,6 +137,10 @@ class Arrays:
     def fp32_states(self) -> States:
         """The states' values, without the carries."""
         kind = self.kind
+        if kind.state_dtype == "8bit":
+            signs = [state_blocks.is_signed(kind.rule, i) for i in range(kind.states)]
+            pairs = zip(self.states, signs, strict=True)
+            return tuple(state_blocks.decode(s, len(self.param), signed) for s, signed in pairs)
         words = [state.copy() for state in self.states]
         if kind.dtype == "bf16":
             one = words[-1].dtype.type(1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.support.native import state_blocks
+
 Fp32 = NDArray[np.float32]
 Words = NDArray[np.uint32]
 States = tuple[Fp32, ...]
@@ -150,6 +152,13 @@ def stored(
     """The states as the next update finds them: rounded, and without the carry."""
     random = random_bits(step, index, len(states[0]))
     result = []
+    if state_dtype == "8bit":
+        for i, state in enumerate(states):
+            signed = state_blocks.is_signed(rule, i)
+            words = random >> np.uint32(13) if i == 1 else random
+            blocks = state_blocks.encode(state, signed, words)
+            result.append(state_blocks.decode(blocks, len(state), signed))
+        return tuple(result)
     for i, state in enumerate(states):
         dropped = 16 * (state_dtype == "bf16")
         dropped += has_lowest_carrier(rule, dtype) and i == len(states) - 1
@@ -160,6 +169,13 @@ def stored(
             words = np.where(np.isnan(state), np.uint32(0x7FC00000), words)
         result.append((words & ~low).view(np.float32))
     return tuple(result)
+
+
+def without_tie(master: Fp32) -> Fp32:
+    """Masters as they are kept where no state has a bit for the carry (split_master.inl.h)."""
+    bits = master.view(np.uint32)
+    tie = (bits & np.uint32(0x1FFFF)) == 0x18000
+    return (bits + tie.astype(np.uint32)).view(np.float32)
 
 
 def split(master: Fp32) -> tuple[NDArray[np.uint16], NDArray[np.uint16], Words]:

@@ -56,9 +56,13 @@ def make(
     """A model under seed 0 and its optimizer, initialized over the ranks."""
     makers = {"gpt2": tiny_gpt2, "layers": lambda: Layers(12), "experts": lambda: Experts(4)}
     torch.manual_seed(0)
-    with hetero.ZeroInitContext(BASE | options, **where):
+    given = BASE | options
+    state_dtype = given.pop("state_dtype", "fp32")
+    with hetero.ZeroInitContext(given, **where):
         made = makers[model]()
-    optimizer = hetero.HybridAdam(made.parameters(), lr=lr, weight_decay=0.1)
+    optimizer = hetero.HybridAdam(
+        made.parameters(), lr=lr, weight_decay=0.1, state_dtype=state_dtype
+    )
     return hetero.initialize(made, optimizer)
 
 
