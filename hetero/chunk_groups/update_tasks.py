@@ -178,8 +178,7 @@ class UpdateTasks:
     def prepare(self, groups: Groups, table: HyperTable, speculative: bool = False) -> Update:
         """What updates the parameters in `groups`, with what is in `table`. Changes nothing.
 
-        Slots that hold their gradients stay until the update is made (Grads.release_used()). Raises
-        HeteroError for a gradient that was lost on its way from the device.
+        Slots that hold their gradients stay until the update is made (Grads.release_used()).
         """
         segments: dict[Tile, list[Segment]] = {}
         by_chunk: dict[int, list[ManagedParam]] = {}

@@ -188,9 +188,12 @@ class UpdateSchedule:
         was lost, with nothing changed.
         """
         table = optimizer.hyper_table(groups)
-        self._note_factor([m for _, members in groups for m in members])
+        members = [m for _, some in groups for m in some]
+        for m in members:
+            self._params.group(m.chunk).grads.wait_arrived(m)
+        self._note_factor(members)
         confirmed = self._compare(groups, table)
-        used = {m.chunk.group_index for _, members in groups for m in members}
+        used = {m.chunk.group_index for m in members}
         for number in sorted(used):
             mine = [
                 (g, [m for m in some if m.chunk.group_index == number and m not in confirmed])
@@ -234,15 +237,8 @@ class UpdateSchedule:
         return confirmed
 
     def _submit_rest(self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable) -> None:
-        """Submits the step's last updates, of parameters in `groups`, all in `chunk_group`.
-
-        Raises HeteroError for a gradient that was lost, with nothing changed.
-        """
-        try:
-            update = chunk_group.update_tasks.prepare(groups, table)
-        except Exception:
-            chunk_group.grads.release_used()
-            raise
+        """Submits the step's last updates, of parameters in `groups`, all in `chunk_group`."""
+        update = chunk_group.update_tasks.prepare(groups, table)
         for members in update.members:
             if not chunk_group.updates.is_under_way(members[0].chunk):
                 chunk_group.params.begin_update(members[0].chunk, members)

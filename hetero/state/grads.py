@@ -109,7 +109,7 @@ class Grads:
         )
 
     def has_lost(self, chunk: Chunk) -> bool:
-        """Whether a gradient of it was lost on its way, which location() tells."""
+        """Whether a gradient of it was lost on its way, which wait_arrived() tells."""
         return self._grad_offload is not None and any(
             map(self._grad_offload.lost, self._members[chunk.id])
         )
@@ -227,7 +227,7 @@ class Grads:
                 if self._cache.holds(chunk_id) and (is_kept or not in_use):
                     self._cache.write_back(chunk_id)
 
-    def _wait(self, managed: ManagedParam) -> None:
+    def wait_arrived(self, managed: ManagedParam) -> None:
         """Until its gradient is where it is kept. Raises HeteroError if it was lost."""
         if self._grad_offload is not None:
             self._grad_offload.wait(managed, managed.name)
@@ -241,7 +241,7 @@ class Grads:
 
     def sum_of_squares(self, managed: ManagedParam) -> float:
         """Sum of squares of the shard's part of its gradient, in a fixed order, in double."""
-        self._wait(managed)
+        self.wait_arrived(managed)
         chunk = managed.chunk
         if managed not in self._sums and self._is_summed_on_device(chunk):
             self._sum_on_device()
@@ -289,7 +289,7 @@ class Grads:
     @torch.no_grad()
     def change(self, managed: ManagedParam, change: Callable[[torch.Tensor], object]) -> None:
         """Calls `change` with the parameter's kept gradient, to be changed in place."""
-        self._wait(managed)
+        self.wait_arrived(managed)
         part, _ = managed.in_shard(self._layout)
         change(self._to_write(managed.chunk, [managed], accumulate=True)[part])
 
@@ -300,7 +300,7 @@ class Grads:
 
     def _kept(self, managed: ManagedParam) -> torch.Tensor:
         """The shard's part of its gradient, flat, to be read."""
-        self._wait(managed)
+        self.wait_arrived(managed)
         chunk = managed.chunk
         part, _ = managed.in_shard(self._layout)
         if chunk in self.homes:
@@ -349,12 +349,9 @@ class Grads:
     def location(self, chunk: Chunk, tile: int, speculative: bool = False) -> Location:
         """Where the tile's gradient is for an update; there it stays until that is made.
 
-        After a `speculative` one it is still needed: it goes to the file if that is its home.
-        Raises HeteroError for a gradient that was lost on its way from the device.
+        It has arrived (wait_arrived()). After a `speculative` one it is still needed: it goes to
+        the file if that is its home.
         """
-        for managed in self._members[chunk.id]:
-            if managed.has_grad:
-                self._wait(managed)
         if chunk in self.homes:
             return self.homes.location(chunk, tile)
         if not speculative:

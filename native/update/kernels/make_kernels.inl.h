@@ -5,12 +5,11 @@
 #include <utility>
 
 #include "update/kernels/kernels.h"
-#include "update/kernels/mean.inl.h"
 #include "update/kernels/split_master.inl.h"
 #include "update/kernels/state_block.inl.h"
 #include "update/kernels/sum_of_squares.inl.h"
-#include "update/kernels/summed_writes.inl.h"
 #include "update/kernels/update_kernel.inl.h"
+#include "update/kernels/writes.inl.h"
 #include "update/kernels/yardstick.inl.h"
 
 namespace hetero {
