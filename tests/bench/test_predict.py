@@ -46,7 +46,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [
         *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
         *("--seq-len", "16", "--steps", "4", "--rounds", "1", "--nvme-path", str(tmp_path)),
-        *("--profile", str(tmp_path / "profile.json")),
+        *("--profile", str(tmp_path / "profile.json"), "--overlap-updates", "none"),
     ]
 
 
