@@ -46,7 +46,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [
         *("--config", str(tmp_path / "model.json"), "--data", str(tmp_path / "text")),
         *("--seq-len", "16", "--steps", "4", "--rounds", "1", "--nvme-path", str(tmp_path)),
-        *("--profile", str(tmp_path / "profile.json"), "--overlap-updates", "none"),
+        *("--profile", str(tmp_path / "profile.json")),
     ]
 
 
@@ -62,8 +62,9 @@ def test_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         if row["status"] == "measured":
             measured, predicted = row["measured"], row["predicted"]
             assert row["error"] == pytest.approx(predicted["step_s"] / measured["step_s"] - 1)
-            # Seconds are the machine's; bytes are ours.
-            assert predicted["nvme_read_bytes"] == measured["nvme_read_bytes"]
+            # Seconds are the machine's; bytes are ours. (What streamed through last may be there.)
+            read, most = measured["nvme_read_bytes"], predicted["nvme_read_bytes"]
+            assert 0.8 * most <= read <= most
             assert predicted["nvme_written_bytes"] == measured["nvme_written_bytes"]
     assert rows["auto, 50% in RAM"]["measured"]["nvme_read_bytes"] > 0
     assert len(result["rounds"]) == 2
