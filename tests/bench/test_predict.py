@@ -62,10 +62,10 @@ def test_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         if row["status"] == "measured":
             measured, predicted = row["measured"], row["predicted"]
             assert row["error"] == pytest.approx(predicted["step_s"] / measured["step_s"] - 1)
-            # Seconds are the machine's; bytes are ours. (What streamed through last may be there.)
-            read, most = measured["nvme_read_bytes"], predicted["nvme_read_bytes"]
-            assert 0.8 * most <= read <= most
-            assert predicted["nvme_written_bytes"] == measured["nvme_written_bytes"]
+            # Seconds are the machine's; bytes are ours, at most: what streamed through last may be
+            # there still, and what has not begun when step() comes needs no old parameters.
+            for way in ("nvme_read_bytes", "nvme_written_bytes"):
+                assert 0.75 * predicted[way] <= measured[way] <= predicted[way]
     assert rows["auto, 50% in RAM"]["measured"]["nvme_read_bytes"] > 0
     assert len(result["rounds"]) == 2
     cpu = rows["cpu, all in RAM, 2 micro-batches"]
