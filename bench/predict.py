@@ -36,7 +36,7 @@ from hetero.cli.job.models import (
     model_config,
     wanted_vocab_size,
 )
-from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.options import OVERLAPS, TrainOptions
 from hetero.cli.job.run_folder import RunFolder
 from hetero.cli.job.step import one_step
 from hetero.planning.predict import figures, predict
@@ -122,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)"
         )
+    parser.add_argument(
+        "--overlap-updates",
+        default=TrainOptions.overlap_updates,
+        choices=OVERLAPS,
+        help="as of `hetero train`; with none bytes are predicted exactly (default: %(default)s)",
+    )
     parser.add_argument("--data", metavar="PATH", help="text to train on, as of `hetero train`")
     parser.add_argument(
         "--nvme-path", action="append", metavar="DIR", help="folder on NVMe (default: a temporary)"
@@ -152,6 +158,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             batch_size=arguments.batch_size,
             schedule="constant",
             warmup=0,
+            overlap_updates=arguments.overlap_updates,
             run_dir=folder,
         )
         state_bytes = STATE_BYTES[arguments.dtype] * count_parameters(model_config(options))
