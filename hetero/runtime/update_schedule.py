@@ -229,11 +229,11 @@ class UpdateSchedule:
                     updates.revoke(chunk)
                 elif updates.take_back(chunk):
                     pass  # nothing of it was made
-                elif [table.hyper(m) for m in members] == speculation.hypers:
-                    params.confirm(chunk)
-                    confirmed.update(members)
                 else:
-                    params.begin_remaking(chunk)
+                    is_right = [table.hyper(m) for m in members] == speculation.hypers
+                    params.decide(chunk, is_right)
+                    if is_right:
+                        confirmed.update(members)
         return confirmed
 
     def _submit_rest(self, chunk_group: ChunkGroup, groups: Groups, table: HyperTable) -> None:

@@ -167,20 +167,18 @@ class ChunkUpdates:
             return self._spare.targets(chunk, tile)
         return self._spare.sources(chunk, tile) if chunk.id in self._remade else TileOffsets()
 
-    def commit(self, chunk: Chunk) -> Sequence[ManagedParam]:
-        """From SPECULATIVE to SUBMITTED: the update stays. Returns its members."""
-        with self._speculating:
-            speculation = self._speculations.pop(chunk.id)
-            self._spare.commit(chunk)
-            self._states[chunk.id] = UpdateState.SUBMITTED
-        return speculation.members
+    def decide(self, chunk: Chunk, confirmed: bool) -> Sequence[ManagedParam]:
+        """From SPECULATIVE to SUBMITTED. Returns the update's members.
 
-    def remake(self, chunk: Chunk) -> Sequence[ManagedParam]:
-        """From SPECULATIVE to SUBMITTED: the update is about to be submitted once more, of the same
-        members, which it returns; with what the file had before the first."""
+        It stays if it is `confirmed`. Else it is about to be submitted once more, of the same
+        members, with what the file had before the first.
+        """
         with self._speculating:
             speculation = self._speculations.pop(chunk.id)
-            self._remade.add(chunk.id)
+            if confirmed:
+                self._spare.commit(chunk)
+            else:
+                self._remade.add(chunk.id)
             self._states[chunk.id] = UpdateState.SUBMITTED
         return speculation.members
 

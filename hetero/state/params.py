@@ -296,15 +296,12 @@ class Params:
         self._updates.speculate(chunk, speculation)
         return True
 
-    def confirm(self, chunk: Chunk) -> None:
-        """The chunk's speculative update stays."""
+    def decide(self, chunk: Chunk, confirmed: bool) -> None:
+        """The chunk's speculative update stays, or is about to be submitted once more."""
         self.versions.change(chunk)
-        self._updating[chunk.id] = self._updates.commit(chunk)
-
-    def begin_remaking(self, chunk: Chunk) -> None:
-        """The chunk's speculative update is about to be submitted once more."""
-        self.versions.change(chunk)
-        self._updating[chunk.id] = self._updates.remake(chunk)
+        self._updating[chunk.id] = self._updates.decide(chunk, confirmed)
+        if not self._updates.goes_on(chunk):
+            self._awaited.add(chunk.id)
 
     def publish(self, chunk: Chunk) -> None:
         """The update is submitted: other ranks may ask for new values, and wait for it here."""

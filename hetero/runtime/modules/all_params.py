@@ -67,7 +67,7 @@ class AllParams:
         in place is kept, with one rank.
 
         Raises:
-            HeteroError: one was updated during backward; or, with several ranks, was changed.
+            HeteroError: with several ranks, one was changed.
             BudgetError: pins leave no room.
             PeerError, NativeIoError: values could not be brought.
         """

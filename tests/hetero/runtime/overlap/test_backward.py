@@ -28,6 +28,7 @@ from tests.support.training.overlap_net import (
     one_step,
     result,
     same,
+    under_way,
     until,
 )
 
@@ -48,6 +49,7 @@ def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
             counts.append(begun.now)
             optimizer.step()
             assert begun.now == 0
+            assert overlap == "both" or not under_way(optimizer), "step() waits"
             optimizer.zero_grad()
         assert counts[0] == 0
         if overlap == "none" or place == "ram":  # what is in memory is updated at step()
