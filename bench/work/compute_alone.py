@@ -1,8 +1,9 @@
 """What the CPU must compute in a step at least, measured with all of it in RAM.
 
 That is: forward and backward of the same model in plain torch, in the same dtype, on the same
-tokens, with gradients freed after each pass as zero_grad() does; and the update of all parameters
-by hetero's kernel. Where the CPU computes both, they cannot go on at once for free, so they are
+tokens; and the update of all parameters by hetero's kernel. Each gradient is freed as soon as it is
+complete: with all of them kept until zero_grad(), torch takes new memory from the system in every
+backward, which took longer than copying them to memory that stays. Where the CPU computes both, they cannot go on at once for free, so they are
 added. (The sums of a clipping norm are taken while gradients are copied, at no cost.)
 """
 
@@ -84,7 +85,7 @@ class ComputeAlone:
 
 
 def resident_bytes(params: int, dtypes: Dtypes) -> int:
-    """RAM that a whole model takes: its parameters, and their gradients during backward."""
+    """RAM that a whole model takes at most: its parameters, and as much for backward."""
     return params * 2 * dtypes.param_bytes
 
 
@@ -95,7 +96,14 @@ def _plain_model(
     architecture.num_hidden_layers = layers
     torch.manual_seed(0)
     with _default_dtype(dtype):
-        return build_model(architecture)
+        model = build_model(architecture)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(_free_grad)
+    return model
+
+
+def _free_grad(param: torch.Tensor) -> None:
+    param.grad = None
 
 
 def _timed_pass(model: torch.nn.Module, corpus: Corpus, batch_size: int) -> tuple[float, float]:
@@ -106,7 +114,6 @@ def _timed_pass(model: torch.nn.Module, corpus: Corpus, batch_size: int) -> tupl
     middle_s = time.perf_counter()
     loss.backward()
     end_s = time.perf_counter()
-    model.zero_grad()
     return middle_s - begin_s, end_s - middle_s
 
 
