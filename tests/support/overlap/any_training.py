@@ -50,7 +50,7 @@ class Where:
             "overlap_updates": self.overlap,
             "zero_stage": self.stage,
             "initial_loss_scale": None,
-            "rank_timeout_s": 60.0,
+            "rank_timeout_s": 100.0,
         }
         if self.mixed:
             options["keep_fp32"] = ["*norm*"]
@@ -147,7 +147,8 @@ class Plain:
             self._assigned = trained(self.model)[-1]
 
     def result(self) -> dict[str, torch.Tensor]:
-        states = [master.state for master in self.optimizer.masters.values() if master.steps]
+        masters = self.optimizer.masters
+        states = [master.state | {"master": p.detach()} for p, master in masters.items()]
         return named(self.model.state_dict(), *states)
 
 
@@ -171,10 +172,9 @@ class PlainOptimizer(torch.optim.Optimizer):
 
 
 def named(values: dict[str, Any], *states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parameters, and optimizer states in the order of parameters, by name."""
-    return values | {
-        f"{n}.{name}": t for n, s in enumerate(states) for name, t in s.items() if name != "master"
-    }
+    """Parameters, and by number the optimizer states of those that were updated."""
+    updated = enumerate(s for s in states if s["step"] > 0)
+    return values | {f"{n}.{name}": t for n, s in updated for name, t in s.items()}
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -244,13 +244,17 @@ def _budgets(
 
 
 def _least(model: Model, options: dict[str, Any], name: str) -> int:
-    """The smallest budget of that name that works, as the refusal of a smaller one names it."""
-    try:
-        Hetero(model, options | {name: 192 << 10 if name == "host_memory" else 1}).engine.close()
-        found = 192 << 10
-    except PlacementError as error:
-        device = name == "device_memory"
-        found = error.smallest_device_bytes if device else error.smallest_host_bytes
-        error.__traceback__ = None
-    gc.collect()  # (a model that was refused gives up its file with the garbage)
-    return found
+    """The smallest budget of that name that works, as refusals of smaller ones name it.
+
+    Of two chunk groups the one that is placed first is refused first, with what it needs alone.
+    """
+    least = 192 << 10 if name == "host_memory" else 1
+    for _ in range(1 + ("keep_fp32" in options)):
+        try:
+            Hetero(model, options | {name: least}).engine.close()
+        except PlacementError as error:
+            device = name == "device_memory"
+            least = error.smallest_device_bytes if device else error.smallest_host_bytes
+            error.__traceback__ = None
+        gc.collect()  # (a model that was refused gives up its file with the garbage)
+    return least

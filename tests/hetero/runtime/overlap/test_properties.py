@@ -28,7 +28,7 @@ CLIPS, CLIPS_NOT = 0.1, 1e6
 
 @st.composite
 def loops(draw: st.DrawFn, ranks: int) -> Loop:
-    """Clipped is a share of the steps from none to all. fp16 is never without a GradScaler."""
+    """Clipped is a share of the steps from none to all."""
     share = draw(st.sampled_from([0, 0, 25, 50, 75, 100]))
     clip = st.integers(0, 99).map(lambda number: CLIPS if number < share else CLIPS_NOT)
     between = st.sampled_from(BETWEEN if ranks > 1 else BETWEEN + ALONE)
@@ -47,11 +47,13 @@ def loops(draw: st.DrawFn, ranks: int) -> Loop:
 
 
 @st.composite
-def places(draw: st.DrawFn, ranks: int, scaler: bool) -> Where:
-    """Budgets are from the smallest that work to ample ones."""
+def places(draw: st.DrawFn, ranks: int, loop: Loop) -> Where:
+    """Budgets are from the smallest that work to ample ones. fp16 is never without a GradScaler,
+    which refuses gradients in fp16 that the loop has assigned, as it does torch's."""
     policy = draw(st.sampled_from(["cpu", "nvme", "nvme", "auto"]))
     emulated = draw(st.booleans())
     percent = st.one_of(st.just(0), st.integers(0, 100))
+    fp16 = loop.scaler and all(step.between != "grad" for step in loop.steps)
     budgets = {}
     if policy != "cpu":
         budgets["host_memory"] = draw(percent)
@@ -62,7 +64,7 @@ def places(draw: st.DrawFn, ranks: int, scaler: bool) -> Where:
         emulated=emulated,
         budgets=tuple(budgets.items()),
         chunk_numel=draw(st.sampled_from([4096, 8192, 16384])),
-        dtype=draw(st.sampled_from(["bf16", "fp32", "fp16"] if scaler else ["bf16", "fp32"])),
+        dtype=draw(st.sampled_from(["bf16", "fp32", "fp16"] if fp16 else ["bf16", "fp32"])),
         mixed=draw(st.booleans()),
         prefetch=draw(st.booleans()),
         overlap=draw(st.sampled_from([o for o in OVERLAPS if o != "none"])),
@@ -75,7 +77,7 @@ def trainings(draw: st.DrawFn) -> tuple[int, Model, Loop, Where]:
     """The number of ranks comes first. More than one take longer, so most examples have one."""
     ranks = draw(st.sampled_from([1, 1, 1, 1, 1, 1, 2, 2, 3]))
     loop = draw(loops(ranks))
-    return ranks, draw(MODELS), loop, draw(places(ranks, loop.scaler))
+    return ranks, draw(MODELS), loop, draw(places(ranks, loop))
 
 
 @pytest.fixture(scope="module")
