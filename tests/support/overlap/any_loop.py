@@ -32,9 +32,7 @@ class Step:
     told: bool  # no_sync() around all micro-batches but the last
     clip: float  # to this norm; 0: not
     between: str  # what is done before step()
-    clear: (
-        str  # when gradients are cleared: "after" it, "before" the next forward, or "late": after
-    )
+    clear: str  # gradients "after" step(), "before" the next forward or "late", after it; or not
     overflow: bool  # with a GradScaler: gradients are infinite
 
 

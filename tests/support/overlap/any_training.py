@@ -22,7 +22,7 @@ from tests.support.overlap.any_loop import AnyNet, Loop, Model, run
 from tests.support.training.plain_adam import Master
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6}
-AMPLE_BYTES = {"host_memory": 8 << 20, "device_memory": 4 << 20}
+AMPLE_BYTES = {"host_memory": 2 << 20, "device_memory": 1 << 20}
 
 
 @dataclass(frozen=True)
