@@ -203,7 +203,8 @@ def change(model: AnyNet, optimizer: torch.optim.Optimizer, what: str) -> None:
 
 
 def differences(rank: int, world: int, model: Model, loop: Loop, where: Where) -> list[str]:
-    """Trains with updates at step() and as `where` says, and on one rank in fp32 by torch, too.
+    """Trains with updates at step() and as `where` says. On one rank in fp32, if each step clears
+    gradients, by torch, too.
 
     Returns what differs. Runs on each rank.
     """
@@ -218,7 +219,9 @@ def differences(rank: int, world: int, model: Model, loop: Loop, where: Where) -
             one.engine.close()
             factors = one.factors
             del one
-        if world == 1 and where.dtype == "fp32":
+        # (Factors are of what is kept since gradients were cleared.)
+        clears = all(step.clear for step in loop.steps)
+        if world == 1 and where.dtype == "fp32" and clears:
             plain = Plain(model, factors)
             losses = torch.tensor(run(plain, loop, rank))
             found.append(plain.result() | {"losses": losses})
