@@ -93,7 +93,10 @@ bool StepPipeline::take_back(std::int64_t first, std::size_t count) {
   const MutexLock lock(mutex_, guard_);
   throw_if_failed();
   if (!queued_.take_back(first, count)) return false;
-  for (std::size_t i = 0; i < count; ++i) unfinished_.erase(first + static_cast<std::int64_t>(i));
+  for (std::size_t i = 0; i < count; ++i) {  // (an earlier task may be under way)
+    const auto unfinished = unfinished_.find(first + static_cast<std::int64_t>(i));
+    if (--unfinished->second == 0) unfinished_.erase(unfinished);
+  }
   note_unfinished();
   changed_.notify_all();
   return true;

@@ -41,8 +41,10 @@ bool WorkQueue::take_back(std::int64_t first, std::size_t count) {
     return first <= work.task.key && work.task.key < last;
   };
   if (front_is_held_ && is_meant(works_.front())) return false;
-  const auto here = static_cast<std::size_t>(std::ranges::count_if(works_, is_meant));
-  if (here != count) return false;
+  for (std::int64_t key = first; key < last; ++key) {
+    const auto is_its = [key](const Work& work) { return work.task.key == key; };
+    if (std::ranges::count_if(works_, is_its) != 1) return false;
+  }
   std::erase_if(works_, is_meant);
   for (std::int64_t key = first; key < last; ++key) places_.erase(key);
   HETERO_CHECK(is_consistent());

@@ -50,8 +50,8 @@ class WorkQueue {
   void hold_front() { front_is_held_ = true; }
   bool front_is_held() const { return front_is_held_; }
   Work pop();
-  // Takes the task of each key in [first, first + count) out if all are here, and none is a front
-  // that is held; else none. Returns whether it did. Each key has one task at most.
+  // Takes the task of each key in [first, first + count) out if each has one here, and none is a
+  // front that is held; else none. Returns whether it did.
   bool take_back(std::int64_t first, std::size_t count);
   void clear();
   bool empty() const { return works_.empty(); }

@@ -8,7 +8,13 @@ import pytest
 
 from offload import _native
 from tests.support.native.io_tools import BLOCK, KINDS
-from tests.support.native.step_tiles import Filed, FileTiles, Tiles, pipeline_threads
+from tests.support.native.step_tiles import (
+    Filed,
+    FileTiles,
+    Tiles,
+    leave_out_older_threads,
+    pipeline_threads,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +23,12 @@ def restore_choices() -> Iterator[None]:
     yield
     _native.set_isa(isa)
     _native.set_threads(threads, cpus)
+
+
+@pytest.fixture(autouse=True)
+def own_pipelines() -> None:
+    """An engine that another test has left open is no reason to wait for its threads' end."""
+    leave_out_older_threads()
 
 
 @pytest.fixture(params=KINDS)

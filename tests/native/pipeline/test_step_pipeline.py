@@ -225,3 +225,20 @@ def test_the_next_tasks_are_read_while_an_update_is_computed(
     filed.pipeline.flush()
     train_in_ram(tiles, steps=1)
     assert filed.bytes() == tiles.bytes()
+
+
+def test_a_task_that_is_taken_back_leaves_those_before_it(file_tiles: FileTiles) -> None:
+    """Its key is waited for as long as an earlier task of the same tile is under way."""
+    tiles = Tiles(1, "bf16", "bf16")
+    filed = file_tiles(tiles, buffers=2, param_in_file=True)
+    filed.pipeline.hold(0)
+    filed.pipeline.submit(filed.tasks([0]), hypers(1))
+    until(lambda: filed.pipeline.stats["read_bytes"] > 0)
+    filed.pipeline.submit(filed.speculative([0]), hypers(2))
+    assert filed.pipeline.take_back(0, 1)
+    assert not filed.pipeline.is_updated(0)
+    filed.pipeline.release()
+    filed.pipeline.flush(0)
+    assert filed.pipeline.stats["tasks"] == 1
+    train_in_ram(tiles, steps=1)
+    assert filed.bytes() == tiles.bytes()

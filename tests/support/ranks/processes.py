@@ -40,6 +40,7 @@ _DUMP_S = 0.5  # for a rank to write all of where it is
 _IMPORTED = [
     "tests.support.ranks.rank_training",
     "tests.support.ranks.chunk_group_ranks",
+    "tests.support.overlap.any_training",
     "tests.support.ranks.loading",
     "tests.zoo.rank_loops",
     "tests.zoo.rank_runs",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from offload.memory.tiers import Tier
 WIDTH = 64
 STEPS = 4
 
-OVERLAPS = ["auto", "none", "forward", "backward", "both"]
 PLACES: dict[str, dict[str, Any]] = {
     "ram": {"placement_policy": "cpu"},
     # PARAM and GRAD in RAM, optimizer states on NVMe.
@@ -126,6 +125,35 @@ def result(model: nn.Module, optimizer: hetero.HybridAdam) -> list[torch.Tensor]
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+# Of a model, its optimizer and its overlap_updates: trains, and returns what it has seen.
+Loop = Callable[[nn.Module, hetero.HybridAdam, str], Iterable[torch.Tensor]]
+
+
+def plain_steps(
+    model: nn.Module, optimizer: hetero.HybridAdam, overlap: str
+) -> Iterable[torch.Tensor]:
+    """A Loop of plain steps, and their losses."""
+    return [torch.tensor([one_step(model, optimizer, step) for step in range(STEPS)])]
+
+
+def assert_same_bits(
+    path: Path,
+    place: str,
+    overlaps: Sequence[str],
+    loop: Loop = plain_steps,
+    make: Callable[[], nn.Module] = Net,
+    **options: Any,
+) -> None:
+    """`loop` sees and makes the same under each of `overlaps` as under "none"."""
+    wanted: list[torch.Tensor] | None = None
+    for overlap in ("none", *overlaps):
+        model, optimizer = build(make, path, place, overlap, **options)
+        found = [*loop(model, optimizer, overlap), *result(model, optimizer)]
+        if wanted is None:
+            wanted = found
+        assert same(wanted, found), overlap
 
 
 def until(holds: Callable[[], bool]) -> None:

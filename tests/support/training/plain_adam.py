@@ -34,6 +34,10 @@ class Master:
             "adam", self._weight, self._moments, flat, Hyper(step=self.steps, **hyper)
         )
 
+    def write(self, value: torch.Tensor) -> None:
+        """It becomes `value`; the moments stay."""
+        self._weight = value.detach().float().numpy().reshape(-1).copy()
+
     @property
     def weight(self) -> torch.Tensor:
         """The master now, in the parameter's shape, as are the moments."""

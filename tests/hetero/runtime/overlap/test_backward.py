@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,23 +24,24 @@ from tests.support.training.overlap_net import (
     Begun,
     Block,
     Net,
+    assert_same_bits,
     build,
     loss_of,
     one_step,
-    result,
-    same,
+    plain_steps,
     under_way,
     until,
 )
+
+Seen = Iterable[torch.Tensor]
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
 def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
     """From the second step on chunks are updated during backward, and nothing differs."""
-    results = []
-    for overlap in ("none", "backward", "both"):
-        model, optimizer = build(lambda: Net(kind=kind), tmp_path, place, overlap)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         begun = Begun(optimizer)
         losses, counts = [], []
         for step in range(STEPS):
@@ -58,9 +60,9 @@ def test_same_bits(tmp_path: Path, place: str, kind: str) -> None:
             assert counts[1:] == [begun.chunks] * (STEPS - 1)
         else:  # what buffers keep is left to step(), and gradients may be on their way still
             assert all(count >= begun.chunks // 3 for count in counts[1:])
-        results.append([torch.tensor(losses), *result(model, optimizer)])
-    assert same(results[0], results[1])
-    assert same(results[0], results[2])
+        return [torch.tensor(losses)]
+
+    assert_same_bits(tmp_path, place, ["backward", "both"], loop, lambda: Net(kind=kind))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -70,9 +72,7 @@ def test_what_gets_no_gradient_is_left_to_step(tmp_path: Path, place: str) -> No
         model.blocks[1].up.requires_grad_(False)
         return model
 
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(make, tmp_path, place, overlap)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         for step in range(STEPS):
             loss_of(model, step).backward()
             if overlap == "backward" and step and place == "disk":
@@ -80,8 +80,9 @@ def test_what_gets_no_gradient_is_left_to_step(tmp_path: Path, place: str) -> No
                 assert 0 < begun.now < begun.chunks
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, ["backward"], loop, make)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -89,22 +90,20 @@ def test_two_chunk_groups(tmp_path: Path, place: str) -> None:
     """Parameters that are kept in fp32 beside those in bf16."""
     if place in ("disk", "emulated"):
         pytest.skip("more than the least memory")
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(Net, tmp_path, place, overlap, keep_fp32=["*norm*"])
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         assert len(optimizer.engine.chunk_groups) == 2
-        results.append([torch.tensor([one_step(model, optimizer, s) for s in range(STEPS)])])
-        results[-1] += result(model, optimizer)
-    assert same(*results)
+        return plain_steps(model, optimizer, overlap)
+
+    assert_same_bits(tmp_path, place, ["backward"], loop, keep_fp32=["*norm*"])
 
 
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 @pytest.mark.parametrize("marked", [True, False])
 def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
     """In no_sync(), or unmarked with as many micro-batches in each step."""
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(Net, tmp_path, place, overlap)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         begun = Begun(optimizer)
         for step in range(STEPS):
             for micro_batch in range(3):
@@ -117,30 +116,30 @@ def test_accumulation(tmp_path: Path, place: str, marked: bool) -> None:
             assert (begun.now > 0) == early
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, ["backward"], loop)
 
 
 def test_steps_of_different_lengths(tmp_path: Path) -> None:
     """Marked ones may be of any; of unmarked ones shorter steps are left to step()."""
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(Net, tmp_path, "optim_states", overlap)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         for step, (count, marked) in enumerate([(2, False), (4, True), (1, False), (2, False)]):
             for micro_batch in range(count):
                 with hetero.no_sync(model) if marked and micro_batch < count - 1 else nullcontext():
                     loss_of(model, 10 * step + micro_batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
 
 
 def test_a_step_that_is_left_out(tmp_path: Path) -> None:
     """Gradients that are cleared before any update is begun do not count for the next step."""
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(Net, tmp_path, "optim_states", overlap)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         for step in range(STEPS):
             with hetero.no_sync(model):
                 loss_of(model, 100 + step).backward()
@@ -149,8 +148,9 @@ def test_a_step_that_is_left_out(tmp_path: Path) -> None:
             assert (Begun(optimizer).now > 0) == (overlap == "backward" and step > 0)
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
 
 
 class Reused(nn.Module):
@@ -173,30 +173,29 @@ class Reused(nn.Module):
 
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 def test_several_gradients_in_one_backward(tmp_path: Path, place: str) -> None:
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(Reused, tmp_path, place, overlap)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         for step in range(STEPS):
             loss_of(model, step).backward()
             if place == "disk":  # (with "optim_states" buffers keep all of so small a net)
                 assert (Begun(optimizer).now > 0) == (overlap == "backward" and step > 0)
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, ["backward"], loop, Reused)
 
 
 @pytest.mark.parametrize("place", ["optim_states", "disk"])
 def test_more_gradients_than_ever(tmp_path: Path, place: str) -> None:
     """A gradient that comes after its chunk was updated takes the update back."""
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(Reused, tmp_path, place, overlap)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         for step, times in enumerate((1, 3, 2, 3)):
             model.times = times
             one_step(model, optimizer, step)
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, ["backward"], loop, Reused)
 
 
 class Fails(torch.autograd.Function):
@@ -215,9 +214,8 @@ class Fails(torch.autograd.Function):
 @pytest.mark.parametrize("place", ["optim_states", "disk"])
 def test_an_exception_in_backward(tmp_path: Path, place: str, clear: bool) -> None:
     """Forward uses the old values; step() goes on with what there is, as torch's."""
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(lambda: Net(tied=False), tmp_path, place, overlap)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         one_step(model, optimizer, 0)
         fail = model.blocks[1].register_forward_pre_hook(lambda m, args: (Fails.apply(args[0]),))
         with pytest.raises(ArithmeticError):
@@ -232,8 +230,9 @@ def test_an_exception_in_backward(tmp_path: Path, place: str, clear: bool) -> No
         else:
             optimizer.step()
         losses += [one_step(model, optimizer, 2), one_step(model, optimizer, 3)]
-        results.append([torch.tensor(losses), *result(model, optimizer)])
-    assert same(*results)
+        return [torch.tensor(losses)]
+
+    assert_same_bits(tmp_path, place, ["backward"], loop, lambda: Net(tied=False))
 
 
 class Detached(nn.Module):
@@ -265,12 +264,7 @@ class Detached(nn.Module):
 @pytest.mark.parametrize("place", ["ram", "optim_states", "disk"])
 @pytest.mark.parametrize("how", ["detach", "data", "recomputed"])
 def test_values_that_backward_still_needs(tmp_path: Path, place: str, how: str) -> None:
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(lambda: Detached(how), tmp_path, place, overlap)
-        losses = [one_step(model, optimizer, step) for step in range(STEPS)]
-        results.append([torch.tensor(losses), *result(model, optimizer)])
-    assert same(*results)
+    assert_same_bits(tmp_path, place, ["backward"], make=lambda: Detached(how))
 
 
 class Careful(torch.autograd.Function):
@@ -308,24 +302,18 @@ class Nested(nn.Module):
 @pytest.mark.parametrize("place", ["ram", "optim_states"])
 def test_a_backward_inside_a_node_that_holds_values(tmp_path: Path, place: str) -> None:
     """The update waits until that node is done, although all gradients are there before."""
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(Nested, tmp_path, place, overlap, dtype="fp32")
-        results.append([torch.tensor([one_step(model, optimizer, s) for s in range(STEPS)])])
-        results[-1] += result(model, optimizer)
-    assert same(*results)
+    assert_same_bits(tmp_path, place, ["backward"], make=Nested, dtype="fp32")
 
 
 def test_an_lr_scheduler(tmp_path: Path) -> None:
-    results = []
-    for overlap in ("none", "backward"):
-        model, optimizer = build(Net, tmp_path, "optim_states", overlap)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for step in range(STEPS):
             one_step(model, optimizer, step)
             scheduler.step()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, "optim_states", ["backward"], loop)
 
 
 def test_a_failed_update_is_told(tmp_path: Path) -> None:

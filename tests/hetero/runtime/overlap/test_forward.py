@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.support.training.overlap_net import (
     STEPS,
     WIDTH,
     Net,
+    assert_same_bits,
     build,
     loss_of,
     one_step,
@@ -31,15 +32,16 @@ from tests.support.training.overlap_net import (
     until,
 )
 
+Seen = Iterable[torch.Tensor]
+
 
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("overlap", ["forward", "both"])
 def test_same_bits(tmp_path: Path, place: str, kind: str, overlap: str) -> None:
     """step() returns with all chunks under way, and nothing differs."""
-    results = []
-    for option in ("none", overlap):
-        model, optimizer = build(lambda: Net(kind=kind), tmp_path, place, option)
+
+    def loop(model: nn.Module, optimizer: Any, option: str) -> Seen:
         chunks = sum(c.trainable for c in optimizer.engine.layout.chunks)
         losses = []
         for step in range(STEPS):
@@ -50,16 +52,15 @@ def test_same_bits(tmp_path: Path, place: str, kind: str, overlap: str) -> None:
             optimizer.step()
             assert under_way(optimizer) == (0 if option == "none" else chunks)
             optimizer.zero_grad()
-        results.append([torch.tensor(losses), *result(model, optimizer)])
-    assert same(*results)
+        return [torch.tensor(losses)]
+
+    assert_same_bits(tmp_path, place, [overlap], loop, lambda: Net(kind=kind))
 
 
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("clip", ["norm", "value", "scaler"])
 def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
-    results = []
-    for overlap in ("none", "forward"):
-        model, optimizer = build(Net, tmp_path, place, overlap)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=clip == "scaler")
         for step in range(STEPS):
             scaler.scale(loss_of(model, step)).backward()
@@ -71,23 +72,24 @@ def test_clipping_and_scaling(tmp_path: Path, place: str, clip: str) -> None:
             scaler.update()
             if step % 2:  # else gradients are added to those that updates still use
                 optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, ["forward"], loop)
 
 
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_modules_that_a_step_leaves_out(tmp_path: Path, place: str) -> None:
     """Their updates are waited for by the next step()."""
-    results = []
-    for overlap in ("none", "forward"):
-        model, optimizer = build(lambda: Net(tied=False), tmp_path, place, overlap)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         blocks = list(model.blocks)
         for step in range(STEPS):
             model.blocks = nn.ModuleList(blocks[:2] if step % 2 else blocks)
             one_step(model, optimizer, step)
         model.blocks = nn.ModuleList(blocks)
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, ["forward"], loop, lambda: Net(tied=False))
 
 
 @pytest.fixture(params=list(EVERYWHERE))
@@ -189,9 +191,8 @@ def point_elsewhere(p: nn.Parameter) -> None:
 def test_a_change_while_the_update_goes_on_comes_after_it(
     tmp_path: Path, change: Callable[[nn.Parameter], None]
 ) -> None:
-    made = []
-    for overlap in ("forward", "none"):
-        model, optimizer = build(lambda: Net(tied=False), tmp_path, "optim_states", overlap)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         one_step(model, optimizer, 0)
         weight = model.blocks[1].up.weight
         is_updating = optimizer.engine.find(weight).state is ParamState.UPDATING
@@ -200,8 +201,9 @@ def test_a_change_while_the_update_goes_on_comes_after_it(
             change(weight)
         assert not weight.any()
         one_step(model, optimizer, 1)
-        made.append(result(model, optimizer))
-    assert same(*made)
+        return []
+
+    assert_same_bits(tmp_path, "optim_states", ["forward"], loop, lambda: Net(tied=False))
 
 
 def test_step_inside_gathered(tmp_path: Path) -> None:
@@ -240,13 +242,7 @@ class Bare(nn.Module):
 
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_a_use_outside_of_the_owner(tmp_path: Path, place: str) -> None:
-    results = []
-    for overlap in ("none", "forward"):
-        model, optimizer = build(Bare, tmp_path, place, overlap)
-        losses = torch.tensor([one_step(model, optimizer, step) for step in range(STEPS)])
-        assert not losses.isnan().any()
-        results.append([losses, *result(model, optimizer)])
-    assert same(*results)
+    assert_same_bits(tmp_path, place, ["forward"], make=Bare)
 
 
 def test_forward_waits_for_what_it_uses_alone(tmp_path: Path) -> None:
@@ -315,39 +311,36 @@ def test_what_is_due_first(tmp_path: Path, overlap: str) -> None:
 
 
 def test_homes_move_while_updates_go_on(tmp_path: Path) -> None:
-    results = []
-    for overlap in ("none", "forward"):
-        model, optimizer = build(Net, tmp_path, "optim_states", overlap)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         for step, budget in enumerate(["1200KiB", "3MiB", "800KiB"]):
             one_step(model, optimizer, step)
             optimizer.engine.set_budget(budget)
         one_step(model, optimizer, 3)
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, "optim_states", ["forward"], loop)
 
 
 @pytest.mark.parametrize("place", EVERYWHERE)
 def test_unfreezing_while_updates_go_on(tmp_path: Path, place: str) -> None:
-    results = []
-    for overlap in ("none", "forward"):
+    def make() -> Net:
+        model = Net(tied=False)
+        model.blocks[1].requires_grad_(False)
+        return model
 
-        def make() -> Net:
-            model = Net(tied=False)
-            model.blocks[1].requires_grad_(False)
-            return model
-
-        more = {"host_memory": "4MiB", "reserve_memory": "1MiB"}
-        if place == "emulated":
-            more["device_memory"] = "600KiB"
-        elif place == "device":
-            more["device_memory"] = "2MiB"
-        model, optimizer = build(make, tmp_path, place, overlap, **more)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         one_step(model, optimizer, 0)
         model.blocks[1].requires_grad_(True)
         for step in range(1, STEPS):
             one_step(model, optimizer, step)
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    more = {"host_memory": "4MiB", "reserve_memory": "1MiB"}
+    if place == "emulated":
+        more["device_memory"] = "600KiB"
+    elif place == "device":
+        more["device_memory"] = "2MiB"
+    assert_same_bits(tmp_path, place, ["forward"], loop, make, **more)
 
 
 def test_a_failed_update_is_told_by_the_next_forward(tmp_path: Path) -> None:
@@ -381,22 +374,15 @@ def test_the_option_is_checked(wrong: object) -> None:
 
 
 def test_fp16_overflow_leaves_a_step_out(tmp_path: Path) -> None:
-    results = []
-    for overlap in ("none", "forward"):
-        model, optimizer = build(
-            Net,
-            tmp_path,
-            "optim_states",
-            overlap,
-            dtype="fp16",
-            initial_loss_scale=2.0**24,
-        )
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         for step in range(8):
             optimizer.backward(loss_of(model, step))
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    fp16 = {"dtype": "fp16", "initial_loss_scale": 2.0**24}
+    assert_same_bits(tmp_path, "optim_states", ["forward"], loop, **fp16)
 
 
 def test_seconds_of_updates_and_of_waiting_for_them(tmp_path: Path) -> None:

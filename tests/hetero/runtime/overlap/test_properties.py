@@ -1,183 +1,120 @@
-"""Overlapped updates and reading ahead in any model and any loop: not a bit differs."""
+"""Overlapped updates and reading ahead, in any training on any ranks: not a bit differs."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-import torch
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import hetero
-from tests.support.training.overlap_net import (
-    OVERLAPS,
-    PLACES,
-    WIDTH,
-    Block,
-    build,
-    loss_of,
-    result,
-    same,
-)
-
-
-@dataclass(frozen=True)
-class Model:
-    """`uses` are (block, how it is run): the same one may come several times."""
-
-    blocks: int
-    uses: tuple[tuple[int, str], ...]
-    tied: bool
-    frozen: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step's micro-batches, each of which may leave out the uses from one on."""
-
-    micro_batches: tuple[int, ...]
-    left_out: bool  # a backward before, whose gradients are cleared
-    told: bool  # no_sync() around all micro-batches but the last
-    clip: float  # to this norm; 0: not
-    between: str  # what is done before step()
-
-
-class AnyNet(nn.Module):
-    """What a Model says."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(model.blocks))
-        self.outer = nn.Linear(WIDTH, WIDTH, bias=False)
-        if model.tied:
-            self.outer.weight = self.inner.weight
-        for index in model.frozen:
-            self.blocks[index % model.blocks].requires_grad_(False)
-        self.uses = model.uses
-        self.end = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for index, how in self.uses[: self.end or None]:
-            block = self.blocks[index % len(self.blocks)]
-            if how == "plain":
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=how == "reentrant")
-        return self.outer(x)
-
+from tests.support.overlap.any_loop import Loop, Model, Step
+from tests.support.overlap.any_training import Where, differences
+from tests.support.ranks.processes import RankPool
 
 HOW = st.sampled_from(["plain", "plain", "reentrant", "non-reentrant"])
 MODELS = st.builds(
     Model,
-    st.integers(1, 5),
-    st.lists(st.tuples(st.integers(0, 4), HOW), min_size=1, max_size=6).map(tuple),
+    st.integers(3, 6),
+    st.lists(st.tuples(st.integers(0, 5), HOW), min_size=1, max_size=6).map(tuple),
     st.booleans(),
-    st.frozensets(st.integers(0, 4), max_size=2),
+    st.frozensets(st.integers(0, 5), max_size=2),
 )
-BETWEEN = ["", "", "", "read", "write", "evaluate", "lr", "grad", "scale", "clear", "save"]
-LOOPS = st.lists(
-    st.builds(
+# (Percents are budgets, of ample ones.)
+BETWEEN = ["read", "evaluate", "lr", "grad", "scale", "clear", "save", "20%", "60%"]
+ALONE = ["write"]  # is refused with several ranks
+CLIPS, CLIPS_NOT = 0.1, 1e6
+
+
+def one_in(count: int) -> st.SearchStrategy[bool]:
+    return st.sampled_from([False] * (count - 1) + [True])
+
+
+@st.composite
+def loops(draw: st.DrawFn, ranks: int) -> Loop:
+    """Clipped is a share of the steps from none to all. Most have the same micro-batches: only
+    then is it known in backward which gradients are final."""
+    share = draw(st.sampled_from([0, 0, 25, 50, 75, 100]))
+    clip = st.integers(0, 99).map(lambda number: CLIPS if number < share else CLIPS_NOT)
+    micro_batches = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
+    usual = st.just(draw(micro_batches))
+    between = st.sampled_from(BETWEEN if ranks > 1 else BETWEEN + ALONE)
+    step = st.builds(
         Step,
-        st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
-        st.booleans(),
-        st.booleans(),
-        st.sampled_from([0.0, 0.1, 1e6, 1e6]),
-        st.sampled_from(BETWEEN),
-    ),
-    min_size=2,
-    max_size=5,
-)
+        micro_batches=st.one_of(usual, usual, usual, micro_batches),
+        left_out=one_in(5),
+        told=st.booleans(),
+        clip=st.one_of(clip, clip, st.just(0.0)) if share < 100 else clip,
+        between=st.one_of(st.just(""), st.just(""), st.just(""), between),
+        clear=st.sampled_from(["after", "after", "after", "before", "late", ""]),
+        overflow=one_in(10),
+    )
+    steps = draw(st.lists(step, min_size=3, max_size=6))
+    return Loop(tuple(steps), draw(st.booleans()), draw(st.booleans()))
 
 
-def train(
-    model_of: Model, loop: list[Step], place: str, overlap: str, **options: Any
-) -> list[torch.Tensor]:
-    """What training makes."""
-    with TemporaryDirectory() as folder:
-        model, optimizer = build(lambda: AnyNet(model_of), Path(folder), place, overlap, **options)
-        losses = []
-        for number, step in enumerate(loop):
-            if step.left_out:
-                with hetero.no_sync(model):
-                    loss_of(model, 500 + number).backward()
-                optimizer.zero_grad()
-            for index, end in enumerate(step.micro_batches):
-                more = step.told and index + 1 < len(step.micro_batches)
-                model.end = end
-                with hetero.no_sync(model) if more else nullcontext():
-                    loss = loss_of(model, 10 * number + index)
-                    loss.backward()
-                losses.append(loss.item())
-            model.end = 0
-            between(model, optimizer, step.between)
-            if step.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), step.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [torch.tensor(losses), *result(model, optimizer)]
+@st.composite
+def places(draw: st.DrawFn, ranks: int, loop: Loop) -> Where:
+    """Budgets are from the smallest that work to ample ones. fp16 is never without a GradScaler,
+    which refuses gradients in fp16 that the loop has assigned, as it does torch's."""
+    policy = draw(st.sampled_from(["cpu", "nvme", "nvme", "nvme", "auto"]))
+    emulated = draw(st.booleans())
+    percent = st.sampled_from([0, 0, 0, 5, 10, 20, 50, 100])
+    fp16 = loop.scaler and all(step.between != "grad" for step in loop.steps)
+    budgets = {}
+    if policy != "cpu":
+        budgets["host_memory"] = draw(percent)
+    if emulated:
+        budgets["device_memory"] = draw(percent)
+    return Where(
+        policy=policy,
+        emulated=emulated,
+        budgets=tuple(budgets.items()),
+        chunk_numel=draw(st.sampled_from([4096, 4096, 8192, 16384])),
+        dtype=draw(st.sampled_from(["bf16", "fp32", "fp16"] if fp16 else ["bf16", "fp32"])),
+        mixed=draw(st.booleans()),
+        prefetch=draw(st.booleans()),
+        overlap=draw(st.sampled_from(["auto", "forward", "backward", "backward", "both", "both"])),
+        stage=draw(st.integers(1, 3)) if ranks > 1 else 3,
+    )
 
 
-def between(model: nn.Module, optimizer: hetero.HybridAdam, what: str) -> None:
-    """What a loop may do between backward and step()."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    if what == "read":
-        assert all(p.isfinite().all() for p in params)
-    elif what == "write":
-        with torch.no_grad():
-            params[0].mul_(0.5)
-    elif what == "evaluate":
-        with torch.no_grad():
-            loss_of(model, 1)
-    elif what == "lr":
-        optimizer.param_groups[0]["lr"] *= 0.5
-    elif what == "grad":
-        params[-1].grad = torch.ones_like(params[-1])
-    elif what == "scale":
-        for p in params[::2]:
-            if p.grad is not None:
-                p.grad.mul_(0.25)
-    elif what == "clear":
-        params[-1].grad = None
-    elif what == "save":
-        optimizer.load_state_dict(optimizer.state_dict())
+@st.composite
+def trainings(draw: st.DrawFn) -> tuple[int, Model, Loop, Where]:
+    """The number of ranks comes first. More than one take longer, so most examples have one."""
+    ranks = draw(st.sampled_from([1, 1, 1, 1, 1, 1, 2, 2, 3]))
+    loop = draw(loops(ranks))
+    return ranks, draw(MODELS), loop, draw(places(ranks, loop))
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    model_of=MODELS,
-    loop=LOOPS,
-    place=st.sampled_from(sorted(PLACES)),
-    dtype=st.sampled_from(["bf16", "fp32"]),
-    mixed=st.booleans(),
-    prefetch=st.booleans(),
-    overlap=st.sampled_from(OVERLAPS),
-    host=st.sampled_from([None, "1MiB", "1500KiB"]),
-)
-def test_any_model_in_any_loop(
-    model_of: Model,
-    loop: list[Step],
-    place: str,
-    dtype: str,
-    mixed: bool,
-    prefetch: bool,
-    overlap: str,
-    host: str | None,
+@pytest.fixture(scope="module")
+def pools(ranks2: RankPool) -> Iterator[dict[int, RankPool]]:
+    """Ranks that stay up for all examples, by their number."""
+    with RankPool(3) as ranks3:
+        yield {2: ranks2, 3: ranks3}
+
+
+def found_by(
+    pools: Mapping[int, RankPool], ranks: int, model: Model, loop: Loop, where: Where
+) -> list[str]:
+    """What differs on any rank."""
+    if ranks == 1:
+        return differences(0, 1, model, loop, where)
+    return [one for found in pools[ranks].run(differences, model, loop, where) for one in found]
+
+
+@settings(max_examples=30)
+@given(training=trainings())
+def test_any_training(pools: dict[int, RankPool], training: tuple[int, Model, Loop, Where]) -> None:
+    assert not found_by(pools, *training)
+
+
+@pytest.mark.extra
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(training=trainings())
+def test_many_trainings(
+    pools: dict[int, RankPool], training: tuple[int, Model, Loop, Where]
 ) -> None:
-    options: dict[str, Any] = {"dtype": dtype}
-    if mixed:
-        options["keep_fp32"] = ["*norm*"]
-    if place != "ram" and (mixed or dtype == "fp32"):
-        options["host_memory"] = "6MiB"
-    elif place == "optim_states" and host is not None:
-        options["host_memory"] = host
-    wanted = train(model_of, loop, place, "none", prefetch=prefetch, **options)
-    found = train(model_of, loop, place, overlap, prefetch=not prefetch, **options)
-    assert same(wanted, found)
+    """As above, for some ten minutes."""
+    assert not found_by(pools, *training)

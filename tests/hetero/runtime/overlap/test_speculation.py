@@ -17,107 +17,107 @@ from tests.support.training.overlap_net import (
     WIDTH,
     Begun,
     Net,
+    assert_same_bits,
     build,
     loss_of,
-    result,
     same,
 )
 
-Loop = tuple[nn.Module, Any]
+Training = tuple[nn.Module, Any]
 Seen = list[torch.Tensor]
 PLACES = ["optim_states", "disk", "emulated"]
 
 
-def _forward(loop: Loop) -> Seen:
-    return [loss_of(loop[0], 50).detach()]
+def _forward(training: Training) -> Seen:
+    return [loss_of(training[0], 50).detach()]
 
 
-def _module(loop: Loop) -> Seen:
-    return [loop[0].blocks[1].up(torch.ones(1, WIDTH, dtype=torch.bfloat16)).detach()]
+def _module(training: Training) -> Seen:
+    return [training[0].blocks[1].up(torch.ones(1, WIDTH, dtype=torch.bfloat16)).detach()]
 
 
-def _gathered(loop: Loop) -> Seen:
-    with hetero.gathered(loop[0].inner.weight):
-        return [loop[0].inner.weight.detach().clone()]
+def _gathered(training: Training) -> Seen:
+    with hetero.gathered(training[0].inner.weight):
+        return [training[0].inner.weight.detach().clone()]
 
 
-def _sums(loop: Loop) -> Seen:
-    return [p.detach().float().sum() for p in loop[0].parameters()]
+def _sums(training: Training) -> Seen:
+    return [p.detach().float().sum() for p in training[0].parameters()]
 
 
-def _state_dicts(loop: Loop) -> Seen:
-    model, optimizer = loop
+def _state_dicts(training: Training) -> Seen:
+    model, optimizer = training
     states = [t for s in optimizer.state_dict()["state"].values() for t in s.values()]
     return [*model.state_dict().values(), *hetero.masters(model.parameters()), *states]
 
 
-def _load(loop: Loop) -> Seen:
-    loop[1].load_state_dict(loop[1].state_dict())
+def _load(training: Training) -> Seen:
+    training[1].load_state_dict(training[1].state_dict())
     return []
 
 
-def _clear(loop: Loop) -> Seen:
-    loop[1].zero_grad()
-    loss_of(loop[0], 51).backward()
+def _clear(training: Training) -> Seen:
+    training[1].zero_grad()
+    loss_of(training[0], 51).backward()
     return []
 
 
-def _clear_one(loop: Loop) -> Seen:
-    loop[0].blocks[2].down.weight.grad = None
+def _clear_one(training: Training) -> Seen:
+    training[0].blocks[2].down.weight.grad = None
     return []
 
 
-def _assign_one(loop: Loop) -> Seen:
-    weight = loop[0].blocks[2].down.weight
+def _assign_one(training: Training) -> Seen:
+    weight = training[0].blocks[2].down.weight
     weight.grad = torch.ones_like(weight)
     return []
 
 
-def _another_backward(loop: Loop) -> Seen:
-    loss_of(loop[0], 52).backward()
+def _another_backward(training: Training) -> Seen:
+    loss_of(training[0], 52).backward()
     return []
 
 
-def _lr(loop: Loop) -> Seen:
-    loop[1].param_groups[0]["lr"] *= 0.5
+def _lr(training: Training) -> Seen:
+    training[1].param_groups[0]["lr"] *= 0.5
     return []
 
 
-def _norms(loop: Loop) -> Seen:
-    model, optimizer = loop
+def _norms(training: Training) -> Seen:
+    model, optimizer = training
     norm = torch.tensor(optimizer.engine.grad_norm(model.parameters()))
     return [norm, *(g for g in hetero.grads(model.parameters()) if g is not None)]
 
 
-def _clip(loop: Loop) -> Seen:
-    return [nn.utils.clip_grad_norm_(loop[0].parameters(), 1e-2)]
+def _clip(training: Training) -> Seen:
+    return [nn.utils.clip_grad_norm_(training[0].parameters(), 1e-2)]
 
 
-def _clip_values(loop: Loop) -> Seen:
-    nn.utils.clip_grad_value_(loop[0].parameters(), 1e-3)
+def _clip_values(training: Training) -> Seen:
+    nn.utils.clip_grad_value_(training[0].parameters(), 1e-3)
     return []
 
 
-def _scale_some(loop: Loop) -> Seen:
-    loop[0].blocks[3].up.weight.grad.mul_(0.5)
+def _scale_some(training: Training) -> Seen:
+    training[0].blocks[3].up.weight.grad.mul_(0.5)
     return []
 
 
-def _write(loop: Loop) -> Seen:
+def _write(training: Training) -> Seen:
     with torch.no_grad():
-        loop[0].blocks[3].up.weight.mul_(0.5)
+        training[0].blocks[3].up.weight.mul_(0.5)
     return []
 
 
-def _add_group(loop: Loop) -> Seen:
-    model, optimizer = loop
+def _add_group(training: Training) -> Seen:
+    model, optimizer = training
     model.blocks.append(nn.Linear(WIDTH, WIDTH))
     optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
     return []
 
 
-def _clear_by_hand(loop: Loop) -> Seen:
-    for p in loop[0].parameters():
+def _clear_by_hand(training: Training) -> Seen:
+    for p in training[0].parameters():
         p.grad = None
     return []
 
@@ -154,29 +154,27 @@ ACTIONS = {
 )
 def test_what_a_loop_does_between(tmp_path: Path, place: str, action: str) -> None:
     """It sees the same values, and training goes on with the same bits."""
-    options = {"reserve_memory": "256KiB"} if action == "add_group" else {}
-    results = []
-    for overlap in ("none", "both"):
-        loop = build(Net, tmp_path, place, overlap, **options)
-        begun, seen = Begun(loop[1]), []
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
+        begun, seen = Begun(optimizer), []
         for step in range(STEPS):
-            loss = loss_of(loop[0], step)
+            loss = loss_of(model, step)
             loss.backward()
             if step == 2:
                 assert (begun.now > 0) == (overlap == "both")
-                seen += ACTIONS[action](loop)
-            loop[1].step()
-            loop[1].zero_grad()
+                seen += ACTIONS[action]((model, optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
             seen.append(loss.detach())
-        results.append([*seen, *result(*loop)])
-    assert same(*results)
+        return seen
+
+    options = {"reserve_memory": "256KiB"} if action == "add_group" else {}
+    assert_same_bits(tmp_path, place, ["both"], loop, **options)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_budget_that_changes_between(tmp_path: Path, place: str) -> None:
-    results = []
-    for overlap in ("none", "both"):
-        model, optimizer = build(Net, tmp_path, place, overlap)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         budget = optimizer.engine.ledger.budget_bytes["host"]
         assert budget is not None
         for step in range(STEPS + 2):
@@ -185,8 +183,9 @@ def test_a_budget_that_changes_between(tmp_path: Path, place: str) -> None:
                 optimizer.engine.set_budget(host_memory=2 * budget if step == 2 else budget)
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, ["both"], loop)
 
 
 @pytest.mark.parametrize("overlap", ["auto", "both", "backward"])
@@ -194,9 +193,9 @@ def test_a_budget_that_changes_between(tmp_path: Path, place: str) -> None:
 def test_shares_of_clipped_steps(tmp_path: Path, place: str, overlap: str) -> None:
     """None, some and all are clipped; "auto" stops to guess when it has been wrong too often."""
     clips = [1e6] * 4 + [1e6, 1e-2] * 4 + [1e-2] * 8 + [1e6] * 8
-    results, counts = [], []
-    for setting in ("none", overlap):
-        model, optimizer = build(Net, tmp_path, place, setting)
+    counts = []
+
+    def loop(model: nn.Module, optimizer: Any, setting: str) -> Seen:
         begun = Begun(optimizer)
         for step, clip in enumerate(clips):
             loss_of(model, step).backward()
@@ -205,8 +204,9 @@ def test_shares_of_clipped_steps(tmp_path: Path, place: str, overlap: str) -> No
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, [overlap], loop)
     assert counts[0] == 0
     assert all(counts[1:8])
     if overlap == "auto":
@@ -219,11 +219,8 @@ def test_shares_of_clipped_steps(tmp_path: Path, place: str, overlap: str) -> No
 @pytest.mark.parametrize("place", PLACES)
 def test_a_grad_scaler(tmp_path: Path, place: str) -> None:
     """Its scale is guessed; steps that overflow are left out, and the scale changes then."""
-    results = []
-    for overlap in ("none", "auto"):
-        model, optimizer = build(
-            Net, tmp_path, place, overlap, dtype="fp16", initial_loss_scale=None
-        )
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
         begun, early = Begun(optimizer), []
         for step in range(12):
@@ -237,33 +234,30 @@ def test_a_grad_scaler(tmp_path: Path, place: str) -> None:
             optimizer.zero_grad()
         assert early[0] == 0
         assert any(early) == (overlap == "auto")
-        results.append([torch.tensor(scaler.get_scale()), *result(model, optimizer)])
-    assert same(*results)
+        return [torch.tensor(scaler.get_scale())]
+
+    assert_same_bits(tmp_path, place, ["auto"], loop, dtype="fp16", initial_loss_scale=None)
 
 
 @pytest.mark.parametrize("overlap", ["auto", "both", "backward"])
 @pytest.mark.parametrize("place", ["ram", *PLACES])
 def test_the_loss_scale_of_fp16(tmp_path: Path, place: str, overlap: str) -> None:
-    results = []
-    for setting in ("none", overlap):
-        model, optimizer = build(
-            Net, tmp_path, place, setting, dtype="fp16", initial_loss_scale=2.0**20
-        )
+    def loop(model: nn.Module, optimizer: Any, setting: str) -> Seen:
         for step in range(10):
             optimizer.backward(loss_of(model, step))
             optimizer.step()
             optimizer.zero_grad()
         scale = optimizer.engine.loss_scale
         assert scale.skipped_steps > 0
-        results.append([torch.tensor(scale.value), *result(model, optimizer)])
-    assert same(*results)
+        return [torch.tensor(scale.value)]
+
+    fp16 = {"dtype": "fp16", "initial_loss_scale": 2.0**20}
+    assert_same_bits(tmp_path, place, [overlap], loop, **fp16)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_with_a_norm_that_is_nan(tmp_path: Path, place: str) -> None:
-    results = []
-    for overlap in ("none", "both"):
-        model, optimizer = build(Net, tmp_path, place, overlap)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         for step in range(STEPS):
             loss = loss_of(model, step) * (float("nan") if step == 2 else 1.0)
             loss.backward()
@@ -274,26 +268,26 @@ def test_a_step_with_a_norm_that_is_nan(tmp_path: Path, place: str) -> None:
             else:
                 optimizer.step()
             optimizer.zero_grad()
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, place, ["both"], loop)
 
 
 def test_a_closure(tmp_path: Path) -> None:
-    results = []
-    for overlap in ("none", "auto"):
-        model, optimizer = build(Net, tmp_path, "disk", overlap)
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         losses = []
         for step in range(STEPS):
 
-            def closure(model: Any = model, optimizer: Any = optimizer, step: int = step) -> float:
+            def closure(step: int = step) -> float:
                 optimizer.zero_grad()
                 loss = loss_of(model, step)
                 loss.backward()
                 return loss.item()
 
             losses.append(optimizer.step(closure))
-        results.append([torch.tensor(losses), *result(model, optimizer)])
-    assert same(*results)
+        return [torch.tensor(losses)]
+
+    assert_same_bits(tmp_path, "disk", ["auto"], loop)
 
 
 @pytest.mark.parametrize("take", [lambda p: p.detach(), lambda p: p.data, lambda p: p.view(-1)])
@@ -325,12 +319,11 @@ def test_a_view_of_a_home_keeps_its_chunk_from_being_updated_early(
 
 def test_without_room_on_nvme_updates_wait_for_step(tmp_path: Path) -> None:
     """Some chunks have a second place for their optimizer state, and a note says so of others."""
-    model, optimizer = build(Net, tmp_path, "disk", "both")
+    _, optimizer = build(Net, tmp_path, "disk", "both")
     used = optimizer.engine.ledger.in_use_bytes["disk"]
     optimizer.engine.close()
-    results = []
-    for overlap in ("none", "both"):
-        model, optimizer = build(Net, tmp_path, "disk", overlap, nvme_capacity=used + used // 3)
+
+    def loop(model: nn.Module, optimizer: Any, overlap: str) -> Seen:
         begun, early = Begun(optimizer), []
         for step in range(STEPS):
             loss_of(model, step).backward()
@@ -341,5 +334,6 @@ def test_without_room_on_nvme_updates_wait_for_step(tmp_path: Path) -> None:
             assert all(0 < count < begun.chunks for count in early[1:])
             assert [n for n in optimizer.engine.notes if "no room" in n]
             assert optimizer.engine.ledger.in_use_bytes["disk"] <= used + used // 3
-        results.append(result(model, optimizer))
-    assert same(*results)
+        return []
+
+    assert_same_bits(tmp_path, "disk", ["both"], loop, nvme_capacity=used + used // 3)
