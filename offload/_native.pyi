@@ -34,7 +34,7 @@ def set_isa(name: str) -> None:
 
 def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
-    workers, which start at first use and sleep between uses.
+    workers, which start at first use and sleep while there is nothing to compute.
     Worker i runs on cpus[i % len(cpus)] alone, and the step pipelines' threads that compute on
     cpus[(count - 1) % len(cpus)]; other callers stay where they are. None: all run where the kernel
     lets them. Raises ValueError for CPUs that this process cannot run on, with nothing changed.
@@ -420,7 +420,10 @@ class StepTask:
     ) -> None: ...
 
 class StepPipeline:
-    """read -> update -> write over tiles, on threads of its own.
+    """read -> update -> write over tiles, on threads of its own and those of the worker pool.
+
+    Several tiles are under way at once, as many as give all threads of the pool work. Their tasks
+    end in their order, and tasks of one tile come one after the other.
 
     Every tile has room for `tile_numel` elements; docs/formats.md has its layout, and that of the
     buffers, which are slots of `arena`, one after another, each `buffer_bytes(...)` long. A buffer
@@ -486,10 +489,12 @@ class StepPipeline:
     @property
     def stats(self) -> dict[str, float]:
         """tasks (updated), hits (of them, found in a buffer that kept their parts), ahead (found
-        read ahead), read_bytes, written_bytes, busy_s (some update was unfinished), compute_s,
-        read_wait_s, write_wait_s"""
+        read ahead), read_bytes, written_bytes, busy_s (some update was unfinished), compute_s (some
+        was being computed), read_wait_s and write_wait_s (the updater had no block to compute, for
+        want of a read, or of a buffer and so of a write)"""
     def inject(self, nth: int) -> None:
-        """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
+        """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing;
+        none after it is begun."""
     def hold(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) waits for release(), or for close(); its
         reads are done then. One update is held at a time."""

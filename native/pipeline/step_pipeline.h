@@ -39,11 +39,11 @@ struct StepStats {
 };
 
 // Works on two threads: the stager gives buffers to the tasks in order and submits their reads, as
-// far ahead as there are buffers; the updater posts a task to the worker pool when it has been read,
-// and computes with the pool's workers. As many tasks are under way as give each of the pool's
-// threads two blocks, so that no thread waits for the end of a small tile. Tasks end in their order,
-// whichever is computed first, and tasks of one tile one after the other: so traffic does not depend
-// on timing. The thread that computes a task's last block submits the writes.
+// far ahead as there are buffers; the updater posts a task to the worker pool when it has been
+// read, and computes with the pool's workers. As many tasks are under way as give each of the
+// pool's threads two blocks, so that no thread waits for the end of a small tile. Tasks end in
+// their order, whichever is computed first, and tasks of one tile one after the other: so traffic
+// does not depend on timing. The thread that computes a task's last block submits the writes.
 //
 // A parameter is written at once, because the next forward reads it from the file; an optimizer
 // state only when its buffer is needed for another one (buffer_policy.h), or by flush(). Until then
@@ -120,7 +120,8 @@ class StepPipeline {
   // The caller's part of an update has failed: from now on the pipeline refuses work with `why`.
   void give_up(const std::string& why) EXCLUDES(mutex_);
 
-  // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing.
+  // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing, and
+  // none after it is begun.
   void inject(std::uint64_t nth) EXCLUDES(mutex_);
 
   // For tests: the nth update from now (from 0) waits until release(), or until the pipeline stops;
@@ -128,9 +129,9 @@ class StepPipeline {
   void hold(std::uint64_t nth) EXCLUDES(mutex_);
   void release() EXCLUDES(mutex_);
 
-  // Abandons the tasks not yet being computed, waits for the others, waits for transfers in flight, joins the threads.
-  // Idempotent. If tasks were abandoned, later waits throw. Optimizer states that were not flushed
-  // are lost.
+  // Abandons the tasks not yet being computed, waits for the others, waits for transfers in flight,
+  // joins the threads. Idempotent. If tasks were abandoned, later waits throw. Optimizer states
+  // that were not flushed are lost.
   void close() EXCLUDES(closing_mutex_, mutex_);
 
  private:
@@ -159,7 +160,7 @@ class StepPipeline {
   bool can_begin() const REQUIRES(mutex_);
   void begin_update() REQUIRES(mutex_);
   bool wait_for_transfers(Buffer* buffer) REQUIRES(mutex_);
-  void post(Update& update) REQUIRES(mutex_);
+  void post(Update& update, bool fails) REQUIRES(mutex_);
   std::vector<UpdateSlice> slices_of(const Work& work) const;
   void compute_or_wait() REQUIRES(mutex_);
 

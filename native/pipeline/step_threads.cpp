@@ -26,13 +26,6 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Throws where an update computes: on whichever of the pool's threads gets there first.
-void fail_in_pool(std::int64_t key) {
-  WorkerPool::instance().run(WorkerPool::instance().threads(), [key](std::size_t) {
-    throw std::runtime_error("the update of tile " + std::to_string(key) + " was made to fail");
-  });
-}
-
 }  // namespace
 
 void StepPipeline::thread_main(void (StepPipeline::*loop)()) {
@@ -234,12 +227,9 @@ void StepPipeline::begin_update() {
   while (!stopping() && updates_until_hold_ == 0U) compute_or_wait();
   if (stopping()) return;
   if (updates_until_hold_) --*updates_until_hold_;
-  if (updates_until_fault_ && (*updates_until_fault_)-- == 0) {
-    while (posted_ > 0) compute_or_wait();
-    const MutexUnlock unlocked(mutex_);
-    fail_in_pool(update.work.task.key);
-  }
-  post(update);
+  const bool fails = updates_until_fault_ && (*updates_until_fault_)-- == 0;
+  post(update, fails);
+  while (fails && !stopping()) compute_or_wait();  // no update after it is begun
 }
 
 // Waits without the lock for a task's reads, and for the writes of what its buffer kept before;
@@ -262,14 +252,20 @@ bool StepPipeline::wait_for_transfers(Buffer* buffer) {
   return true;
 }
 
-void StepPipeline::post(Update& update) {
+// Posts the update to the worker pool, or one that only throws in its place.
+void StepPipeline::post(Update& update, bool fails) {
   const auto blocks = std::make_shared<UpdateBlocks>(update.work.kind, slices_of(update.work));
-  const auto job = std::make_shared<Job>(
-      blocks->count(), [blocks](std::size_t i) { blocks->compute(i); },
-      [this, blocks, &update](std::exception_ptr error) {
-        blocks->note_end();
-        end_update(update, std::move(error));
-      });
+  const auto compute = [blocks, fails, key = update.work.task.key](std::size_t i) {
+    if (fails) {
+      throw std::runtime_error("the update of tile " + std::to_string(key) + " was made to fail");
+    }
+    blocks->compute(i);
+  };
+  const auto end = [this, blocks, &update](std::exception_ptr error) {
+    blocks->note_end();
+    end_update(update, std::move(error));
+  };
+  const auto job = std::make_shared<Job>(fails ? 1 : blocks->count(), compute, end);
   note_computing();
   update.job = job;
   ++posted_;
