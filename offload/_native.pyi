@@ -420,10 +420,8 @@ class StepTask:
     ) -> None: ...
 
 class StepPipeline:
-    """read -> update -> write over tiles, on threads of its own and those of the worker pool.
-
-    Several tiles are under way at once, as many as give all threads of the pool work. Their tasks
-    end in their order, and tasks of one tile come one after the other.
+    """read -> update -> write over tiles, on threads of its own and those of the worker pool, so
+    many at once as give all of these work. Tasks end in their order.
 
     Every tile has room for `tile_numel` elements; docs/formats.md has its layout, and that of the
     buffers, which are slots of `arena`, one after another, each `buffer_bytes(...)` long. A buffer
@@ -490,11 +488,9 @@ class StepPipeline:
     def stats(self) -> dict[str, float]:
         """tasks (updated), hits (of them, found in a buffer that kept their parts), ahead (found
         read ahead), read_bytes, written_bytes, busy_s (some update was unfinished), compute_s (some
-        was being computed), read_wait_s and write_wait_s (the updater had no block to compute, for
-        want of a read, or of a buffer and so of a write)"""
+        was computed), read_wait_s and write_wait_s (nothing was left to compute)"""
     def inject(self, nth: int) -> None:
-        """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing;
-        none after it is begun."""
+        """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
     def hold(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) waits for release(), or for close(); its
         reads are done then. One update is held at a time."""

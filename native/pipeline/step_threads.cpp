@@ -220,9 +220,10 @@ void StepPipeline::begin_update() {
   Update& update = under_way_.emplace_back(std::move(staged_.front()));
   staged_.pop_front();
   Buffer* const buffer = update.work.buffer;
-  if (buffer != nullptr) --staged_with_buffers_;
-  changed_.notify_all();  // the stager may read for one task more
-
+  if (buffer != nullptr) {
+    --staged_with_buffers_;
+    changed_.notify_all();  // the stager may read for one task more
+  }
   if (!wait_for_transfers(buffer)) return;
   while (!stopping() && updates_until_hold_ == 0U) compute_or_wait();
   if (stopping()) return;

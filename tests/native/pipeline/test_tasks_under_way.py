@@ -1,4 +1,4 @@
-"""native/step_pipeline: many small tiles under way at once, on more threads than a tile has blocks."""
+"""native/step_pipeline: many small tiles under way at once, on more threads than one has blocks."""
 
 import os
 import random
