@@ -420,8 +420,7 @@ class StepTask:
     ) -> None: ...
 
 class StepPipeline:
-    """read -> update -> write over tiles, on threads of its own and those of the worker pool, so
-    many at once as give all of these work. Tasks end in their order.
+    """read -> update -> write over tiles, so many at once as give the worker pool's threads work.
 
     Every tile has room for `tile_numel` elements; docs/formats.md has its layout, and that of the
     buffers, which are slots of `arena`, one after another, each `buffer_bytes(...)` long. A buffer
