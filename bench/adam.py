@@ -1,7 +1,7 @@
 """Update kernels and norms beside the limit of memory, torch and DeepSpeed, in one run.
 
-usage: python -m bench.adam [--numel 64Mi] [--threads T] [--rounds N] [--peers torch,deepspeed]
-                            [--peer-python PY] [--json]
+usage: python -m bench.adam [--numel 64Mi] [--tiles 256Ki,4Mi] [--threads T] [--rounds N]
+                            [--peers torch,deepspeed] [--peer-python PY] [--json]
 
 One contender after the other takes a turn; a turn is one update of warm-up and --repeats timed
 ones. GB/s counts the bytes that an update has to read and write, once each; the stream is 4 reads
@@ -42,6 +42,8 @@ from offload._native import UpdateKind
 from offload.memory.sizes import format_bytes
 
 PEERS = ("torch", "deepspeed")
+
+MAIN_KIND = UpdateKind("bf16", "bf16")
 
 BESIDE_NUMEL = 16 << 20  # the most for the update beside torch: some milliseconds long
 
@@ -97,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--numel", default="64Mi", help="elements of each array (default: %(default)s)"
     )
+    parser.add_argument(
+        "--tiles",
+        metavar="N,N",
+        help="instead of the kernels measure Adam in tiles of so many elements, each a task of a"
+        " step pipeline: a tile is a slot divided by the ranks",
+    )
     parser.add_argument("--threads", type=int, help="of every contender (default: the usable CPUs)")
     parser.add_argument(
         "--rounds", type=int, default=5, help="after one of warm-up (default: %(default)s)"
@@ -140,7 +148,12 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         " THP_MEM_ALLOC_ENABLE=1 (torch's huge pages)",
     ]
     updates = Updates(numel, arguments.repeats)
-    variants = [updates.stream(), *updates.updates(), *updates.norms()]
+    variants = [updates.stream()]
+    if arguments.tiles is None:
+        variants += [*updates.updates(), *updates.norms()]
+    else:
+        sizes = [parse_count("--tiles", size) for size in arguments.tiles.split(",")]
+        variants += [updates.update(MAIN_KIND), *(updates.tiles(size) for size in sizes)]
     bytes_per_param = {variant.name: variant.bytes_per_param for variant in variants}
     turns: dict[str, Callable[[], Sample]] = {variant.name: variant.sample for variant in variants}
     with contextlib.ExitStack() as stack:
@@ -214,7 +227,7 @@ def summarize(
     rounds: Rounds, bytes_per_param: Mapping[str, float], peers: set[str]
 ) -> dict[str, Any]:
     """Medians and shares of the stream; the speed-up is null where DeepSpeed was left out."""
-    main = update_name(UpdateKind("bf16", "bf16"))
+    main = update_name(MAIN_KIND)
     entries = [
         {
             "name": name,
@@ -273,7 +286,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     ]
     if result["speedup_vs_deepspeed_step"] is not None:
         lines.append(
-            f"{update_name(UpdateKind('bf16', 'bf16'))} / {DEEPSPEED_STEP}, parameters per second:"
+            f"{update_name(MAIN_KIND)} / {DEEPSPEED_STEP}, parameters per second:"
             f" {result['speedup_vs_deepspeed_step']:.2f}"
         )
     for line in lines + result["notes"]:

@@ -34,7 +34,7 @@ def set_isa(name: str) -> None:
 
 def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
-    workers, which start at first use and sleep between uses.
+    workers, which start at first use and sleep while there is nothing to compute.
     Worker i runs on cpus[i % len(cpus)] alone, and the step pipelines' threads that compute on
     cpus[(count - 1) % len(cpus)]; other callers stay where they are. None: all run where the kernel
     lets them. Raises ValueError for CPUs that this process cannot run on, with nothing changed.
@@ -420,7 +420,7 @@ class StepTask:
     ) -> None: ...
 
 class StepPipeline:
-    """read -> update -> write over tiles, on threads of its own.
+    """read -> update -> write over tiles, so many at once as give the worker pool's threads work.
 
     Every tile has room for `tile_numel` elements; docs/formats.md has its layout, and that of the
     buffers, which are slots of `arena`, one after another, each `buffer_bytes(...)` long. A buffer
@@ -486,8 +486,8 @@ class StepPipeline:
     @property
     def stats(self) -> dict[str, float]:
         """tasks (updated), hits (of them, found in a buffer that kept their parts), ahead (found
-        read ahead), read_bytes, written_bytes, busy_s (some update was unfinished), compute_s,
-        read_wait_s, write_wait_s"""
+        read ahead), read_bytes, written_bytes, busy_s (some update was unfinished), compute_s (some
+        was computed), read_wait_s and write_wait_s (nothing was left to compute)"""
     def inject(self, nth: int) -> None:
         """For tests: the nth update from now (from 0) raises RuntimeError and changes nothing."""
     def hold(self, nth: int) -> None:

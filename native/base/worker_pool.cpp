@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 #include <string>
@@ -88,7 +89,7 @@ std::optional<int> WorkerPool::caller_cpu() const {
 void WorkerPool::set_threads(unsigned count, const std::optional<std::vector<int>>& cpus) {
   if (count == 0) throw std::invalid_argument("set_threads: count is 0, must be at least 1");
   if (cpus) check_usable(*cpus);
-  const MutexLock running(running_);
+  const MutexLock workers(workers_mutex_);
   if (count == threads() && cpus == this->cpus()) return;
   join_workers();
   const MutexLock lock(mutex_);
@@ -97,50 +98,35 @@ void WorkerPool::set_threads(unsigned count, const std::optional<std::vector<int
 }
 
 void WorkerPool::shutdown() {
-  const MutexLock running(running_);
+  const MutexLock workers(workers_mutex_);
   join_workers();
 }
 
 void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& body) {
-  Job job{&body, count};
+  if (count == 0) return;
+  const auto job = std::make_shared<Job>(count, [&body](std::size_t i) { body(i); });
+  const std::size_t first = *job->take();  // the caller's, for which no worker is woken
+  if (count > 1) post(job);
+  job->call(first);
+  while (job->make_one_call()) {
+  }
+  job->wait();
+}
+
+void WorkerPool::post(std::shared_ptr<Job> job) {
+  if (job->count_ == 0) return job->end(0);
+  start_workers();
+  std::size_t workers = 0;
   {
-    const MutexLock running(running_);
-    run_shared(job);
-  }
-  if (job.error) std::rethrow_exception(job.error);
-}
-
-void WorkerPool::run_now(std::size_t count, const std::function<void(std::size_t)>& body) {
-  Job job{&body, count};
-  if (count > 1 && running_.try_lock()) {
-    const MutexLock running(running_, Held{});
-    run_shared(job);
-  } else {
-    take_part(job);
-  }
-  if (job.error) std::rethrow_exception(job.error);
-}
-
-void WorkerPool::run_shared(Job& job) {
-  const bool alone = job.count <= 1 || threads() == 1;
-  if (!alone) {
-    start_workers();
-    {
-      const MutexLock lock(mutex_);
-      job_ = &job;
-      ++jobs_posted_;
-    }
-    job_posted_.notify_all();
-  }
-  take_part(job);
-  if (!alone) {
     const MutexLock lock(mutex_);
-    job_ = nullptr;  // a worker that wakes up only now finds nothing to join
-    while (job.helpers != 0) helper_left_.wait(mutex_);
+    if (threads() > 1) jobs_.push_back(std::move(job));
+    workers = workers_to_wake();
   }
+  wake(workers);
 }
 
 void WorkerPool::start_workers() {
+  const MutexLock workers(workers_mutex_);
   if (workers_.size() + 1 == threads()) return;
   const std::optional<std::vector<int>> cpus = this->cpus();
   while (workers_.size() + 1 < threads()) {
@@ -164,38 +150,97 @@ void WorkerPool::join_workers() {
   stopping_ = false;
 }
 
+// How many workers are to be woken now. A post wakes two, and each of those two more, as long as
+// there is an index for each: so that hundreds are awake after a few wake-ups one after the other,
+// and none is woken for nothing.
+std::size_t WorkerPool::workers_to_wake() {
+  std::size_t left = 0;
+  const std::size_t enough = woken_ + 2;
+  for (const std::shared_ptr<Job>& job : jobs_) {
+    left += job->left();
+    if (left >= enough) break;
+  }
+  const std::size_t workers =
+      std::min({left - std::min(left, woken_), sleeping_ - woken_, std::size_t{2}});
+  woken_ += workers;
+  return workers;
+}
+
+void WorkerPool::wake(std::size_t workers) {
+  for (; workers > 0; --workers) job_posted_.notify_one();
+}
+
 void WorkerPool::worker_main() {
   const MutexLock lock(mutex_);
-  std::size_t seen = 0;
-  for (;;) {
-    while (!stopping_ && (job_ == nullptr || jobs_posted_ == seen)) job_posted_.wait(mutex_);
-    if (stopping_) return;
-    seen = jobs_posted_;
-    Job& job = *job_;
-    ++job.helpers;
-    {
-      const MutexUnlock unlocked(mutex_);
-      take_part(job);
+  while (!stopping_) {
+    auto taken = take();
+    if (!taken) {
+      ++sleeping_;
+      job_posted_.wait(mutex_);
+      --sleeping_;
+      if (woken_ > 0) --woken_;
+      continue;
     }
-    // Under the lock, so that the job is not gone before the notification.
-    if (--job.helpers == 0) helper_left_.notify_one();
+    const std::size_t workers = workers_to_wake();
+    const MutexUnlock unlocked(mutex_);
+    wake(workers);
+    const std::shared_ptr<Job> job = std::move(taken->first);
+    job->call(taken->second);
+    while (job->make_one_call()) {
+    }
   }
 }
 
-void WorkerPool::take_part(Job& job) {
-  const FloatState ieee;
-  try {
-    for (;;) {
-      // Relaxed: mutex_ publishes the job to its helpers, and what they have done to the caller.
-      const std::size_t i = job.next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= job.count) return;
-      (*job.body)(i);
-    }
-  } catch (...) {
-    const MutexLock lock(mutex_);
-    if (!job.error) job.error = std::current_exception();
-    job.next = job.count;
+std::optional<std::pair<std::shared_ptr<Job>, std::size_t>> WorkerPool::take() {
+  for (; !jobs_.empty(); jobs_.pop_front()) {
+    if (const auto i = jobs_.front()->take()) return std::pair(jobs_.front(), *i);
   }
+  return std::nullopt;
+}
+
+Job::Job(std::size_t count, std::function<void(std::size_t)> body,
+         std::function<void(std::exception_ptr)> ended)
+    : count_(count), body_(std::move(body)), ended_(std::move(ended)), unended_(count) {}
+
+std::size_t Job::left() const {
+  return count_ - std::min(count_, next_.load(std::memory_order_relaxed));
+}
+
+bool Job::make_one_call() {
+  const std::optional<std::size_t> i = take();
+  if (i) call(*i);
+  return i.has_value();
+}
+
+void Job::wait() {
+  completion_.wait();
+  if (error_) std::rethrow_exception(std::move(error_));
+}
+
+// Relaxed: the queue's mutex publishes the job to workers, and unended_ what they have done to
+// whoever ends it.
+std::optional<std::size_t> Job::take() {
+  const std::size_t i = next_.fetch_add(1, std::memory_order_relaxed);
+  return i < count_ ? std::optional(i) : std::nullopt;
+}
+
+void Job::call(std::size_t i) {
+  std::size_t ended = 1;
+  try {
+    const FloatState ieee;
+    body_(i);
+  } catch (...) {
+    if (!failed_.exchange(true)) error_ = std::current_exception();
+    ended += count_ - std::min(count_, next_.exchange(count_));
+  }
+  end(ended);
+}
+
+// Acquire and release: who ends the last one sees what all calls have written.
+void Job::end(std::size_t indices) {
+  if (unended_.fetch_sub(indices, std::memory_order_acq_rel) != indices) return;
+  if (ended_) ended_(std::move(error_));
+  completion_.settle();
 }
 
 void CallerCpu::follow() {

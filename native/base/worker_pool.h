@@ -1,5 +1,5 @@
-// The threads that share the optimizer's and the norms' work. They sleep between runs, so that they
-// cost nothing while torch's threads compute.
+// The threads that share the optimizer's and the norms' work. They sleep when there is none, so
+// that they cost nothing while torch's threads compute.
 #pragma once
 
 #include <sched.h>
@@ -7,19 +7,60 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/completion.h"
 #include "base/thread_annotations.h"
 
 namespace hetero {
 
-// A process has one pool. It starts its threads at first use; the caller of run() is one of them.
-// After fork() the child has a fresh pool of the same size, on the same CPUs.
+// Calls body(i) once for every i in [0, count), in no fixed order and on several threads, with
+// IEEE's default floating-point mode. After the first exception the indices not yet begun are left
+// out.
+class Job {
+ public:
+  // `ended` is called with the first exception, or null, on the thread that ends the last call. It
+  // must not throw, nor use the pool.
+  Job(std::size_t count, std::function<void(std::size_t)> body,
+      std::function<void(std::exception_ptr)> ended = nullptr);
+
+  // How many indices no thread has taken; may be outdated at once, and is then too large.
+  std::size_t left() const;
+
+  // Takes an index and makes its call; false if none is left.
+  bool make_one_call();
+
+ private:
+  friend class WorkerPool;
+
+  std::optional<std::size_t> take();
+  void call(std::size_t i);
+  void end(std::size_t indices);
+  // Blocks until the last call has ended. Rethrows the first exception, unless `ended` had it.
+  void wait();
+
+  const std::size_t count_;
+  const std::function<void(std::size_t)> body_;
+  const std::function<void(std::exception_ptr)> ended_;
+  std::atomic<std::size_t> next_{0};  // past count_ when no index is left
+  std::atomic<std::size_t> unended_;  // indices whose calls have not ended
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;  // written by the thread that sets failed_, read at the end
+  Completion completion_{"run of the worker pool"};
+};
+
+// A process has one pool. It starts its threads at first use; whoever waits for a job is one of
+// them. After fork() the child has a fresh pool of the same size, on the same CPUs.
+//
+// Jobs are in one queue. A worker takes indices of the oldest job that has any left, so it goes on
+// to the next job while others still compute the last indices of this one.
 class WorkerPool {
  public:
   static WorkerPool& instance();
@@ -32,37 +73,26 @@ class WorkerPool {
   std::optional<std::vector<int>> cpus() const EXCLUDES(mutex_);
 
   // `count` threads, the caller included. Worker i runs on cpus[i % size] alone; cpus[(count - 1) %
-  // size] is for callers (CallerCpu). Waits for the run in progress. Throws std::invalid_argument
-  // for 0 threads, and for CPUs that this process cannot run on; nothing is changed then.
+  // size] is for callers (CallerCpu). Waits for the jobs that workers are at. Throws
+  // std::invalid_argument for 0 threads, and for CPUs that this process cannot run on; nothing is
+  // changed then.
   void set_threads(unsigned count, const std::optional<std::vector<int>>& cpus = std::nullopt)
-      EXCLUDES(running_, mutex_);
+      EXCLUDES(workers_mutex_, mutex_);
 
-  // Joins the workers after the run in progress; the next run starts them again.
-  void shutdown() EXCLUDES(running_, mutex_);
+  // Joins the workers after the jobs that they are at; the next job starts them again.
+  void shutdown() EXCLUDES(workers_mutex_, mutex_);
 
-  // Calls body(i) for every i in [0, count), in no fixed order and on several threads, with IEEE's
-  // default floating-point mode. Rethrows the first exception; the indices not yet begun are then
-  // left out. Concurrent callers take turns. The body must not call run().
+  // Calls body(i) for every i in [0, count) as a job and waits for its end; the caller takes part.
+  // Rethrows the first exception. The body must not call run().
   void run(std::size_t count, const std::function<void(std::size_t)>& body)
-      EXCLUDES(running_, mutex_);
+      EXCLUDES(workers_mutex_, mutex_);
 
-  // As run(), but it does not wait for another caller's turn to end: the calling thread does all
-  // then.
-  void run_now(std::size_t count, const std::function<void(std::size_t)>& body)
-      EXCLUDES(running_, mutex_);
+  // Puts the job behind those that are queued, and returns. There may be no workers: whoever posts
+  // a job sees to its end by make_one_call(). If this throws, no call was made.
+  void post(std::shared_ptr<Job> job) EXCLUDES(workers_mutex_, mutex_);
 
  private:
   friend class CallerCpu;
-
-  // One run: a worker that joins it takes indices until none is left. `helpers` (the workers
-  // inside) and `error` are guarded by mutex_.
-  struct Job {
-    const std::function<void(std::size_t)>* body;
-    std::size_t count;
-    std::atomic<std::size_t> next{0};
-    unsigned helpers = 0;
-    std::exception_ptr error{};
-  };
 
   WorkerPool(unsigned threads, std::optional<std::vector<int>> cpus)
       : threads_(threads), cpus_(std::move(cpus)) {}
@@ -75,26 +105,27 @@ class WorkerPool {
   static void after_fork() NO_THREAD_SAFETY_ANALYSIS;
   static void in_child() NO_THREAD_SAFETY_ANALYSIS;
 
-  void run_shared(Job& job) REQUIRES(running_) EXCLUDES(mutex_);
-  void start_workers() REQUIRES(running_) EXCLUDES(mutex_);
-  void join_workers() REQUIRES(running_) EXCLUDES(mutex_);
+  void start_workers() EXCLUDES(workers_mutex_, mutex_);
+  void join_workers() REQUIRES(workers_mutex_) EXCLUDES(mutex_);
   void worker_main() EXCLUDES(mutex_);
-  void take_part(Job& job) EXCLUDES(mutex_);
+  // The oldest job with an index left, and that index; none if the queue is empty.
+  std::optional<std::pair<std::shared_ptr<Job>, std::size_t>> take() REQUIRES(mutex_);
+  std::size_t workers_to_wake() REQUIRES(mutex_);
+  void wake(std::size_t workers) EXCLUDES(mutex_);
   std::optional<int> caller_cpu() const EXCLUDES(mutex_);
 
   static std::atomic<WorkerPool*> instance_;
 
   std::atomic<unsigned> threads_;
-  Mutex running_;  // held during a run, and to change the set of workers
-  std::vector<std::thread> workers_ GUARDED_BY(running_);
+  Mutex workers_mutex_;  // held to change the set of workers
+  std::vector<std::thread> workers_ GUARDED_BY(workers_mutex_);
 
   mutable Mutex mutex_;
   std::optional<std::vector<int>> cpus_ GUARDED_BY(mutex_);
+  std::deque<std::shared_ptr<Job>> jobs_ GUARDED_BY(mutex_);  // oldest first
   Condition job_posted_;
-  Condition helper_left_;
-  Job* job_ GUARDED_BY(mutex_) = nullptr;
-  // Tells a worker a new job from the one it has just left.
-  std::size_t jobs_posted_ GUARDED_BY(mutex_) = 0;
+  std::size_t sleeping_ GUARDED_BY(mutex_) = 0;
+  std::size_t woken_ GUARDED_BY(mutex_) = 0;  // of those that sleep, still to come
   bool stopping_ GUARDED_BY(mutex_) = false;
 };
 
@@ -112,10 +143,10 @@ void for_blocks(std::size_t numel, Body body) {
   });
 }
 
-// Keeps a thread that calls run() again and again on the CPU that the pool has for callers.
+// Keeps a thread that computes jobs again and again on the CPU that the pool has for callers.
 class CallerCpu {
  public:
-  // To be called on that thread before a run: takes over what set_threads() has changed since.
+  // To be called on that thread before a job: takes over what set_threads() has changed since.
   // Without a CPU for callers the thread runs where it could before the first call.
   void follow();
 

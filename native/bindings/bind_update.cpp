@@ -110,8 +110,7 @@ void bound_update(const UpdateKind& kind, Address param, Address grad, Address m
   for (std::size_t i = 0; i < states.size(); ++i) {
     at.states[i] = pointer(states[i], numel, "states[" + std::to_string(i) + "]");
   }
-  const UpdateSlice slice = {at, numel, make_constants(kind, hyper), index};
-  update(kind, {&slice, 1});
+  update(kind, {{at, numel, make_constants(kind, hyper), index}});
 }
 
 SplitArrays split_arrays(const UpdateKind& kind, Address param, Address remainder, Address carrier,

@@ -235,10 +235,18 @@ bool StepPipeline::is_unfinished(std::int64_t key) const {
 }
 
 void StepPipeline::note_unfinished() {
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Clock::now();
   if (busy_since_) stats_.busy_s += std::chrono::duration<double>(now - *busy_since_).count();
   busy_since_.reset();
   if (!unfinished_.empty()) busy_since_ = now;
+}
+
+void StepPipeline::note_computing() {
+  const auto now = Clock::now();
+  if (posted_ > 0) {
+    stats_.compute_s += std::chrono::duration<double>(now - computing_noted_).count();
+  }
+  computing_noted_ = now;
 }
 
 void StepPipeline::wait_until_updated(std::int64_t key) {
@@ -342,9 +350,14 @@ bool StepPipeline::is_consistent() const {
     if (!owns(work)) return false;
     staged += work.buffer == nullptr ? 0 : 1;
   }
-  if (current_ && !owns(*current_)) return false;
+  std::size_t posted = 0;
+  for (const Update& update : under_way_) {
+    if (!owns(update.work)) return false;
+    posted += update.job == nullptr ? 0 : 1;
+  }
   if (queued_.front_is_held()) ++owned;
-  return assigned == owned && staged == staged_with_buffers_ && buffers_.is_consistent();
+  return assigned == owned && staged == staged_with_buffers_ && posted == posted_ &&
+         buffers_.is_consistent();
 }
 
 }  // namespace hetero

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -16,6 +17,7 @@
 
 #include "base/fork.h"
 #include "base/thread_annotations.h"
+#include "base/worker_pool.h"
 #include "io/io_engine.h"
 #include "pipeline/buffer_policy.h"
 #include "pipeline/buffer_pool.h"
@@ -31,13 +33,17 @@ struct StepStats {
   std::uint64_t ahead = 0;  // tasks that found them read ahead
   std::uint64_t read_bytes = 0, written_bytes = 0;
   double busy_s = 0;        // while some update was unfinished
-  double compute_s = 0;     // computing
-  double read_wait_s = 0;   // waiting for a task's reads
-  double write_wait_s = 0;  // waiting for a buffer, that is for an earlier task's write
+  double compute_s = 0;     // while some update was being computed
+  double read_wait_s = 0;   // the updater had no block to compute: waiting for a task's reads
+  double write_wait_s = 0;  // the same, for a buffer, that is for an earlier task's write
 };
 
 // Works on two threads: the stager gives buffers to the tasks in order and submits their reads, as
-// far ahead as there are buffers; the updater computes and submits the writes.
+// far ahead as there are buffers; the updater posts a task to the worker pool when it has been
+// read, and computes with the pool's workers. As many tasks are under way as give each of the
+// pool's threads two blocks, so that no thread waits for the end of a small tile. Tasks end in
+// their order, whichever is computed first, and tasks of one tile one after the other: so traffic
+// does not depend on timing. The thread that computes a task's last block submits the writes.
 //
 // A parameter is written at once, because the next forward reads it from the file; an optimizer
 // state only when its buffer is needed for another one (buffer_policy.h), or by flush(). Until then
@@ -114,7 +120,8 @@ class StepPipeline {
   // The caller's part of an update has failed: from now on the pipeline refuses work with `why`.
   void give_up(const std::string& why) EXCLUDES(mutex_);
 
-  // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing.
+  // For tests: the nth update from now (from 0) throws std::runtime_error and changes nothing, and
+  // none after it is begun.
   void inject(std::uint64_t nth) EXCLUDES(mutex_);
 
   // For tests: the nth update from now (from 0) waits until release(), or until the pipeline stops;
@@ -122,12 +129,22 @@ class StepPipeline {
   void hold(std::uint64_t nth) EXCLUDES(mutex_);
   void release() EXCLUDES(mutex_);
 
-  // Abandons the tasks not yet being computed, waits for transfers in flight, joins the threads.
-  // Idempotent. If tasks were abandoned, later waits throw. Optimizer states that were not flushed
-  // are lost.
+  // Abandons the tasks not yet being computed, waits for the others, waits for transfers in flight,
+  // joins the threads. Idempotent. If tasks were abandoned, later waits throw. Optimizer states
+  // that were not flushed are lost.
   void close() EXCLUDES(closing_mutex_, mutex_);
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  // A task that the updater has taken. Its job is posted once its transfers are done.
+  struct Update {
+    Work work;
+    std::shared_ptr<Job> job = nullptr;
+    bool computed = false;  // or failed with `error`
+    std::exception_ptr error = nullptr;
+  };
+
   void thread_main(void (StepPipeline::*loop)()) EXCLUDES(mutex_);
 
   // The stager.
@@ -140,8 +157,16 @@ class StepPipeline {
 
   // The updater.
   void update_tasks() EXCLUDES(mutex_);
+  bool can_begin() const REQUIRES(mutex_);
+  void begin_update() REQUIRES(mutex_);
   bool wait_for_transfers(Buffer* buffer) REQUIRES(mutex_);
-  void update(const Work& work) const EXCLUDES(mutex_);
+  void post(Update& update, bool fails) REQUIRES(mutex_);
+  std::vector<UpdateSlice> slices_of(const Work& work) const;
+  void compute_or_wait() REQUIRES(mutex_);
+
+  // Any thread that computes.
+  void end_update(Update& update, std::exception_ptr error) EXCLUDES(mutex_);
+  void end_first_update() REQUIRES(mutex_);
   void submit_writes(const Work& work, Buffer& buffer) REQUIRES(mutex_);
 
   bool stopping() const REQUIRES(mutex_) { return closing_ || failure_ != nullptr; }
@@ -150,6 +175,7 @@ class StepPipeline {
   }
   bool is_unfinished(std::int64_t key) const REQUIRES(mutex_);
   void note_unfinished() REQUIRES(mutex_);  // after each change of unfinished_
+  void note_computing() REQUIRES(mutex_);   // before each change of posted_
   void wait_until_updated(std::int64_t key) REQUIRES(mutex_);
   void throw_if_closed() const REQUIRES(mutex_);
   void throw_if_failed() const REQUIRES(mutex_);
@@ -163,8 +189,8 @@ class StepPipeline {
       REQUIRES(mutex_);
   void submit_state_write(Buffer& buffer) REQUIRES(mutex_);
   void write_back(Buffer& buffer) REQUIRES(mutex_);
-  // Whether every assigned buffer is the held front's, a staged task's or the updater's, and of one
-  // of them alone; for HETERO_CHECK.
+  // Whether every assigned buffer is the held front's, a staged task's or that of a task under way,
+  // and of one of them alone; for HETERO_CHECK.
   bool is_consistent() const REQUIRES(mutex_);
 
   const ForkGuard guard_{"step pipeline", "make another one after fork()"};
@@ -179,10 +205,12 @@ class StepPipeline {
   BufferPolicy policy_ GUARDED_BY(mutex_);
   std::deque<Work> staged_ GUARDED_BY(mutex_);  // reads submitted
   std::size_t staged_with_buffers_ GUARDED_BY(mutex_) = 0;
-  std::optional<Work> current_ GUARDED_BY(mutex_);  // the updater's
-  // By key, the tasks in queued_, staged_ and current_.
+  std::list<Update> under_way_ GUARDED_BY(mutex_);  // in the order of their tasks
+  std::size_t posted_ GUARDED_BY(mutex_) = 0;       // of them: all, or all but the last
+  // By key, the tasks in queued_, staged_ and under_way_.
   std::unordered_map<std::int64_t, std::size_t> unfinished_ GUARDED_BY(mutex_);
-  std::optional<std::chrono::steady_clock::time_point> busy_since_ GUARDED_BY(mutex_);
+  std::optional<Clock::time_point> busy_since_ GUARDED_BY(mutex_);
+  Clock::time_point computing_noted_ GUARDED_BY(mutex_);
   StepStats stats_ GUARDED_BY(mutex_);
   std::optional<std::uint64_t> updates_until_fault_ GUARDED_BY(mutex_);
   std::optional<std::uint64_t> updates_until_hold_ GUARDED_BY(mutex_);  // 0: that update is held
@@ -193,6 +221,7 @@ class StepPipeline {
   Mutex closing_mutex_;  // held by the one caller that closes
   std::thread stager_ GUARDED_BY(closing_mutex_);
   std::thread updater_ GUARDED_BY(closing_mutex_);
+  CallerCpu updater_cpu_;  // used by the updater alone
 };
 
 }  // namespace hetero

@@ -1,4 +1,4 @@
-// The step pipeline's two threads: the stager and the updater.
+// The step pipeline's two threads, the stager and the updater, and what other threads do for them.
 #include <chrono>
 #include <stdexcept>
 #include <string>
@@ -25,13 +25,6 @@ class Stopwatch {
   double& seconds_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
-
-// Throws where an update computes: on whichever of the pool's threads gets there first.
-void fail_in_pool(std::int64_t key) {
-  WorkerPool::instance().run(WorkerPool::instance().threads(), [key](std::size_t) {
-    throw std::runtime_error("the update of tile " + std::to_string(key) + " was made to fail");
-  });
-}
 
 }  // namespace
 
@@ -187,50 +180,57 @@ Buffer* StepPipeline::take_another(std::int64_t key, QueuePlace place) {
 // --- the updater ----------------------------------------------------------------------------
 
 void StepPipeline::update_tasks() {
-  CallerCpu cpu;
   const MutexLock lock(mutex_);
-  for (;;) {
-    while (!stopping() && queued_.empty() && staged_.empty()) changed_.wait(mutex_);
-    {
-      const Stopwatch watch(stats_.write_wait_s);
-      while (!stopping() && staged_.empty()) changed_.wait(mutex_);
+  std::exception_ptr error;
+  try {
+    while (!stopping()) {
+      if (can_begin()) {
+        begin_update();
+      } else {
+        compute_or_wait();
+      }
     }
-    if (stopping()) return;
-    const Work& work = current_.emplace(std::move(staged_.front()));
-    staged_.pop_front();
-    Buffer* const buffer = current_->buffer;
-    if (buffer != nullptr) --staged_with_buffers_;
-    changed_.notify_all();  // the stager may read for one task more
-
-    if (!wait_for_transfers(buffer)) return;
-    while (!stopping() && updates_until_hold_ == 0U) changed_.wait(mutex_);
-    if (stopping()) return;
-    if (updates_until_hold_) --*updates_until_hold_;
-    if (updates_until_fault_ && (*updates_until_fault_)-- == 0) {
-      const std::int64_t key = work.task.key;
-      const MutexUnlock unlocked(mutex_);
-      fail_in_pool(key);
-    }
-
-    // From here to the submission of the writes nothing stops the task: half of an update in RAM
-    // and the other half not in the file would be worse than none.
-    double compute_s = 0;
-    {
-      const MutexUnlock unlocked(mutex_);
-      cpu.follow();
-      const Stopwatch watch(compute_s);
-      update(work);
-    }
-    stats_.compute_s += compute_s;
-    ++stats_.tasks;
-    if (buffer != nullptr) submit_writes(work, *buffer);
-    const auto unfinished = unfinished_.find(work.task.key);  // none after a failure
-    if (unfinished != unfinished_.end() && --unfinished->second == 0) unfinished_.erase(unfinished);
-    note_unfinished();
-    current_.reset();
-    HETERO_CHECK(stopping() || is_consistent());
-    changed_.notify_all();
+  } catch (...) {
+    error = std::current_exception();
   }
+  // What is posted is made: half of an update in RAM and the other half not in the file would be
+  // worse than none.
+  while (posted_ > 0) compute_or_wait();
+  if (error) std::rethrow_exception(error);
+}
+
+// Whether the next task is to be begun: it is staged, no task of its tile is under way, and either
+// threads would have too few blocks without it, and its transfers are done, or there is nothing
+// else to do than to wait for them.
+bool StepPipeline::can_begin() const {
+  if (staged_.empty()) return false;
+  const Work& next = staged_.front();
+  std::size_t blocks = 0;
+  for (const Update& update : under_way_) {
+    if (update.work.task.key == next.task.key) return false;
+    blocks += update.job->left();
+  }
+  if (blocks == 0) return true;
+  if (blocks >= 2 * std::size_t{WorkerPool::instance().threads()}) return false;
+  return next.buffer == nullptr || (all_done(next.buffer->reads) && all_done(next.buffer->writes));
+}
+
+// Takes the next task and posts it; or only takes it, if the pipeline stops.
+void StepPipeline::begin_update() {
+  Update& update = under_way_.emplace_back(std::move(staged_.front()));
+  staged_.pop_front();
+  Buffer* const buffer = update.work.buffer;
+  if (buffer != nullptr) {
+    --staged_with_buffers_;
+    changed_.notify_all();  // the stager may read for one task more
+  }
+  if (!wait_for_transfers(buffer)) return;
+  while (!stopping() && updates_until_hold_ == 0U) compute_or_wait();
+  if (stopping()) return;
+  if (updates_until_hold_) --*updates_until_hold_;
+  const bool fails = updates_until_fault_ && (*updates_until_fault_)-- == 0;
+  post(update, fails);
+  while (fails && !stopping()) compute_or_wait();  // no update after it is begun
 }
 
 // Waits without the lock for a task's reads, and for the writes of what its buffer kept before;
@@ -253,7 +253,36 @@ bool StepPipeline::wait_for_transfers(Buffer* buffer) {
   return true;
 }
 
-void StepPipeline::update(const Work& work) const {
+// Posts the update to the worker pool, or one that only throws in its place.
+void StepPipeline::post(Update& update, bool fails) {
+  const auto blocks = std::make_shared<UpdateBlocks>(update.work.kind, slices_of(update.work));
+  const auto compute = [blocks, fails, key = update.work.task.key](std::size_t i) {
+    if (fails) {
+      throw std::runtime_error("the update of tile " + std::to_string(key) + " was made to fail");
+    }
+    blocks->compute(i);
+  };
+  const auto end = [this, blocks, &update](std::exception_ptr error) {
+    blocks->note_end();
+    end_update(update, std::move(error));
+  };
+  const auto job = std::make_shared<Job>(fails ? 1 : blocks->count(), compute, end);
+  note_computing();
+  update.job = job;
+  ++posted_;
+  try {
+    const MutexUnlock unlocked(mutex_);  // workers may end the update before this returns
+    updater_cpu_.follow();
+    WorkerPool::instance().post(job);
+  } catch (...) {
+    note_computing();
+    update.job = nullptr;
+    --posted_;
+    throw;
+  }
+}
+
+std::vector<UpdateSlice> StepPipeline::slices_of(const Work& work) const {
   const StepTask& task = work.task;
   const auto part = [&](const Location& location, std::size_t at) {
     return location.in_file() ? work.buffer->memory + at : location.address;
@@ -270,7 +299,54 @@ void StepPipeline::update(const Work& work) const {
   for (const auto& [first, numel, hyper, index] : task.segments) {
     slices.push_back({advanced(whole, work.kind, first), numel, (*work.constants)[hyper], index});
   }
-  hetero::update(work.kind, slices);
+  return slices;
+}
+
+// Computes a block of the first update that has one left; if none has, waits for a change.
+void StepPipeline::compute_or_wait() {
+  for (const Update& update : under_way_) {
+    if (update.job == nullptr || update.job->left() == 0) continue;
+    const std::shared_ptr<Job> job = update.job;
+    const MutexUnlock unlocked(mutex_);
+    job->make_one_call();
+    return;
+  }
+  const bool lacks_buffer = staged_.empty() && !queued_.empty();
+  double wait_s = 0;
+  {
+    const Stopwatch watch(wait_s);
+    changed_.wait(mutex_);
+  }
+  if (lacks_buffer) stats_.write_wait_s += wait_s;
+}
+
+// --- the threads that compute ---------------------------------------------------------------
+
+void StepPipeline::end_update(Update& update, std::exception_ptr error) {
+  const MutexLock lock(mutex_);
+  update.computed = true;
+  update.error = std::move(error);
+  while (!under_way_.empty() && under_way_.front().computed) end_first_update();
+  HETERO_CHECK(stopping() || is_consistent());
+  changed_.notify_all();
+}
+
+// The failure of one update stops the pipeline, but no other update that is under way.
+void StepPipeline::end_first_update() {
+  const Update& update = under_way_.front();
+  note_computing();
+  --posted_;
+  try {
+    if (update.error) std::rethrow_exception(update.error);
+    ++stats_.tasks;
+    if (update.work.buffer != nullptr) submit_writes(update.work, *update.work.buffer);
+    const auto unfinished = unfinished_.find(update.work.task.key);  // none after a failure
+    if (unfinished != unfinished_.end() && --unfinished->second == 0) unfinished_.erase(unfinished);
+    note_unfinished();
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  under_way_.pop_front();
 }
 
 // With the lock held, so that close() sees every write that was started.

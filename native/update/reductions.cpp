@@ -21,7 +21,7 @@ double in_order(std::span<const double> sums) {
 double write_and_sum(Kernels::SummedWrite kernel, Dtype source_dtype, const char* source,
                      Dtype dtype, char* target, std::size_t numel) {
   std::vector<double> sums(sum_blocks(numel));
-  WorkerPool::instance().run_now(sums.size(), [&](std::size_t i) {
+  WorkerPool::instance().run(sums.size(), [&](std::size_t i) {
     const std::size_t first = i * kSumNumel;
     sums[i] = kernel(source + first * element_bytes(source_dtype),
                      target + first * element_bytes(dtype), std::min(kSumNumel, numel - first));

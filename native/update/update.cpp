@@ -1,13 +1,13 @@
 #include "update/update.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <stdexcept>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "base/float_state.h"
-#include "base/timeline.h"
 #include "base/worker_pool.h"
 #include "update/isa/isa.h"
 
@@ -161,26 +161,34 @@ UpdateArrays advanced(UpdateArrays at, const UpdateKind& kind, std::size_t numel
   return at;
 }
 
-void update(const UpdateKind& kind, std::span<const UpdateSlice> slices) {
-  struct SliceBlock {
-    const UpdateSlice* slice;
-    std::size_t first;
-  };
-  std::vector<SliceBlock> blocks;
+UpdateBlocks::UpdateBlocks(const UpdateKind& kind, std::vector<UpdateSlice> slices)
+    : kind_(kind), slices_(std::move(slices)), kernel_(kernels().update[number_of(kind)]) {
   std::size_t numel = 0;
-  for (const UpdateSlice& slice : slices) {
-    numel += slice.numel;
-    for (std::size_t first = 0; first < slice.numel; first += kBlockNumel) {
-      blocks.push_back({&slice, first});
+  for (std::size_t slice = 0; slice < slices_.size(); ++slice) {
+    numel += slices_[slice].numel;
+    for (std::size_t first = 0; first < slices_[slice].numel; first += kBlockNumel) {
+      blocks_.push_back({slice, first});
     }
   }
-  const timeline::Span span("update", kind.bytes_moved(numel));
-  const Kernels::Update kernel = kernels().update[number_of(kind)];
-  WorkerPool::instance().run(blocks.size(), [&](std::size_t i) {
-    const auto& [slice, first] = blocks[i];
-    kernel(advanced(slice->at, kind, first), std::min(kBlockNumel, slice->numel - first),
-           slice->constants, slice->index + first);
-  });
+  bytes_ = kind.bytes_moved(numel);
+}
+
+void UpdateBlocks::compute(std::size_t i) {
+  if (i == 0) timeline::mark(begun_);
+  const auto& [number, first] = blocks_[i];
+  const UpdateSlice& slice = slices_[number];
+  kernel_(advanced(slice.at, kind_, first), std::min(kBlockNumel, slice.numel - first),
+          slice.constants, slice.index + first);
+}
+
+void UpdateBlocks::note_end() const {
+  if (begun_ != timeline::Clock::time_point()) timeline::note("update", begun_, bytes_);
+}
+
+void update(const UpdateKind& kind, std::vector<UpdateSlice> slices) {
+  UpdateBlocks blocks(kind, std::move(slices));
+  WorkerPool::instance().run(blocks.count(), [&](std::size_t i) { blocks.compute(i); });
+  blocks.note_end();
 }
 
 void split_master(const UpdateKind& kind, const char* source, const SplitArrays& at,

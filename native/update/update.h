@@ -3,8 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
+#include <vector>
 
+#include "base/timeline.h"
 #include "update/kernels/kernels.h"
 #include "update/update_kind.h"
 
@@ -48,8 +49,32 @@ struct UpdateSlice {
 // The arrays from element `numel` on; with states in 8 bits a multiple of kStateBlockNumel.
 UpdateArrays advanced(UpdateArrays at, const UpdateKind& kind, std::size_t numel);
 
+// An update of slices in place, cut into blocks that threads compute on their own.
+class UpdateBlocks {
+ public:
+  UpdateBlocks(const UpdateKind& kind, std::vector<UpdateSlice> slices);
+
+  std::size_t count() const { return blocks_.size(); }
+  // Computes block i. Block 0 is begun first.
+  void compute(std::size_t i);
+  // For the timeline: the last block is computed.
+  void note_end() const;
+
+ private:
+  struct Block {
+    std::size_t slice, first;
+  };
+
+  const UpdateKind kind_;
+  const std::vector<UpdateSlice> slices_;
+  const Kernels::Update kernel_;
+  std::vector<Block> blocks_;
+  std::uint64_t bytes_ = 0;  // read and written
+  timeline::Clock::time_point begun_;
+};
+
 // Updates all slices in place, in one use of the worker pool.
-void update(const UpdateKind& kind, std::span<const UpdateSlice> slices);
+void update(const UpdateKind& kind, std::vector<UpdateSlice> slices);
 
 // fp32 source -> bf16 param, uint16 remainder, and the carry into its bit of the carrier, whose
 // other bits are kept (of a NaN only that it is one). Carrier::remainder has no such array, and

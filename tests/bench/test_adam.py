@@ -131,6 +131,33 @@ def test_the_norms_see_all_elements() -> None:
         assert found > 0
 
 
+def test_tiles_are_updated_as_the_whole_is() -> None:
+    kind = UpdateKind("bf16", "bf16")
+    numel = 4096
+    updates = Updates(numel, repeats=2)
+    updates.update(kind).sample()
+    whole = updates.tensor("param", torch.bfloat16).clone()
+    variant = updates.tiles(numel)
+    assert variant.bytes_per_param == updates.update(kind).bytes_per_param
+    assert variant.sample()["params_per_s"] > 0
+    assert torch.equal(updates.tensor("param", torch.bfloat16), whole)
+    with pytest.raises(ValueError, match="4096 elements are not whole tiles of 8192"):
+        updates.tiles(8192)
+
+
+def test_tiles_in_place_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    tiles = ["--numel", "16Ki", "--tiles", "4Ki,16Ki"]
+    assert main([*SMALL, *tiles, "--peers", "none", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in result["variants"]] == [
+        "adam bf16/bf16, states fp32",
+        "adam, tiles of 4,096",
+        "adam, tiles of 16,384",
+    ]
+    assert main([*SMALL, "--tiles", "3Ki", "--peers", "none"]) == 2
+    assert "whole tiles of 3072" in capsys.readouterr().err
+
+
 def test_the_first_update_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     calls = []

@@ -170,7 +170,12 @@ def test_native_tests_have_no_findings(name: str, shadow: Path, tmp_path: Path) 
     # No fault handler: the sanitizer has its own.
     quiet = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     # Programs that tests build are not sanitized here.
-    builders = ("test_sanitizers", "test_portability", "pipeline/test_buffer_policy")
+    builders = (
+        "test_sanitizers",
+        "test_portability",
+        "base/test_pool_jobs",
+        "pipeline/test_buffer_policy",
+    )
     ignored = [f"--ignore=tests/native/{file}.py" for file in builders]
     sanitizer = SANITIZERS[name]
     chosen = ["-m", "not slow", "-k", f"not ({sanitizer.without})", *sanitizer.tests]

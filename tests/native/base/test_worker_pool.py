@@ -206,7 +206,7 @@ def test_idle_workers_use_no_time() -> None:
     assert all(int(b) - int(a) <= 3 for a, b in zip(before, after, strict=True))
 
 
-def test_concurrent_callers_take_turns() -> None:
+def test_concurrent_callers_share_the_pool() -> None:
     _native.set_threads(2)
     numel = 2 * BLOCK + 3
     grad = gradients(numel, "bf16", seed=0)

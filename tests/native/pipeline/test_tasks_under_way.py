@@ -1,0 +1,184 @@
+"""native/step_pipeline: many small tiles under way at once, on more threads than one has blocks."""
+
+import os
+import random
+
+import pytest
+
+from offload import _native
+from tests.support.native.step_tiles import (
+    KIND,
+    TILE,
+    FileTiles,
+    Tiles,
+    hypers,
+    ram,
+    train_in_ram,
+    until,
+    zig_zag,
+)
+
+COUNT = 40
+
+
+@pytest.fixture(autouse=True)
+def more_threads_than_blocks() -> None:
+    """The three segments of a tile are three blocks."""
+    _native.set_threads(16)
+
+
+def pipeline_in_ram() -> _native.StepPipeline:
+    return _native.StepPipeline(None, 0, None, 0, KIND, TILE, False, False)
+
+
+def train_one_by_one(tiles: Tiles, order: list[int], steps: int) -> None:
+    """No task begins before the one before it has ended."""
+    pipeline = pipeline_in_ram()
+    for step in range(1, steps + 1):
+        for key in order:
+            pipeline.submit(tiles.tasks_in_ram([key]), hypers(step))
+            pipeline.wait_updated()
+    pipeline.close()
+
+
+def params(tiles: Tiles) -> list[bytes]:
+    return [param.tobytes() for param in tiles.params]
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 5, COUNT])
+def test_many_tiles_in_the_file(file_tiles: FileTiles, buffers: int) -> None:
+    tiles = Tiles(COUNT, "bf16", "bf16")
+    filed = file_tiles(tiles, buffers, param_in_file=True, grad_in_file=True)
+    steps = 4
+    for step in range(1, steps + 1):
+        filed.pipeline.submit(filed.tasks(zig_zag(COUNT, step)), hypers(step))
+    filed.pipeline.flush()
+    train_one_by_one(tiles, list(range(COUNT)), steps)
+    assert filed.bytes() == tiles.bytes()
+    # Tasks end in their order, so traffic does not depend on which is computed first.
+    read = (steps * COUNT - (steps - 1) * buffers) * (tiles.optim_state_bytes + tiles.param_bytes)
+    assert filed.pipeline.stats["read_bytes"] == read + steps * COUNT * tiles.grad_bytes
+    assert filed.pipeline.stats["hits"] == (steps - 1) * buffers
+
+
+def test_tasks_of_one_tile_come_one_after_the_other() -> None:
+    order = [0] * 5 + [1, 0, 1, 1, 2, 0, 3, 2, 2, 0]
+    tiles, wanted = Tiles(4, "bf16", "bf16"), Tiles(4, "bf16", "bf16")
+    pipeline = pipeline_in_ram()
+    steps = 30
+    for step in range(1, steps + 1):
+        pipeline.submit(tiles.tasks_in_ram(order), hypers(step))
+    pipeline.wait_updated()
+    pipeline.close()
+    train_one_by_one(wanted, order, steps)
+    assert tiles.bytes() == wanted.bytes()
+
+
+def test_tasks_of_one_tile_in_ram_and_in_the_file(file_tiles: FileTiles) -> None:
+    """A tile with all parts in RAM, whose tasks wait for no buffer, among others that do."""
+    tiles = Tiles(6, "bf16", "bf16")
+    filed = file_tiles(tiles, buffers=3, param_in_file=True)
+    wanted = Tiles(6, "bf16", "bf16")
+    for step in range(1, 9):
+        tasks = filed.tasks([0, 1, 2, 3]) + tiles.tasks_in_ram([4, 5, 4]) + filed.tasks([3, 0])
+        filed.pipeline.submit(tasks, hypers(step))
+    filed.pipeline.flush()
+    train_one_by_one(wanted, [0, 1, 2, 3, 4, 5, 4, 3, 0], 8)
+    for key in (0, 1, 2, 3):
+        assert filed.in_file(tiles.params[key], filed.param_at[key]) == params(wanted)[key]
+    assert params(tiles)[4:] == params(wanted)[4:]
+
+
+def test_updates_before_one_that_is_held_end() -> None:
+    """Also on one thread, where the updater alone computes."""
+    for threads in (16, 1):
+        _native.set_threads(threads)
+        tiles = Tiles(COUNT, "bf16", "bf16")
+        pipeline = pipeline_in_ram()
+        pipeline.hold(COUNT - 2)
+        pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(1))
+        until(lambda pipeline=pipeline: pipeline.stats["tasks"] == COUNT - 2)
+        assert pipeline.is_updated(COUNT - 3)
+        assert not pipeline.is_updated(COUNT - 2)
+        pipeline.release()
+        pipeline.wait_updated()
+        pipeline.close()
+
+
+@pytest.mark.parametrize("nth", [0, 1, 17, COUNT - 1])
+def test_an_update_that_fails_ends_after_those_before_it(nth: int) -> None:
+    tiles, wanted = Tiles(COUNT, "bf16", "bf16"), Tiles(COUNT, "bf16", "bf16")
+    pipeline = pipeline_in_ram()
+    pipeline.inject(nth)
+    pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(1))
+    with pytest.raises(RuntimeError, match=f"the update of tile {nth} was made to fail"):
+        pipeline.wait_updated()
+    assert pipeline.stats["tasks"] == nth
+    pipeline.close()
+    train_one_by_one(wanted, list(range(nth)), 1)
+    assert tiles.bytes() == wanted.bytes()
+
+
+def test_close_ends_what_is_under_way_and_begins_no_more() -> None:
+    pause = random.Random(0)
+    for _ in range(20):
+        tiles, wanted = Tiles(COUNT, "bf16", "bf16"), Tiles(COUNT, "bf16", "bf16")
+        pipeline = pipeline_in_ram()
+        for step in range(1, 21):
+            pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(step))
+        most = pause.randrange(20 * COUNT)
+        until(lambda pipeline=pipeline, most=most: pipeline.stats["tasks"] >= most)
+        pipeline.close()
+        made = pipeline.stats["tasks"]
+        if made < 20 * COUNT:
+            with pytest.raises(RuntimeError, match=rf"closed before {20 * COUNT - made} submitted"):
+                pipeline.wait_updated()
+        steps, rest = divmod(made, COUNT)
+        train_in_ram(wanted, steps)
+        last = pipeline_in_ram()
+        last.submit(wanted.tasks_in_ram(range(rest)), hypers(steps + 1))
+        last.wait_updated()
+        last.close()
+        assert tiles.bytes() == wanted.bytes()
+
+
+def test_threads_change_while_updates_are_under_way() -> None:
+    tiles, wanted = Tiles(COUNT, "bf16", "bf16"), Tiles(COUNT, "bf16", "bf16")
+    pipeline = pipeline_in_ram()
+    for step in range(1, 31):
+        pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(step))
+        _native.set_threads(1 + step % 5)
+        if step % 7 == 0:
+            _native.shutdown_workers()
+    pipeline.wait_updated()
+    pipeline.close()
+    train_one_by_one(wanted, list(range(COUNT)), 30)
+    assert tiles.bytes() == wanted.bytes()
+
+
+def test_a_task_without_segments_is_updated_at_once(file_tiles: FileTiles) -> None:
+    tiles = Tiles(2, "bf16", "bf16")
+    filed = file_tiles(tiles, buffers=1)
+    param, grad = ram(filed.params[1]), ram(tiles.grads[1])
+    optim_state = _native.Location(file_offset=filed.optim_state_at[1])
+    empty = _native.StepTask(1, param, grad, optim_state, [])
+    before = filed.in_file(tiles.optim_states[1], filed.optim_state_at[1])
+    filed.pipeline.submit([empty, *filed.tasks([0]), empty], hypers(1))
+    filed.pipeline.flush()
+    assert filed.pipeline.stats["tasks"] == 3
+    assert filed.in_file(tiles.optim_states[1], filed.optim_state_at[1]) == before
+
+
+def test_a_child_forked_with_many_under_way_can_compute() -> None:
+    tiles = Tiles(COUNT, "bf16", "bf16")
+    pipeline = pipeline_in_ram()
+    for step in range(1, 21):
+        pipeline.submit(tiles.tasks_in_ram(range(COUNT)), hypers(step))
+    child = os.fork()
+    if child == 0:
+        own = Tiles(3, "bf16", "bf16")
+        train_in_ram(own, steps=2)
+        os._exit(0 if own.bytes() != Tiles(3, "bf16", "bf16").bytes() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pipeline.wait_updated()
+    pipeline.close()
