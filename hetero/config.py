@@ -102,10 +102,11 @@ class Config:
             and step() parameters cannot be used, options of param groups must not change, and what
             has begun cannot be undone. "both": the disk is busy nearly all the time.
         undoable_steps: optimizer.undo_last_step() can bring back what the last step has changed.
-            Default: False. True needs nvme_path: the state from before a step is kept there, in
-            bf16 with Adam 12 bytes per trained element, and so many are written in each step, where
-            parameters are on NVMe instead of those that are written anyway. For updates of one pass
-            (not Muon's), by the CPU (with a device that has memory of its own: "cpu" or "nvme").
+            Default: False. True needs nvme_path, where the state from before a step is kept: in
+            bf16 with Adam 12 bytes per trained element. A step writes as many, instead of 10 where
+            optimizer state streams from NVMe, 12 where parameters do, too, and none where all is in
+            RAM. Not for Muon's updates, nor, with a device that has memory of its own, for the
+            policies "auto" and "cuda".
         zero_stage: what the ranks share out. 1: optimizer state. 2: gradients too. 3 (default):
             parameters too. A lower stage needs more memory; 1 and 2 gather parameters once, at
             the end of step(), and not in forward and backward.

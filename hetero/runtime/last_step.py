@@ -18,8 +18,9 @@ from offload.errors import HeteroError
 class OldState(enum.Enum):
     """Where the state from before the last step is: in the spare extents, or why it cannot be had.
 
-    From KEPT to all that is below it until IN_USE, and back to KEPT with the next step that is
-    made. The last two say something of one call only.
+    Without undoable_steps it is NEVER_KEPT, before the first step NO_STEP. A step that is made
+    brings KEPT, or NO_ROOM, and what is done afterwards UNDONE to MOVED. IN_USE and OTHERS are what
+    one call of undo_last_step() finds; the old state is still there then.
     """
 
     KEPT = "the spare extents have it, or the step has changed nothing"

@@ -19,6 +19,7 @@ from tests.support.training.overlap_net import (
     PLACES,
     UNDO_PLACES,
     WIDTH,
+    Block,
     Net,
     backward,
     build,
@@ -217,6 +218,30 @@ def test_of_several_optimizers_the_one_that_made_the_last_step_undoes_it(
     with pytest.raises(HeteroError, match="undone already"):
         one.undo_last_step()
     one.engine.close()
+
+
+@pytest.mark.parametrize("place", ["optim_states", "disk"])
+def test_parameters_that_are_added(tmp_path: Path, place: str) -> None:
+    """The last step before can be undone, and those after it."""
+    more = {"host_memory": "4MiB", "reserve_memory": "1MiB"}
+    model, optimizer = undoable(tmp_path, place, **more)
+    params = list(model.parameters())
+    one_step(model, optimizer, 0)
+    before = hetero.masters(params)
+    one_step(model, optimizer, 1)
+    model.blocks.append(Block())
+    optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+    optimizer.undo_last_step()
+    assert same(before, hetero.masters(params))
+    for step in range(2, 4):
+        before = everything(model, optimizer)
+        backward(model, optimizer, step)
+        optimizer.step()
+        optimizer.undo_last_step()
+        assert same(before, everything(model, optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.engine.close()
 
 
 def test_graphs_of_the_undone_values_are_stale(tmp_path: Path) -> None:
