@@ -26,7 +26,10 @@ class OldState(enum.Enum):
     KEPT = "the spare extents have it, or the step has changed nothing"
     NEVER_KEPT = "its old state was not kept; give undoable_steps=True to hetero.initialize()"
     NO_STEP = "none was made since hetero.initialize()"
-    NO_ROOM = "its old state was not kept, because it had no room on NVMe (optimizer.engine.notes)"
+    NO_ROOM = (
+        "its old state was not kept, because NVMe had no room for it (optimizer.engine.notes), or "
+        "has parameters whose optimizer state is in RAM"
+    )
     UNFINISHED = "an error has ended a step() since"
     UNDONE = "it was undone already, and of the step before nothing is kept"
     BACKWARD = "a gradient of the next step has come since; undo a step before the next backward"

@@ -234,7 +234,8 @@ class UpdateSchedule:
                     if is_right or not updates.leaves_old_state(chunk):
                         params.decide(chunk, is_right)
                     else:
-                        updates.revoke(chunk)  # made again at once, it would overwrite that
+                        # Made again by the pipeline alone, it would overwrite the old state.
+                        updates.revoke(chunk)
                     if is_right:
                         confirmed.update(members)
         return confirmed
