@@ -107,19 +107,26 @@ class HybridOptimizer(torch.optim.Optimizer):
         """The dtypes of `config` and of this optimizer's state.
 
         Raises:
-            ValueError: the policy keeps all state on DEVICE, where this optimizer cannot update it.
+            ValueError: the policy keeps all state on DEVICE, where this optimizer cannot update it;
+                or steps are to be undoable, and this optimizer's are not.
         """
         if config.placement_policy == "cuda" and not self.device_updates:
             raise ValueError(
                 f"placement_policy='cuda' updates all parameters on DEVICE, and "
                 f"{type(self).__name__} updates on the CPU; use HybridAdam, or another policy"
             )
-        return replace(
+        dtypes = replace(
             config.dtypes,
             rule=self.rule,
             state=self.state_dtype,
             device_updates=self.device_updates,
         )
+        if config.undoable_steps and len(dtypes.passes) > 1:
+            raise ValueError(
+                f"undoable_steps=True needs updates of one pass, and {type(self).__name__}'s have "
+                f"{len(dtypes.passes)}; use another optimizer, or leave undoable_steps out"
+            )
+        return dtypes
 
     @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -255,6 +262,31 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         engine = self.engine  # or the error that there is none
         engine.step(self._view)
+
+    @uninterrupted
+    @torch.no_grad()
+    def undo_last_step(self) -> None:
+        """Brings back all that the last step() has changed, bit for bit; all ranks must call it.
+
+        Parameters, masters, optimizer state, the numbers of updates and fp16's loss scale are as
+        before the step; what comes then is as if it had not been made. It works between a step()
+        of this optimizer and whatever needs the old state's place, or changes the new one: the next
+        gradient that a backward brings, the next step() of any optimizer, loading and writing,
+        homes that move. Evaluation may come in between. Of a step that changed nothing (no
+        gradient; fp16 gradients overflowed) it brings back the loss scale.
+
+        Gradients are as step() has left them: those that zero_grad() has not cleared may be stepped
+        with again. Schedulers and torch's GradScaler have states of their own, and param groups
+        their options, which stay. For graphs it is a write: their backwards raise StaleGraphError.
+
+        Raises:
+            HeteroError: the old state was not kept, because undoable_steps is not set; or it is
+                gone, or a parameter is in use; it says why. Nothing is changed, on all ranks.
+            NativeIoError: the old state cannot be read. The engine refuses further steps.
+        """
+        engine = self.engine
+        engine.check_usable()
+        engine.last_step.undo(self._view)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch.nn.Module.zero_grad() does.

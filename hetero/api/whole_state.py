@@ -10,6 +10,7 @@ import torch
 
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.runtime.engine import Engine
+from hetero.runtime.last_step import OldState
 from hetero.state.managed_param import ManagedParam
 from hetero.state.optimizer_state import OptimizerState, Part, TileState, parts_of
 
@@ -86,6 +87,7 @@ def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -
     All ranks must call it.
     """
     engine.schedule.revoke_all()
+    engine.last_step.forget(OldState.WRITTEN)
     managed = list(managed)
     engine.params.take_in_written(managed)
     for members in _by_chunk(managed):

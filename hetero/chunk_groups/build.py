@@ -119,6 +119,8 @@ class _ChunkGroupBuilder:
         updater = None if device is None else device.updater
         overlap = self.shared.config.overlap
         spare = SpareExtents(self._layout, self._dtypes, homes, file)
+        if self.shared.config.undoable_steps:
+            spare.reserve_all()
         updates = ChunkUpdates(self._layout, homes, arenas, spare, overlap)
         optim_states = OptimizerState(
             self._layout.tile_numel,

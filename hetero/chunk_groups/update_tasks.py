@@ -192,6 +192,12 @@ class UpdateTasks:
                     segment = Segment(part.in_tile.start, part.numel, hyper, number)
                     segments.setdefault((managed.chunk.id, part.tile), []).append(segment)
         chunks = self._layout.chunks
+        for c in by_chunk:
+            if self._updates.leaves_old_state(chunks[c]):
+                # What has no gradient goes with the rest of the chunk to where that is written.
+                for managed in self._grads.members(chunks[c]):
+                    for part in parts_of(managed, self._layout):
+                        segments.setdefault((c, part.tile), [])
         order = sorted(segments, reverse=not self._ascending)
         order.sort(key=lambda tile: self.priority(chunks[tile[0]]))
         tiles = []
@@ -216,6 +222,8 @@ class UpdateTasks:
             self._updates.expect_nothing()  # all that comes is here
         if self._directions is None:
             self._submit_pass(0, update.tiles, update.hypers)
+        if last:
+            self._updates.note_submitted()  # before what is read ahead, from where it is now
         self._updated += [(t.chunk.id, t.tile) for t in update.tiles if t.grad is not None]
         if last:
             for members in update.members:

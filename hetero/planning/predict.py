@@ -39,6 +39,7 @@ def predict(
     overlap: OverlapUpdates = OverlapUpdates.NONE,
     grad_factors: bool = False,
     network_bytes_per_s: float | None = None,
+    undoable_steps: bool = False,
 ) -> list[Plan]:
     """What a step of chunk groups takes on one rank.
 
@@ -48,7 +49,7 @@ def predict(
         work: what it computes in a step.
         computing: seconds that computing takes, which are divided by numbers of elements; None:
             estimated from `work` and the profile's rate of products of matrices.
-        prefetch, overlap, grad_factors, network_bytes_per_s: as `Problem` has them.
+        prefetch, overlap, grad_factors, network_bytes_per_s, undoable_steps: as `Problem` has them.
 
     Returns:
         A plan for each chunk group.
@@ -76,6 +77,7 @@ def predict(
             overlap=overlap,
             grad_factors=grad_factors,
             network_bytes_per_s=network_bytes_per_s,
+            undoable_steps=undoable_steps,
         )
         cost = CostModel(problem).cost(group.placement)
         moved = cost.traffic["nvme_read"] + cost.traffic["nvme_written"]

@@ -54,6 +54,7 @@ class Problem:
     overlap: OverlapUpdates = OverlapUpdates.NONE  # what updates overlap with
     grad_factors: bool = False  # the norm of all gradients is taken before the update
     network_bytes_per_s: float | None = None  # to other ranks; None: not known, and not counted
+    undoable_steps: bool = False  # what updates change is kept on NVMe until the next step
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,10 @@ class CostModel:
             + grads * slot.grad
         )
         written = round(optim_states * slot.optim_state * missed) + params * slot.param
-        if self._is_early(made):
+        if problem.undoable_steps:  # new state of what is on NVMe, old state of what is in RAM
+            written = sum(self.slots[c] for c in self.trained - on_device)
+            written *= slot.optim_state + slot.param
+        elif self._is_early(made):
             old_params = sum(
                 self.slots[c]
                 for c in self.trained
@@ -229,7 +233,7 @@ class CostModel:
         seconds = max(host_s, nvme_s)
         # Beside forward and backward the CPU takes twice as long, which few buffers do not hide.
         alone_s = 2 * host_s if problem.overlap.repeats else host_s
-        if made.buffers == 1:
+        if made.buffers == 1 or (problem.undoable_steps and not made.buffers):
             seconds = alone_s + nvme_s
         elif made.buffers == 2:
             seconds += min(alone_s, nvme_s) / 2

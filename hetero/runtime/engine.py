@@ -20,6 +20,7 @@ from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
 from hetero.runtime.gradients.grad_factors import GradFactors
 from hetero.runtime.gradients.grad_hook import GradHook
 from hetero.runtime.gradients.grad_intake import GradIntake
+from hetero.runtime.last_step import LastStep, OldState
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
@@ -84,8 +85,9 @@ class Engine:
         self.params = AllParams()
         self.chunk_groups = self.params.chunk_groups
         self.schedule = UpdateSchedule(self.params, self.config, shared.loss_scale, optimizers)
+        self.last_step = LastStep(self.params, self.schedule, shared, self.world)
         self.grad_intake = GradIntake(
-            self.params, self.loss_scale, self.schedule, lambda: self.tracer.gradient()
+            self.params, self.loss_scale, self.schedule, self._note_backward
         )
         self.grad_factors = GradFactors(
             self.params, self.grad_intake, shared, self.world.shard, lambda: self.tracer.forget()
@@ -238,6 +240,10 @@ class Engine:
         """
         return self.grad_factors.total_norm(self.with_grads(params))
 
+    def _note_backward(self) -> None:
+        self.tracer.gradient()
+        self.last_step.forget(OldState.BACKWARD)
+
     # Steps
 
     def step(self, optimizer: OptimizerView) -> None:
@@ -276,11 +282,14 @@ class Engine:
             )
         if members and not overflow:
             check_factors(members)
+            self.last_step.begin(optimizer, members)
             self.schedule.step(groups, optimizer)
         else:
+            self.last_step.begin(optimizer, [])
             self.schedule.revoke_all()
         if members:
             self.loss_scale.update(overflow)
+        self.last_step.end()
         self._end_step()
 
     def _end_step(self) -> None:
@@ -355,6 +364,7 @@ class Engine:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
         self.schedule.revoke_all()
         self.schedule.wait_all()
+        self.last_step.forget(OldState.MOVED)
         for chunk_group in self.chunk_groups:
             chunk_group.updates.free_spare_extents()
         self.params.take_in_written(self.params.managed.values())

@@ -231,7 +231,11 @@ class UpdateSchedule:
                     pass  # nothing of it was made
                 else:
                     is_right = [table.hyper(m) for m in members] == speculation.hypers
-                    params.decide(chunk, is_right)
+                    if is_right or not updates.leaves_old_state(chunk):
+                        params.decide(chunk, is_right)
+                    else:
+                        # Made again by the pipeline alone, it would overwrite the old state.
+                        updates.revoke(chunk)
                     if is_right:
                         confirmed.update(members)
         return confirmed

@@ -79,6 +79,7 @@ class ChunkUpdates:
         self._speculations: dict[int, Speculation] = {}  # by chunk id
         self._speculating = threading.RLock()
         self._remade: set[int] = set()  # ids of chunks whose submitted update is made again
+        self._leaving: set[int] = set()  # ids of chunks whose next update leaves what it reads
         self.revoked: set[int] = set()  # ids of chunks whose update was taken back in this step
         self._first_use: dict[int, int] = {}  # by chunk id: the order of forward's first uses
         # The epoch of the arenas in which expect() was called, since the last step, or None.
@@ -163,7 +164,7 @@ class ChunkUpdates:
 
     def offsets(self, chunk: Chunk, tile: int) -> TileOffsets:
         """What the task of the tile's update says beside where its parts are."""
-        if self.is_speculative(chunk):
+        if self.is_speculative(chunk) or self.leaves_old_state(chunk):
             return self._spare.targets(chunk, tile)
         return self._spare.sources(chunk, tile) if chunk.id in self._remade else TileOffsets()
 
@@ -177,6 +178,7 @@ class ChunkUpdates:
             speculation = self._speculations.pop(chunk.id)
             if confirmed:
                 self._spare.commit(chunk)
+                self._leaving.discard(chunk.id)
             else:
                 self._remade.add(chunk.id)
             self._states[chunk.id] = UpdateState.SUBMITTED
@@ -225,6 +227,43 @@ class ChunkUpdates:
         """Gives the room on NVMe back that only speculative updates need; none is under way."""
         assert not self._speculations
         self._spare.free_all()
+
+    # Old state, for steps that can be undone
+
+    def keep_old_state(self, chunk: Chunk) -> bool:
+        """What the next update of the chunk changes stays in the spare extents; returns whether
+        there is room for it.
+
+        Optimizer state in the file is left by the update. What is in RAM is written now, unless the
+        update does that. Raises NativeIoError.
+        """
+        if not self._spare.can_keep(chunk) or not self._spare.reserve(chunk):
+            return False
+        if self._spare.suit(chunk):
+            self._leaving.add(chunk.id)
+        else:
+            self._spare.save(chunk)
+        return True
+
+    def leaves_old_state(self, chunk: Chunk) -> bool:
+        """Whether the chunk's update, which is submitted by step(), must leave what it reads."""
+        return chunk.id in self._leaving
+
+    def note_submitted(self) -> None:
+        """The step's last updates are submitted: what they leave is not in use any more."""
+        for chunk_id in self._leaving:
+            self._spare.commit(self._layout.chunks[chunk_id])
+        self._leaving.clear()
+
+    def forget_old_state(self) -> None:
+        """The next updates need not leave anything."""
+        self._leaving.clear()
+
+    def bring_old_state(self, chunk: Chunk) -> None:
+        """What the chunk's last update has changed is again as it was before; it is finished, and
+        buffers keep nothing of it. Raises NativeIoError."""
+        self._spare.commit(chunk)
+        self._spare.restore(chunk)
 
     # Waiting
 

@@ -257,6 +257,15 @@ class ManagedParam:
         self._own_changes -= 1
         self.note_change()
 
+    def undo_update(self) -> None:
+        """RESIDENT or OFFLOADED: its home has the values from before its last update again.
+
+        It counts as a write, because the update's number, which tells graphs apart, comes again.
+        """
+        torch.autograd.graph.increment_version(self.param)
+        self.note_change()
+        self.step -= 1
+
     def begin_move(self) -> None:
         """RESIDENT -> MOVING, so that the home's pins show whether another tensor views it."""
         self._become(ParamState.MOVING, self.stand_in, ParamState.RESIDENT)

@@ -303,6 +303,23 @@ class Params:
         if not self._updates.goes_on(chunk):
             self._awaited.add(chunk.id)
 
+    def undo_update(self, chunk: Chunk, members: Sequence[ManagedParam]) -> None:
+        """The chunk's last update, of `members`, is undone: its old state comes back.
+
+        It is finished, and nobody uses the parameters. For those who have values or graphs this is
+        a write. Then all ranks call finish_undo(). Raises NativeIoError.
+        """
+        self.versions.change(chunk)
+        self.discard_copies(chunk)
+        self._updates.bring_old_state(chunk)
+        for m in members:
+            m.undo_update()
+        self.versions.publish(chunk)
+
+    def finish_undo(self, chunks: Iterable[Chunk]) -> None:
+        """Returns when the old values are everywhere, after undo_update() of all chunks."""
+        self._gather_whole(chunks)
+
     def publish(self, chunk: Chunk) -> None:
         """The update is submitted: other ranks may ask for new values, and wait for it here."""
         self.versions.publish(chunk)

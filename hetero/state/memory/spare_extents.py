@@ -1,4 +1,4 @@
-"""The second extents of chunks in the scratch file, which make an update of a chunk revocable."""
+"""The second extents of chunks in the scratch file, which make updates of chunks revocable."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hetero.state.memory.scratch_space import ScratchSpace
 from offload._native import NativeIoError
 from offload.disk.backing import Extent
 from offload.errors import BudgetError, StoreError
+from offload.memory.sizes import format_bytes
 from offload.memory.tiers import StateKind
 
 
@@ -34,8 +35,9 @@ class SpareExtents:
 
     An update that may have to be taken back reads the extents in use and writes the spare ones, so
     it leaves what is needed to make it again. commit() makes the spare extents those in use. Of
-    parameters in RAM, which such an update changes in place, the spare extent has the old bits.
-    Extents are allocated when a chunk first needs them, and kept.
+    what is in RAM, which such an update changes in place, the spare extents have the old bits:
+    those of parameters are written with the update, and save() writes all where optimizer state is
+    in RAM, too. Extents are allocated when a chunk first needs them, and kept.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class SpareExtents:
         """Allocates nothing yet."""
         self._layout, self._dtypes, self._file = layout, dtypes, file
         self._params, self._optim_states = homes[StateKind.PARAM], homes[StateKind.OPTIM_STATE]
+        self._kinds = [(homes[kind], kind) for kind in (StateKind.OPTIM_STATE, StateKind.PARAM)]
         self._tile_bytes = {
             StateKind.PARAM: layout.tile_numel * dtypes.param_bytes,
             StateKind.OPTIM_STATE: dtypes.optim_state_bytes(layout.tile_numel),
@@ -59,6 +62,32 @@ class SpareExtents:
         """Whether an update of the chunk can be taken back with them, because its optimizer state
         is in the file, and its parameters are there or in RAM."""
         return chunk not in self._optim_states and not self._params.on_device(chunk)
+
+    def can_keep(self, chunk: Chunk) -> bool:
+        """Whether they can have what any update of the chunk changes."""
+        in_file = chunk not in self._params
+        return self.suit(chunk) or not (in_file or self._params.on_device(chunk))
+
+    def reserve_all(self) -> None:
+        """Allocates the extents of all chunks that are trained, for steps that can be undone.
+
+        Raises BudgetError, with nothing allocated, if there is no room for them.
+        """
+        trained = [chunk for chunk in self._layout.chunks if chunk.trainable]
+        nbytes = sum(
+            extent_size(self._layout, self._dtypes, kind, chunk).space_bytes
+            for chunk in trained
+            for kind in (StateKind.OPTIM_STATE, StateKind.PARAM)
+        )
+        try:
+            self._file.reserve(nbytes)
+        except (BudgetError, StoreError, NativeIoError) as error:
+            raise BudgetError(
+                f"undoable_steps=True needs {format_bytes(nbytes)} on NVMe for the state from "
+                f"before a step, beside the state itself, and there is no room: {error}"
+            ) from None
+        for chunk in trained:
+            self._spare[chunk.id] = self._allocate(chunk)
 
     def reserve(self, chunk: Chunk) -> bool:
         """Allocates the chunk's extents, unless it has them; returns whether there is room."""
@@ -72,9 +101,9 @@ class SpareExtents:
             self._is_full = True
             self._file.note(
                 [
-                    f"updates of some chunks wait for optimizer.step(): their optimizer state "
-                    f"needs a second place on NVMe to be updated during backward, and there is no "
-                    f"room: {error}"
+                    f"updates of some chunks wait for optimizer.step(), and steps cannot be undone "
+                    f"that change them: either needs a second place on NVMe for their state, and "
+                    f"there is no room: {error}"
                 ]
             )
             return False
@@ -104,6 +133,26 @@ class SpareExtents:
         self._spare.clear()
         self._is_full = False
 
+    def save(self, chunk: Chunk) -> None:
+        """Writes parameters and optimizer state that are in RAM, before an update changes them.
+
+        Raises NativeIoError.
+        """
+        writes = [
+            self._file.write(homes.address(chunk, 0), nbytes, offset)
+            for homes, nbytes, offset in self._in_ram(chunk)
+        ]
+        for write in writes:
+            write.wait()
+
+    def _in_ram(self, chunk: Chunk) -> list[tuple[Homes, int, int]]:
+        """Of each kind that is in RAM its homes, its bytes, and where the spare extent begins."""
+        return [
+            (homes, chunk.slots * self._tile_bytes[kind], self._spare[chunk.id][kind].offset)
+            for homes, kind in self._kinds
+            if chunk in homes
+        ]
+
     def targets(self, chunk: Chunk, tile: int) -> TileOffsets:
         """Where a revocable update of the tile writes; reserve() has returned True."""
         state_at, param_at = (
@@ -121,20 +170,22 @@ class SpareExtents:
         return TileOffsets(saved_param=self.targets(chunk, tile).saved_param)
 
     def commit(self, chunk: Chunk) -> None:
-        """The chunk's update stays: what it has written is in use from now on."""
+        """The chunk's update stays: what it has written is in use from now on.
+
+        Called once more, with restore(), it brings back what was in use before.
+        """
         spare = self._spare[chunk.id]
-        changed = [(self._optim_states, StateKind.OPTIM_STATE)]
-        if chunk not in self._params:
-            changed.append((self._params, StateKind.PARAM))
-        for homes, kind in changed:
-            used = homes.extents[chunk.id]
-            homes.extents[chunk.id] = replace(used, offset=spare[kind].offset)
-            spare[kind] = replace(spare[kind], offset=used.offset)
+        for homes, kind in self._kinds:
+            if chunk not in homes:
+                used = homes.extents[chunk.id]
+                homes.extents[chunk.id] = replace(used, offset=spare[kind].offset)
+                spare[kind] = replace(spare[kind], offset=used.offset)
 
     def restore(self, chunk: Chunk) -> None:
-        """Brings the old bits of parameters in RAM back. Raises NativeIoError."""
-        if chunk not in self._params:
-            return
-        nbytes = chunk.slots * self._tile_bytes[StateKind.PARAM]
-        offset = self._spare[chunk.id][StateKind.PARAM].offset
-        self._file.read(self._params.address(chunk, 0), nbytes, offset).wait()
+        """Brings the old bits of what is in RAM back. Raises NativeIoError."""
+        reads = [
+            self._file.read(homes.address(chunk, 0), nbytes, offset)
+            for homes, nbytes, offset in self._in_ram(chunk)
+        ]
+        for read in reads:
+            read.wait()
