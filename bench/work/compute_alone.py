@@ -3,8 +3,9 @@
 That is: forward and backward of the same model in plain torch, in the same dtype, on the same
 tokens; and the update of all parameters by hetero's kernel. Each gradient is freed as soon as it is
 complete: with all of them kept until zero_grad(), torch takes new memory from the system in every
-backward, which took longer than copying them to memory that stays. Where the CPU computes both, they cannot go on at once for free, so they are
-added. (The sums of a clipping norm are taken while gradients are copied, at no cost.)
+backward, which took longer than copying them to memory that stays. Where the CPU computes both,
+they cannot go on at once for free, so they are added. (The sums of a clipping norm are taken while
+gradients are copied, at no cost.)
 """
 
 from __future__ import annotations

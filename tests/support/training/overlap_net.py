@@ -16,6 +16,7 @@ from offload.memory.tiers import Tier
 
 WIDTH = 64
 STEPS = 4
+OVERLAPS = ["auto", "none", "forward", "backward", "both"]
 
 PLACES: dict[str, dict[str, Any]] = {
     "ram": {"placement_policy": "cpu"},
