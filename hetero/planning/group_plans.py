@@ -6,6 +6,7 @@ Also for a model on the meta device, so that a budget can be refused before anyt
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -212,7 +213,7 @@ def place_groups(groups: Sequence[SpecsWithin], budgets: Budgets) -> tuple[Chunk
     """Places chunk groups that share budgets: the last one first, the first one gets what is left.
 
     The first is the largest, as a rule. If what is left is not enough for it, all are placed once
-    more, the others with the least RAM that they can work with.
+    more, the others with as little as they can work with (_Others).
 
     Args:
         groups: for each chunk group the specs to try.
@@ -221,42 +222,59 @@ def place_groups(groups: Sequence[SpecsWithin], budgets: Budgets) -> tuple[Chunk
     Raises:
         PlacementError: they do not fit; it has the smallest budgets that work.
     """
-    try:
-        return _place_in_turn(groups, budgets, others_least=False)
-    except PlacementError:
-        if len(groups) == 1:
-            raise
-    return _place_in_turn(groups, budgets, others_least=True)
+    for others in _Others:
+        try:
+            return _place_in_turn(groups, budgets, others)
+        except PlacementError as refusal:
+            on_device = refusal.smallest_device_bytes > (budgets.device or 0)
+            if len(groups) == 1 or (others is _Others.LEAST_RAM and not on_device):
+                raise
+            last = refusal
+    raise last
+
+
+class _Others(enum.Enum):
+    """What chunk groups other than the first are given."""
+
+    PREFERRED = "the first placement that fits"
+    LEAST_RAM = "the least RAM that they can work with on this DEVICE, as if there were as much"
+    LEAST_DEVICE = "the least memory of a DEVICE, and then of RAM, as if there were as much"
 
 
 def _place_in_turn(
-    groups: Sequence[SpecsWithin], left: Budgets, others_least: bool
+    groups: Sequence[SpecsWithin], left: Budgets, others: _Others
 ) -> tuple[ChunkGroupPlan, ...]:
     plans: list[ChunkGroupPlan] = []
     for number in reversed(range(len(groups))):
-        plans.insert(0, _placed(groups[number], left, others_least and number > 0))
+        plans.insert(0, _placed(groups[number], left, others if number else _Others.PREFERRED))
         left = left.minus(plans[0].placement, plans[0].spec.slot)
     return tuple(plans)
 
 
-def _placed(specs: SpecsWithin, budgets: Budgets, least_ram: bool) -> ChunkGroupPlan:
-    """The first one that fits; or the one that takes the least RAM, as if there were as much."""
+def _placed(specs: SpecsWithin, budgets: Budgets, given: _Others) -> ChunkGroupPlan:
+    """The first of `specs` that fits; or, if it is given less, the one that works with least."""
+    device = budgets.device
+    if given is _Others.LEAST_DEVICE and device is not None:
+        device = 0
     tried = []
     for spec in specs(budgets):
-        if least_ram:
-            spec = spec.within(replace(spec.budgets, host=0))
+        if given is not _Others.PREFERRED:
+            spec = spec.within(replace(spec.budgets, host=0, device=device))
         try:
             return ChunkGroupPlan(spec, place(spec))
         except PlacementError as error:
             tried.append((error, spec))
-    if not least_ram:
-        device = budgets.device or 0
-        refusals = [refusal for refusal, _ in tried]
-        raise min(
-            refusals, key=lambda r: (max(r.smallest_device_bytes, device), r.smallest_host_bytes)
-        )
-    refusal, spec = min(tried, key=lambda each: each[0].smallest_host_bytes)
-    spec = spec.within(replace(spec.budgets, host=refusal.smallest_host_bytes))
+
+    def needs(each: tuple[PlacementError, GroupSpec]) -> tuple[int, int]:
+        return max(each[0].smallest_device_bytes, device or 0), each[0].smallest_host_bytes
+
+    refusal, spec = min(tried, key=needs)
+    if given is _Others.PREFERRED:
+        raise refusal
+    enough = replace(spec.budgets, host=refusal.smallest_host_bytes)
+    if given is _Others.LEAST_DEVICE and device is not None:
+        enough = replace(enough, device=refusal.smallest_device_bytes)
+    spec = spec.within(enough)
     return ChunkGroupPlan(spec, place(spec))
 
 

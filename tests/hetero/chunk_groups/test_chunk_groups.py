@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.planning.placement import PlacementError
 from tests.support.ranks.processes import RankPool
 from tests.support.training import chunk_group_training as chunk_group_training
 from tests.support.training.chunk_group_training import (
@@ -227,6 +228,27 @@ def test_the_smallest_budget_is_that_of_all_banks(policy: str, tmp_path: Path) -
     chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)).backward()
     optimizer.step()
     assert optimizer.engine.ledger.peak_bytes["host"] <= least
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("policy", ["cpu", "nvme"])
+def test_the_smallest_device_is_that_of_all_banks(policy: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"placement_policy": policy, "keep_fp32": chunk_group_training.KEPT}
+    options |= {"backend": "emulated", "chunk_numel": 4096}
+    if policy == "nvme":
+        options["nvme_path"] = str(tmp_path)
+
+    def smallest_device(device_memory: int) -> int:
+        with pytest.raises(PlacementError, match="device_memory is") as refusal:
+            managed(build("mixed"), **options, device_memory=device_memory)
+        return refusal.value.smallest_device_bytes
+
+    least = smallest_device(1)
+    assert smallest_device(least - 1) == least
+    model, optimizer = managed(build("mixed"), **options, device_memory=least)
+    chunk_group_training.loss_of(model, chunk_group_training.inputs(0, 0)).backward()
+    optimizer.step()
+    assert optimizer.engine.ledger.peak_bytes["device"] <= least
     optimizer.engine.close()
 
 

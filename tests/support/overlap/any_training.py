@@ -250,17 +250,13 @@ def _budgets(
 
 
 def _least(model: Model, options: dict[str, Any], name: str) -> int:
-    """The smallest budget of that name that works, as refusals of smaller ones name it.
-
-    Of two chunk groups the one that is placed first is refused first, with what it needs alone.
-    """
+    """The smallest budget of that name that works, as the refusal of a smaller one names it."""
     least = 192 << 10 if name == "host_memory" else 1
-    for _ in range(1 + ("keep_fp32" in options)):
-        try:
-            Hetero(model, options | {name: least}).engine.close()
-        except PlacementError as error:
-            device = name == "device_memory"
-            least = error.smallest_device_bytes if device else error.smallest_host_bytes
-            error.__traceback__ = None
-        gc.collect()  # (a model that was refused gives up its file with the garbage)
+    try:
+        Hetero(model, options | {name: least}).engine.close()
+    except PlacementError as error:
+        device = name == "device_memory"
+        least = error.smallest_device_bytes if device else error.smallest_host_bytes
+        error.__traceback__ = None
+    gc.collect()  # (a model that was refused gives up its file with the garbage)
     return least
