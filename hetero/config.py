@@ -91,16 +91,17 @@ class Config:
         prefetch: read what is on NVMe ahead of its use: parameters, and, while backward runs, the
             optimizer state that step() needs first. Default: True. False is for measurements.
         overlap_updates: when parameters are updated, and what waits for it; the same bits in all
-            cases. "none" (default): in step(), which waits. "forward": step() returns while updates
-            go on, in the order in which the next forward needs them, and a module waits for its own
-            parameters only, as whatever else touches one does; clipping and loss scaling work.
-            optimizer.engine.synchronize() waits for all. "backward": a chunk is updated while
-            backward still runs, as soon as its gradients are final, from the second step on, and
-            step() updates the rest. For one rank, and without anything that needs all gradients
-            first: clipping, a GradScaler, the loss scale of fp16. Backward calls of a step before
-            the last belong into hetero.no_sync(), unless each step has as many. Between backward
-            and step() parameters cannot be used, options of param groups must not change, and what
-            has begun cannot be undone. "both": the disk is busy nearly all the time.
+            cases, with clipping, loss scaling and several ranks, too. "auto" (default): a chunk
+            whose optimizer state is on NVMe is updated while backward still runs, as soon as its
+            gradients are final (from the second step on, and where recent steps say what step()
+            will multiply gradients by), and step() returns while updates go on: whatever uses a
+            parameter waits for its chunk alone. optimizer.engine.synchronize() waits for all. An
+            update that step() does not confirm is made again, and whoever uses a value or changes
+            a gradient before step() has it taken back first. That takes the room of optimizer
+            state on NVMe twice; without so much room chunks are updated in step(). "none": in
+            step(), which waits. "forward": step() submits all updates and does not wait.
+            "backward": as early as with "auto", and step() waits. "both": as early, whatever
+            recent steps were like, and step() does not wait.
         undoable_steps: optimizer.undo_last_step() can bring back what the last step has changed.
             Default: False. True needs nvme_path, where the state from before a step is kept: in
             bf16 with Adam 12 bytes per trained element. A step writes as many, instead of 10 where

@@ -140,8 +140,9 @@ class TrainOptions:
     overlap_updates: str = _option(
         "what optimizer updates overlap with: none (step() waits); forward (step() returns at once,"
         " and the next forward waits for each module's parameters); backward (a chunk is updated as"
-        " soon as its gradients are complete); both. More overlap hides more of the disk; backward"
-        " and both need --clip 0 and one rank",
+        " soon as its gradients are complete, and made again if the step turns out to be clipped"
+        " otherwise than steps before); both; auto (both, while steps are clipped alike). The same"
+        " bits in all cases",
         OverlapUpdates.AUTO.value,
         choices=OVERLAPS,
     )
