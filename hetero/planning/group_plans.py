@@ -226,8 +226,8 @@ def place_groups(groups: Sequence[SpecsWithin], budgets: Budgets) -> tuple[Chunk
         try:
             return _place_in_turn(groups, budgets, others)
         except PlacementError as refusal:
-            on_device = refusal.smallest_device_bytes > (budgets.device or 0)
-            if len(groups) == 1 or (others is _Others.LEAST_RAM and not on_device):
+            device_is_short = refusal.smallest_device_bytes > (budgets.device or 0)
+            if len(groups) == 1 or (others is _Others.LEAST_RAM and not device_is_short):
                 raise
             last = refusal
     raise last

@@ -159,15 +159,16 @@ def test_what_is_predicted(tmp_path: Path, place: str) -> None:
 # Transfers that fail
 
 
+def fail(*_: Any) -> None:
+    raise OSError("the disk is gone")
+
+
 def test_old_state_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """step() says so, and has changed nothing; it can be made again."""
     model, optimizer = undoable(tmp_path, "ram")
     one_step(model, optimizer, 0)
     before = everything(model, optimizer)
     backward(model, optimizer, 1)
-
-    def fail(*_: Any) -> None:
-        raise OSError("the disk is gone")
 
     with monkeypatch.context() as patched:
         patched.setattr(SpareExtents, "save", fail)
@@ -189,9 +190,6 @@ def test_old_state_that_cannot_be_read(
     """Some of it may be back, so the engine makes no further step."""
     model, optimizer = undoable(tmp_path, place)
     one_step(model, optimizer, 0)
-
-    def fail(*_: Any) -> None:
-        raise OSError("the disk is gone")
 
     with monkeypatch.context() as patched:
         patched.setattr(SpareExtents, "restore", fail)
