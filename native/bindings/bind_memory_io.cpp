@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "io/io_engine.h"
 #include "io/stripe_map.h"
 #include "memory/arena.h"
+#include "memory/node_parts.h"
 
 namespace hetero {
 
@@ -77,7 +79,21 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
   }
 }
 
+std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>> bound_node_parts(
+    std::uintptr_t address, std::size_t nbytes, std::size_t nodes) {
+  if (nodes == 0) throw std::invalid_argument("an array lies on at least one node");
+  std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>> found;
+  for (const auto& [begin, end, node] :
+       node_parts(reinterpret_cast<std::byte*>(address), nbytes, nodes)) {
+    found.emplace_back(reinterpret_cast<std::uintptr_t>(begin),
+                       reinterpret_cast<std::uintptr_t>(end), node);
+  }
+  return found;
+}
+
 void bind_memory(py::module_& module) {
+  module.def("node_parts", &bound_node_parts, "address"_a, "nbytes"_a, "nodes"_a);
+
   py::class_<Pins, std::shared_ptr<Pins>>(module, "Pins")
       .def(py::init<std::size_t>(), "slots"_a)
       .def("__len__", &Pins::size)
@@ -97,6 +113,13 @@ void bind_memory(py::module_& module) {
           [](const Arena& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
       .def("export", &export_capsule, "offset"_a, "nbytes"_a, "pins"_a = nullptr, "slot"_a = 0)
       .def_property_readonly("transfers", &Arena::transfers)
+      .def(
+          "spread",
+          [](const Arena& self, std::size_t first, std::size_t slots,
+             const std::vector<std::pair<std::size_t, std::size_t>>& arrays) {
+            self.spread(first, slots, arrays);
+          },
+          "first"_a, "slots"_a, "arrays"_a, ReleaseGil())
       .def("wipe_on_fork", &Arena::wipe_on_fork, "offset"_a, "nbytes"_a, ReleaseGil())
       .def("discard", &Arena::discard, "offset"_a, "nbytes"_a, ReleaseGil());
 }
