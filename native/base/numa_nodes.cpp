@@ -74,14 +74,6 @@ std::vector<int> own_cpus() {
   return cpus;
 }
 
-// Whether the calling thread, and so the process that started it, was given a memory policy. (Where
-// it may not even be asked for, nobody could set one.)
-bool has_memory_policy() {
-  constexpr int kDefault = 0;  // MPOL_DEFAULT, of a header that not every system has
-  int mode = kDefault;
-  return ::syscall(SYS_get_mempolicy, &mode, nullptr, 0, nullptr, 0) == 0 && mode != kDefault;
-}
-
 std::vector<std::vector<int>> own_nodes() {
   if (has_memory_policy()) return {};
   return usable_nodes(own_cpus());
@@ -175,6 +167,13 @@ std::vector<std::vector<int>> usable_nodes(const std::vector<int>& cpus, const s
   }
   if (known != cpus.size()) found.clear();
   return found;
+}
+
+bool has_memory_policy() {
+  constexpr int kDefault = 0;  // MPOL_DEFAULT, of a header that not every system has
+  int mode = kDefault;
+  // Where a process may not even ask, nobody could have set one.
+  return ::syscall(SYS_get_mempolicy, &mode, nullptr, 0, nullptr, 0) == 0 && mode != kDefault;
 }
 
 const NumaNodes& numa_nodes() { return known_nodes().current(); }

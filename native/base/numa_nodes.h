@@ -65,6 +65,9 @@ class OnNode {
 std::vector<std::vector<int>> usable_nodes(const std::vector<int>& cpus,
                                            const std::string& root = "");
 
+// Whether the calling thread, and so the process that started it, was given a memory policy.
+bool has_memory_policy();
+
 // The nodes of this process, found at the first call from the CPUs that the caller may run on. One
 // node if the caller has a memory policy (numactl's, say): whoever has set it has decided where
 // memory lies.

@@ -6,7 +6,6 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -14,7 +13,6 @@
 #include "io/io_engine.h"
 #include "io/stripe_map.h"
 #include "memory/arena.h"
-#include "memory/node_parts.h"
 
 namespace hetero {
 
@@ -79,21 +77,7 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
   }
 }
 
-std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>> bound_node_parts(
-    std::uintptr_t address, std::size_t nbytes, std::size_t nodes) {
-  if (nodes == 0) throw std::invalid_argument("an array lies on at least one node");
-  std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>> found;
-  for (const auto& [begin, end, node] :
-       node_parts(reinterpret_cast<std::byte*>(address), nbytes, nodes)) {
-    found.emplace_back(reinterpret_cast<std::uintptr_t>(begin),
-                       reinterpret_cast<std::uintptr_t>(end), node);
-  }
-  return found;
-}
-
 void bind_memory(py::module_& module) {
-  module.def("node_parts", &bound_node_parts, "address"_a, "nbytes"_a, "nodes"_a);
-
   py::class_<Pins, std::shared_ptr<Pins>>(module, "Pins")
       .def(py::init<std::size_t>(), "slots"_a)
       .def("__len__", &Pins::size)

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/numa_nodes.h"
 #include "base/usable_cpus.h"
 #include "base/worker_pool.h"
 #include "bindings/python.h"
@@ -215,15 +214,6 @@ void bind_choices(py::module_& module) {
       "count"_a, "cpus"_a = py::none(), ReleaseGil());
   module.def("cpu_quota", &cpu_quota, "root"_a = "");
   module.def("usable_cpus", &usable_cpus);
-  module.def("usable_nodes", &usable_nodes, "cpus"_a, "root"_a = "");
-  module.def("numa_nodes", [] { return numa_nodes().count(); });
-  module.def(
-      "set_numa_nodes",
-      [](const std::vector<std::vector<int>>& cpus) {
-        WorkerPool::instance().shutdown();
-        set_numa_nodes(cpus);
-      },
-      "cpus"_a, ReleaseGil());
   module.def("threads", [] { return WorkerPool::instance().threads(); });
   module.def("thread_cpus", [] { return WorkerPool::instance().cpus(); });
   module.def("shutdown_workers", [] { WorkerPool::instance().shutdown(); }, ReleaseGil());
