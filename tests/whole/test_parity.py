@@ -11,7 +11,7 @@ import torch
 import hetero
 from offload import _native
 from offload._native import Arena
-from tests.support.native.numa import TWO_NODES, numa_nodes
+from tests.support.numa import TWO_NODES, numa_nodes
 from tests.support.training.loops import Run, batches, build, tiny_gpt2, train
 
 SETTINGS = [

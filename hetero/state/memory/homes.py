@@ -75,8 +75,8 @@ class Homes:
         self._account = Account[state_kind.name]
         self._backend = backend
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
-        # `_arrays`: of a slot what an update divides among the threads, by offset and bytes. A device
-        # copies by itself from all arenas but those of optimizer state.
+        # `_arrays`: what of a slot an update divides among the threads, by offset and bytes. A
+        # device copies by itself from all arenas but those of optimizer state.
         if state_kind is StateKind.OPTIM_STATE:
             self._make: Callable[..., HostArena] = HostArena
             self._arrays = StepPipeline.buffer_arrays(dtypes.kind, layout.tile_numel, False, False)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from offload import _native
 from tests.native.base.test_worker_pool import BLOCK, FP32, Trained, workers, workers_become
 from tests.support.native.io_tools import run_script
-from tests.support.native.numa import CPUS, SET_MEMPOLICY, TWO_NODES, numa_nodes
 from tests.support.native.update_arrays import Arrays, gradients, masters
 from tests.support.native.update_oracle import Hyper
+from tests.support.numa import CPUS, SET_MEMPOLICY, TWO_NODES, numa_nodes
 
 
 def machine(root: Path, nodes: dict[int, str], memory: str, allowed: str | None) -> str:

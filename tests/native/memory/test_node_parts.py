@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload import _native
 from tests.support.native.io_tools import run_script
-from tests.support.native.numa import (
+from tests.support.numa import (
     CPUS,
     MADVISE,
     SCHED_SETAFFINITY,
@@ -121,7 +121,7 @@ def test_what_the_kernel_refuses_loses_nothing(syscall: int, refusal: int) -> No
     found = run_script(f"""
         import ctypes
         from offload import _native
-        from tests.support.native.numa import TWO_NODES, resident
+        from tests.support.numa import TWO_NODES, resident
         from tests.support.native.seccomp import refuse
         HUGE = {HUGE}
         _native.numa.set_nodes(TWO_NODES)

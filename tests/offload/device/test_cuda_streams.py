@@ -17,7 +17,7 @@ from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from offload.profile.measure_cuda import measure_cuda
 from tests.support.native.fake_cuda import FakeRuntime
-from tests.support.native.numa import TWO_NODES, numa_nodes, resident
+from tests.support.numa import TWO_NODES, numa_nodes, resident
 from tests.support.training.planning import make_profile
 
 SLOT = 4096

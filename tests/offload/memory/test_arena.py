@@ -9,7 +9,7 @@ from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
-from tests.support.native.numa import CPUS, TWO_NODES, numa_nodes, resident
+from tests.support.numa import CPUS, TWO_NODES, numa_nodes, resident
 
 SLOT = 8192
 HUGE = 2 << 20
