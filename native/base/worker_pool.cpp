@@ -235,8 +235,8 @@ Job::Job(std::size_t count, std::function<void(std::size_t)> body,
   }
 }
 
-// Relaxed, as all of it: the queue's mutex publishes the job to workers, and unended_ what they
-// have done to whoever ends it.
+// Relaxed, here and in take(): the queue's mutex publishes the job to workers, and unended_ what
+// they have done to whoever ends it.
 std::size_t Job::Range::left() const {
   return end - std::min(end, next.load(std::memory_order_relaxed));
 }
