@@ -14,12 +14,13 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
 
     By default it has as many threads as this process may use CPUs, divided by the ranks on this
     machine. Fewer leave CPUs to data loading; pinned ones keep caches warm where other threads
-    compete.
+    compete. On several NUMA nodes each worker runs on one node's CPUs, and nodes have workers in
+    proportion to their CPUs.
 
     Args:
         count: threads, the calling one included.
         cpus: worker i runs on cpus[i % len(cpus)] only; the calling thread is not pinned. None:
-            no worker is pinned.
+            no worker is pinned to one CPU.
 
     Raises:
         ValueError: count is not positive, or this process may not run on one of the CPUs; nothing

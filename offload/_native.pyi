@@ -36,9 +36,11 @@ def set_threads(count: int, cpus: Sequence[int] | None = None) -> None:
     """Size of the worker pool that updates and norms use: the calling thread and `count` - 1
     workers, which start at first use and sleep while there is nothing to compute.
     Worker i runs on cpus[i % len(cpus)] alone, and the step pipelines' threads that compute on
-    cpus[(count - 1) % len(cpus)]; other callers stay where they are. None: all run where the kernel
-    lets them. Raises ValueError for CPUs that this process cannot run on, with nothing changed.
-    """
+    cpus[(count - 1) % len(cpus)]; other callers stay where they are. None: workers run on the CPUs
+    of a NUMA node each, where there are several, and the others where the kernel lets them. Raises
+    ValueError for CPUs that this process cannot run on, with nothing changed."""
+
+numa: Any  # for tests: its functions are said in native/bindings/bind_numa.cpp
 
 def cpu_quota(root: str = "") -> float | None:
     """The CPU time, in CPUs, that the control groups (version 1 or 2) of this process allow; None
@@ -101,6 +103,10 @@ class Arena:
         """A child that is forked from now on reads zeros from the pages of the range. For
         page-locked ones, which fork() would copy at once; nothing for over()'s. Raises ValueError
         for what is outside."""
+    def spread(self, first: int, slots: int, arrays: Sequence[tuple[int, int]]) -> None:
+        """Populates unused slots [first, first + slots): of each of the `arrays` (offset in a slot,
+        bytes) the k-th of as many parts as there are NUMA nodes on node k, if the kernel lets it.
+        Nothing on one node, and for over()'s. Raises ValueError for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.
         Raises RuntimeError for over()'s."""
@@ -127,7 +133,6 @@ class IoOp:
 
 class StripeMap:
     """How one logical file lies in several members: a repeating pattern of units.
-
     Member m gets `weights[m]` of the sum(weights) places of the pattern. ValueError unless every
     weight is at least 1, their sum at most 4096, and `unit_bytes` a multiple of 4096 up to 1 GiB.
     """
@@ -147,10 +152,8 @@ class StripeMap:
 
 class IoEngine:
     """Asynchronous file transfers: "io_uring" or "threads".
-
     A request is split into blocks of `block_bytes` and at most `queue_depth` blocks of all
-    requests together are in flight. Short transfers are resubmitted, EAGAIN and EINTR retried.
-    """
+    requests together are in flight. Short transfers are resubmitted, EAGAIN and EINTR retried."""
 
     def __init__(
         self, kind: str, queue_depth: int = 32, block_bytes: int = 1 << 20, threads: int = 4
@@ -170,7 +173,6 @@ class IoEngine:
         """Waits for the file's transfers, then closes the duplicates."""
     def register(self, arena: Arena) -> bool:
         """Registers the arena's memory for fixed-buffer transfers; keeps the arena alive.
-
         A forked child reads zeros there. False, with a note, where the kernel refuses, and False
         for threads, which have nothing to register with."""
     def unregister(self, arena: Arena) -> None:
@@ -242,14 +244,12 @@ class Link:
 
 class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.
-
     Rules and their states: "adam" (Adam and AdamW: exp_avg, exp_avg_sq), "lion" (exp_avg),
     "adagrad" (sum), "sgd" (momentum_buffer). Muon (momentum_buffer) has two passes: "muon_momentum"
     updates the momentum and writes directions, in bf16, to the parameter's place; "muon" moves the
     parameter along its direction, which is in the gradient's place.
     native/update/kernels/update_rules.inl.h has the formulas and their order. States in bf16 are
-    rounded stochastically.
-    """
+    rounded stochastically."""
 
     def __init__(
         self,
@@ -327,7 +327,6 @@ def update(
 ) -> None:
     """One fused update in place. `master` is uint16[numel] remainders for bf16, fp32[numel] for
     fp16, and 0 for fp32; `states` are as many addresses as the rule has states.
-
     `index` is the number of the first element, from which (modulo 2^32) and from the step its
     random bits are made; bf16 states need it, so that the bits do not depend on how arrays are cut.
     """
@@ -335,7 +334,6 @@ def update(
 def update_constants(kind: UpdateKind, hyper: Hyper) -> bytes:
     """UpdateConstants of native/update/kernels/kernels.h: what an update is computed with, rounded
     to fp32 once.
-
     Raises ValueError for weight decay that the rule does not have."""
 
 def cuda_sources() -> dict[str, str]:
@@ -368,7 +366,6 @@ def sum_of_squares(dtype: DtypeName, address: int, numel: int) -> float:
 def mean(dtype: DtypeName, sources: Sequence[int], target: int, numel: int) -> None:
     """target = sum of the sources / their number, for arrays of `numel` elements of `dtype`; the
     target may be one of them.
-
     Summed in fp32 in the sources' order and rounded once, by the same bits for every number of
     threads and instruction set. Raises ValueError without a source."""
 
@@ -401,7 +398,6 @@ class StepTask:
     """One tile's update. `segments` are (first element in the tile, numel, index into hypers,
     number of the first element as in update()). Tasks are made in the order of `priority`; those
     with the same, or of one tile, as submitted.
-
     With the file offset `optim_state_to` it is speculative: what it reads in the file stays. New
     optimizer state goes there, new parameters in the file to `param_to`; of those in RAM the old
     bits are first written to `saved_param`. Else the bits there are first read back. -1: none."""
@@ -421,13 +417,11 @@ class StepTask:
 
 class StepPipeline:
     """read -> update -> write over tiles, so many at once as give the worker pool's threads work.
-
     Every tile has room for `tile_numel` elements; docs/formats.md has its layout, and that of the
     buffers, which are slots of `arena`, one after another, each `buffer_bytes(...)` long. A buffer
     keeps its content for a later task with the same key. A parameter is written at once; an
     optimizer state only when its buffer is needed for another one, or by flush(). A key's optimizer
-    state must not move before forget().
-    """
+    state must not move before forget()."""
 
     def __init__(
         self,
@@ -446,6 +440,12 @@ class StepPipeline:
     def buffer_bytes(
         kind: UpdateKind, tile_numel: int, param_in_file: bool, grad_in_file: bool
     ) -> int: ...
+    @staticmethod
+    def buffer_arrays(
+        kind: UpdateKind, tile_numel: int, param_in_file: bool, grad_in_file: bool
+    ) -> list[tuple[int, int]]:
+        """Offset and bytes of each array in a buffer: those of the optimizer state, then parameters
+        and gradients if there is room for them."""
     def submit(
         self, tasks: Sequence[StepTask], hypers: Sequence[Hyper], kind: UpdateKind | None = None
     ) -> None:
@@ -455,7 +455,6 @@ class StepPipeline:
         self, expected: Sequence[tuple[int, Location, Location, int]], streaming: int = 0
     ) -> None:
         """Reads ahead what tasks to come, in this order, will find in the file and no buffer has.
-
         Each is (key, param, optim_state, priority) as in a StepTask. Replaces what was expected
         before; submit() takes its keys out. With `streaming` 0 it takes buffers whose content no
         task wants. Else the order is the same in every step, and all buffers but so many keep what

@@ -97,6 +97,13 @@ void bind_memory(py::module_& module) {
           [](const Arena& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
       .def("export", &export_capsule, "offset"_a, "nbytes"_a, "pins"_a = nullptr, "slot"_a = 0)
       .def_property_readonly("transfers", &Arena::transfers)
+      .def(
+          "spread",
+          [](const Arena& self, std::size_t first, std::size_t slots,
+             const std::vector<std::pair<std::size_t, std::size_t>>& arrays) {
+            self.spread(first, slots, arrays);
+          },
+          "first"_a, "slots"_a, "arrays"_a, ReleaseGil())
       .def("wipe_on_fork", &Arena::wipe_on_fork, "offset"_a, "nbytes"_a, ReleaseGil())
       .def("discard", &Arena::discard, "offset"_a, "nbytes"_a, ReleaseGil());
 }

@@ -94,6 +94,13 @@ void bind_pipeline(py::module_& module) {
             return TileLayout(kind, tile_numel, param_in_file, grad_in_file).buffer_bytes();
           },
           "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a)
+      .def_static(
+          "buffer_arrays",
+          [](const UpdateKind& kind, std::size_t tile_numel, bool param_in_file,
+             bool grad_in_file) {
+            return TileLayout(kind, tile_numel, param_in_file, grad_in_file).buffer_arrays();
+          },
+          "kind"_a.none(false), "tile_numel"_a, "param_in_file"_a, "grad_in_file"_a)
       .def(
           "submit",
           [](StepPipeline& self, std::vector<StepTask> tasks, const std::vector<Hyper>& hypers,

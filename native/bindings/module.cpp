@@ -12,6 +12,7 @@ namespace hetero {
 
 void bind_memory_io(py::module_& module);
 void bind_update(py::module_& module);
+void bind_numa(py::module_& module);
 void bind_pipeline(py::module_& module);
 void bind_link(py::module_& module);
 void bind_cuda_sources(py::module_& module);
@@ -61,6 +62,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("stop_timeline", &stop_timeline);
   bind_memory_io(module);
   bind_update(module);
+  bind_numa(module);
   bind_pipeline(module);
   bind_link(module);
   bind_cuda_sources(module);

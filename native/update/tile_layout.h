@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "update/update_kind.h"
 
@@ -35,6 +37,20 @@ struct TileLayout {
   std::size_t param_at() const { return optim_state_bytes(); }
   std::size_t grad_at() const { return param_at() + (param_in_file ? param_bytes() : 0); }
   std::size_t buffer_bytes() const { return grad_at() + (grad_in_file ? grad_bytes() : 0); }
+
+  // The arrays in a buffer, offset and bytes of each: the master's part that is not the parameter,
+  // the states, and parameters and gradients if they are in the file.
+  std::vector<std::pair<std::size_t, std::size_t>> buffer_arrays() const {
+    std::vector<std::pair<std::size_t, std::size_t>> arrays;
+    const auto add = [&](std::size_t begin, std::size_t end) {
+      if (begin < end) arrays.emplace_back(begin, end - begin);
+    };
+    add(0, state_at(0));
+    for (std::size_t i = 0; i < kind.states(); ++i) add(state_at(i), state_at(i + 1));
+    add(param_at(), grad_at());
+    add(grad_at(), buffer_bytes());
+    return arrays;
+  }
 
   // Throws std::invalid_argument unless an update of the kind `other` finds its arrays where this
   // layout has them.

@@ -6,6 +6,7 @@ arena of DEVICE memory, and gradients are copied to RAM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,10 +57,15 @@ class Backend:
         return HostArena(slots, slot_bytes, ledger, account, tier)
 
     def host_arena(
-        self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
+        self,
+        slots: int,
+        slot_bytes: int,
+        ledger: Ledger,
+        account: Account,
+        arrays: Sequence[tuple[int, int]] = (),
     ) -> HostArena:
         """An arena in RAM that copies to the device and from it are fast with."""
-        return HostArena(slots, slot_bytes, ledger, account)
+        return HostArena(slots, slot_bytes, ledger, account, arrays=arrays)
 
     def record_event(self) -> Any:
         """An event that comes when the device has done all that the caller has given to it so far.

@@ -11,7 +11,7 @@ import errno
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -82,9 +82,14 @@ class CudaBackend(Backend):
         return made
 
     def host_arena(
-        self, slots: int, slot_bytes: int, ledger: Ledger, account: Account
+        self,
+        slots: int,
+        slot_bytes: int,
+        ledger: Ledger,
+        account: Account,
+        arrays: Sequence[tuple[int, int]] = (),
     ) -> HostArena:
-        return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account)
+        return PageLockedArena(self.runtime, self.notes, slots, slot_bytes, ledger, account, arrays)
 
     def record_event(self) -> Event:
         check_not_capturing(self.runtime)

@@ -8,8 +8,8 @@ slot, the copy. The device waits for both, not the host.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -145,20 +145,20 @@ class PageLockedArena(HostArena):
         slot_bytes: int,
         ledger: Ledger,
         account: Account,
+        arrays: Sequence[tuple[int, int]] = (),
     ) -> None:
         """RAM that cannot be page-locked is used nevertheless; `notes` says so."""
         self._runtime = runtime
         self._notes = notes
         self._page_locked: dict[int, int] = {}  # first slot of a range -> its slots
-        super().__init__(slots, slot_bytes, ledger, account)
+        super().__init__(slots, slot_bytes, ledger, account, arrays=arrays)
 
     def commit(self, slot: int, run: int = 1) -> None:
         """As HostArena. What is committed in one call is one range, which a copy may span."""
-        ranges = groupby(range(slot, slot + run), self._committed.__getitem__)
-        fresh = [list(slots) for is_committed, slots in ranges if not is_committed]
+        fresh = self._uncommitted(slot, run)
         super().commit(slot, run)
-        for slots in fresh:
-            self._page_lock(slots[0], len(slots))
+        for first, slots in fresh:
+            self._page_lock(first, slots)
 
     def _page_lock(self, slot: int, run: int) -> None:
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 
 from offload._native import Arena, Pins
@@ -12,9 +15,10 @@ from offload.memory.tiers import Account, Tier
 class HostArena:
     """`slots` slots of `slot_bytes` in one mapping. A slot is charged to the ledger when committed.
 
-    Pages are populated on first touch, so what is not committed costs no memory. It is memory of
-    the host; as that of an emulated device it is charged to another `tier`. There may be no slots,
-    until resize().
+    Pages are populated on first touch, so what is not committed costs no memory; on several NUMA
+    nodes those of `arrays` (offset in a slot, bytes), which updates divide among their threads, are
+    populated when they are committed, each part on its node. It is memory of the host; as that of
+    an emulated device it is charged to another `tier`. There may be no slots, until resize().
     """
 
     def __init__(
@@ -24,8 +28,10 @@ class HostArena:
         ledger: Ledger,
         account: Account,
         tier: Tier = Tier.HOST,
+        arrays: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.tier = tier
+        self._arrays = arrays
         self._ledger = ledger
         self._account = account
         self._shape(slots, slot_bytes)
@@ -48,10 +54,19 @@ class HostArena:
     def commit(self, slot: int, run: int = 1) -> None:
         """Charges slots [slot, slot + run) that are not charged yet. Raises BudgetError."""
         assert slot + run <= self.slots
-        fresh = run - sum(self._committed[slot : slot + run])
+        fresh = self._uncommitted(slot, run)
         if fresh:
-            self._ledger.charge(self.tier, self._account, fresh * self.slot_bytes)
+            nbytes = sum(slots for _, slots in fresh) * self.slot_bytes
+            self._ledger.charge(self.tier, self._account, nbytes)
             self._committed[slot : slot + run] = [True] * run
+            for first, slots in fresh:
+                self.memory.spread(first, slots, self._arrays)
+
+    def _uncommitted(self, slot: int, run: int) -> list[tuple[int, int]]:
+        """The runs of slots, first and number, in [slot, slot + run) that are not charged."""
+        runs = groupby(range(slot, slot + run), self._committed.__getitem__)
+        found = [list(slots) for is_committed, slots in runs if not is_committed]
+        return [(slots[0], len(slots)) for slots in found]
 
     def decommit(self, slot: int, run: int) -> None:
         """Gives back charge and pages of slots [slot, slot + run); their content is lost."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.placement import SlotBytes
-from offload._native import Location
+from offload._native import Location, StepPipeline
 from offload.device.backend import Backend
 from offload.disk.backing import Extent
 from offload.memory.arena import HostArena
@@ -75,15 +75,20 @@ class Homes:
         self._account = Account[state_kind.name]
         self._backend = backend
         self._compute_tier = Tier.DEVICE if backend.separate else Tier.HOST
-        # A device copies from all of them by itself but from optimizer state.
-        self._make = HostArena if state_kind is StateKind.OPTIM_STATE else backend.host_arena
+        # `_arrays`: what of a slot an update divides among the threads, by offset and bytes. A
+        # device copies by itself from all arenas but those of optimizer state.
+        if state_kind is StateKind.OPTIM_STATE:
+            self._make: Callable[..., HostArena] = HostArena
+            self._arrays = StepPipeline.buffer_arrays(dtypes.kind, layout.tile_numel, False, False)
+        else:
+            self._make = backend.host_arena
+            tiles = range(0, self._slot_bytes, self._tile_bytes)
+            self._arrays = [(offset, self._tile_bytes) for offset in tiles]
         self._home: dict[int, _Home] = {}
         self._second: dict[int, _Home] = {}
         self._flat: dict[int, torch.Tensor] = {}
         in_ram = [c for c in layout.chunks if tiers[c.id] is Tier.HOST]
-        self._common = self._make(
-            sum(c.slots for c in in_ram), self._slot_bytes, ledger, self._account
-        )
+        self._common = self._arena(sum(c.slots for c in in_ram), Tier.HOST)
         self._place: dict[int, _Home] = {}  # slots of `_common`, of the chunks that began there
         first = 0
         for chunk in in_ram:
@@ -98,11 +103,14 @@ class Homes:
             self.close()
             raise
 
+    def _arena(self, slots: int, tier: Tier) -> HostArena:
+        if tier is Tier.DEVICE:
+            return self._backend.arena(slots, self._slot_bytes, self._ledger, self._account)
+        return self._make(slots, self._slot_bytes, self._ledger, self._account, arrays=self._arrays)
+
     def _own(self, chunk: Chunk, tier: Tier) -> _Home:
         """A home in an arena of its own."""
-        make = self._make if tier is Tier.HOST else self._backend.arena
-        arena = make(chunk.slots, self._slot_bytes, self._ledger, self._account)
-        return _Home(tier, arena, 0, chunk.slots)
+        return _Home(tier, self._arena(chunk.slots, tier), 0, chunk.slots)
 
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk.id in self._home

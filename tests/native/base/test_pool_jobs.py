@@ -4,12 +4,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.native.test_sanitizers import SANITIZERS, missing
 from tests.support.native.native_build import build_program, succeed
 
+BUILDS = ["plain", "address", pytest.param("thread", marks=pytest.mark.extra)]
 
-@pytest.fixture(scope="module")
-def program() -> Path:
-    return build_program("pool", "pool") / "tests" / "native" / "pool" / "pool"
+
+@pytest.fixture(scope="module", params=BUILDS)
+def program(request: pytest.FixtureRequest) -> Path:
+    """The test program; plain, and with sanitizers, which see all of it."""
+    name, flags = "pool", ""
+    if request.param != "plain":
+        if reason := missing(SANITIZERS[request.param]):
+            pytest.skip(reason)
+        name, flags = f"pool-{request.param}", SANITIZERS[request.param].flags
+    folder = build_program(name, "pool", HETERO_SANITIZE=flags)
+    return folder / "tests" / "native" / "pool" / "pool"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +33,11 @@ def program() -> Path:
         "workers_stop_while_jobs_are_queued",
         "many_threads_post_and_run",
         "no_more_workers_are_woken_than_there_are_calls_for",
+        "each_node_takes_its_own_range",
+        "a_blocked_nodes_range_is_taken_by_the_others",
+        "a_worker_takes_its_own_range_of_every_job_before_others",
+        "a_caller_on_no_node_takes_all",
+        "every_index_is_called_once_whatever_the_nodes",
     ],
 )
 def test_a_case_of_jobs(program: Path, case: str) -> None:

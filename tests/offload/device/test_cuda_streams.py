@@ -17,6 +17,7 @@ from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
 from offload.profile.measure_cuda import measure_cuda
 from tests.support.native.fake_cuda import FakeRuntime
+from tests.support.numa import TWO_NODES, numa_nodes, resident
 from tests.support.training.planning import make_profile
 
 SLOT = 4096
@@ -221,6 +222,25 @@ class TestPinned:
         assert self.ranges(runtime, arena) == [(0, 2), (2, 3), (5, 3)]
         arena.close()
         assert runtime.page_locked == {}
+
+    def test_what_is_page_locked_is_on_its_node_already(
+        self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = []
+        register = runtime.register
+
+        def look(address: int, nbytes: int) -> str | None:
+            found.append(all(resident(address, nbytes)))
+            return register(address, nbytes)
+
+        monkeypatch.setattr(runtime, "register", look)
+        with numa_nodes(TWO_NODES):
+            arena = PageLockedArena(
+                runtime, [], 4, SLOT, Ledger({}), Account.PARAM, arrays=[(0, SLOT)]
+            )
+            arena.commit(1, 2)
+        assert found == [True]
+        arena.close()
 
     def test_a_forked_child_has_none_of_it(self, runtime: FakeRuntime) -> None:
         arena = self.arena(runtime, 3)
