@@ -12,6 +12,7 @@
 
 #include "base/faults.h"
 #include "base/quiet_thread.h"
+#include "base/stream_copy.h"
 #include "base/thread_annotations.h"
 #include "base/timeline.h"
 
@@ -162,7 +163,7 @@ class Link::Way {
       const std::size_t part = std::min(part_bytes_, op.nbytes_ - op.moved_);
       {
         const MutexUnlock unlocked(mutex_);
-        std::memcpy(op.to_ + op.moved_, op.from_ + op.moved_, part);
+        stream_copy(op.to_ + op.moved_, op.from_ + op.moved_, part);
       }
       op.moved_ += part;
       stats_.bytes += part;
