@@ -1,6 +1,7 @@
 #include "pipeline/work_queue.h"
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <numeric>
 #include <utility>
@@ -41,10 +42,14 @@ bool WorkQueue::take_back(std::int64_t first, std::size_t count) {
     return first <= work.task.key && work.task.key < last;
   };
   if (front_is_held_ && is_meant(works_.front())) return false;
-  for (std::int64_t key = first; key < last; ++key) {
-    const auto is_its = [key](const Work& work) { return work.task.key == key; };
-    if (std::ranges::count_if(works_, is_its) != 1) return false;
+  std::vector<bool> found(count);
+  for (const Work& work : works_) {
+    if (!is_meant(work)) continue;
+    const auto i = static_cast<std::size_t>(work.task.key - first);
+    if (found[i]) return false;  // two tasks of one key
+    found[i] = true;
   }
+  if (!std::ranges::all_of(found, std::identity{})) return false;
   std::erase_if(works_, is_meant);
   for (std::int64_t key = first; key < last; ++key) places_.erase(key);
   HETERO_CHECK(is_consistent());
