@@ -11,8 +11,8 @@ BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 	$(shell find native -type f)
 
 # Files of tests at a time, in order: the long ones are in the middle. Tests of one file may share
-# builds. Two more than two cores: many tests wait, for a disk, for other ranks, for an end.
-TEST_JOBS ?= 4
+# builds. One more than two cores: many tests wait, for a disk, for other ranks, for an end.
+TEST_JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q
 
 PYTHON_SOURCES := hetero offload bench tests setup.py
