@@ -23,11 +23,6 @@ namespace hetero {
 
 namespace {
 
-std::size_t page_bytes() {
-  static const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  return bytes;
-}
-
 std::size_t round_up(std::size_t value, std::size_t unit) {
   if (value > std::numeric_limits<std::size_t>::max() - (unit - 1)) return 0;
   return (value + unit - 1) / unit * unit;
@@ -52,6 +47,11 @@ void* map_anonymous(std::size_t nbytes) {
 }
 
 }  // namespace
+
+std::size_t page_bytes() {
+  static const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return bytes;
+}
 
 Pins::Pins(std::size_t slots) : slots_(slots), counts_(new std::atomic<std::int64_t>[slots]()) {}
 

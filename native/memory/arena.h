@@ -22,6 +22,9 @@ namespace hetero {
 // The size of the pages that arenas ask for and that registered buffers are cut at.
 inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
+// The size of the system's other pages.
+std::size_t page_bytes();
+
 // Atomic counters: how many live exports hold each slot.
 class Pins {
  public:

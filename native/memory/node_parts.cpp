@@ -1,7 +1,6 @@
 #include "memory/node_parts.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -24,7 +23,7 @@ constexpr int kPopulateWrite = 23;  // of Linux 5.14; the C library's headers ma
 constexpr std::size_t kPieceBytes = 16 * kHugePageBytes;
 
 void populate_pages(std::byte* begin, std::byte* end) {
-  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t page = page_bytes();
   begin += (page - reinterpret_cast<std::uintptr_t>(begin) % page) % page;
   end -= reinterpret_cast<std::uintptr_t>(end) % page;
   if (begin >= end) return;
