@@ -17,9 +17,11 @@ from hetero.runtime.modules.call_stack import EnteredCalls, FramePlace, module_f
 from hetero.runtime.modules.model_hook import ModelHook
 from hetero.runtime.modules.module_hooks import ModelHooks
 from hetero.runtime.modules.param_uses import ParamAlias
-from hetero.state.managed_param import ManagedParam
+from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import HeteroError
 from offload.interrupts import uninterrupted
+
+_WITHOUT_VALUES = (ParamState.OFFLOADED, ParamState.UPDATING)
 
 
 class StateDictHooks(ModelHooks):
@@ -120,7 +122,8 @@ class StateDictHooks(ModelHooks):
         if tied and any(entry is last for entry in state_dict.values()):
             assert last is not None
             return last
-        if isinstance(found, ParamAlias):
+        # (By the state, too: where torch functions are disabled `found` is the stand-in's memory.)
+        if isinstance(found, ParamAlias) or managed.state in _WITHOUT_VALUES:
             # (In no variable, which would pin the gathered copy for the next one's time.)
             entry = managed.part_of(self._engine.params.flat(managed.chunk)).to("cpu", copy=True)
         else:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 
 import hetero
-from tests.support.training.small_net import SETTINGS, Settings, loss_of
+from tests.support.training.small_net import SETTINGS, Settings, loss_of, managed
+from tests.support.training.small_net import plain as plain_net
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
@@ -70,6 +71,15 @@ def test_entries_have_storages_of_their_own(settings: Settings, tmp_path: Path) 
     assert not resident or found["norm.weight"].data_ptr() == home, "no copy"
     again = model.state_dict()
     assert resident or again["head.weight"] is not found["head.weight"]
+    optimizer.engine.close()
+
+
+def test_values_where_torch_functions_are_disabled(settings: Settings, tmp_path: Path) -> None:
+    """There a parameter gives torch the memory of its stand-in, which has a single element."""
+    model, optimizer = managed(settings, tmp_path)  # (a parameter has a single one, too)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = model.state_dict()
+    assert all(torch.equal(found[n], value) for n, value in plain_net()[0].state_dict().items())
     optimizer.engine.close()
 
 

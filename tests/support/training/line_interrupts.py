@@ -9,18 +9,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from torch.autograd import grad_mode
+from torch.autograd import grad_mode, profiler
 
 from offload import interrupts
+
+_WITHOUT_PLACES = (weakref.__file__, grad_mode.__file__, profiler.__file__)
 
 
 class LineInterrupt:
     """Sends SIGINT to this process at place number `at` (from 1) of those that a call executes.
 
     A place is a line of Python code: hetero's, torch's, contextlib's. All lines of an uninterrupted
-    function are one place, because the signal is delivered at its end, wherever it came. Two
-    files have none: what callbacks of weak references raise Python ignores, and torch's own grad
-    mode stays off if no_grad() is interrupted at its end.
+    function are one place, because the signal is delivered at its end, wherever it came. Three
+    files have none: what callbacks of weak references raise Python ignores, torch's own grad mode
+    stays off if no_grad() is interrupted at its end, and torch functions stay off if a profiler's
+    range is, which a signal, unlike this, cannot do.
     """
 
     def __init__(self, at: int = 0) -> None:
@@ -39,7 +42,7 @@ class LineInterrupt:
             sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename in (weakref.__file__, grad_mode.__file__):
+        if frame.f_code.co_filename in _WITHOUT_PLACES:
             return None
         if event == "line":
             held_back = interrupts._block._depth > 0
