@@ -31,6 +31,7 @@ from hetero.setup.init_context import ZeroInitContext
 from hetero.setup.initialize import initialize
 from offload.errors import (
     BudgetError,
+    CheckpointError,
     ClosedError,
     HeteroError,
     NonFiniteError,
@@ -46,6 +47,7 @@ __all__ = [
     "BucketTensorShardStrategy",
     "BudgetError",
     "CPUAdam",
+    "CheckpointError",
     "ClosedError",
     "Config",
     "Engine",

@@ -33,3 +33,7 @@ class NonFiniteError(HeteroError, ArithmeticError):
 
 class PeerError(HeteroError, ConnectionError):
     """Another rank failed, is gone, or does not do what all ranks must do together."""
+
+
+class CheckpointError(HeteroError):
+    """A checkpoint, or a file of one, cannot be read or written as it is."""

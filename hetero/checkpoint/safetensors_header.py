@@ -1,0 +1,324 @@
+"""The header of a safetensors file: the place, dtype and shape of each tensor in the file.
+
+A file is 8 bytes with the length of the header as a little-endian integer, the header in JSON, and
+the data of all tensors. Reading trusts nothing: a file that disagrees with itself raises
+CheckpointError before anything is taken from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import CheckpointError
+
+_PREFIX_BYTES = 8
+_METADATA = "__metadata__"
+_FIELDS = ("dtype", "shape", "data_offsets")
+# The largest header that the reference implementation reads.
+MAX_HEADER_BYTES = 100_000_000
+_MAX_INT = 2**63 - 1  # what torch counts elements and bytes with
+
+# The format's names of dtypes. Older releases of torch lack some of them.
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name)
+    for name, torch_name in _TORCH_NAMES.items()
+    if hasattr(torch, torch_name)
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file, whose elements are bytes [begin, end) of the file's data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+        entries: the tensors by name, in the order of their data, which has no holes.
+        metadata: free text by free keys.
+        data_offset: the byte of the file at which data begins.
+    """
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    data_offset: int
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the whole file."""
+        return self.data_offset + max((e.end for e in self.entries.values()), default=0)
+
+
+def encode(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    alignment: int = 8,
+) -> tuple[bytes, Header]:
+    """The beginning of a file in which the data of `tensors` follow one another in this order.
+
+    Args:
+        tensors: name, dtype and shape of each.
+        metadata: free text by free keys.
+        alignment: data begins at a multiple of this; bytes.
+
+    Returns:
+        The bytes before the data, and what they say.
+
+    Raises:
+        ValueError: a name is there twice or is no text, the format has no such dtype, a shape is
+            none, or the header is larger than 100 MB, which other implementations do not read.
+    """
+    entries: dict[str, Entry] = {}
+    begin = 0
+    for name, dtype, shape in tensors:
+        if name in entries or name == _METADATA:
+            raise ValueError(f"the name {name!r} is taken already; give each tensor its own")
+        if dtype not in _NAMES:
+            raise ValueError(f"tensor {name!r}: safetensors files have no {dtype}; convert it")
+        nbytes = _data_bytes(f"tensor {name!r}", dtype, shape)
+        entries[name] = Entry(name, dtype, tuple(shape), begin, begin + nbytes)
+        begin += nbytes
+    fields: dict[str, Any] = {} if metadata is None else {_METADATA: _checked_text(dict(metadata))}
+    for e in entries.values():
+        values = (_NAMES[e.dtype], list(e.shape), [e.begin, e.end])
+        fields[e.name] = dict(zip(_FIELDS, values, strict=True))
+    try:
+        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a name or a text of metadata is not Unicode: {error}") from None
+    data_offset = -(-(_PREFIX_BYTES + len(text)) // alignment) * alignment
+    text = text.ljust(data_offset - _PREFIX_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the header of {len(entries)} tensors has {len(text)} bytes, and readers take "
+            f"{MAX_HEADER_BYTES}; write several files"
+        )
+    prefix = len(text).to_bytes(_PREFIX_BYTES, "little")
+    return prefix + text, Header(entries, dict(metadata or {}), data_offset)
+
+
+def read(path: str | os.PathLike[str]) -> Header:
+    """The header of the file `path`, which fits the file's size.
+
+    Reads the header alone, after its length was compared with the file's.
+
+    Raises:
+        CheckpointError: the file is no safetensors file, or is damaged or cut off.
+        OSError: it cannot be opened or read.
+    """
+    # (Not blocking: opening a pipe would wait for a writer.)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{os.fspath(path)} is not a regular file")
+        return _parsed(descriptor, status.st_size)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{os.fspath(path)}: {error}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _parsed(descriptor: int, file_bytes: int) -> Header:
+    """Raises ValueError, or RecursionError, if the file is not as it should be."""
+    if file_bytes < _PREFIX_BYTES:
+        raise ValueError(f"has {file_bytes} bytes; a safetensors file has {_PREFIX_BYTES} at least")
+    header_bytes = int.from_bytes(_read(descriptor, 0, _PREFIX_BYTES), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"says that its header has {header_bytes} bytes, and {MAX_HEADER_BYTES} is the most "
+            f"that a safetensors file may have"
+        )
+    data_offset = _PREFIX_BYTES + header_bytes
+    if data_offset > file_bytes:
+        raise ValueError(
+            f"says that its header ends at byte {data_offset}, and the file has {file_bytes} bytes"
+        )
+    fields = _decoded(_read(descriptor, _PREFIX_BYTES, header_bytes))
+    metadata = _checked_text(fields.pop(_METADATA, {}))
+    entries = [_entry(name, value) for name, value in fields.items()]
+    entries.sort(key=lambda e: (e.begin, e.end))
+    _check_places(entries, file_bytes - data_offset)
+    return Header({e.name: e for e in entries}, metadata, data_offset)
+
+
+def _read(descriptor: int, offset: int, nbytes: int) -> bytes:
+    parts = []
+    end = offset + nbytes
+    while offset < end:
+        part = os.pread(descriptor, end - offset, offset)
+        if not part:
+            raise ValueError(f"ended at byte {offset} while its header was read up to {end}")
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _decoded(text: bytes) -> dict[str, Any]:
+    """The header's object; numbers that are no sizes are in it as _NoSize."""
+    try:
+        decoded = json.loads(
+            text.decode(),
+            object_pairs_hook=_without_duplicates,
+            parse_int=_int,
+            parse_float=_NoSize,
+            parse_constant=_NoSize,
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"its header is not UTF-8: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("its header has objects or arrays nested too deeply") from None
+    if not isinstance(decoded, dict):
+        raise ValueError(f"its header is not a JSON object but {_short(decoded)}")
+    return decoded
+
+
+@dataclass(frozen=True)
+class _NoSize:
+    """A number of the header that is no size, as it stands there."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _int(digits: str) -> int | _NoSize:
+    # Python refuses to convert more than 4300 digits, and makes a 0 of JSON's -0.
+    return int(digits) if digits.isdigit() and len(digits) < 20 else _NoSize(digits)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"its header has the key {_short(key)} twice")
+        found[key] = value
+    return found
+
+
+def _checked_text(metadata: Any) -> dict[str, str]:
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{_METADATA} is not an object but {_short(metadata)}")
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError(f"{_METADATA} has {_short(key)}: {_short(value)}, which is no text")
+        _check_unicode(_METADATA, key)
+        _check_unicode(_METADATA, value)
+    return metadata
+
+
+def _entry(name: str, value: Any) -> Entry:
+    """The entry `name` of a header; its place is not compared with others yet."""
+    what = f"tensor {_short(name)}"
+    _check_unicode(what, name)
+    if not isinstance(value, dict) or sorted(value) != sorted(_FIELDS):
+        raise ValueError(f"{what} is not an object of {', '.join(_FIELDS)} but {_short(value)}")
+    dtype_name, shape, places = (value[field] for field in _FIELDS)
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+        raise ValueError(
+            f"{what} has the dtype {_short(dtype_name)}; these are known: {', '.join(DTYPES)}"
+        )
+    if not isinstance(shape, list):
+        raise ValueError(f"{what} has the shape {_short(shape)}, which is no list of sizes")
+    dtype = DTYPES[dtype_name]
+    nbytes = _data_bytes(what, dtype, tuple(shape))
+    if not isinstance(places, list) or len(places) != 2 or not all(map(_is_size, places)):
+        raise ValueError(f"{what} has the data_offsets {_short(places)}, which are not two sizes")
+    begin, end = places
+    if end - begin != nbytes:
+        raise ValueError(
+            f"{what} of shape {_short(shape)} and dtype {dtype_name} has {nbytes} bytes, and its "
+            f"data_offsets {begin} to {end} have {end - begin}"
+        )
+    return Entry(name, dtype, tuple(shape), begin, end)
+
+
+def _data_bytes(what: str, dtype: torch.dtype, shape: tuple[Any, ...]) -> int:
+    """The bytes of a tensor. Raises ValueError if a tensor cannot have the shape."""
+    if not all(map(_is_size, shape)):
+        raise ValueError(f"{what} has the shape {_short(list(shape))}, which is no list of sizes")
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= max(size, 1)  # torch multiplies the other sizes of an empty tensor, too
+        if nbytes > _MAX_INT:  # at once: the product of a million sizes would take forever
+            raise ValueError(
+                f"{what} has the shape {_short(list(shape))}, which is more than 2^63 bytes"
+            )
+    return 0 if 0 in shape else nbytes
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_INT
+
+
+def _check_places(entries: Sequence[Entry], data_bytes: int) -> None:
+    """Raises ValueError unless `entries`, sorted by place, cover the data without holes."""
+    end, last = 0, "the data's beginning"
+    for e in entries:
+        what = f"tensor {_short(e.name)}"
+        if e.begin != end:
+            kind = "overlaps with" if e.begin < end else "leaves a hole after"
+            raise ValueError(
+                f"{what} begins at byte {e.begin} of the data and {kind} {last}, which ends at "
+                f"byte {end}"
+            )
+        end, last = e.end, what
+    if end != data_bytes:
+        fact = "is cut off" if end > data_bytes else "has bytes that belong to no tensor"
+        raise ValueError(
+            f"{fact}: its tensors have {end} bytes of data, and {data_bytes} follow the header"
+        )
+
+
+def _check_unicode(what: str, text: str) -> None:
+    """JSON's escapes can write halves of characters, which no UTF-8 has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} has text that is not Unicode: {error}") from None
+
+
+def _short(value: Any) -> str:
+    """For a message: hostile names and values may be as long as the header."""
+    text = str(value) if isinstance(value, _NoSize) else json.dumps(value, default=str)
+    return text if len(text) <= 120 else f"{text[:120]}..."
