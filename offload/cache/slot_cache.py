@@ -128,11 +128,13 @@ class SlotCache:
     def create(self, chunk: int) -> None:
         """Allocates slots for the chunk; the caller fills them and calls dirty()."""
         entry = self._entries.get(chunk)
-        if entry is not None and entry.state is not SlotState.READING:
-            self._finish_transfer(chunk)
-        else:
-            self.drop(chunk)  # and cancels a read that is under way
+        if entry is None:
             self._hold(chunk, self._room_for(chunk), SlotState.DIRTY)
+        elif entry.state is SlotState.READING:
+            self._cancel_read(entry)
+            entry.state, entry.op = SlotState.DIRTY, None  # (locked as before)
+        else:
+            self._finish_transfer(chunk)
 
     def dirty(self, chunk: int) -> None:
         """Notes that the caller changes the bytes: they are written before the slots are reused."""
@@ -247,10 +249,14 @@ class SlotCache:
         if entry.state is not SlotState.READING:
             self._finish_transfer(chunk)
         else:
-            assert entry.op is not None
-            entry.op.cancel()  # nobody wants the bytes
-            wait_quietly(entry.op)
+            self._cancel_read(entry)
         self._release(chunk)
+
+    def _cancel_read(self, entry: _Entry) -> None:
+        """Nobody wants the bytes that are being read."""
+        assert entry.op is not None
+        entry.op.cancel()
+        wait_quietly(entry.op)
 
     def _room_for(self, chunk: int) -> int:
         """First slot of an emptied run for `chunk`. Raises BudgetError if pins leave none."""

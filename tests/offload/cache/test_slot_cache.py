@@ -152,6 +152,17 @@ class TestRoom:
         r.cache.drop(0)
         r.got(1)
 
+    def test_a_locked_chunk_that_is_made_anew_while_it_is_read_stays_locked(self, rig):
+        r = rig(2, [1, 2])
+        assert r.cache.start(0) is not None
+        r.cache.lock(0)
+        r.cache.create(0)
+        r.cache.dirty(0)
+        r.tensor(0).fill_(5)
+        with pytest.raises(BudgetError):
+            r.got(1)
+        assert (r.tensor(0) == 5).all()
+
     def test_a_small_lease_inside_a_former_run_blocks_only_itself(self, rig):
         r = rig(4, [4, 1, 2])
         r.got(0)
