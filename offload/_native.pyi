@@ -1,7 +1,6 @@
 """The native core as Python sees it. Every call that may block releases the GIL.
 
 Addresses are plain integers (host pointers); sizes are bytes unless the name says `numel`.
-Dtypes are the strings "fp32", "bf16" and "fp16".
 """
 
 from collections.abc import Sequence
@@ -100,9 +99,8 @@ class Arena:
     def transfers(self) -> Pins:
         """How many transfers of an IoEngine or a Link use each slot now, whoever has the handle."""
     def wipe_on_fork(self, offset: int, nbytes: int) -> None:
-        """A child that is forked from now on reads zeros from the pages of the range. For
-        page-locked ones, which fork() would copy at once; nothing for over()'s. Raises ValueError
-        for what is outside."""
+        """A child that is forked from now on reads zeros from the range's pages. For page-locked
+        ones, which fork() would copy at once; not for over()'s. ValueError for what is outside."""
     def spread(self, first: int, slots: int, arrays: Sequence[tuple[int, int]]) -> None:
         """Populates unused slots [first, first + slots): of each of the `arrays` (offset in a slot,
         bytes) the k-th of as many parts as there are NUMA nodes on node k, if the kernel lets it.
@@ -134,8 +132,7 @@ class IoOp:
 class StripeMap:
     """How one logical file lies in several members: a repeating pattern of units.
     Member m gets `weights[m]` of the sum(weights) places of the pattern. ValueError unless every
-    weight is at least 1, their sum at most 4096, and `unit_bytes` a multiple of 4096 up to 1 GiB.
-    """
+    weight is 1 or more, their sum at most 4096, `unit_bytes` a multiple of 4096 up to 1 GiB."""
 
     def __init__(self, weights: Sequence[int], unit_bytes: int) -> None: ...
     @property
@@ -291,8 +288,7 @@ class Hyper:
     weight_decay, eps, lr_decay and step; of lion lr, weight_decay, beta1 and beta2; of sgd lr,
     weight_decay, momentum, dampening (not in step 1), nesterov and step; of muon lr, lr_scale (a
     factor on lr, but for weight decay), weight_decay, momentum and nesterov. lion's and muon's
-    weight decay is decoupled and adagrad's and sgd's is not: asking for anything else is refused
-    where the hyper-parameters are used."""
+    weight decay is decoupled and adagrad's and sgd's is not: anything else is refused at use."""
 
     def __init__(
         self,
@@ -328,13 +324,11 @@ def update(
     """One fused update in place. `master` is uint16[numel] remainders for bf16, fp32[numel] for
     fp16, and 0 for fp32; `states` are as many addresses as the rule has states.
     `index` is the number of the first element, from which (modulo 2^32) and from the step its
-    random bits are made; bf16 states need it, so that the bits do not depend on how arrays are cut.
-    """
+    random bits are made; bf16 states need it, so that bits do not depend on how arrays are cut."""
 
 def update_constants(kind: UpdateKind, hyper: Hyper) -> bytes:
     """UpdateConstants of native/update/kernels/kernels.h: what an update is computed with, rounded
-    to fp32 once.
-    Raises ValueError for weight decay that the rule does not have."""
+    to fp32 once. Raises ValueError for weight decay that the rule does not have."""
 
 def cuda_sources() -> dict[str, str]:
     """native/update/cuda/update.cu and all that it includes, by the names it includes them by."""
@@ -365,9 +359,8 @@ def sum_of_squares(dtype: DtypeName, address: int, numel: int) -> float:
 
 def mean(dtype: DtypeName, sources: Sequence[int], target: int, numel: int) -> None:
     """target = sum of the sources / their number, for arrays of `numel` elements of `dtype`; the
-    target may be one of them.
-    Summed in fp32 in the sources' order and rounded once, by the same bits for every number of
-    threads and instruction set. Raises ValueError without a source."""
+    target may be one of them. Summed in fp32 in the sources' order and rounded once, by the same
+    bits for every number of threads and instruction set. Raises ValueError without a source."""
 
 def copy_and_sum(
     source_dtype: DtypeName, source: int, dtype: DtypeName, target: int, numel: int
@@ -388,6 +381,14 @@ def mean_and_sums(
 def stream(param: int, grad: int, exp_avg: int, exp_avg_sq: int, numel: int) -> None:
     """The memory yardstick: adds fp32[numel] `grad` to the other three arrays, in the blocks and on
     the threads of an update. Moves 28 bytes per element with next to no arithmetic."""
+
+def crc32c(address: int, nbytes: int, crc: int = 0, implementation: str = "") -> int:
+    """CRC-32C (RFC 3720) of memory; `crc` is that of the bytes before it. `implementation`: one of
+    crc32c_implementations(), by default the first. Raises ValueError for others."""
+
+def crc32c_implementations() -> list[str]: ...
+def crc32c_joined(first: int, second: int, second_nbytes: int) -> int:
+    """The CRC-32C of bytes with CRC-32C `first` and `second_nbytes` more bytes with `second`."""
 
 class Location:
     """Where one part of a tile lives: in RAM (`address` != 0) or in the pipeline's file."""

@@ -15,6 +15,7 @@ void bind_update(py::module_& module);
 void bind_numa(py::module_& module);
 void bind_pipeline(py::module_& module);
 void bind_link(py::module_& module);
+void bind_checksum(py::module_& module);
 void bind_cuda_sources(py::module_& module);
 
 namespace {
@@ -56,7 +57,7 @@ py::tuple stop_timeline() {
 PYBIND11_MODULE(_native, module) {
   module.doc() =
       "The native core of hetero: host memory, file transfers, updates, the step pipeline, "
-      "the emulated link.";
+      "the emulated link, checksums.";
   module.def("build_info", &build_info);
   module.def("start_timeline", &timeline::start, "capacity"_a, ReleaseGil());
   module.def("stop_timeline", &stop_timeline);
@@ -65,6 +66,7 @@ PYBIND11_MODULE(_native, module) {
   bind_numa(module);
   bind_pipeline(module);
   bind_link(module);
+  bind_checksum(module);
   bind_cuda_sources(module);
 }
 
