@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/float_state.h"
+#include "checksum/crc32c.h"
 #include "update/isa/isa.h"
 #include "update/kernels/kernels.h"
 #include "update/update.h"
@@ -302,6 +303,22 @@ Digest summed_mean_digest(Dtype dtype) {
   return digest;
 }
 
+// By the CPU's own instruction where it has one, and for "scalar" by the tables.
+Digest checksum_digest(const std::string& isa) {
+  const std::vector<std::string> names = crc32c_implementations();
+  Digest digest;
+  Random random(7);
+  for (const std::size_t nbytes : kLengths) {
+    Array data(Format::byte, nbytes), crc(Format::byte, sizeof(std::uint32_t));
+    data.fill(random);
+    const std::uint32_t found =
+        crc32c_by(isa == "scalar" ? names.back() : names.front(), data.at(), nbytes, 0x12345678);
+    std::memcpy(crc.at(), &found, sizeof found);
+    digest.add(crc);
+  }
+  return digest;
+}
+
 void print_digests(const std::string& isa) {
   static constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad",
                                                "sgd",  "muon", "muon_momentum"};
@@ -340,6 +357,7 @@ void print_digests(const std::string& isa) {
     }
   }
   stream_digest().print(isa, "stream");
+  checksum_digest(isa).print(isa, "crc32c");
 }
 
 }  // namespace
