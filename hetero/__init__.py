@@ -23,6 +23,9 @@ from hetero.api.optimizers import (
     HybridMuon,
     HybridSGD,
 )
+from hetero.checkpoint.folder import latest_checkpoint
+from hetero.checkpoint.load import Checkpoint, load
+from hetero.checkpoint.save import Save, save
 from hetero.config import Config
 from hetero.cpu_threads import set_threads
 from hetero.planning.placement import PlacementError
@@ -47,6 +50,7 @@ __all__ = [
     "BucketTensorShardStrategy",
     "BudgetError",
     "CPUAdam",
+    "Checkpoint",
     "CheckpointError",
     "ClosedError",
     "Config",
@@ -61,6 +65,7 @@ __all__ = [
     "NonFiniteError",
     "PeerError",
     "PlacementError",
+    "Save",
     "StaleGraphError",
     "StoreError",
     "TensorShardStrategy",
@@ -71,9 +76,12 @@ __all__ = [
     "gathered",
     "grads",
     "initialize",
+    "latest_checkpoint",
+    "load",
     "masters",
     "no_sync",
     "register_external_parameter",
+    "save",
     "set_threads",
     "unregister_external_parameter",
 ]

@@ -58,7 +58,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         unmanaged.add(self)
 
-    def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
+    def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
         """Raises ValueError if an option of a param group is out of range; `where` says whose."""
         for name in self.not_negative:
             value = number(options[name])
@@ -93,7 +93,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         Kept gradients are multiplied by `grad_scale`, and `lr` by `lr_scale`. Raises ValueError for
         options that the user has set out of range since.
         """
-        self._check_options(options)
+        self.check_options(options)
         return Hyper(
             lr=float(options["lr"]),
             weight_decay=float(options["weight_decay"]),
@@ -145,7 +145,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             BudgetError: there is no room; the message has the smallest budget that works.
             HeteroError: another rank could not add the group. Nothing is added in any case.
         """
-        self._check_options({**self.defaults, **param_group})
+        self.check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if self._engine is None:
             return
@@ -406,6 +406,6 @@ class HybridOptimizer(torch.optim.Optimizer):
                     f"param group {index} of the state is not {type(self).__name__}'s: it lacks "
                     f"{', '.join(missing)}"
                 )
-            self._check_options(options, f"in param group {index} of the state ")
+            self.check_options(options, f"in param group {index} of the state ")
             fitting.append(options)
         return fitting

@@ -202,8 +202,8 @@ class HybridSGD(HybridOptimizer):
         }
         super().__init__(params, defaults, state_dtype)
 
-    def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
-        super()._check_options(options, where)
+    def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
+        super().check_options(options, where)
         momentum, given, nesterov = (options[n] for n in ("momentum", "dampening", "nesterov"))
         dampening = number(given)
         if dampening is None or not abs(dampening) <= LARGEST:
@@ -305,8 +305,8 @@ class HybridMuon(HybridOptimizer):
                 )
         super().add_param_group({**param_group, "params": given})
 
-    def _check_options(self, options: Mapping[str, Any], where: str = "") -> None:
-        super()._check_options(options, where)
+    def check_options(self, options: Mapping[str, Any], where: str = "") -> None:
+        super().check_options(options, where)
         momentum, eps, steps = (options[n] for n in ("momentum", "eps", "ns_steps"))
         if momentum > 1:
             raise ValueError(f"{where}momentum must be from 0 to 1, not {momentum!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,9 @@ class Piece:
 
 Visit = Callable[[Piece], None]
 
+# Of a piece: what is copied of optimizer states in fp32 at a time stays a few MiB.
+PART_NUMEL = 1 << 20
+
 
 def read_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
     """Calls `visit` for each piece of parameters, of all ranks' shards.
@@ -75,37 +78,48 @@ def _read_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> No
     flat = chunk_group.params.flat(chunk)
     for rank in range(ranks.ranks):
         shard = flat[ranks.range(flat.numel(), rank)]
-        for tile, parts in _parts(chunk_group, members, rank):
+        for tile, parts in parts_by_tile(chunk_group, members, rank):
             with chunk_group.open_optim_state(chunk, tile, rank) as optim_state:
+                values = _of_tile(shard, chunk_group, tile)
                 for m, part in parts:
-                    visit(_piece(chunk_group, m, part, shard, optim_state))
+                    visit(make_piece(chunk_group, m, part, values, optim_state))
 
 
-def write_parts(engine: Engine, managed: Iterable[ManagedParam], visit: Visit) -> None:
+def write_parts(
+    engine: Engine, managed: Iterable[ManagedParam], visit: Visit, replaces: bool = False
+) -> None:
     """Calls `visit` for each piece of this rank's shards, and keeps what it changes in place.
 
-    All ranks must call it.
+    All ranks must call it. `replaces`: `visit` sets masters and states of all parameters in the
+    chunks of `managed`, so that what there was is not read.
     """
     engine.schedule.revoke_all()
     engine.last_step.forget(OldState.WRITTEN)
     managed = list(managed)
     engine.params.take_in_written(managed)
     for members in _by_chunk(managed):
-        _write_chunk(engine, members, visit)
+        _write_chunk(engine, members, visit, replaces)
 
 
-def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> None:
+def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit, replaces: bool) -> None:
     chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
+    optim_states = chunk_group.optim_states
     engine.meet(f"changing {chunk.name}")
     with chunk_group.params.shard(chunk) as shard:
-        for tile, parts in _parts(chunk_group, members):
-            with chunk_group.optim_states.open(chunk, tile, write=True) as optim_state:
+        for tile, parts in parts_by_tile(chunk_group, members):
+            with optim_states.open(chunk, tile, write=True, fresh=replaces) as optim_state:
+                values = _of_tile(shard, chunk_group, tile)
                 for m, part in parts:
-                    visit(_piece(chunk_group, m, part, shard, optim_state))
+                    visit(make_piece(chunk_group, m, part, values, optim_state))
         chunk_group.params.filled(chunk)
     for m in members:
         torch.autograd.graph.increment_version(m.param)
         m.note_change()
+
+
+def _of_tile(shard: torch.Tensor, chunk_group: ChunkGroup, tile: int) -> torch.Tensor:
+    first = tile * chunk_group.layout.tile_numel
+    return shard[first : first + chunk_group.layout.tile_numel]
 
 
 def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
@@ -115,27 +129,36 @@ def _by_chunk(managed: Iterable[ManagedParam]) -> Iterable[list[ManagedParam]]:
     return by_chunk.values()
 
 
-def _parts(
-    chunk_group: ChunkGroup, members: list[ManagedParam], rank: int | None = None
+def parts_by_tile(
+    chunk_group: ChunkGroup, members: Iterable[ManagedParam], rank: int | None = None
 ) -> list[tuple[int, list[tuple[ManagedParam, Part]]]]:
-    """The parts of `members` in a rank's shard (default: this rank's), by tile."""
+    """The parts of `members`, which are in one chunk, in a rank's shard (default: this rank's).
+
+    They are by tile, and cut so that a part has at most PART_NUMEL elements.
+    """
     by_tile: dict[int, list[tuple[ManagedParam, Part]]] = {}
     for m in members:
         for part in parts_of(m, chunk_group.layout, rank):
-            by_tile.setdefault(part.tile, []).append((m, part))
+            by_tile.setdefault(part.tile, []).extend((m, cut) for cut in _cut(part))
     return sorted(by_tile.items())
 
 
-def _piece(
+def _cut(part: Part) -> Iterator[Part]:
+    for begin in range(0, part.numel, PART_NUMEL):
+        end = min(begin + PART_NUMEL, part.numel)
+        in_param = slice(part.in_param.start + begin, part.in_param.start + end)
+        yield Part(part.tile, in_param, slice(part.in_tile.start + begin, part.in_tile.start + end))
+
+
+def make_piece(
     chunk_group: ChunkGroup,
     m: ManagedParam,
     part: Part,
-    shard: torch.Tensor,
+    tile_values: torch.Tensor,
     optim_state: TileState | None,
 ) -> Piece:
-    first = part.tile * chunk_group.layout.tile_numel
-    values = shard[first + part.in_tile.start : first + part.in_tile.stop]
-    return Piece(m, part, values, optim_state, chunk_group.optim_states)
+    """The piece of a parameter in a tile, whose values and optimizer state these are."""
+    return Piece(m, part, tile_values[part.in_tile], optim_state, chunk_group.optim_states)
 
 
 def export_masters(

@@ -98,6 +98,7 @@ class Engine:
         self.optimizers = optimizers
         self._added_params: AddsParams | None = None
         self.hooks = ExitStack()  # removes all hooks
+        self.before_close = ExitStack()  # ends what goes on beside training
         self._model_hooks: list[ModelHooks] = []
         self._closed = False
         self._process = os.getpid()
@@ -364,6 +365,7 @@ class Engine:
             raise InUseError("homes cannot move while a forward is running; call it between steps")
         self.schedule.revoke_all()
         self.schedule.wait_all()
+        self.schedule.wait_copied()
         self.last_step.forget(OldState.MOVED)
         for chunk_group in self.chunk_groups:
             chunk_group.updates.free_spare_extents()
@@ -446,6 +448,7 @@ class Engine:
         if self._closed:
             return
         self.unwind()
+        self.before_close.close()
         self._leave_ranks()
         self._closed = True
         self._finalizer.detach()
@@ -484,6 +487,7 @@ class Engine:
         if os.getpid() != self._process:
             return  # a forked child: threads, locks and connections are its parent's
         if not self._closed:
+            self.before_close.close()
             self._leave_ranks()
         self._closed = True
         self.params.close()

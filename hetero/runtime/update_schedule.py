@@ -276,6 +276,12 @@ class UpdateSchedule:
             if under_way:
                 self._finish(chunk_group, under_way, all_of_them=True)
 
+    def wait_copied(self) -> None:
+        """Until no save that goes on has to copy anything more."""
+        for chunk_group in self._params.chunk_groups:
+            if chunk_group.updates.snapshot is not None:
+                chunk_group.updates.snapshot.wait_all()
+
     def _finish(self, chunk_group: ChunkGroup, chunks: list[Chunk], all_of_them: bool) -> None:
         if all_of_them:
             # (One call of native code, which Ctrl-C does not end: parameters that step() leaves

@@ -21,6 +21,7 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.memory.spare_extents import SpareExtents, TileOffsets
+from hetero.state.snapshot import Snapshot
 from offload._native import Hyper, Location, StepPipeline
 from offload.memory.tiers import StateKind
 
@@ -85,6 +86,7 @@ class ChunkUpdates:
         # The epoch of the arenas in which expect() was called, since the last step, or None.
         self._expects_in_epoch: int | None = None
         self.wait_s = 0.0  # for updates of chunks that were needed
+        self.snapshot: Snapshot | None = None  # of a save that goes on
 
     # States
 
@@ -319,6 +321,12 @@ class ChunkUpdates:
         if chunk in self._homes:
             return self.is_computed(chunk)
         return all(self.pipeline.is_written(self.key(chunk, tile)) for tile in range(chunk.slots))
+
+    def wait_copied(self, chunk: Chunk) -> None:
+        """Until no save has to copy the chunk's state as it is now."""
+        if self.snapshot is not None:
+            with self._waiting():
+                self.snapshot.wait(chunk)
 
     # The order in which updates are made
 

@@ -216,6 +216,7 @@ class Params:
     def shard(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """This rank's shard inside the block. If it was changed, call filled() in the block."""
         self._wait_usable(chunk)
+        self._updates.wait_copied(chunk)
         self.drop_copies(chunk)  # a device may be copying from it
         return self._shards.open(chunk)
 
@@ -257,6 +258,7 @@ class Params:
         No copy of old values is left. The parameters are UPDATING until finish_updates(), unless
         they are in use, or step() waits for such updates before anything can use them.
         """
+        self._updates.wait_copied(chunk)
         self.versions.change(chunk)
         self.discard_copies(chunk)
         self._updates.submit(chunk)
@@ -285,6 +287,7 @@ class Params:
         Returns False, with nothing changed, if another tensor views the chunk's home: whoever reads
         that would see values that step() may not confirm.
         """
+        self._updates.wait_copied(chunk)
         for m in speculation.members:
             m.begin_update(revocable=True)
         if not self._detach_home(chunk):
@@ -309,6 +312,7 @@ class Params:
         It is finished, and nobody uses the parameters. For those who have values or graphs this is
         a write. Then all ranks call finish_undo(). Raises NativeIoError.
         """
+        self._updates.wait_copied(chunk)
         self.versions.change(chunk)
         self.discard_copies(chunk)
         self._updates.bring_old_state(chunk)

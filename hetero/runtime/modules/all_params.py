@@ -24,6 +24,8 @@ class AllParams:
 
         self.is_open = True
         self._damage = Damage()
+        self._half_loaded = ""  # the checkpoint whose loading has begun and not ended
+        self._is_loading = False
 
     def close(self) -> None:
         """The values are about to go: from now on every use raises ClosedError."""
@@ -37,6 +39,28 @@ class AllParams:
                 "of model.state_dict(), has to be taken before"
             )
         self._damage.check()
+        if self._half_loaded and not self._is_loading:
+            raise HeteroError(
+                f"the model is half loaded from {self._half_loaded}, which is damaged, or could "
+                f"not be read; load a checkpoint that is whole"
+            )
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside the block a checkpoint is loaded: begin_loading() and end_loading() say when."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+
+    def begin_loading(self, checkpoint: str) -> None:
+        """Values are about to be replaced: until end_loading() nobody else can use them."""
+        self._half_loaded = checkpoint
+
+    def end_loading(self) -> None:
+        """All values are of one checkpoint."""
+        self._half_loaded = ""
 
     def known(self, param: torch.Tensor) -> ManagedParam | None:
         """The ManagedParam of a tensor; None if it is not managed."""

@@ -1,0 +1,304 @@
+"""Loading a checkpoint, whatever the ranks, the placement and the dtype that it was saved with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.api.optimizer import HybridOptimizer
+from hetero.api.whole_state import Piece, parts_by_tile, write_parts
+from hetero.checkpoint.data_reader import DataReader
+from hetero.checkpoint.folder import find_checkpoint
+from hetero.checkpoint.manifest import Manifest, read_manifest
+from hetero.checkpoint.model_tensors import (
+    STATE_NAMES,
+    ModelTensors,
+    data_key,
+    master_key,
+    state_key,
+)
+from hetero.checkpoint.plain_data import unpack
+from hetero.checkpoint.rank_data import (
+    Extra,
+    check_objects,
+    load_objects,
+    set_random,
+    unpack_extra,
+    unpack_random,
+)
+from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
+from hetero.runtime.engine import Engine
+from hetero.state.managed_param import ManagedParam
+from offload.errors import CheckpointError, StoreError
+from offload.interrupts import uninterrupted
+
+_LISTED = 5  # of what does not fit, in an error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        path: its folder.
+        step: the largest number of updates that a parameter had got.
+        ranks: how many ranks saved it.
+        extra: what hetero.save() was given as `extra`: values, and of objects their states. This
+            rank's own if there are as many ranks as then, else the first one's.
+    """
+
+    path: Path
+    step: int
+    ranks: int
+    extra: Mapping[str, Any] = field(repr=False)
+
+
+@uninterrupted
+def load(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    extra: Extra | None = None,
+) -> Checkpoint:
+    """Loads what hetero.save() has saved; all ranks must call it.
+
+    Training goes on with the same bits as if it had not stopped, if there are as many ranks as
+    then; whatever the policy, budgets, stage and chunk size. With another number of ranks each
+    one's random numbers stay as they are. Another dtype rounds masters to its own parameters.
+
+    Args:
+        path: the checkpoint's folder; or one with checkpoints in it, of which the one with the
+            largest numbers in its name is loaded.
+        model: after hetero.initialize(), with the same parameters.
+        optimizer: as to save(). Without it parameters alone are loaded, and the optimizer's states
+            stay, masters excepted; random numbers stay, too.
+        extra: by name, objects that get their state back (load_state_dict(), or a torch.Generator).
+
+    Returns:
+        What was loaded, with all of `extra`.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged; it says where. If values turn out
+            to be damaged while they are loaded, the model is half loaded, and refuses to be used
+            until another checkpoint is loaded.
+        ValueError: it is of another model or optimizer. Nothing is changed.
+        HeteroError: another rank met one of these.
+    """
+    if sys.byteorder != "little":
+        raise CheckpointError("checkpoints are little-endian, and this machine is not")
+    engine = engine_of_model(model)
+    with engine.params.loading(), ExitStack() as resources:
+        engine.check_usable()
+        optimizers = listed(optimizer)
+        check_optimizers(engine, optimizers)
+        failure: Exception | None = None
+        try:
+            loading = _Loading(Path(path), engine, optimizers, dict(extra or {}))
+            resources.callback(loading.close)
+        except Exception as error:
+            failure = error
+        engine.world.all_or_none(failure, f"load {path}", (CheckpointError,))
+        return loading.load()
+
+
+class _Loading:
+    """A checkpoint that fits the model."""
+
+    def __init__(
+        self, path: Path, engine: Engine, optimizers: Sequence[HybridOptimizer], extra: Extra
+    ) -> None:
+        """Reads what is small, and compares. Raises as load(), with nothing changed."""
+        self._engine, self._optimizers, self._objects = engine, optimizers, extra
+        self.path = find_checkpoint(path)
+        self._manifest = manifest = read_manifest(self.path)
+        engine.added_params.take_in_unfrozen()
+        self._model = ModelTensors.of(engine)
+        _check_model(manifest, self._model, with_states=bool(optimizers))
+        everyone = engine.world.everyone
+        rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
+        self._same_ranks = ranks == len(manifest.ranks)
+        of_rank = rank if self._same_ranks else 0
+        try:
+            self._reader = DataReader(
+                self.path, manifest.files, manifest.tensors, engine.config.io_engine
+            )
+        except StoreError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        try:
+            self._groups = [
+                _groups(self._reader, manifest, number, optimizer, self._model)
+                for number, optimizer in enumerate(self._optimizers_of(manifest))
+            ]
+            data = manifest.ranks[of_rank]
+
+            def tensor(number: int) -> torch.Tensor:
+                return own_tensor(self._reader, manifest, of_rank, number)
+
+            self._extra = unpack_extra(data, tensor)
+            self._random = unpack_random(data, tensor)
+            check_objects(extra, self._extra)
+            self._plain = {name: self._reader.whole(master_key(name)) for name in self._model.plain}
+        except BaseException:
+            self.close()
+            raise
+
+    def _optimizers_of(self, manifest: Manifest) -> Sequence[HybridOptimizer]:
+        if self._optimizers and len(self._optimizers) != len(manifest.optimizers):
+            raise ValueError(
+                f"{self.path} has {len(manifest.optimizers)} optimizers, and "
+                f"{len(self._optimizers)} are given; without any, parameters alone are loaded"
+            )
+        return self._optimizers
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def load(self) -> Checkpoint:
+        """Changes the model, the optimizers and all else."""
+        engine, manifest = self._engine, self._manifest
+        engine.params.begin_loading(str(self.path))
+        with engine.world.telling_failures("hetero.load()"):
+            self._load_params()
+            for name, tensor in self._model.plain.items():
+                tensor.copy_(self._plain[name])
+        if self._optimizers:
+            for m, name in self._names.items():
+                if m.chunk.trainable:
+                    m.step = manifest.params[name].step
+            for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
+                for group, options in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(options)
+            if manifest.loss_scale is not None and engine.loss_scale.dynamic:
+                for field_name, value in manifest.loss_scale.items():
+                    setattr(engine.loss_scale, field_name, value)
+        engine.params.end_loading()
+        load_objects(self._objects, self._extra)
+        if self._same_ranks and self._optimizers:
+            set_random(self._random)
+        return Checkpoint(self.path, manifest.step, len(manifest.ranks), self._extra)
+
+    @property
+    def _names(self) -> dict[ManagedParam, str]:
+        return {m: name for name, m in self._model.params.items()}
+
+    def _load_params(self) -> None:
+        names, reader = self._names, self._reader
+        reader.expect(self._ranges(names))
+
+        def visit(piece: Piece) -> None:
+            name, where = names[piece.managed], piece.part.in_param
+            master = reader.read(master_key(name), where.start, where.stop).float()
+            if self._optimizers and piece.optim_state is not None:
+                states = STATE_NAMES[piece.optim_states.dtypes.rule]
+                piece.set_states(
+                    [
+                        reader.read(state_key(name, state), where.start, where.stop).float()
+                        for state in states
+                    ]
+                )
+            piece.set_master(master.to(piece.values.device))
+
+        write_parts(self._engine, names, visit, replaces=bool(self._optimizers))
+
+    def _ranges(self, names: Mapping[ManagedParam, str]) -> Iterator[tuple[str, int, int]]:
+        """What write_parts() is going to ask for, in its order."""
+        by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
+        for m in names:
+            by_chunk.setdefault((m.chunk.group_index, m.chunk.id), []).append(m)
+        for members in by_chunk.values():
+            chunk_group = self._engine.params.group(members[0].chunk)
+            for _, parts in parts_by_tile(chunk_group, members):
+                for m, part in parts:
+                    where = part.in_param
+                    yield master_key(names[m]), where.start, where.stop
+                    if self._optimizers and m.chunk.trainable:
+                        for state in STATE_NAMES[chunk_group.dtypes.rule]:
+                            yield state_key(names[m], state), where.start, where.stop
+
+
+def own_tensor(reader: DataReader, manifest: Manifest, rank: int, number: int) -> torch.Tensor:
+    """Tensor `number` of those that a rank alone had. Raises CheckpointError."""
+    key = data_key(rank, number)
+    if key not in manifest.tensors:
+        raise CheckpointError(f"the checkpoint has no tensor {key!r}")
+    return reader.whole(key)
+
+
+def _check_model(manifest: Manifest, model: ModelTensors, with_states: bool) -> None:
+    """Raises ValueError if the checkpoint is of another model."""
+    wrong = []
+    expected = {name: tuple(m.param.shape) for name, m in model.params.items()}
+    expected |= {name: tuple(tensor.shape) for name, tensor in model.plain.items()}
+    stored = {*manifest.params, *manifest.buffers}
+    for name in sorted(set(expected) - stored):
+        wrong.append(f"it lacks {name}, of shape {expected[name]}")
+    for name in sorted(stored - set(expected)):
+        shape = manifest.tensors[master_key(name)].shape
+        wrong.append(f"it has {name}, of shape {shape}, which the model has not")
+    for name in sorted(stored & set(expected)):
+        shape = manifest.tensors[master_key(name)].shape
+        if shape != expected[name]:
+            wrong.append(f"{name} has the shape {shape}, and in the model {expected[name]}")
+    for name, m in model.params.items():
+        param = manifest.params.get(name)
+        if with_states and param is not None and param.trained != m.chunk.trainable:
+            now, then = ("trained", "frozen") if m.chunk.trainable else ("frozen", "trained")
+            wrong.append(f"{name} is {now}, and was {then} when it was saved")
+    if wrong:
+        more = f"; and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        raise ValueError(
+            f"the checkpoint is of another model: {'; '.join(wrong[:_LISTED])}{more}; build the "
+            f"model as it was saved"
+        )
+
+
+def _groups(
+    reader: DataReader,
+    manifest: Manifest,
+    number: int,
+    optimizer: HybridOptimizer,
+    model: ModelTensors,
+) -> list[dict[str, Any]]:
+    """The options of the optimizer's param groups. Raises ValueError if it is another optimizer."""
+    record = manifest.optimizers[number]
+    if record.states != tuple(optimizer.state_names):
+        raise ValueError(
+            f"the checkpoint is of {record.name}, with the states {', '.join(record.states)}, and "
+            f"the optimizer is {type(optimizer).__name__}, with {', '.join(optimizer.state_names)}"
+        )
+    if len(record.groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the checkpoint's {record.name} has {len(record.groups)} param groups, and the "
+            f"optimizer has {len(optimizer.param_groups)}"
+        )
+    found = []
+    pairs = zip(record.groups, optimizer.param_groups, strict=True)
+    for index, (group, own) in enumerate(pairs):
+        names = tuple(model.names[id(p)] for p in own["params"] if id(p) in model.names)
+        if group.params != names:
+            other = next(
+                (pair for pair in zip(group.params, names, strict=False) if pair[0] != pair[1]),
+                (f"{len(group.params)} parameters", f"{len(names)}"),
+            )
+            raise ValueError(
+                f"param group {index} has {other[0]} in the checkpoint where the optimizer has "
+                f"{other[1]}; make the param groups as they were"
+            )
+        options = unpack(
+            group.options,
+            f"param group {index}",
+            lambda tensor: own_tensor(reader, manifest, 0, tensor),
+        )
+        if not isinstance(options, dict):
+            raise CheckpointError(f"param group {index} of the checkpoint is {options!r}")
+        optimizer.check_options({**own, **options}, f"in param group {index} of the checkpoint ")
+        found.append(options)
+    return found

@@ -1,0 +1,252 @@
+"""Saving a checkpoint, while training waits or beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hetero.api.optimizer import HybridOptimizer
+from hetero.checkpoint.contents import Contents
+from hetero.checkpoint.folder import CheckpointFolder
+from hetero.checkpoint.rank_data import Extra
+from hetero.ranks.process_groups import ProcessGroups
+from hetero.runtime.engine import Engine
+from offload.errors import CheckpointError, HeteroError
+from offload.interrupts import uninterrupted
+from offload.memory.operation import THREAD_PREFIX
+
+Optimizers = HybridOptimizer | Sequence[HybridOptimizer] | None
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    extra: Extra | None = None,
+    blocking: bool = True,
+    keep: int | None = None,
+) -> Save:
+    """Saves a checkpoint from which hetero.load() goes on with the same bits; all ranks call it.
+
+    It has masters, optimizer states, param groups, buffers, fp16's loss scale, the state of random
+    numbers of each rank, and `extra`, but no gradients: call it between steps. It can be loaded by
+    any number of ranks, with any policy, budget, stage, chunk size and dtype. Beside the budgets it
+    takes a few chunks' memory.
+
+    What was at `path` stays, whole, until the new checkpoint is whole. docs/formats.md says what is
+    in the folder.
+
+    Args:
+        path: the checkpoint's folder; all ranks must see the same one.
+        model: as hetero.initialize() returned it.
+        optimizer: likewise, or the list; without it parameters alone are saved.
+        extra: by name, schedulers, GradScaler, loaders and whatever else has state_dict(), or
+            numbers, strings, tensors, lists and dicts. Each rank's own is kept.
+        blocking: False: returns when updates under way are made; the rest goes on beside training,
+            whose updates wait for the chunks that they change.
+        keep: so many checkpoints stay, of those beside this one whose names differ from its in
+            their numbers alone ("step-100", "step-200"). Default: all.
+
+    Returns:
+        The save; wait() for it if `blocking` is False. The next save, and engine.close(), do, too.
+
+    Raises:
+        ValueError: `extra` has something else, or at `path` is no checkpoint. Nothing is written.
+        CheckpointError: another process saves there, a parameter was written to meanwhile, or the
+            last save, which went on, has failed.
+        StoreError, NativeIoError: the files cannot be written; what was there before is as it was.
+        HeteroError: another rank met one of these.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be 1 or more, not {keep!r}")
+    if sys.byteorder != "little":
+        raise CheckpointError("checkpoints are little-endian, and this machine is not")
+    engine = engine_of_model(model)
+    engine.check_usable()
+    optimizers = listed(optimizer)
+    check_optimizers(engine, optimizers)
+    made = _Saver.of(engine).begin(Path(path), optimizers, dict(extra or {}), keep)
+    if blocking:
+        made.wait()
+    return made
+
+
+def engine_of_model(model: torch.nn.Module) -> Engine:
+    """The engine that manages the model. Raises HeteroError if there is none."""
+    for param in model.parameters():
+        engine: Engine | None = getattr(param, "_hetero_engine", None)
+        if engine is not None and engine.is_of(model):
+            return engine
+    raise HeteroError(
+        "this model has no engine of its own; give the one that hetero.initialize() was given, "
+        "after it, not a part of it or a wrapper"
+    )
+
+
+def listed(optimizer: Optimizers) -> list[HybridOptimizer]:
+    """The optimizers."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, HybridOptimizer) else list(optimizer)
+
+
+def check_optimizers(engine: Engine, optimizers: Sequence[HybridOptimizer]) -> None:
+    """Raises ValueError unless they are all of the engine's optimizers, or none."""
+    if optimizers and len(optimizers) != len(engine.optimizers):
+        raise ValueError(
+            f"{len(optimizers)} optimizers are given, and the model has {len(engine.optimizers)}; "
+            f"give all, in the order of hetero.initialize()"
+        )
+    for optimizer in optimizers:
+        if optimizer.engine is not engine:
+            raise ValueError("the optimizer is of another model")
+
+
+class Save:
+    """A checkpoint that is being saved, or was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._done = threading.Event()
+        self._failure: BaseException | None = None
+        self.was_told = False  # the failure was raised
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until the checkpoint is there, whole and durable, or `timeout_s` is over.
+
+        Raises what save() says, and TimeoutError.
+        """
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"{self.path} is not saved after {timeout_s} s; it goes on")
+        if self._failure is not None:
+            self.was_told = True
+            raise self._failure
+
+    def end(self, failure: BaseException | None) -> None:
+        """Called once, when nothing more is done."""
+        self._failure = failure
+        self._done.set()
+
+
+_savers: weakref.WeakKeyDictionary[Engine, _Saver] = weakref.WeakKeyDictionary()
+
+
+class _Saver:
+    """Makes the saves of an engine, one after the other."""
+
+    def __init__(self, engine: Engine) -> None:
+        # (Not the engine, which the finalizer of its model ends.)
+        self._engine = weakref.ref(engine)
+        self._last: Save | None = None
+        # Connections of its own: its messages must not mix with those of training.
+        self._world = engine.world
+        if engine.world.everyone is not None:
+            self._world = engine.world.duplicate()
+            engine.before_close.callback(self._world.close)
+        engine.before_close.callback(self._finish)
+
+    @classmethod
+    def of(cls, engine: Engine) -> _Saver:
+        saver = _savers.get(engine)
+        if saver is None:
+            saver = _savers[engine] = cls(engine)
+        return saver
+
+    def _finish(self) -> None:
+        if self._last is not None:
+            self._last._done.wait()
+
+    @uninterrupted
+    def begin(
+        self,
+        path: Path,
+        optimizers: Sequence[HybridOptimizer],
+        extra: Extra,
+        keep: int | None,
+    ) -> Save:
+        """Starts the thread that saves the state of now."""
+        engine = self._engine()
+        assert engine is not None
+        self._finish()
+        if self._last is not None and not self._last.was_told:
+            self._last.wait()
+        failure: Exception | None = None
+        folder = CheckpointFolder(path)
+        try:
+            contents = Contents(engine, optimizers, extra)
+            if contents.rank == 0:
+                folder.begin()
+        except Exception as error:
+            failure = error
+        try:
+            engine.world.all_or_none(failure, f"begin to save {path}", (CheckpointError,))
+        except BaseException:
+            folder.abandon()
+            raise
+        self._last = made = Save(folder.path)
+        contents.freeze()
+        thread = threading.Thread(
+            target=_run,
+            args=(made, contents, folder, self._world, keep),
+            name=f"{THREAD_PREFIX}save",
+        )
+        thread.start()
+        return made
+
+
+def _run(
+    made: Save,
+    contents: Contents,
+    folder: CheckpointFolder,
+    world: ProcessGroups,
+    keep: int | None,
+) -> None:
+    failure: BaseException | None = None
+    try:
+        failure = _save(contents, folder, world, keep)
+    except BaseException as error:
+        failure = error
+    finally:
+        contents.release()
+        folder.abandon()
+        made.end(failure)
+
+
+def _save(
+    contents: Contents, folder: CheckpointFolder, world: ProcessGroups, keep: int | None
+) -> BaseException | None:
+    """Writes everything; returns what it met."""
+    failure: Exception | None = None
+    try:
+        contents.write(folder.incomplete)
+    except Exception as error:
+        failure = error
+    finally:
+        contents.release()
+    try:
+        world.all_or_none(failure, f"save {folder.path}", (CheckpointError,))
+        manifest = contents.manifest(world)
+        failure = None
+        if contents.rank == 0:
+            try:
+                folder.commit(manifest.to_json())
+                if keep is not None:
+                    folder.keep(keep)
+            except Exception as error:
+                failure = error
+        world.all_or_none(failure, f"complete {folder.path}", (CheckpointError,))
+    except Exception as error:
+        return error
+    return None

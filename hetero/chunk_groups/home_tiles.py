@@ -1,0 +1,136 @@
+"""Reads tiles of this rank's shards from their homes, in any thread, beside training."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import torch
+
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunks.layout import Chunk
+from hetero.state.memory.homes import Homes
+from hetero.state.optimizer_state import TileState
+from offload._native import IoOp, NativeIoError
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.sizes import PAGE_BYTES, round_up
+from offload.memory.tiers import Account, StateKind
+
+_AHEAD = 2  # tiles
+
+
+@dataclass(frozen=True)
+class HomeTile:
+    """A tile as its homes have it: parameters in the compute dtype, flat, and optimizer state (None
+    of a frozen chunk). On the CPU; views of homes, or of a buffer that the next tiles overwrite."""
+
+    number: int
+    values: torch.Tensor
+    optim_state: TileState | None
+
+
+class HomeTiles:
+    """Reads tiles past the copies that compute uses and the step pipeline's buffers.
+
+    Nothing may change a chunk while it is read: a Snapshot says so to training. What only buffers
+    of the pipeline have is written first. Tiles in the file are read ahead into a few buffers of
+    its own, which no budget counts.
+    """
+
+    def __init__(self, chunk_group: ChunkGroup) -> None:
+        """Takes memory for buffers if something of the chunk group is on DISK."""
+        self._chunk_group = chunk_group
+        layout, dtypes = chunk_group.layout, chunk_group.dtypes
+        self._homes = chunk_group.memory.homes
+        self._tile_bytes = {
+            StateKind.PARAM: layout.tile_numel * dtypes.param_bytes,
+            StateKind.OPTIM_STATE: dtypes.optim_state_bytes(layout.tile_numel),
+        }
+        self._resources = ExitStack()
+        self._arena: HostArena | None = None
+        if chunk_group.disk is not None:
+            slot_bytes = round_up(sum(self._tile_bytes.values()), PAGE_BYTES)
+            self._arena = HostArena(_AHEAD, slot_bytes, Ledger({}), Account.BUFFER)
+            self._arena.commit(0, _AHEAD)
+            self._resources.callback(self._close_arena, chunk_group.disk.io)
+            chunk_group.disk.io.register(self._arena.memory)
+
+    def _close_arena(self, io: object) -> None:
+        assert self._arena is not None
+        io.unregister(self._arena.memory)  # type: ignore[attr-defined]
+        self._arena.close()
+
+    def close(self) -> None:
+        """Frees the buffers; idempotent."""
+        self._resources.close()
+
+    def read(self, chunk: Chunk) -> Iterator[HomeTile]:
+        """The tiles of this rank's shard of a chunk, in order.
+
+        Raises what an update of the chunk met, NativeIoError if the file cannot be read.
+        """
+        updates = self._chunk_group.updates
+        updates.wait_computed(chunk)
+        for tile in range(chunk.slots):
+            updates.pipeline.flush(updates.key(chunk, tile))
+        ahead: deque[tuple[int, list[IoOp]]] = deque()
+        try:
+            for tile in range(chunk.slots):
+                while len(ahead) < _AHEAD and tile + len(ahead) < chunk.slots:
+                    ahead.append(self._start(chunk, tile + len(ahead)))
+                number, reads = ahead.popleft()
+                for each in reads:
+                    each.wait()
+                yield self._tile(chunk, number)
+        finally:
+            for _, reads in ahead:
+                for each in reads:
+                    with suppress(NativeIoError):
+                        each.wait()
+
+    def _in_file(self, chunk: Chunk, kind: StateKind) -> bool:
+        if kind is StateKind.OPTIM_STATE and not chunk.trainable:
+            return False
+        return chunk not in self._homes[kind]
+
+    def _start(self, chunk: Chunk, tile: int) -> tuple[int, list[IoOp]]:
+        """Starts reading what the file has of a tile."""
+        reads = []
+        for kind, nbytes in self._tile_bytes.items():
+            if self._in_file(chunk, kind):
+                disk = self._chunk_group.disk
+                assert disk is not None
+                assert self._arena is not None
+                extent = self._homes[kind].extents[chunk.id]
+                # (Of parameters the last page that is used is the last one that was written.)
+                size = min(nbytes, extent.nbytes - tile * nbytes)
+                if size > 0:
+                    address = self._arena.address(tile % _AHEAD) + self._begin(kind)
+                    offset = extent.offset + tile * nbytes
+                    reads.append(disk.transfers.read(address, size, offset))
+        return tile, reads
+
+    def _begin(self, kind: StateKind) -> int:
+        """Where a kind's bytes begin in a buffer."""
+        return 0 if kind is StateKind.OPTIM_STATE else self._tile_bytes[StateKind.OPTIM_STATE]
+
+    def _tile(self, chunk: Chunk, tile: int) -> HomeTile:
+        values = self._bytes(chunk, tile, StateKind.PARAM)
+        optim_state: TileState | None = None
+        if chunk.trainable:
+            raw = self._bytes(chunk, tile, StateKind.OPTIM_STATE)
+            optim_state = self._chunk_group.optim_states.over(raw)
+        return HomeTile(tile, values.view(self._chunk_group.dtypes.torch_compute), optim_state)
+
+    def _bytes(self, chunk: Chunk, tile: int, kind: StateKind) -> torch.Tensor:
+        homes: Homes = self._homes[kind]
+        nbytes = self._tile_bytes[kind]
+        if self._in_file(chunk, kind):
+            assert self._arena is not None
+            buffer = self._arena.view(tile % _AHEAD, 1, torch.uint8)
+            return buffer[self._begin(kind) : self._begin(kind) + nbytes]
+        shard = homes.shard(chunk).view(torch.uint8)
+        return shard[tile * nbytes : (tile + 1) * nbytes].cpu()

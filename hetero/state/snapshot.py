@@ -1,0 +1,56 @@
+"""What a save beside training has still to copy: whoever changes a chunk waits for that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from hetero.chunks.layout import Chunk
+
+
+class Snapshot:
+    """Chunks whose state is copied by another thread as it is now, each before it changes.
+
+    That thread takes one chunk after the other; one that somebody waits for comes first.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        """`chunks` are in the order in which they are copied as long as nobody waits."""
+        self._pending = {(c.group_index, c.id): c for c in chunks}
+        self._wanted: dict[tuple[int, int], Chunk] = {}
+        self._changed = threading.Condition()
+
+    def take(self) -> Chunk | None:
+        """The chunk to copy next; None when all are copied. It is pending until copied()."""
+        with self._changed:
+            for wanted, chunk in self._wanted.items():
+                if wanted in self._pending:
+                    return chunk
+            return next(iter(self._pending.values()), None)
+
+    def copied(self, chunk: Chunk) -> None:
+        """The chunk may change."""
+        with self._changed:
+            self._pending.pop((chunk.group_index, chunk.id), None)
+            self._wanted.pop((chunk.group_index, chunk.id), None)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing more is copied, because all is, or because the save has failed."""
+        with self._changed:
+            self._pending.clear()
+            self._changed.notify_all()
+
+    def wait(self, chunk: Chunk) -> None:
+        """Until the chunk may change."""
+        key = (chunk.group_index, chunk.id)
+        if key not in self._pending:
+            return
+        with self._changed:
+            self._wanted.setdefault(key, chunk)
+            self._changed.wait_for(lambda: key not in self._pending)
+
+    def wait_all(self) -> None:
+        """Until all chunks may change."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
