@@ -8,7 +8,8 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "name", ["adam", "arrival", "bound", "cuda", "io", "ladder", "predict", "step", "train"]
+    "name",
+    ["adam", "arrival", "bound", "checksum", "cuda", "io", "ladder", "predict", "step", "train"],
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
