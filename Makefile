@@ -82,7 +82,7 @@ lint: $(VENV)/test.stamp
 tidy: $(VENV)/test.stamp
 	$(BIN)/cmake -S. -Bbuild/tidy -GNinja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 		-DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DHETERO_PYTHON=OFF
-	$(BIN)/clang-tidy -p build/tidy --quiet $(filter-out %_neon.cpp native/bindings/%,$(shell find native -name "*.cpp"))
+	$(BIN)/clang-tidy -p build/tidy --quiet $(filter-out %_neon.cpp %_armv8.cpp native/bindings/%,$(shell find native -name "*.cpp"))
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)

@@ -18,8 +18,8 @@
 
 namespace hetero::checksum {
 
-// Twice as long would spare a tenth of the time in a cache, and cost a third of it beyond the
-// caches: what the CPU fetches ahead is one sequence, or few.
+// Streams of twice that are a tenth faster in a cache and a third slower beyond the caches, where
+// memory is best read in one sequence (measured on AMD Zen 5).
 inline constexpr std::size_t kStreamBytes = 256;
 
 inline std::uint64_t load(const unsigned char* at) {
