@@ -1,0 +1,345 @@
+"""hetero.save() and hetero.load(): training goes on with the same bits."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from tests.support.training.small_net import EMULATED, SETTINGS, Net, Settings, loss_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+RULES: dict[str, Callable[..., hetero.HybridOptimizer]] = {
+    "adam": hetero.HybridAdam,
+    "lion": hetero.HybridLion,
+    "adagrad": hetero.HybridAdagrad,
+    "sgd": partial(hetero.HybridSGD, momentum=0.9, dampening=0.5),
+    "muon": hetero.HybridMuon,
+}
+PLACES: dict[str, Settings] = {
+    "cpu": {"placement_policy": "cpu"},
+    "disk": {"placement_policy": "nvme", "host_memory": "256KiB"},
+    "speculative": {"placement_policy": "nvme", "host_memory": "1MiB", "overlap_updates": "both"},
+    "waiting": {"placement_policy": "auto", "host_memory": "200KiB", "overlap_updates": "none"},
+    "large chunks": {"placement_policy": "nvme", "host_memory": "1MiB", "chunk_numel": 16384},
+    "emulated": EMULATED.values[0],  # type: ignore[dict-item]
+}
+
+
+def build(
+    settings: Settings,
+    path: Path,
+    rule: str = "adam",
+    dtype: str = "bf16",
+    state_dtype: str = "fp32",
+    seed: int = 0,
+) -> tuple[nn.Module, Any]:
+    """A net whose matrices one optimizer has, and with Muon another one the rest."""
+    torch.manual_seed(seed)
+    model = Net()
+    model.register_buffer("mean", torch.rand(3))
+    params = [p for p in model.parameters() if p.ndim == 2 or rule != "muon"]
+    made: Any = RULES[rule](params, lr=1e-3, weight_decay=0.1, state_dtype=state_dtype)
+    if rule == "muon":
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        made = [made, hetero.HybridAdam(rest, lr=1e-3)]
+    more = {"nvme_path": str(path), "chunk_numel": 4096, "initial_loss_scale": 256.0}
+    return hetero.initialize(model, made, dtype=dtype, **{**more, **settings})
+
+
+def first(optimizer: Any) -> hetero.HybridOptimizer:
+    return optimizer[0] if isinstance(optimizer, list) else optimizer
+
+
+def steps(model: nn.Module, optimizer: Any, seeds: range) -> None:
+    for seed in seeds:
+        first(optimizer).backward(loss_of(model, seed))
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            each.step()
+            each.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Parameters, masters, buffers and states."""
+    found = [value.clone() for value in model.state_dict().values()]
+    found += hetero.masters(model.parameters())
+    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+        for state in each.state_dict()["state"].values():
+            found += [torch.as_tensor(value) for value in state.values()]
+    return found
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "state_dtype"),
+    [
+        ("adam", "bf16", "fp32"),
+        ("adam", "fp16", "bf16"),
+        ("adam", "bf16", "8bit"),
+        ("adam", "fp32", "8bit"),
+        ("lion", "bf16", "bf16"),
+        ("lion", "fp32", "fp32"),
+        ("adagrad", "bf16", "fp32"),
+        ("sgd", "bf16", "bf16"),
+        ("sgd", "fp16", "8bit"),
+        ("muon", "bf16", "fp32"),
+        ("muon", "fp32", "bf16"),
+    ],
+)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_every_rule_and_dtype_goes_on(
+    place: str, rule: str, dtype: str, state_dtype: str, tmp_path: Path
+) -> None:
+    """Three steps, save, two steps; and load elsewhere, two steps: the same bits."""
+    model, optimizer = build(PLACES[place], tmp_path, rule, dtype, state_dtype)
+    steps(model, optimizer, range(3))
+    stored = whole(model, optimizer)
+    hetero.save(tmp_path / "saved", model, optimizer)
+    steps(model, optimizer, range(3, 5))
+    wanted = whole(model, optimizer)
+    first(optimizer).engine.close()
+
+    elsewhere = "disk" if place == "cpu" else "cpu"
+    for settings in (PLACES[place], PLACES[elsewhere]):
+        model, optimizer = build(settings, tmp_path, rule, dtype, state_dtype, seed=7)
+        steps(model, optimizer, range(9, 10))
+        loaded = hetero.load(tmp_path / "saved", model, optimizer)
+        assert (loaded.step, loaded.ranks) == (3, 1)
+        assert same(whole(model, optimizer), stored)
+        steps(model, optimizer, range(3, 5))
+        assert same(whole(model, optimizer), wanted)
+        first(optimizer).engine.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_placement_loads_what_every_other_saved(place: str, tmp_path: Path) -> None:
+    model, optimizer = build(PLACES[place], tmp_path)
+    steps(model, optimizer, range(3))
+    hetero.save(tmp_path / "saved", model, optimizer)
+    steps(model, optimizer, range(3, 5))
+    wanted = whole(model, optimizer)
+    optimizer.engine.close()
+    for other in PLACES.values():
+        model, optimizer = build(other, tmp_path, seed=7)
+        hetero.load(tmp_path / "saved", model, optimizer)
+        steps(model, optimizer, range(3, 5))
+        assert same(whole(model, optimizer), wanted)
+        optimizer.engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_another_dtype_has_the_same_masters_and_states(dtype: str, tmp_path: Path) -> None:
+    model, optimizer = build(PLACES["disk"], tmp_path)
+    steps(model, optimizer, range(3))
+    hetero.save(tmp_path / "saved", model, optimizer)
+    masters, states = hetero.masters(model.parameters()), optimizer.state_dict()["state"]
+    optimizer.engine.close()
+    model, optimizer = build(PLACES["cpu"], tmp_path, dtype=dtype, seed=7)
+    hetero.load(tmp_path / "saved", model, optimizer)
+    assert same(hetero.masters(model.parameters()), masters)
+    found = optimizer.state_dict()["state"]
+    assert all(torch.equal(found[i][key], states[i][key]) for i in states for key in states[i])
+    rounded = [master.to(next(model.parameters()).dtype) for master in masters]
+    assert same([p.detach().clone() for p in model.parameters()], rounded)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_parameters_alone(settings: Settings, tmp_path: Path) -> None:
+    """Without an optimizer its states and numbers of updates stay, and so do random numbers."""
+    model, optimizer = build(settings, tmp_path)
+    steps(model, optimizer, range(3))
+    masters = hetero.masters(model.parameters())
+    hetero.save(tmp_path / "saved", model)
+    optimizer.engine.close()
+    model, optimizer = build(settings, tmp_path, seed=7)
+    steps(model, optimizer, range(2))
+    before = optimizer.state_dict()["state"]
+    random_state = torch.get_rng_state()
+    hetero.load(tmp_path / "saved", model)
+    assert same(hetero.masters(model.parameters()), masters)
+    after = optimizer.state_dict()["state"]
+    for index, state in before.items():
+        kept = {key: value for key, value in state.items() if key != "master"}
+        assert all(torch.equal(after[index][key], value) for key, value in kept.items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    optimizer.engine.close()
+
+
+class Odd(nn.Module):
+    """Frozen and tied parameters, buffers of both kinds, and parameters that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.head = nn.Linear(64, 64, bias=False)
+        self.head.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(64)
+        self.norm.table = nn.Parameter(torch.arange(7), requires_grad=False)
+        self.norm.empty = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("scratch", torch.rand(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.frozen(self.first(x))))
+
+
+def odd(settings: Settings, path: Path, seed: int) -> tuple[Odd, hetero.HybridAdam]:
+    torch.manual_seed(seed)
+    model = Odd()
+    optimizer = hetero.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    options = {"nvme_path": str(path), "chunk_numel": 4096, "dtype": "bf16", **settings}
+    return hetero.initialize(model, optimizer, **options)
+
+
+@pytest.mark.parametrize("settings", [PLACES["cpu"], PLACES["disk"]])
+def test_all_kinds_of_parameters_and_buffers(settings: Settings, tmp_path: Path) -> None:
+    model, optimizer = odd(settings, tmp_path, 0)
+    model.norm.table.data.add_(5)
+    steps(model, optimizer, range(2))
+    hetero.save(tmp_path / "saved", model, optimizer)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.engine.close()
+    model, optimizer = odd(settings, tmp_path, 7)
+    scratch = model.scratch.clone()
+    hetero.load(tmp_path / "saved", model, optimizer)
+    found = model.state_dict()
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert torch.equal(model.scratch, scratch)
+    optimizer.engine.close()
+
+
+def test_param_groups_schedulers_random_numbers_and_values(tmp_path: Path) -> None:
+    """What is beside the model goes on, too: what is drawn after save() is drawn after load()."""
+    model, optimizer = build(PLACES["cpu"], tmp_path)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=20)
+    generator = torch.Generator().manual_seed(3)
+
+    def extra() -> dict[str, Any]:
+        return {"scheduler": scheduler, "generator": generator}
+
+    def drawn() -> tuple[Any, ...]:
+        noise = torch.rand(2).tolist(), torch.rand(2, generator=generator).tolist()
+        return (*noise, random.random(), np.random.rand())
+
+    for seed in range(3):
+        steps(model, optimizer, range(seed, seed + 1))
+        scheduler.step()
+    optimizer.param_groups[0]["note"] = "kept"
+    hetero.save(tmp_path / "saved", model, optimizer, extra={**extra(), "epoch": 4, "at": (1, 2)})
+    wanted, rates, betas = drawn(), [], optimizer.param_groups[0]["betas"]
+    for _ in range(5):
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    optimizer.engine.close()
+
+    model, optimizer = build(PLACES["disk"], tmp_path, seed=7)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=20)
+    generator = torch.Generator().manual_seed(8)
+    loaded = hetero.load(tmp_path / "saved", model, optimizer, extra=extra())
+    assert (loaded.extra["epoch"], loaded.extra["at"]) == (4, (1, 2))
+    assert drawn() == wanted
+    group = optimizer.param_groups[0]
+    assert (group["betas"], group["note"]) == (betas, "kept")
+    for rate in rates:
+        scheduler.step()
+        assert group["lr"] == rate
+    optimizer.engine.close()
+
+
+def test_in_another_process(tmp_path: Path) -> None:
+    """Ten steps are five, save, another process, load, five."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import sys, torch, hetero
+            from tests.hetero.checkpoint.test_save_load import PLACES, build, steps, whole
+            from pathlib import Path
+            here, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+            model, optimizer = build(PLACES["disk"], here, seed=first)
+            if first:
+                hetero.load(here / "saved", model, optimizer)
+            steps(model, optimizer, range(first, last))
+            if last < 10:
+                hetero.save(here / "saved", model, optimizer)
+            torch.save(whole(model, optimizer), here / f"{first}-{last}.pt")
+            optimizer.engine.close()
+            """
+        )
+    )
+    for first_step, last_step in ((0, 5), (5, 10)):
+        command = [sys.executable, str(program), str(tmp_path), str(first_step), str(last_step)]
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[3])
+    model, optimizer = build(PLACES["disk"], tmp_path)
+    steps(model, optimizer, range(10))
+    assert same(torch.load(tmp_path / "5-10.pt"), whole(model, optimizer))
+    optimizer.engine.close()
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = build(PLACES["cpu"], tmp_path)
+    hetero.save(tmp_path / "saved", model, optimizer)
+    steps(model, optimizer, range(2))
+    before = whole(model, optimizer)
+
+    def refused(message: str, *args: Any, **more: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            hetero.load(tmp_path / "saved", *args, **more)
+
+    refused("no extra 'scheduler'; it has \\[\\]", model, optimizer, extra={"scheduler": optimizer})
+    refused("2 optimizers are given", model, [optimizer, optimizer])
+    assert same(whole(model, optimizer), before)
+    optimizer.engine.close()
+    lion, lions = build(PLACES["cpu"], tmp_path, "lion")
+    refused("of HybridAdam, with the states exp_avg, exp_avg_sq", lion, lions)
+    lions.engine.close()
+    torch.manual_seed(0)
+    other, others = hetero.initialize(
+        made := nn.Linear(3, 4), hetero.HybridAdam(made.parameters()), dtype="fp32"
+    )
+    refused("another model: it lacks bias, of shape \\(4,\\)", other, others)
+    others.engine.close()
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    model, optimizer = build(PLACES["cpu"], tmp_path)
+    with pytest.raises(ValueError, match=r"extra\['a'\]\[1\] is of type .*Path"):
+        hetero.save(tmp_path / "saved", model, optimizer, extra={"a": [1, tmp_path]})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is no checkpoint; choose another path"):
+        hetero.save(tmp_path / "other", model, optimizer)
+    with pytest.raises(hetero.HeteroError, match="not a part of it or a wrapper"):
+        hetero.save(tmp_path / "saved", nn.Sequential(model), optimizer)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]
+    optimizer.engine.close()
+
+
+def test_the_last_ones_are_kept_and_the_latest_is_found(tmp_path: Path) -> None:
+    model, optimizer = build(PLACES["cpu"], tmp_path)
+    for step in (8, 9, 10, 11):
+        hetero.save(tmp_path / "run" / f"step-{step}", model, optimizer, extra={"n": step}, keep=2)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-10", "step-11"]
+    assert hetero.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-11"
+    assert hetero.load(tmp_path / "run", model, optimizer).extra["n"] == 11
+    assert hetero.latest_checkpoint(tmp_path / "nothing") is None
+    with pytest.raises(hetero.CheckpointError, match="there is no checkpoint"):
+        hetero.load(tmp_path / "nothing", model, optimizer)
+    optimizer.engine.close()
