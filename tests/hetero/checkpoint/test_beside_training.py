@@ -1,0 +1,214 @@
+"""Saves that go on beside training: the state of then, the same bits, and errors that are seen."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import hetero
+from hetero.checkpoint.data_writer import DataWriter
+from hetero.checkpoint.folder import is_checkpoint
+from hetero.state.snapshot import Snapshot
+from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
+from tests.support.training.small_net import loss_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No chunk is copied before the event is set, or training waits for one."""
+    go = threading.Event()
+    take, wait = Snapshot.take, Snapshot.wait
+
+    def take_later(self: Snapshot) -> object:
+        assert go.wait(60)
+        return take(self)
+
+    def let_go(self: Snapshot, chunk: object) -> None:
+        go.set()
+        wait(self, chunk)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "take", take_later)
+        patch.setattr(Snapshot, "wait", let_go)
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rule", ["adam", "muon"])
+def test_it_has_the_state_of_then(
+    rule: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although all of it is copied after the next forward and backward."""
+    model, optimizer = build(PLACES[place], tmp_path, rule)
+    steps(model, optimizer, range(3))
+    then = whole(model, optimizer)
+    with held_back(monkeypatch) as go:
+        made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
+        assert not made.done
+        steps(model, optimizer, range(3, 4))
+        assert go.is_set()
+    steps(model, optimizer, range(4, 6))
+    made.wait(60)
+    assert made.done
+    wanted = whole(model, optimizer)
+    (optimizer[0] if rule == "muon" else optimizer).engine.close()
+
+    model, optimizer = build(PLACES[place], tmp_path, rule, seed=7)
+    hetero.load(tmp_path / "saved", model, optimizer)
+    assert same(whole(model, optimizer), then)
+    steps(model, optimizer, range(3, 6))
+    assert same(whole(model, optimizer), wanted)
+    (optimizer[0] if rule == "muon" else optimizer).engine.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_many_saves_change_no_bit(place: str, tmp_path: Path) -> None:
+    """One under way nearly always: each is what there was when it was begun."""
+    plain, plain_optimizer = build(PLACES["cpu"], tmp_path)
+    model, optimizer = build(PLACES[place], tmp_path)
+    for step in range(12):
+        for each in ((plain, plain_optimizer), (model, optimizer)):
+            steps(*each, range(step, step + 1))
+        made = hetero.save(tmp_path / f"step-{step}", model, optimizer, blocking=False, keep=3)
+    made.wait(60)
+    assert same(whole(model, optimizer), whole(plain, plain_optimizer))
+    assert len(list(tmp_path.glob("step-*"))) == 3
+    for step in (10, 11):
+        loaded = hetero.load(tmp_path / f"step-{step}", model, optimizer)
+        assert loaded.step == step + 1
+    assert same(whole(model, optimizer), whole(plain, plain_optimizer))
+    for each in (plain_optimizer, optimizer):
+        each.engine.close()
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_other_changes_wait_too(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading, and homes that move."""
+    model, optimizer = build(PLACES[place], tmp_path)
+    steps(model, optimizer, range(2))
+    then = whole(model, optimizer)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    steps(model, optimizer, range(2, 3))
+    later = whole(model, optimizer)
+    with held_back(monkeypatch) as go:
+        made = hetero.save(tmp_path / "a", model, optimizer, blocking=False)
+        model.load_state_dict(state)
+        assert go.is_set()
+    made.wait(60)
+    if place == "disk":
+        made = hetero.save(tmp_path / "b", model, optimizer, blocking=False)
+        optimizer.engine.set_budget(host_memory="1MiB")
+        assert made._done.wait(60)
+        made.wait()
+    hetero.load(tmp_path / "a", model, optimizer)
+    assert same(whole(model, optimizer), later)
+    assert not same(later, then)
+    optimizer.engine.close()
+
+
+def test_a_write_by_user_code_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can hold it back: it goes to memory that compute uses."""
+    model, optimizer = build(PLACES["cpu"], tmp_path)
+    with held_back(monkeypatch) as go:
+        made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
+        with torch.no_grad():
+            model.last.weight.mul_(2)
+        go.set()
+        with pytest.raises(hetero.CheckpointError, match=r"last\.weight was written to while"):
+            made.wait(60)
+    assert not (tmp_path / "saved").exists()
+    assert list(tmp_path.glob(".*")) == []
+    hetero.save(tmp_path / "saved", model, optimizer)
+    optimizer.engine.close()
+
+
+def test_a_failure_is_told_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And training goes on; what was there before stays."""
+    model, optimizer = build(PLACES["disk"], tmp_path)
+    steps(model, optimizer, range(2))
+    then = whole(model, optimizer)
+    hetero.save(tmp_path / "saved", model, optimizer)
+    finish = DataWriter.finish
+
+    def full(self: DataWriter) -> None:
+        raise hetero.StoreError(errno.ENOSPC, "no room", str(tmp_path))
+
+    monkeypatch.setattr(DataWriter, "finish", full)
+    made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
+    steps(model, optimizer, range(2, 4))
+    assert made._done.wait(60)
+    with pytest.raises(hetero.StoreError, match="no room"):
+        hetero.save(tmp_path / "saved", model, optimizer)
+    monkeypatch.setattr(DataWriter, "finish", finish)
+    hetero.load(tmp_path / "saved", model, optimizer)
+    assert same(whole(model, optimizer), then)
+    hetero.save(tmp_path / "saved", model, optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+    optimizer.engine.close()
+
+
+def test_a_disk_error_in_the_thread_ends_no_wait_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update that waits for a chunk goes on when the save fails."""
+    model, optimizer = build(PLACES["disk"], tmp_path)
+    steps(model, optimizer, range(1))
+
+    def fail(self: DataWriter, number: int) -> None:
+        raise OSError(errno.EIO, "a bad disk")
+
+    monkeypatch.setattr(DataWriter, "region", fail)
+    with held_back(monkeypatch):
+        made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
+        steps(model, optimizer, range(1, 3))
+    with pytest.raises(OSError, match="a bad disk"):
+        made.wait(60)
+    optimizer.engine.close()
+
+
+def test_close_waits_for_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = build(PLACES["disk"], tmp_path)
+    steps(model, optimizer, range(2))
+    then = whole(model, optimizer)
+    hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
+    optimizer.engine.close()
+    assert is_checkpoint(tmp_path / "saved")
+    model, optimizer = build(PLACES["cpu"], tmp_path, seed=7)
+    hetero.load(tmp_path / "saved", model, optimizer)
+    assert same(whole(model, optimizer), then)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_forward_and_backward_wait_for_nothing(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no update before step() all of them come before the first chunk is copied."""
+    settings = {**PLACES[place], "overlap_updates": "forward"}
+    model, optimizer = build(settings, tmp_path)
+    steps(model, optimizer, range(2))
+    with held_back(monkeypatch) as go:
+        made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
+        for seed in range(3):
+            optimizer.backward(loss_of(model, seed))
+        hetero.clip_grad_norm_(model.parameters(), 1.0)
+        assert not go.is_set()
+        optimizer.step()
+        assert go.is_set()
+    made.wait(60)
+    optimizer.engine.close()
