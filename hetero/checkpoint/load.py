@@ -190,23 +190,33 @@ class _Loading:
         return {m: name for name, m in self._model.params.items()}
 
     def _load_params(self) -> None:
-        names, reader = self._names, self._reader
-        reader.expect(self._ranges(names))
+        names, failures = self._names, list[Exception]()
+        self._reader.expect(self._ranges(names))
 
         def visit(piece: Piece) -> None:
-            name, where = names[piece.managed], piece.part.in_param
-            master = reader.read(master_key(name), where.start, where.stop).float()
-            if self._optimizers and piece.optim_state is not None:
-                states = STATE_NAMES[piece.optim_states.dtypes.rule]
-                piece.set_states(
-                    [
-                        reader.read(state_key(name, state), where.start, where.stop).float()
-                        for state in states
-                    ]
-                )
-            piece.set_master(master.to(piece.values.device))
+            # (After a failure the ranks still go through all chunks together, and then agree.)
+            if not failures:
+                try:
+                    self._fill(piece, names[piece.managed])
+                except Exception as error:
+                    failures.append(error)
 
         write_parts(self._engine, names, visit, replaces=bool(self._optimizers))
+        failure = failures[0] if failures else None
+        self._engine.world.all_or_none(failure, f"load {self.path}", (CheckpointError,))
+
+    def _fill(self, piece: Piece, name: str) -> None:
+        """A piece of a parameter gets what the checkpoint has. Raises CheckpointError."""
+        begin, end = piece.part.in_param.start, piece.part.in_param.stop
+
+        def read(key: str) -> torch.Tensor:
+            return self._reader.read(key, begin, end).float()
+
+        master = read(master_key(name))
+        if self._optimizers and piece.optim_state is not None:
+            states = STATE_NAMES[piece.optim_states.dtypes.rule]
+            piece.set_states([read(state_key(name, state)) for state in states])
+        piece.set_master(master.to(piece.values.device))
 
     def _ranges(self, names: Mapping[ManagedParam, str]) -> Iterator[tuple[str, int, int]]:
         """What write_parts() is going to ask for, in its order."""

@@ -1,0 +1,77 @@
+"""Checkpoints of several ranks: saved by N, loaded by M, and what a failure of one rank does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.checkpoint.folder import is_checkpoint
+from tests.support.ranks import checkpointing
+from tests.support.ranks.processes import run_ranks, run_ranks_to_the_end
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
+    """A checkpoint of each number of ranks, and what its ranks had."""
+    path = tmp_path_factory.mktemp("saved")
+    counts = checkpointing.OPTIONS
+    return path, {n: run_ranks(n, checkpointing.save, str(path)) for n in counts}
+
+
+@pytest.mark.parametrize("ranks", checkpointing.OPTIONS)
+def test_any_number_of_ranks_loads_any_other(
+    ranks: int, saved: tuple[Path, dict[int, Any]]
+) -> None:
+    """With as many as then, training goes on with the same bits, each rank's random numbers too."""
+    path, before = saved
+    counts = list(checkpointing.OPTIONS)
+    found = run_ranks(ranks, checkpointing.load, str(path), counts)
+    for count in counts:
+        for rank, mine in enumerate(found):
+            assert mine[count]["ranks"] == count
+            assert same(mine[count]["stored"], before[count][0]["stored"])
+            assert mine[count]["rank"] == (rank if ranks == count else 0)
+            if ranks == count:
+                assert same(mine[count]["then"], before[count][rank]["then"])
+
+
+def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
+    """What was there before stays, and training goes on."""
+    told = run_ranks(2, checkpointing.save_while_one_fails, str(tmp_path))
+    assert told[1].startswith("StoreError: ")
+    assert told[0].startswith("HeteroError: rank 1 could not save")
+    assert "no room" in told[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert is_checkpoint(tmp_path / "saved")
+
+
+def test_damage_that_one_rank_finds_is_every_ranks(tmp_path: Path) -> None:
+    """And no rank uses what is half loaded, until all have loaded another checkpoint."""
+    for told in run_ranks(2, checkpointing.load_what_one_cannot_read, str(tmp_path)):
+        assert len(told) == 3, told
+        assert "damaged" in told[0]
+        assert told[1].startswith("HeteroError: the model is half loaded from")
+        assert told[2] is True
+
+
+def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
+    outcomes = run_ranks_to_the_end(2, checkpointing.die_in_save, str(tmp_path))
+    assert outcomes[1].failure is not None
+    assert outcomes[0].failure is None
+    assert outcomes[0].result.startswith("PeerError")
+    assert is_checkpoint(tmp_path / "saved")
+    model, optimizer = checkpointing.build(0, 1, str(tmp_path), 7, checkpointing.OPTIONS[1])
+    assert hetero.load(tmp_path / "saved", model, optimizer).ranks == 2
+    hetero.save(tmp_path / "saved", model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    optimizer.engine.close()

@@ -1,0 +1,176 @@
+"""Ranks that save and load checkpoints together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import hetero
+from hetero.checkpoint.safetensors_header import read
+from tests.support.ranks.rank_training import BASE
+from tests.support.training.small_net import Net
+
+# One for each number of ranks; with four, two replicas of two.
+OPTIONS: dict[int, dict[str, Any]] = {
+    1: {"placement_policy": "cpu"},
+    2: {"placement_policy": "nvme", "host_memory": "2MiB", "zero_stage": 3},
+    3: {"placement_policy": "cpu", "zero_stage": 2},
+    4: {"placement_policy": "nvme", "host_memory": "2MiB", "zero_stage": 1},
+}
+MESHES = {4: (2, 2)}
+
+
+class RankNet(Net):
+    """With a buffer, and a dropout that draws other numbers on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.drop(super().forward(x))
+
+
+def build(
+    rank: int, world: int, path: str, seed: int, options: dict[str, Any]
+) -> tuple[nn.Module, hetero.HybridAdam]:
+    """The net on all ranks; `seed` is of its values, and of this rank's random numbers."""
+    torch.manual_seed(seed)
+    model = RankNet()
+    where = {"mesh": init_device_mesh("cpu", MESHES[world])} if world in MESHES else {}
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-2, state_dtype="bf16")
+    # The smallest slots, of which each rank has a part that holds parameters.
+    slots = {"chunk_numel": 4096 * world}
+    given = {**BASE, **slots, "dtype": "bf16", "nvme_path": path, **options}
+    made = hetero.initialize(model, optimizer, **given, **where)
+    torch.manual_seed(100 * seed + rank)
+    return made
+
+
+def steps(rank: int, model: nn.Module, optimizer: hetero.HybridAdam, seeds: range) -> None:
+    """Each rank has its own batches."""
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(10 * seed + rank)
+        x = torch.randn(4, 64, generator=generator)
+        (model(x).float() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: hetero.HybridAdam) -> list[torch.Tensor]:
+    """Masters, buffers and states."""
+    found = hetero.masters(list(model.parameters()))
+    found += [buffer.clone() for buffer in model.buffers()]
+    for state in optimizer.state_dict()["state"].values():
+        found += list(state.values())
+    return found
+
+
+def save(rank: int, world: int, path: str) -> dict[str, list[torch.Tensor]]:
+    """Two steps, save, two steps; what there was at both times."""
+    model, optimizer = build(rank, world, path, 0, OPTIONS[world])
+    steps(rank, model, optimizer, range(2))
+    stored = whole(model, optimizer)
+    made = hetero.save(
+        Path(path) / f"of-{world}", model, optimizer, extra={"rank": rank}, blocking=world % 2 == 0
+    )
+    steps(rank, model, optimizer, range(2, 4))
+    made.wait()
+    found = {"stored": stored, "then": whole(model, optimizer)}
+    optimizer.engine.close()
+    return found
+
+
+def load(rank: int, world: int, path: str, saved_by: list[int]) -> dict[int, Any]:
+    """Loads what each of these numbers of ranks has saved, and makes two steps more."""
+    found: dict[int, Any] = {}
+    for saved in saved_by:
+        model, optimizer = build(rank, world, path, 7, OPTIONS[world])
+        steps(rank, model, optimizer, range(1))
+        loaded = hetero.load(Path(path) / f"of-{saved}", model, optimizer)
+        stored = whole(model, optimizer)
+        steps(rank, model, optimizer, range(2, 4))
+        found[saved] = {
+            "ranks": loaded.ranks,
+            "rank": loaded.extra["rank"],
+            "stored": stored,
+            "then": whole(model, optimizer),
+        }
+        optimizer.engine.close()
+    return found
+
+
+def save_while_one_fails(rank: int, world: int, path: str) -> str:
+    """Rank 1 cannot write its file; what each rank meets."""
+    model, optimizer = build(rank, world, path, 0, OPTIONS[2])
+    steps(rank, model, optimizer, range(1))
+    hetero.save(Path(path) / "saved", model, optimizer)
+    if rank == 1:
+        from hetero.checkpoint.data_writer import DataWriter
+
+        def full(*_: Any) -> None:
+            raise hetero.StoreError(28, "no room", "disk")
+
+        DataWriter.finish = full  # type: ignore[method-assign]
+    told = ""
+    try:
+        hetero.save(Path(path) / "saved", model, optimizer)
+    except (hetero.HeteroError, OSError) as error:
+        told = f"{type(error).__name__}: {error}"
+    steps(rank, model, optimizer, range(1, 2))
+    optimizer.engine.close()
+    return told
+
+
+def load_what_one_cannot_read(rank: int, world: int, path: str) -> list[Any]:
+    """The file of rank 1 is damaged; what each rank meets, twice, and whether it goes on then."""
+    model, optimizer = build(rank, world, path, 0, OPTIONS[2])
+    steps(rank, model, optimizer, range(1))
+    hetero.save(Path(path) / "bad", model, optimizer)
+    hetero.save(Path(path) / "good", model, optimizer)
+    stored = whole(model, optimizer)
+    if rank == 1:
+        file = Path(path) / "bad" / "rank-0001-of-0002.safetensors"
+        content = bytearray(file.read_bytes())
+        header = read(file)
+        entry = next(e for e in header.entries.values() if e.name.startswith("model/"))
+        content[header.data_offset + entry.begin] ^= 1
+        file.write_bytes(content)
+    torch.distributed.barrier()
+    told = []
+    for use in (
+        lambda: hetero.load(Path(path) / "bad", model, optimizer),
+        lambda: steps(rank, model, optimizer, range(1)),
+    ):
+        try:
+            use()
+        except (hetero.HeteroError, OSError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    hetero.load(Path(path) / "good", model, optimizer)
+    told.append(all(map(torch.equal, whole(model, optimizer), stored)))
+    optimizer.engine.close()
+    return told
+
+
+def die_in_save(rank: int, world: int, path: str) -> str:
+    """Rank 1 is killed while it saves; what the others meet."""
+    model, optimizer = build(rank, world, path, 0, {**OPTIONS[2], "rank_timeout_s": 20.0})
+    steps(rank, model, optimizer, range(1))
+    hetero.save(Path(path) / "saved", model, optimizer)
+    if rank == 1:
+        from hetero.checkpoint.data_writer import DataWriter
+
+        DataWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    try:
+        hetero.save(Path(path) / "saved", model, optimizer)
+    except hetero.HeteroError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
