@@ -10,6 +10,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1  # the run failed after it had begun
 EXIT_USAGE = 2  # what was asked for cannot work
 EXIT_INTERRUPTED = 130  # as the shell reports a program ended by Ctrl-C
+EXIT_TERMINATED = 143  # likewise by SIGTERM
 
 # What the extra `train` brings.
 TRAIN_EXTRAS = ("matplotlib", "rich", "transformers")

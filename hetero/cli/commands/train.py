@@ -8,7 +8,13 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from hetero.cli.commands.outcome import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, print_error
+from hetero.cli.commands.outcome import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    print_error,
+)
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains, and prints a report."""
     options = TrainOptions.from_namespace(arguments)
     # Late, because transformers and matplotlib take seconds and belong to the extra `train`.
+    from hetero.cli.job.checkpoints import run_folder_to_resume
     from hetero.cli.job.loop import train
     from hetero.cli.job.ranks import joined_ranks
     from hetero.cli.job.run_folder import RunFolder
@@ -52,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     with (
         contextlib.redirect_stdout(sys.stderr),
         joined_ranks() as ranks,
-        RunFolder(options.run_dir, ranks) as folder,
+        RunFolder(run_folder_to_resume(options), ranks, options.resume is not None) as folder,
     ):
         # Here, because the run folder may be the picture's.
         picture = wanted_picture(options, ranks)
@@ -75,4 +82,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(summary))
     elif result.steps:
         print_report(result)
-    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
+    ended = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_TERMINATED}
+    return ended.get(result.status, EXIT_OK)

@@ -48,6 +48,14 @@ class Corpus:
     def __len__(self) -> int:
         return self._tokens.numel()
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Where the order of batches is; the same for any number of ranks."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Goes on from there."""
+        self._generator.set_state(state["generator"])
+
     def batch(self, size: int) -> torch.Tensor:
         """This rank's next `size` sequences: int64[size, seq_len]."""
         starts = [

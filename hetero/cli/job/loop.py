@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 import hetero
+from hetero.cli.job.checkpoints import Checkpoints, agreed_checkpoint
 from hetero.cli.job.job import Job, open_job
 from hetero.cli.job.metrics import StepMetrics
 from hetero.cli.job.options import TrainOptions
@@ -42,12 +43,23 @@ def train(
     Raises:
         ValueError, hetero.HeteroError: before the first step, for options that cannot work.
     """
+    found = agreed_checkpoint(options, folder, ranks)
     with open_job(options, folder, ranks) as job:
         notes = list(job.setting.notes)
+        checkpoints = Checkpoints(job, folder)
+        made = checkpoints.resume(found)
+        if options.resume is not None:
+            folder.go_on_after(made)
+            notes.append(f"resumed after step {made} from {found}" if found else _NOTHING_YET)
         result = TrainResult(job.setting, predicted=job.predicted, notes=notes)
         observer.begin(job.setting)
         try:
-            _run_steps(job, folder, observer, result)
+            with checkpoints.noticing_sigterm():
+                _run_steps(job, folder, observer, result, checkpoints, made)
+                checkpoints.finish()
+            if checkpoints.terminated:
+                result.status = "terminated"
+            result.checkpoint = checkpoints.saved
             job.complete(result)
             result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
         except KeyboardInterrupt:
@@ -63,7 +75,17 @@ def train(
     return result
 
 
-def _run_steps(job: Job, folder: RunFolder, observer: Observer, result: TrainResult) -> None:
+_NOTHING_YET = "--resume found no checkpoint, so the run began anew"
+
+
+def _run_steps(
+    job: Job,
+    folder: RunFolder,
+    observer: Observer,
+    result: TrainResult,
+    checkpoints: Checkpoints,
+    made: int,
+) -> None:
     start_s = time.perf_counter()
 
     def make(steps: range) -> None:
@@ -72,10 +94,14 @@ def _run_steps(job: Job, folder: RunFolder, observer: Observer, result: TrainRes
             result.steps.append(metrics)
             folder.append_metrics(metrics.as_dict())
             observer.step(metrics)
+            if checkpoints.after_step(step):
+                return
 
     end = job.options.steps + 1
-    pictured = max(1, end - PICTURED_STEPS)
-    make(range(1, pictured))
+    pictured = max(made + 1, end - PICTURED_STEPS)
+    make(range(made + 1, pictured))
+    if checkpoints.terminated:
+        return
     if job.options.timeline is None or not job.ranks.leads:
         make(range(pictured, end))
     else:

@@ -40,9 +40,10 @@ def _option(
     metavar: str | None = None,
     least: int | None = None,
     choices: tuple[str, ...] | None = None,
+    alone: str | None = None,
 ) -> Any:
-    """A field that is also a command-line option `--its-name`."""
-    about = {"help": help, "metavar": metavar, "limits": (least, choices)}
+    """A field that is also a command-line option `--its-name`; `alone`: its value without one."""
+    about = {"help": help, "metavar": metavar, "limits": (least, choices), "alone": alone}
     return field(default=default, metadata=about)
 
 
@@ -182,6 +183,19 @@ class TrainOptions:
         "folder for config.json, metrics.jsonl, summary.json and figure.png (default: runs/TIME)",
         metavar="DIR",
     )
+    save_every: int | None = _option(
+        "steps between checkpoints, in the folder `checkpoints` of the run folder; training goes on"
+        " meanwhile. The last step is saved, too, and SIGTERM saves and ends (default: none)",
+        least=1,
+    )
+    keep: int = _option("so many checkpoints of the run stay, the last ones", 2, least=1)
+    resume: str | None = _option(
+        "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"
+        " and any memory; without PATH from the last one of --run-dir, or else of the newest run,"
+        " and from the beginning if there is none",
+        metavar="PATH",
+        alone="",
+    )
     timeline: str | None = _option(
         "also draw what computed, waited and moved when in the last two steps of a run that"
         " finishes, as .png, .svg or .pdf, with a trace (.trace.json) for ui.perfetto.dev beside"
@@ -289,6 +303,8 @@ def add_train_arguments(
             _, choices = option.metadata["limits"]
             metavar = {"int": "N", "float": "X"}.get(kind, "NAME") if choices is None else None
             arguments["metavar"] = option.metadata["metavar"] or metavar
+            if option.metadata["alone"] is not None:
+                arguments |= {"nargs": "?", "const": option.metadata["alone"]}
             arguments |= {"choices": choices, "type": {"int": int, "float": float}.get(kind, str)}
             if option.name == "nvme_path":
                 # argparse appends to a list, or to a new one in place of None.

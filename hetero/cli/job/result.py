@@ -51,7 +51,8 @@ class TrainResult:
     peak_managed_bytes: dict[str, int] = field(default_factory=dict)
     peak_rss_bytes: int = 0
     peak_rss_by_rank_bytes: list[int] = field(default_factory=list)
-    status: str = "finished"  # "finished" | "interrupted" | "failed"
+    status: str = "finished"  # "finished" | "interrupted" | "terminated" | "failed"
+    checkpoint: str | None = None  # the last that was saved
     failure: Exception | None = None
     # Of a step, from figures(): before the first one, and where homes are in the end.
     predicted: dict[str, Any] | None = None
@@ -111,6 +112,7 @@ class TrainResult:
             **setting,
             "state_bytes": self.setting.state_bytes,
             "status": self.status,
+            "checkpoint": self.checkpoint,
             "error": self.error,
             "steps": len(self.steps),
             "losses": [step.loss for step in self.steps],

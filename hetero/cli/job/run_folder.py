@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -19,8 +20,10 @@ class RunFolder:
     they would put into it goes nowhere.
     """
 
-    def __init__(self, path: str | None, ranks: Ranks = ALONE) -> None:
+    def __init__(self, path: str | None, ranks: Ranks = ALONE, resumes: bool = False) -> None:
+        """`resumes`: there may be a run in it, which goes on."""
         self.path = Path(path) if path is not None else _unused(Path("runs"))
+        self._resumes = resumes
         self._ranks = ranks
         self._created: list[Path] = []
         self._steps = 0
@@ -31,7 +34,7 @@ class RunFolder:
         return self
 
     def _create(self) -> str:
-        if (self.path / METRICS_NAME).exists():
+        if self.has_run(self.path) and not self._resumes:
             raise ValueError(f"--run-dir {self.path} already holds a run; name another folder")
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
@@ -48,6 +51,25 @@ class RunFolder:
     def __exit__(self, *error: object) -> None:
         if self._steps == 0:
             self._remove_created()
+
+    @staticmethod
+    def has_run(path: Path) -> bool:
+        """Whether a run has written its metrics to the folder."""
+        return (path / METRICS_NAME).is_file()
+
+    def go_on_after(self, step: int) -> None:
+        """Forgets the lines of later steps, which are made again."""
+        metrics = self.path / METRICS_NAME
+        if not (self._ranks.leads and metrics.is_file()):
+            return
+        kept = []
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, KeyError):  # the last line may be cut short
+                if json.loads(line)["step"] <= step:
+                    kept.append(f"{line}\n")
+        beside = metrics.with_suffix(".new")
+        beside.write_text("".join(kept), encoding="utf-8")
+        beside.replace(metrics)
 
     @property
     def figure_path(self) -> Path:

@@ -59,6 +59,8 @@ def rows(result: TrainResult) -> list[tuple[str, str]]:
         ("loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"),
         ("run folder", setting.run_dir),
     ]
+    if result.checkpoint is not None:
+        table.append(("checkpoint", result.checkpoint))
     if result.timeline_paths:
         table.append(("timeline", ", ".join(result.timeline_paths)))
     return table

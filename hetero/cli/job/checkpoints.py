@@ -1,0 +1,139 @@
+"""The checkpoints of a run: saved every so many steps beside training, and gone on from."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hetero
+from hetero.checkpoint.folder import is_checkpoint
+from hetero.cli.job.job import Job
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.ranks import Ranks
+from hetero.cli.job.run_folder import RunFolder
+
+FOLDER_NAME = "checkpoints"  # in the run folder
+
+
+def run_folder_to_resume(options: TrainOptions) -> str | None:
+    """The run folder that --resume goes on in; None for a new one.
+
+    That is --run-dir, or the run that the checkpoint is of, or the newest one in `runs`.
+    """
+    if options.resume is None or options.run_dir is not None:
+        return options.run_dir
+    if options.resume:
+        path = Path(options.resume)
+        for folder in (path, path.parent, path.parent.parent):
+            if RunFolder.has_run(folder) and (folder / FOLDER_NAME).is_dir():
+                return str(folder)
+        return None
+    runs = [each for each in Path("runs").glob("*") if RunFolder.has_run(each)]
+    return str(max(runs, key=lambda each: each.name)) if runs else None
+
+
+def checkpoint_to_resume(options: TrainOptions, folder: RunFolder) -> Path | None:
+    """The checkpoint that --resume means; None if the run has none yet and begins anew.
+
+    Raises ValueError if a path was given and has none.
+    """
+    if options.resume is None:
+        return None
+    if not options.resume:
+        return hetero.latest_checkpoint(folder.path / FOLDER_NAME)
+    path = Path(options.resume)
+    if is_checkpoint(path):
+        return path
+    for parent in (path, path / FOLDER_NAME):
+        found = hetero.latest_checkpoint(parent)
+        if found is not None:
+            return found
+    raise ValueError(f"--resume {path} is no checkpoint, and has none in it")
+
+
+class Checkpoints:
+    """Saves a job's checkpoints, and loads the one that it goes on from."""
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self._job = job
+        self._folder = folder.path / FOLDER_NAME
+        self._last: hetero.Save | None = None
+        self.terminated = False  # SIGTERM has come
+
+    @property
+    def saved(self) -> str | None:
+        """The last checkpoint that was begun."""
+        return None if self._last is None else str(self._folder / self._last.path.name)
+
+    @property
+    def _objects(self) -> dict[str, Any]:
+        return {"scheduler": self._job.scheduler, "data": self._job.corpus}
+
+    def resume(self, path: Path | None) -> int:
+        """Loads a checkpoint; returns the number of steps that were made, 0 without one."""
+        if path is None:
+            return 0
+        job = self._job
+        loaded = hetero.load(path, job.model, job.optimizer, extra=self._objects)
+        made = int(loaded.extra["step"])
+        if made >= job.options.steps:
+            raise ValueError(
+                f"{path} has all {made} steps; to go on from it ask for more than --steps "
+                f"{job.options.steps}"
+            )
+        return made
+
+    def after_step(self, step: int) -> bool:
+        """Saves if it is time to; returns whether the run is to end now, because of SIGTERM.
+
+        All ranks call it.
+        """
+        every = self._job.options.save_every
+        if every is None:
+            return False
+        ends = any(self._job.ranks.gather(self.terminated))
+        if step % every == 0 or ends or step == self._job.options.steps:
+            self._save(step)
+        return ends
+
+    def _save(self, step: int) -> None:
+        job = self._job
+        self._last = hetero.save(
+            self._folder / f"step-{step:06}",
+            job.model,
+            job.optimizer,
+            extra={**self._objects, "step": step},
+            blocking=False,
+            keep=job.options.keep,
+        )
+
+    def finish(self) -> None:
+        """Waits until the last one is there. Raises what hetero.save() does."""
+        if self._last is not None:
+            self._last.wait()
+
+    @contextmanager
+    def noticing_sigterm(self) -> Iterator[None]:
+        """Inside the block SIGTERM ends the run after the step that is under way, saved."""
+        if self._job.options.save_every is None:
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.terminated = True
+
+        before = signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def agreed_checkpoint(options: TrainOptions, folder: RunFolder, ranks: Ranks) -> Path | None:
+    """checkpoint_to_resume() as the first rank sees it. Raises ValueError on all ranks."""
+    found = ranks.from_first(lambda: str(checkpoint_to_resume(options, folder) or ""))
+    return Path(found) if found else None

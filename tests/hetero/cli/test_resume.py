@@ -1,0 +1,155 @@
+"""`hetero train --save-every --resume`: a run that was ended goes on with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero.cli.main import main
+from tests.support.waiting import until
+
+MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 2,
+    "vocab_size": 256,
+    "n_positions": 32,
+}
+SHORT = ["--seq-len", "16", "--batch-size", "2", "--warmup", "1", "--accumulate", "2"]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a tiny run, with dropout, in an empty working folder."""
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return ["train", "--config", "../model.json", "--data", "../text", *SHORT]
+
+
+def lines(folder: str | Path) -> list[Any]:
+    """Number, loss, norm and rate of each step that the run has metrics of."""
+    found = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [(step["step"], step["loss"], step["grad_norm"], step["lr"]) for step in found]
+
+
+def checkpoints(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+
+
+def test_a_run_in_parts_has_the_bits_of_one_run(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps after the last checkpoint are made again; with other memory, too."""
+    assert main([*arguments, "--steps", "9", "--run-dir", "whole"]) == 0
+    assert not Path("whole/checkpoints").exists()
+    saving = [*arguments, "--steps", "9", "--run-dir", "parts", "--save-every", "2"]
+    assert main(saving) == 0
+    assert lines("parts") == lines("whole")
+    assert checkpoints("parts") == ["step-000008", "step-000009"]
+    for last, policy in ((9, "cpu"), (8, "nvme")):
+        for name in checkpoints("parts"):
+            if name > f"step-{last - 1:06}":
+                shutil.rmtree(Path("parts/checkpoints") / name)
+        capsys.readouterr()
+        more = ["--resume", "--json", "--policy", policy]
+        assert main([*saving, *more]) == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["checkpoint"] == "parts/checkpoints/step-000009"
+        resumed = f"resumed after step {last - 1} from"
+        assert any(resumed in note for note in summary["notes"]) or last == 8
+        assert lines("parts") == lines("whole")
+
+
+def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    saving = [*arguments, "--save-every", "1", "--keep", "3"]
+    assert main([*saving, "--steps", "3", "--run-dir", "runs/a", "--resume"]) == 0  # from nothing
+    assert checkpoints("runs/a") == ["step-000001", "step-000002", "step-000003"]
+    assert main([*saving, "--steps", "4", "--resume"]) == 0  # the newest run
+    assert len(lines("runs/a")) == 4
+    assert main([*saving, "--steps", "5", "--resume", "runs/a"]) == 0
+    assert len(lines("runs/a")) == 5
+    path = "runs/a/checkpoints/step-000004"
+    assert main([*saving, "--steps", "5", "--resume", path, "--run-dir", "b"]) == 0
+    assert lines("b") == lines("runs/a")[4:]
+    assert main([*saving, "--steps", "4", "--resume", path]) == 2
+    assert "has all 4 steps; to go on from it ask for more" in capsys.readouterr().err
+    assert main([*saving, "--steps", "4", "--resume", "nothing"]) == 2
+    assert "--resume nothing is no checkpoint" in capsys.readouterr().err
+    assert main([*saving, "--steps", "4", "--run-dir", "b"]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_sigterm_saves_and_ends(arguments: list[str], tmp_path: Path) -> None:
+    """After the step that is under way; the run that goes on has the bits of one run."""
+    folder = Path("run")
+    command = [sys.executable, "-m", "hetero.cli", *arguments]
+    saving = [*command, "--run-dir", str(folder), "--save-every", "1000"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen([*saving, "--steps", "100000"], env=environment)
+    metrics = folder / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, timeout_s=120)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 143
+    made = len(lines(folder))
+    assert checkpoints(folder) == [f"step-{made:06}"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "terminated"
+    constant = ["--schedule", "constant", "--steps", str(made + 2)]
+    assert (
+        main([*arguments, "--run-dir", "run", "--save-every", "1000", "--resume", *constant]) == 0
+    )
+    assert len(lines(folder)) == made + 2
+
+
+KILLED = """
+    import os, signal, sys
+    from hetero.cli.job import checkpoints
+    from hetero.cli.main import main
+
+    after_step = checkpoints.Checkpoints.after_step
+
+    def killed(self, step):
+        first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if step == 5 and first_try and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return after_step(self, step)
+
+    checkpoints.Checkpoints.after_step = killed
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_torchrun_restarts_and_the_run_goes_on(arguments: list[str], tmp_path: Path) -> None:
+    """A rank is killed; all start again from the last checkpoint. Then one rank alone goes on."""
+    program = tmp_path / "killed.py"
+    program.write_text(textwrap.dedent(KILLED))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    more = ["--policy", "cpu", "--save-every", "2", "--resume", "--steps", "8", "--run-dir"]
+
+    def run(script: list[str], folder: str) -> None:
+        subprocess.run(
+            [*launch, *script, *arguments, *more, folder], env=environment, check=True, timeout=300
+        )
+
+    run(["-m", "hetero.cli"], "whole")
+    run([str(program)], "killed")
+    assert lines("killed") == lines("whole")
+    assert json.loads(Path("killed/summary.json").read_text())["steps"] < 8
+    fewer = [*arguments, "--policy", "nvme", "--resume", "--steps", "9", "--run-dir", "killed"]
+    assert main(fewer) == 0
+    assert [line[0] for line in lines("killed")] == list(range(1, 10))
+    assert lines("killed")[:8] == lines("whole")
