@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +53,15 @@ class Piece:
         else:
             self.optim_states.split(master, self.values, self.optim_state, self.part.in_tile)
 
+    def cut(self, begin: int, end: int) -> Piece:
+        """The piece's elements [begin, end) alone. Of 8-bit states it has masters only."""
+        part = Part(
+            self.part.tile,
+            slice(self.part.in_param.start + begin, self.part.in_param.start + end),
+            slice(self.part.in_tile.start + begin, self.part.in_tile.start + end),
+        )
+        return replace(self, part=part, values=self.values[begin:end])
+
 
 Visit = Callable[[Piece], None]
 
@@ -80,6 +90,36 @@ def _read_chunk(engine: Engine, members: list[ManagedParam], visit: Visit) -> No
         shard = flat[ranks.range(flat.numel(), rank)]
         for tile, parts in parts_by_tile(chunk_group, members, rank):
             with chunk_group.open_optim_state(chunk, tile, rank) as optim_state:
+                values = _of_tile(shard, chunk_group, tile)
+                for m, part in parts:
+                    visit(make_piece(chunk_group, m, part, values, optim_state))
+
+
+def read_own_parts(
+    engine: Engine, managed: Iterable[ManagedParam], visit: Visit, states: bool = True
+) -> None:
+    """Calls `visit` for each piece of this rank's shards; the other ranks need not call it.
+
+    `states`: False: pieces have values alone, and no optimizer state is brought in for them.
+    """
+    engine.schedule.revoke_all()
+    managed = list(managed)
+    engine.params.take_in_written(managed)
+    for members in _by_chunk(managed):
+        _read_own_chunk(engine, members, visit, states)
+
+
+def _read_own_chunk(
+    engine: Engine, members: list[ManagedParam], visit: Visit, states: bool
+) -> None:
+    chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
+    with chunk_group.params.shard(chunk) as shard:
+        for tile, parts in parts_by_tile(chunk_group, members):
+            with ExitStack() as opened:
+                optim_state: TileState | None = None
+                if states:
+                    tile_state = chunk_group.optim_states.open(chunk, tile)
+                    optim_state = opened.enter_context(tile_state)
                 values = _of_tile(shard, chunk_group, tile)
                 for m, part in parts:
                     visit(make_piece(chunk_group, m, part, values, optim_state))
