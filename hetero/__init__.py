@@ -25,6 +25,7 @@ from hetero.api.optimizers import (
 )
 from hetero.checkpoint.folder import latest_checkpoint
 from hetero.checkpoint.load import Checkpoint, load
+from hetero.checkpoint.pretrained.save import save_pretrained
 from hetero.checkpoint.save import Save, save
 from hetero.config import Config
 from hetero.cpu_threads import set_threads
@@ -82,6 +83,7 @@ __all__ = [
     "no_sync",
     "register_external_parameter",
     "save",
+    "save_pretrained",
     "set_threads",
     "unregister_external_parameter",
 ]

@@ -1,0 +1,1 @@
+"""Folders of Hugging Face's: loaded into a managed model, and exported from it."""
