@@ -25,6 +25,7 @@ from hetero.api.optimizers import (
 )
 from hetero.checkpoint.folder import latest_checkpoint
 from hetero.checkpoint.load import Checkpoint, load
+from hetero.checkpoint.pretrained.load import load_pretrained
 from hetero.checkpoint.pretrained.save import save_pretrained
 from hetero.checkpoint.save import Save, save
 from hetero.config import Config
@@ -79,6 +80,7 @@ __all__ = [
     "initialize",
     "latest_checkpoint",
     "load",
+    "load_pretrained",
     "masters",
     "no_sync",
     "register_external_parameter",

@@ -1,0 +1,206 @@
+"""Loading a folder of Hugging Face's into a managed model, never holding a whole tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.api.access import engine_of
+from hetero.api.whole_state import Piece, write_parts
+from hetero.checkpoint.pretrained.stored_tensors import StoredTensor, TensorReader, find_tensors
+from hetero.checkpoint.pretrained.tensor_names import NameMatch, named_tensors, unwrapped
+from hetero.runtime.engine import Engine
+from hetero.state.managed_param import ManagedParam
+from offload.errors import CheckpointError, StoreError
+from offload.interrupts import uninterrupted
+
+_MOST_NAMES = 20  # in an error
+
+
+@uninterrupted
+@torch.no_grad()
+def load_pretrained(
+    model: torch.nn.Module, folder: str | os.PathLike[str], strict: bool = True
+) -> Any:
+    """Loads a folder of Hugging Face's into the parameters and buffers of a managed model.
+
+    Values go from the files to where parameters live, a few MiB at a time, so the model may be
+    larger than RAM; each rank reads what it keeps. All ranks must call it. Values become the
+    masters, unrounded, and parameters their rounding; the optimizer's states stay. Names are those
+    of the model's state_dict(), with or without its `base_model_prefix`; of tied ones the folder
+    need have one.
+
+    What transformers converts as it loads (fused experts, renamed layers) is not converted: load
+    such a folder with from_pretrained() inside hetero.ZeroInitContext.
+
+    Args:
+        model: one that went through hetero.initialize().
+        folder: has model.safetensors, or model.safetensors.index.json and its files; or one
+            safetensors file. Each rank may have a copy of its own.
+        strict: False: names that only one of model and folder has are returned instead of raised.
+
+    Returns:
+        what torch's load_state_dict() does: a named tuple of `missing_keys` and `unexpected_keys`.
+
+    Raises:
+        ValueError: names are missing or unexpected, or a tensor has another shape or a dtype that
+            does not fit. Nothing is changed then.
+        CheckpointError: there is no such folder, its files are damaged, or ranks have different
+            ones. Nothing is changed, unless a file has become shorter meanwhile.
+        StoreError: a file cannot be read. If that came late, part of the model is loaded.
+        UnmanagedParameterError: the model is not managed.
+        HeteroError: another rank met one of these.
+    """
+    model = unwrapped(model)
+    engine = engine_of(model.parameters())
+    engine.check_usable()
+    world, failure, plan = engine.world, None, None
+    try:
+        plan = _Plan.of(engine, model, Path(folder), strict)
+    except Exception as error:
+        failure = error
+    # (The texts are alike on all ranks; their folders may have different names.)
+    world.all_or_none(failure, "load a pretrained model", (CheckpointError, StoreError))
+    assert plan is not None
+    world.require_equal({"the tensors": plan.digest}, "the folders of a pretrained model")
+    with world.telling_failures("hetero.load_pretrained()"), closing(TensorReader()) as reader:
+        failure = plan.load(engine, reader)
+    world.all_or_none(failure, "load a pretrained model", (CheckpointError, StoreError))
+    return torch.nn.modules.module._IncompatibleKeys(plan.names.missing, plan.names.unexpected)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is read into what: into managed parameters, and into tensors that are not managed.
+
+    `digest` is the same on all ranks if their folders have the same tensors.
+    """
+
+    names: NameMatch
+    managed: Mapping[ManagedParam, StoredTensor]
+    plain: list[tuple[torch.Tensor, StoredTensor]]
+    digest: str
+
+    @classmethod
+    def of(cls, engine: Engine, model: torch.nn.Module, folder: Path, strict: bool) -> _Plan:
+        """Raises what load_pretrained() says, before anything is changed."""
+        tensors, found = named_tensors(model), find_tensors(folder)
+        names = NameMatch(model, tensors, found)
+        _check(engine, folder, tensors, found, names, strict)
+        managed: dict[ManagedParam, StoredTensor] = {}
+        plain: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
+        for name, tensor in tensors.items():
+            if name not in names.stored:
+                continue
+            stored, known = found[names.stored[name]], engine.params.known(tensor)
+            first = stored
+            if known is not None:
+                first = managed.setdefault(known, stored)
+            else:
+                _, first = plain.setdefault(id(tensor), (tensor, stored))
+            if first is not stored:
+                _require_alike(first, stored)
+        facts = repr([(name, s.path.name, s.entry, s.offset) for name, s in found.items()])
+        digest = hashlib.sha256(facts.encode()).hexdigest()
+        return cls(names, managed, list(plain.values()), digest)
+
+    def load(self, engine: Engine, reader: TensorReader) -> Exception | None:
+        """Replaces the values; returns what reading met, after which nothing more is replaced.
+
+        (The ranks go through the chunks together, so one that cannot read goes on with them.)
+        """
+        failure: list[Exception] = []
+
+        def visit(piece: Piece) -> None:
+            begin, end = piece.part.in_param.start, piece.part.in_param.stop
+            if failure:
+                return
+            try:
+                for first, values in reader.parts(self.managed[piece.managed], begin, end):
+                    part = piece.cut(first - begin, first - begin + values.numel())
+                    part.set_master(values.to(part.values.device, torch.float32))
+            except (CheckpointError, StoreError) as error:
+                failure.append(error)
+
+        write_parts(engine, self.managed, visit)
+        try:
+            for tensor, stored in [] if failure else self.plain:
+                _copy(reader, stored, tensor.detach())
+        except (CheckpointError, StoreError) as error:
+            failure.append(error)
+        if not failure:
+            return None
+        return type(failure[0])(f"{failure[0]}; part of the model is loaded: load it again")
+
+
+def _copy(reader: TensorReader, stored: StoredTensor, into: torch.Tensor) -> None:
+    flat = into.view(-1) if into.is_contiguous() else torch.empty_like(into).reshape(-1)
+    for first, values in reader.parts(stored, 0, flat.numel()):
+        flat[first : first + values.numel()].copy_(values)
+    if not into.is_contiguous():
+        into.copy_(flat.view(into.shape))
+
+
+def _check(
+    engine: Engine,
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    found: Mapping[str, StoredTensor],
+    names: NameMatch,
+    strict: bool,
+) -> None:
+    """Raises ValueError with all that does not fit."""
+    wrong: list[str] = []
+    for name, stored_name in names.stored.items():
+        entry, tensor = found[stored_name].entry, tensors[name]
+        if entry.shape != tuple(tensor.shape):
+            wrong.append(f"{name}: {entry.shape} in the folder, {tuple(tensor.shape)} in the model")
+        elif not _fits(entry.dtype, tensor, engine.params.known(tensor) is not None):
+            wrong.append(f"{name}: {entry.dtype} in the folder, {tensor.dtype} in the model")
+    problems = [("of another shape or dtype", wrong)]
+    if strict:
+        missing = [f"{name}: {tuple(tensors[name].shape)}" for name in names.missing]
+        unexpected = [f"{name}: {found[name].entry.shape}" for name in names.unexpected]
+        problems += [("only in the model", missing), ("only in the folder", unexpected)]
+    if not any(lines for _, lines in problems):
+        return
+    text = "".join(f"\n  {len(lines)} {what}:{_listed(lines)}" for what, lines in problems if lines)
+    raise ValueError(
+        f"{folder} does not fit the model; nothing is changed.{text}\n"
+        f"strict=False passes over names that only one of them has. Where transformers converts a "
+        f"folder as it loads it, call from_pretrained() inside hetero.ZeroInitContext instead"
+    )
+
+
+def _fits(dtype: torch.dtype, tensor: torch.Tensor, managed: bool) -> bool:
+    return dtype.is_floating_point if managed else torch.can_cast(dtype, tensor.dtype)
+
+
+def _listed(lines: list[str]) -> str:
+    more = [f"and {len(lines) - _MOST_NAMES} more"] if len(lines) > _MOST_NAMES else []
+    return "".join(f"\n    {line}" for line in [*lines[:_MOST_NAMES], *more])
+
+
+def _require_alike(one: StoredTensor, other: StoredTensor) -> None:
+    """Raises ValueError if names that are tied in the model have different values in the files."""
+    same = one.entry.dtype == other.entry.dtype
+    with closing(TensorReader()) as reader, closing(TensorReader()) as other_reader:
+        if same:
+            numel = torch.Size(one.entry.shape).numel()
+            parts = reader.parts(one, 0, numel)
+            for (_, values), (_, others) in zip(
+                parts, other_reader.parts(other, 0, numel), strict=True
+            ):
+                same = same and torch.equal(values.view(torch.uint8), others.view(torch.uint8))
+    if not same:
+        raise ValueError(
+            f"{one.entry.name!r} and {other.entry.name!r} are one tensor in the model, and have "
+            f"different values in {one.path.parent}; build the model without tying them"
+        )
