@@ -27,7 +27,7 @@ from tests.support.checkpoint.exports import (
 )
 from tests.support.training import small_net
 from tests.support.training.saved_models import FAMILIES, batches, loss_of
-from tests.support.training.small_net import SETTINGS, Net
+from tests.support.training.small_net import EMULATED, SETTINGS, Net
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -78,7 +78,7 @@ def train(model: nn.Module, optimizer: hetero.HybridAdam) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", [*SETTINGS, EMULATED])
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
 def test_values_become_masters_unrounded(
@@ -93,6 +93,9 @@ def test_values_become_masters_unrounded(
     assert_same(masters_of(model), {name: value.float() for name, value in values.items()})
     own = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[compute]
     assert_same(model.state_dict(), {n: v.float().to(own) for n, v in values.items()})
+    hetero.save_pretrained(model, tmp_path / "out", dtype="fp32")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert_same({name: found[name] for name in values}, masters_of(model))
     train(model, optimizer)
     small_net.assert_nothing_is_used(optimizer)
     optimizer.engine.close()
