@@ -48,8 +48,10 @@ def save_pretrained(
     what it keeps into the same files. What was there before stays until the new folder is whole and
     durable; if anything fails it is as it was.
 
-    Names that the model declares as tied (`_tied_weights_keys`) are written once. Not written are a
-    tokenizer, and the code of a model that needs trust_remote_code.
+    Names are those of state_dict(). Where transformers had converted a folder as it loaded it
+    (fused experts, renamed layers) it reads these names, too; other programs may know only the
+    folder's. Names that the model declares as tied (`_tied_weights_keys`) are written once. Not
+    written are a tokenizer, and the code of a model that needs trust_remote_code.
 
     Args:
         model: one that went through hetero.initialize().
