@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from hetero.config import Config
 from hetero.cpu_threads import share_threads
+from hetero.ranks.default_group import init_default_group
 from hetero.ranks.process_groups import ProcessGroups, is_distributed, tell_absence
 
 if TYPE_CHECKING:
@@ -64,7 +63,4 @@ def told_if_absent(process_group: Any, mesh: DeviceMesh | None) -> Iterator[None
 
 def _have_default_group() -> None:
     if not is_distributed() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Loaded after the group is there, it would keep the group's threads past its end.
-        import torch.distributed.nn.functional  # noqa: F401
-
-        dist.init_process_group("gloo")
+        init_default_group()

@@ -6,7 +6,6 @@ hetero shards the model by itself; this is about the data, what is shown and wha
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hetero.ranks.default_group import init_default_group
 from offload.errors import HeteroError
 
 # For a rank that hangs; one that ends is noticed at once. Loading a large model takes a while.
@@ -89,11 +89,8 @@ def joined_ranks() -> Iterator[Ranks]:
     """
     joins = not _initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if joins:
-        # Loaded by others later on, it would keep the connection in its functions' default
-        # arguments, and threads that are left can abort the interpreter as it ends.
-        importlib.import_module("torch.distributed.nn.functional")
         try:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+            init_default_group(TIMEOUT)
         except RuntimeError as error:
             raise ValueError(
                 f"cannot join the {os.environ['WORLD_SIZE']} ranks of WORLD_SIZE at"
