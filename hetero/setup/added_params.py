@@ -100,6 +100,7 @@ class AddedParams:
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         engine = self._engine
         engine.schedule.wait_all()
+        engine.schedule.wait_copied()
         for optimizer in engine.optimizers:
             mine = [p for p in params if engine.optimizer_of(p) is optimizer]
             if mine:

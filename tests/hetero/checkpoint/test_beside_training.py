@@ -14,9 +14,10 @@ import torch
 import hetero
 from hetero.checkpoint.data_writer import DataWriter
 from hetero.checkpoint.folder import is_checkpoint
+from hetero.checkpoint.manifest import read_manifest
 from hetero.state.snapshot import Snapshot
 from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
-from tests.support.training.small_net import loss_of
+from tests.support.training.small_net import Net, loss_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -116,6 +117,40 @@ def test_other_changes_wait_too(
     hetero.load(tmp_path / "a", model, optimizer)
     assert same(whole(model, optimizer), later)
     assert not same(later, then)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_parameters_that_are_unfrozen_wait_too(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They move to a chunk group of their own; the checkpoint has them frozen."""
+    torch.manual_seed(0)
+    model = Net()
+    model.first.weight.requires_grad_(False)
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3)
+    options = {**PLACES[place], "host_memory": "512KiB"}
+    more = {"nvme_path": str(tmp_path), "chunk_numel": 4096, "dtype": "bf16", **options}
+    model, optimizer = hetero.initialize(model, optimizer, **more)
+    steps(model, optimizer, range(2))
+    waits: list[bool] = []
+    wait_all = Snapshot.wait_all
+
+    def noted(self: Snapshot) -> None:
+        waits.append(not go.is_set())
+        go.set()
+        wait_all(self)
+
+    with held_back(monkeypatch) as go:
+        monkeypatch.setattr(Snapshot, "wait_all", noted)
+        made = hetero.save(tmp_path / "saved", model, optimizer, blocking=False)
+        model.first.weight.requires_grad_(True)
+        steps(model, optimizer, range(2, 3))
+    made.wait(60)
+    assert waits[0], "it did not wait for the chunks to be copied"
+    record = read_manifest(tmp_path / "saved").params["first.weight"]
+    assert not record.trained
+    assert optimizer.engine.find(model.first.weight).chunk.trainable
     optimizer.engine.close()
 
 

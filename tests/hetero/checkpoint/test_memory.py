@@ -1,4 +1,4 @@
-"""Loading and exporting hold a few MiB beside the budgets, whatever the size of the model."""
+"""What saves and loads hold beside the budgets, whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
 HOST_MEMORY = 32 * MIB
 BESIDE = 16 * MIB  # a part of a tensor in several dtypes, and what of the budget is new
+BESIDE_CHECKPOINT = 48 * MIB  # the buffers of a save or a load
 
 # argv: folder, compute dtype, dtype of the export.
 _SCRIPT = """
@@ -42,6 +43,8 @@ found = {"numel": sum(p.numel() for p in model.parameters())}
 found["export"] = grown_by(lambda: hetero.save_pretrained(
     model, folder / "out", dtype=dtype, max_shard_bytes="100MB"))
 found["load"] = grown_by(lambda: hetero.load_pretrained(model, folder / "out"))
+found["save"] = grown_by(lambda: hetero.save(folder / "saved", model, optimizer))
+found["resume"] = grown_by(lambda: hetero.load(folder / "saved", model, optimizer))
 found["whole"] = grown_by(lambda: model.state_dict())
 found["host"] = optimizer.engine.ledger.peak_bytes["host"]
 optimizer.engine.close()
@@ -64,5 +67,7 @@ def test_a_model_larger_than_memory_passes(tmp_path: Path, compute: str, dtype: 
     assert found["host"] <= HOST_MEMORY
     for what in ("export", "load"):
         assert found[what] <= BESIDE < size / 10, found
+    for what in ("save", "resume"):
+        assert found[what] <= BESIDE_CHECKPOINT < size / 2.9, found
     # The same measure shows what holds the whole model, in the compute dtype.
     assert found["whole"] > size / 3, found
