@@ -92,6 +92,9 @@ class Contents:
             while (chunk := self._snapshot.take()) is not None:
                 key = (chunk.group_index, chunk.id)
                 self._require_unchanged(self._chunks[key])
+                upcoming = self._snapshot.upcoming(chunk)
+                if upcoming is not None:
+                    tiles[upcoming.group_index].expect(upcoming)
                 self._chunks[key].write(writer.region(number[key]), tiles[chunk.group_index])
                 self._require_unchanged(self._chunks[key])
                 self._snapshot.copied(chunk)

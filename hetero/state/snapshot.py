@@ -28,6 +28,12 @@ class Snapshot:
                     return chunk
             return next(iter(self._pending.values()), None)
 
+    def upcoming(self, chunk: Chunk) -> Chunk | None:
+        """The chunk that is likely to be copied after `chunk`; None if there is none."""
+        with self._changed:
+            key = (chunk.group_index, chunk.id)
+            return next((each for other, each in self._pending.items() if other != key), None)
+
     def copied(self, chunk: Chunk) -> None:
         """The chunk may change."""
         with self._changed:
