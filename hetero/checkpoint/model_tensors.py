@@ -21,7 +21,7 @@ from hetero.api.optimizers import (
     HybridSGD,
 )
 from hetero.checkpoint.manifest import GroupRecord, OptimizerRecord, ParamRecord, TensorRecord
-from hetero.checkpoint.plain_data import pack
+from hetero.checkpoint.plain_data import STORED_DTYPES, pack
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
 
@@ -118,13 +118,18 @@ STATE_NAMES = {
 
 
 def tensor_records(engine: Engine, model: ModelTensors) -> dict[str, TensorRecord]:
-    """What a manifest says of the model's tensors and the optimizers'."""
+    """What a manifest says of the model's tensors and the optimizers'.
+
+    Raises ValueError for buffers of a dtype that data files cannot have.
+    """
     records: dict[str, TensorRecord] = {}
     for name, m in model.params.items():
         stored = stored_param(engine, name, m)
         for key, dtype in zip(stored.keys, stored.dtypes, strict=True):
             records[key] = TensorRecord(tuple(m.param.shape), dtype)
     for name, tensor in model.plain.items():
+        if tensor.dtype not in STORED_DTYPES:
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files have not")
         records[master_key(name)] = TensorRecord(tuple(tensor.shape), tensor.dtype)
     return records
 

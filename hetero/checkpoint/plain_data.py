@@ -7,8 +7,8 @@ not is an object with one key that begins with a dollar sign: {"$tuple": [...]},
 from __future__ import annotations
 
 import base64
-import binascii
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,9 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero.checkpoint.safetensors_header import DTYPES
 from offload.errors import CheckpointError
 
-_DEEPEST = 100  # levels, of either direction; recursion ends before Python's own limit
+_DEEPEST = 64  # levels, of either direction; recursion ends before Python's own limit
+_LEVELS_OF_JSON = 3  # that a level becomes at most: {"$dict": [[key, value]]}
+_DECIMAL_BITS = 1024  # of a number that is kept in digits; Python reads no number of any length
+_LONGEST = 100  # characters of a key or a value in an error
+# Two halves of a character, which JSON would make one of.
+_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+STORED_DTYPES = frozenset(DTYPES.values())
 _PLAIN = (type(None), bool, int, str)
 
 
@@ -30,25 +37,55 @@ def pack(value: Any, name: str, tensors: list[torch.Tensor]) -> Any:
     Raises:
         ValueError: something in it is no plain data; the message has its place.
     """
-    return _Packing(tensors).pack(value, name, 0)
+    return _Packing(tensors).pack(value, _Place(name), 0)
+
+
+class _Place:
+    """Where a value is. It becomes a text in an error alone: there may be long keys and many."""
+
+    def __init__(self, key: Any, outer: _Place | None = None) -> None:
+        self._key = key
+        self._outer = outer
+
+    def __str__(self) -> str:
+        parts = []
+        place = self
+        while place._outer is not None:
+            parts.append(f"[{_short(place._key)}]")
+            place = place._outer
+        return str(place._key) + "".join(reversed(parts))
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python gives no more than some thousand digits
+        text = f"a large {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class _Packing:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def pack(self, value: Any, at: str, depth: int) -> Any:
+    def pack(self, value: Any, at: _Place, depth: int) -> Any:
         if depth > _DEEPEST:
             raise ValueError(f"{at} is more than {_DEEPEST} levels deep, or contains itself")
         kind = type(value)
+        if kind is int and value.bit_length() > _DECIMAL_BITS:
+            return {"$int": hex(value)}
+        if kind is str and _HALVES.search(value):
+            raise ValueError(f"{at} is {_short(value)}, which is not Unicode")
         if kind in _PLAIN:
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, torch.Tensor):
             return self._tensor(value, at)
-        if isinstance(value, (np.ndarray, np.generic)):
-            return {"$numpy": self._array(np.asarray(value), at)}
+        if kind is np.ndarray:
+            return {"$numpy": self._array(value, at)}
+        if isinstance(value, np.generic):
+            return {"$numpy_scalar": self._array(np.asarray(value), at)}
         if kind is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if kind is torch.dtype:
@@ -65,66 +102,84 @@ class _Packing:
             f"of them, and of objects that have state_dict() what that gives"
         )
 
-    def _tensor(self, value: torch.Tensor, at: str) -> dict[str, int]:
+    def _tensor(self, value: torch.Tensor, at: _Place) -> dict[str, int]:
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise ValueError(f"{at} is a tensor without plain memory; give a dense copy of it")
+        if value.dtype not in STORED_DTYPES:
+            raise ValueError(
+                f"{at} is a tensor of {value.dtype}, which safetensors files have not; convert it"
+            )
         self._tensors.append(value)
         return {"$tensor": len(self._tensors) - 1}
 
-    def _array(self, value: np.ndarray[Any, Any], at: str) -> Any:
+    def _array(self, value: np.ndarray[Any, Any], at: _Place) -> Any:
         try:
-            return self._tensor(torch.from_numpy(value), at)
-        except TypeError as error:
+            # (A copy: torch knows neither read-only arrays nor those that run backwards.)
+            return self._tensor(torch.from_numpy(value.copy()), at)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{at} is an array of {value.dtype}: {error}") from None
 
-    def _items(self, values: Any, at: str, depth: int) -> list[Any]:
-        return [self.pack(v, f"{at}[{i}]", depth + 1) for i, v in enumerate(values)]
+    def _items(self, values: Any, at: _Place, depth: int) -> list[Any]:
+        return [self.pack(v, _Place(i, at), depth + 1) for i, v in enumerate(values)]
 
-    def _mapping(self, value: Mapping[Any, Any], at: str, depth: int) -> Any:
-        packed = {k: self.pack(v, f"{at}[{k!r}]", depth + 1) for k, v in value.items()}
+    def _mapping(self, value: Mapping[Any, Any], at: _Place, depth: int) -> Any:
+        packed = {k: self.pack(v, _Place(k, at), depth + 1) for k, v in value.items()}
         kind = _MAPPINGS[type(value)]
-        if kind is None and all(type(key) is str and not key.startswith("$") for key in packed):
+        if kind is None and all(
+            type(key) is str and not key.startswith("$") and not _HALVES.search(key)
+            for key in packed
+        ):
             return packed
         pairs = [
-            [self.pack(key, f"the key {key!r} of {at}", depth + 1), found]
+            [self.pack(key, _Place(f"the key {_short(key)} of {at}"), depth + 1), found]
             for key, found in packed.items()
         ]
         return {kind or "$dict": pairs}
 
 
 def unpack(packed: Any, name: str, tensor: Callable[[int], torch.Tensor]) -> Any:
-    """What pack() was given; `tensor` gives the tensor of a number.
+    """What pack() was given; `tensor` gives the tensor of a number, which is asked for once.
 
     Raises:
         CheckpointError: it is nothing that pack() gives; `name` is what it is called.
     """
-    try:
-        return _unpack(packed, name, tensor, 0)
-    except (TypeError, ValueError, OverflowError, binascii.Error) as error:
-        raise CheckpointError(f"{name} is no plain data: {error}") from None
+    asked: set[int] = set()
+
+    def once(number: int) -> torch.Tensor:
+        # pack() gives each a number of its own. So what is made is no larger than the files.
+        if number in asked:
+            raise ValueError(f"the tensor {number} is there twice")
+        asked.add(number)
+        return tensor(number)
+
+    return _unpack(packed, _Place(name), once, 0)
 
 
-def _unpack(packed: Any, at: str, tensor: Callable[[int], torch.Tensor], depth: int) -> Any:
-    if depth > 2 * _DEEPEST + 2:
+def _unpack(packed: Any, at: _Place, tensor: Callable[[int], torch.Tensor], depth: int) -> Any:
+    if depth > _LEVELS_OF_JSON * (_DEEPEST + 1):
         raise CheckpointError(f"{at} is nested too deeply")
     if type(packed) in _PLAIN or type(packed) is float:
         return packed
     if isinstance(packed, list):
-        return [_unpack(v, f"{at}[{i}]", tensor, depth + 1) for i, v in enumerate(packed)]
+        return [_unpack(v, _Place(i, at), tensor, depth + 1) for i, v in enumerate(packed)]
     if not isinstance(packed, dict):
-        raise CheckpointError(f"{at} is {packed!r}")
-    tag = next(iter(packed), "")
-    if not tag.startswith("$"):
-        return {k: _unpack(v, f"{at}[{k!r}]", tensor, depth + 1) for k, v in packed.items()}
+        raise CheckpointError(f"{at} is {_short(packed)}")
+    if not any(key.startswith("$") for key in packed):
+        return {k: _unpack(v, _Place(k, at), tensor, depth + 1) for k, v in packed.items()}
+    tag = next(iter(packed))
     if len(packed) != 1 or tag not in _TAGS:
-        raise CheckpointError(f"{at} has {sorted(packed)[:3]}, which this version does not know")
+        raise CheckpointError(
+            f"{at} has {_short(sorted(packed)[:3])}, which this version does not know"
+        )
     content = packed[tag]
-    if tag == "$tensor":
-        if type(content) is not int:
-            raise CheckpointError(f"{at} has the tensor {content!r}, must be a number")
-        return tensor(content)
-    inner = _unpack(content, at, tensor, depth + 1)
-    return _TAGS[tag](inner)
+    if tag != "$tensor":
+        content = _unpack(content, at, tensor, depth + 1)
+    elif type(content) is not int:
+        raise CheckpointError(f"{at} has the tensor {_short(content)}, must be a number")
+    try:
+        return tensor(content) if tag == "$tensor" else _TAGS[tag](content)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{at} is no plain data: {error}") from None
 
 
 def _of_pairs(kind: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -137,22 +192,34 @@ def _of_pairs(kind: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _special_float(text: Any) -> float:
-    if text not in ("nan", "inf", "-inf"):
-        raise ValueError(f"{text!r} is none of nan, inf and -inf")
+    if not isinstance(text, str) or text not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{_short(text)} is none of nan, inf and -inf")
     return float(text)
 
 
-def _numpy(value: Any) -> Any:
+def _large_int(text: Any) -> int:
+    if not isinstance(text, str) or not re.fullmatch("-?0x[0-9a-f]+", text):
+        raise ValueError(f"{_short(text)} is no whole number in hexadecimal digits")
+    return int(text, 16)
+
+
+def _numpy(value: Any) -> np.ndarray[Any, Any]:
     if not isinstance(value, torch.Tensor):
         raise ValueError("an array's tensor is missing")
-    found = value.numpy()
-    return found[()] if found.ndim == 0 else found
+    return value.numpy()
+
+
+def _numpy_scalar(value: Any) -> Any:
+    found = _numpy(value)
+    if found.ndim:
+        raise ValueError(f"a single number has the shape {found.shape}")
+    return found[()]
 
 
 def _dtype(name: Any) -> torch.dtype:
     found = _DTYPES.get(name) if isinstance(name, str) else None
     if found is None:
-        raise ValueError(f"{name!r} is no dtype of torch's")
+        raise ValueError(f"{_short(name)} is no dtype of torch's")
     return found
 
 
@@ -163,6 +230,8 @@ def _tuple(values: Any) -> tuple[Any, ...]:
 
 
 def _bytes(text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise ValueError(f"{_short(text)} is no text of bytes")
     return base64.b64decode(text, validate=True)
 
 
@@ -176,9 +245,11 @@ _MAPPINGS: dict[type, str | None] = {
 }
 
 _TAGS: dict[str, Callable[[Any], Any]] = {
+    "$int": _large_int,
     "$float": _special_float,
     "$tensor": lambda value: value,
     "$numpy": _numpy,
+    "$numpy_scalar": _numpy_scalar,
     "$bytes": _bytes,
     "$dtype": _dtype,
     "$tuple": _tuple,

@@ -21,11 +21,11 @@ def pack_rank_data(extra: Extra, tensors: list[torch.Tensor]) -> Any:
     Of an object that has state_dict() and load_state_dict() that is kept, of a torch.Generator its
     state; all else must be plain data. Raises ValueError.
     """
-    packed = {}
-    for name, value in extra.items():
+    for name in extra:
         if type(name) is not str:
             raise ValueError(f"extra has the key {name!r}, must be a string")
-        packed[name] = pack(_state_of(value), f"extra[{name!r}]", tensors)
+    # (As one value: names that begin with a dollar sign must not be taken for tags.)
+    packed = pack({name: _state_of(value) for name, value in extra.items()}, "extra", tensors)
     return {"random": pack(_random_state(), "random numbers", tensors), "extra": packed}
 
 
@@ -43,30 +43,45 @@ def unpack_extra(data: Any, tensor: Callable[[int], torch.Tensor]) -> dict[str, 
     Raises CheckpointError.
     """
     found = unpack(_part(data, "extra"), "extra", tensor)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"extra of the checkpoint is {found!r}, must be an object")
+    if type(found) is not dict or not all(isinstance(name, str) for name in found):
+        raise CheckpointError("extra of the checkpoint must be values by name")
     return found
 
 
-def load_objects(extra: Extra, found: dict[str, Any]) -> None:
-    """Objects in `extra` get the states of their names in `found`."""
-    for name, value in extra.items():
-        if isinstance(value, torch.Generator):
-            value.set_state(found[name])
-        else:
-            value.load_state_dict(found[name])
-
-
 def check_objects(extra: Extra, found: Mapping[str, Any]) -> None:
-    """Raises ValueError unless each of `extra` is an object with a state in `found`."""
+    """Raises ValueError unless each of `extra` is an object with a state in `found`.
+
+    Raises CheckpointError for states of generators that are none.
+    """
     for name, value in extra.items():
         if name not in found:
             raise ValueError(f"the checkpoint has no extra {name!r}; it has {sorted(found)}")
-        if not isinstance(value, torch.Generator) and not hasattr(value, "load_state_dict"):
+        if isinstance(value, torch.Generator):
+            _load(name, torch.Generator(value.device), found[name])
+        elif not callable(getattr(value, "load_state_dict", None)):
             raise ValueError(
                 f"extra[{name!r}] is a {type(value).__name__} without load_state_dict(); values of "
                 f"the checkpoint's extra are in what hetero.load() returns"
             )
+
+
+def load_objects(extra: Extra, found: Mapping[str, Any]) -> None:
+    """Objects in `extra` get the states of their names in `found`. Raises CheckpointError."""
+    for name, value in extra.items():
+        _load(name, value, found[name])
+
+
+def _load(name: str, value: Any, state: Any) -> None:
+    try:
+        if isinstance(value, torch.Generator):
+            value.set_state(state)
+        else:
+            value.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"extra[{name!r}], a {type(value).__name__}, does not take the checkpoint's state: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _random_state() -> dict[str, Any]:
@@ -88,6 +103,33 @@ def unpack_random(data: Any, tensor: Callable[[int], torch.Tensor]) -> dict[str,
     return found
 
 
+def check_random(state: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if set_random() would, or random numbers would be no numbers."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(state["python"])
+        _check_numpy(state["numpy"])
+        kind = np.random.get_state(legacy=False)["bit_generator"]
+        np.random.RandomState(getattr(np.random, kind)()).set_state(state["numpy"])
+        cuda = state.get("cuda", [])
+        if not isinstance(cuda, list):
+            raise TypeError(f"of GPUs it is a {type(cuda).__name__}")
+    except Exception as error:
+        raise _no_random_state(error) from error
+
+
+def _check_numpy(state: Any) -> None:
+    """Raises ValueError for positions outside of numpy's buffers, which it does not look at."""
+    if isinstance(state, tuple):
+        position, end = state[2], 624  # of the Mersenne Twister
+    else:
+        position, end = state.get("buffer_pos", 0), 4  # of Philox
+        if state["bit_generator"] == "MT19937":
+            raise ValueError("numpy's is no tuple")
+    if type(position) is not int or not 0 <= position <= end:
+        raise ValueError(f"numpy's is at {position!r}, must be 0 to {end}")
+
+
 def set_random(state: Mapping[str, Any]) -> None:
     """Random numbers go on from there. Raises CheckpointError."""
     try:
@@ -97,8 +139,12 @@ def set_random(state: Mapping[str, Any]) -> None:
         cuda = state.get("cuda", [])
         if torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(cuda)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the state of random numbers is of no use: {error}") from error
+    except Exception as error:
+        raise _no_random_state(error) from error
+
+
+def _no_random_state(error: Exception) -> CheckpointError:
+    return CheckpointError(f"the state of random numbers is of no use: {error}")
 
 
 def _part(data: Any, name: str) -> Any:
