@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetero.checkpoint.data_writer import WrittenFile
+from hetero.checkpoint.safetensors_header import DTYPES
+from hetero.state.loss_scale import LossScale
 from offload._native import crc32c
 from offload.errors import CheckpointError
 
@@ -24,6 +28,12 @@ FORMAT = "hetero checkpoint"
 VERSION = 1
 _NO_CHECKSUM = "00000000"
 _LARGEST = 2**62  # of any number in it
+_LAST_STEP = 2**53  # up to which a float counts
+_MOST_BYTES = 1 << 30  # of the file, which is read at once
+_MOST_SIZES = 64  # of a tensor: numpy and torch's loops have no more
+_MOST_TENSOR_BYTES = 2**63 - 1  # what torch counts bytes with
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -144,9 +154,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_DTYPES = {
-    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
+# Of those that data files can have.
+_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -156,19 +165,24 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, it is of a later version, or it is not as it was written.
     """
     path = folder / NAME
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        raise CheckpointError(f"{path} is not a regular file")
     try:
-        content = path.read_bytes()
+        nbytes = path.stat().st_size
+        content = path.read_bytes() if nbytes <= _MOST_BYTES else b""
     except OSError as error:
         raise CheckpointError(
             f"{folder} is no checkpoint: {NAME} cannot be read: {error.strerror}"
         ) from error
+    if nbytes > _MOST_BYTES:
+        raise CheckpointError(f"{path} has {nbytes} bytes, and may have {_MOST_BYTES}")
     try:
         found = json.loads(content, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is no JSON: {error}") from None
     fields = _Fields(str(path), found)
     if fields.text("format") != FORMAT:
-        raise CheckpointError(f"{path} is not of a {FORMAT}, but of {fields.text('format')!r}")
+        raise CheckpointError(f"{path} is not of a {FORMAT}, but of {_short(found['format'])}")
     version = fields.number("version")
     if version != VERSION:
         raise CheckpointError(
@@ -176,6 +190,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{VERSION}; read it with the hetero that wrote it, or a later one"
         )
     said = fields.text("crc32c")
+    if not re.fullmatch("[0-9a-f]{8}", said):
+        raise CheckpointError(f"{path} is damaged: its checksum is {_short(said)}")
     blank = content.replace(f'"crc32c": "{said}"'.encode(), _CHECKSUM_FIELD, 1)
     if said != f"{_checksum(blank):08x}":
         raise CheckpointError(
@@ -249,7 +265,10 @@ class _Fields:
 
     def object_table(self, name: str) -> dict[str, _Fields]:
         """An object with objects of any names."""
-        return {k: _Fields(f"{name}[{k!r}] in {self._at}", v) for k, v in self.table(name).items()}
+        return {
+            key: _Fields(f"{name}[{_short(key)}] in {self._at}", value)
+            for key, value in self.table(name).items()
+        }
 
 
 def _short(value: object) -> str:
@@ -260,8 +279,8 @@ def _short(value: object) -> str:
 def _manifest(fields: _Fields) -> Manifest:
     files = {}
     for name, file in fields.object_table("files").items():
-        if not name or "/" in name or name.startswith("."):
-            raise CheckpointError(f"{name!r} is no name of a data file")
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{_short(name)} is no name of a data file")
         files[name] = WrittenFile(
             file.number("nbytes"), file.number("header_nbytes"), file.number("header_crc32c")
         )
@@ -298,44 +317,67 @@ def _manifest(fields: _Fields) -> Manifest:
 
 def tensor_record(key: str, found: Any) -> TensorRecord:
     """What the manifest says of a tensor: a dtype and sizes. Raises CheckpointError."""
+    at = f"tensor {_short(key)}"
     sizes = found[1:] if isinstance(found, list) else []
     good = isinstance(found, list) and found and isinstance(found[0], str)
     if not good or not all(type(n) is int and 0 <= n <= _LARGEST for n in sizes):
-        raise CheckpointError(f"tensor {key!r} is {_short(found)}, must be a dtype and sizes")
+        raise CheckpointError(f"{at} is {_short(found)}, must be a dtype and sizes")
     dtype = _DTYPES.get(found[0])
     if dtype is None:
-        raise CheckpointError(f"tensor {key!r} has the dtype {_short(found[0])}, which is unknown")
-    made = TensorRecord(tuple(sizes), dtype)
-    if made.numel > _LARGEST:
-        raise CheckpointError(f"tensor {key!r} has {made.numel} elements")
-    return made
+        raise CheckpointError(f"{at} has the dtype {_short(found[0])}, which is unknown")
+    # (torch multiplies the other sizes of an empty tensor, too.)
+    most = math.prod(max(size, 1) for size in sizes[:_MOST_SIZES])
+    if len(sizes) > _MOST_SIZES or most * dtype.itemsize > _MOST_TENSOR_BYTES:
+        raise CheckpointError(f"{at} has the shape {_short(sizes)}, which no tensor can have")
+    return TensorRecord(tuple(sizes), dtype)
 
 
 def _loss_scale(fields: _Fields) -> Mapping[str, float] | None:
     if fields.get("loss_scale") is None:
         return None
     found = fields.table("loss_scale")
+    if set(found) != {field.name for field in dataclass_fields(LossScale)}:
+        raise CheckpointError(f"loss_scale has the fields {_short(sorted(found))}")
     for name, value in found.items():
-        if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
+        kinds = (int, float) if name == "value" else (int,)
+        if type(value) not in kinds or not (name == "value") <= value <= _LAST_STEP**2:
             raise CheckpointError(f"loss_scale has {name} = {_short(value)}")
     return found
 
 
 def _check(manifest: Manifest) -> None:
     """Raises CheckpointError if parts of it contradict each other."""
-    for name in manifest.params:
-        if f"model/{name}" not in manifest.tensors:
-            raise CheckpointError(f"the manifest has the parameter {name!r}, and no tensor of it")
+    if not manifest.ranks:
+        raise CheckpointError("the manifest has no rank's data")
+    tensors = manifest.tensors
     for name in manifest.buffers:
-        if f"model/{name}" not in manifest.tensors:
+        if f"model/{name}" not in tensors:
             raise CheckpointError(f"the manifest has the buffer {name!r}, and no tensor of it")
+        if name in manifest.params:
+            raise CheckpointError(f"the manifest has {name!r} as a parameter and as a buffer")
+    for name, param in manifest.params.items():
+        record = tensors.get(f"model/{name}")
+        if record is None:
+            raise CheckpointError(f"the manifest has the parameter {name!r}, and no tensor of it")
+        if param.step > _LAST_STEP:
+            raise CheckpointError(f"{name!r} has got {param.step} updates, which no one counts")
+        if param.trained and record.dtype is not torch.float32:
+            raise CheckpointError(f"the master of {name!r} is {record.dtype}, must be fp32")
+        if not record.dtype.is_floating_point:
+            raise CheckpointError(f"the parameter {name!r} is {record.dtype}, must be floats")
     for optimizer in manifest.optimizers:
         for group in optimizer.groups:
             for name in group.params:
-                param = manifest.params.get(name)
-                if param is None or not param.trained:
+                if name not in manifest.params or not manifest.params[name].trained:
                     continue  # (torch's optimizers may have parameters that cannot be trained)
                 for state in optimizer.states:
-                    record = manifest.tensors.get(f"optimizer/{name}/{state}")
-                    if record is None or record.shape != manifest.tensors[f"model/{name}"].shape:
-                        raise CheckpointError(f"the state {state} of {name!r} is not there")
+                    check_state(manifest, name, state)
+
+
+def check_state(manifest: Manifest, name: str, state: str) -> None:
+    """Raises CheckpointError unless the state of a parameter is there, in its shape."""
+    record = manifest.tensors.get(f"optimizer/{name}/{state}")
+    if record is None or record.shape != manifest.tensors[f"model/{name}"].shape:
+        raise CheckpointError(f"the state {_short(state)} of {name!r} is not there in its shape")
+    if record.dtype not in _STATE_DTYPES:
+        raise CheckpointError(f"the state {_short(state)} of {name!r} is {record.dtype}")
