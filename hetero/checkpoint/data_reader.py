@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 
 from hetero.checkpoint.data_writer import CHECKSUMS, PADDING, WrittenFile, open_direct
 from hetero.checkpoint.manifest import TensorRecord
-from hetero.checkpoint.safetensors_header import Header, read
+from hetero.checkpoint.safetensors_header import MAX_HEADER_BYTES, Header, read
 from offload._native import IoOp, NativeIoError, crc32c
 from offload.disk.scratch_file import make_io_engine
 from offload.errors import CheckpointError
@@ -24,7 +25,7 @@ from offload.memory.sizes import PAGE_BYTES, round_up
 from offload.memory.tiers import Account
 
 _AHEAD = 8  # pieces
-_AHEAD_BYTES = 64 << 20
+_SLOT_BYTES = 8 << 20  # what is larger, a large buffer of the model's, is read in parts
 _CACHED = 8  # pieces: the last ones of a parameter's master and states
 
 
@@ -79,32 +80,46 @@ class DataReader:
     def _index(self, name: str, written: WrittenFile) -> None:
         path = self._folder / name
         try:
-            found = path.stat().st_size
+            status = path.stat()
+            # (Opening a pipe would wait for a writer.)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a regular file")
+            found = status.st_size
+            if found != written.nbytes or found % PAGE_BYTES:
+                raise CheckpointError(
+                    f"{path} has {found} bytes, and the checkpoint was written with "
+                    f"{written.nbytes}"
+                )
             with path.open("rb") as stream:
-                head = stream.read(min(written.header_nbytes, found))
+                head = stream.read(min(written.header_nbytes, found, 2 * MAX_HEADER_BYTES))
+            if _crc_of(head) != written.header_crc32c:
+                raise CheckpointError(
+                    f"{path} is damaged: the checksum of its header is another one"
+                )
+            header = read(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        if found != written.nbytes or found % PAGE_BYTES:
+        if header.data_offset != written.header_nbytes:
             raise CheckpointError(
-                f"{path} has {found} bytes, and the checkpoint was written with {written.nbytes}"
+                f"{path} has a header of {header.data_offset} bytes, and the checkpoint was "
+                f"written with {written.header_nbytes}"
             )
-        if _crc_of(head) != written.header_crc32c:
-            raise CheckpointError(f"{path} is damaged: the checksum of its header is another one")
-        header = read(path)
         crcs = _checksums(path, header)
         for (entry_name, entry), crc in zip(header.entries.items(), crcs, strict=True):
             if entry_name.startswith(PADDING):
                 continue
             key, _, begin_text = entry_name.rpartition("@")
             record = self._tensors.get(key)
-            if record is None or not begin_text.isdecimal():
+            begin = _number(begin_text)
+            if record is None or begin is None:
                 raise CheckpointError(f"{path} has {entry_name!r}, of which the manifest knows not")
             if entry.dtype != record.dtype or len(entry.shape) != 1:
                 raise CheckpointError(
                     f"{path} has {entry_name!r} of {entry.dtype} and shape {entry.shape}, and the "
                     f"manifest says {record.dtype}"
                 )
-            begin = int(begin_text)
+            if not entry.shape[0]:
+                continue
             self._pieces[key].append(
                 StoredPiece(
                     key,
@@ -119,7 +134,7 @@ class DataReader:
 
     def _require_whole(self, key: str, pieces: list[StoredPiece]) -> None:
         at, numel = 0, self._tensors[key].numel
-        for piece in [p for p in pieces if p.nbytes]:
+        for piece in pieces:
             if piece.begin != at:
                 what = "are missing" if piece.begin > at else "are there twice"
                 raise CheckpointError(
@@ -144,13 +159,13 @@ class DataReader:
             finally:
                 os.close(descriptor)
         largest = max((p.nbytes for some in self._pieces.values() for p in some), default=0)
-        slot_bytes = round_up(largest, PAGE_BYTES) + PAGE_BYTES
-        slots = max(2, min(_AHEAD, _AHEAD_BYTES // slot_bytes))
-        self._arena = HostArena(slots, slot_bytes, Ledger({}), Account.BUFFER)
+        # (One page more: a piece may begin and end inside pages.)
+        self._slot_bytes = min(round_up(largest, PAGE_BYTES) + PAGE_BYTES, _SLOT_BYTES)
+        self._arena = HostArena(_AHEAD, self._slot_bytes, Ledger({}), Account.BUFFER)
         self._resources.callback(self._arena.close)
-        self._arena.commit(0, slots)
+        self._arena.commit(0, _AHEAD)
         self._io.register(self._arena.memory)
-        self._free = list(range(slots))
+        self._free = list(range(_AHEAD))
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """read() is going to be called with these ranges, in this order: they are read ahead."""
@@ -184,10 +199,11 @@ class DataReader:
                 return
             self._ahead.append(self._start(piece))
 
-    def _start(self, piece: StoredPiece) -> tuple[StoredPiece, int, IoOp]:
+    def _start(self, piece: StoredPiece, done: int = 0) -> tuple[StoredPiece, int, IoOp]:
+        """Reads the piece from byte `done` on, as much as a slot takes."""
         slot = self._free.pop()
-        begin = piece.offset & -PAGE_BYTES
-        nbytes = round_up(piece.offset + piece.nbytes, PAGE_BYTES) - begin
+        begin = (piece.offset + done) & -PAGE_BYTES
+        nbytes = min(round_up(piece.offset + piece.nbytes, PAGE_BYTES) - begin, self._slot_bytes)
         operation = self._io.read(
             self._file_numbers[piece.file], self._arena.address(slot), nbytes, begin
         )
@@ -199,6 +215,7 @@ class DataReader:
         Raises:
             CheckpointError: their checksum is another one, or they cannot be read.
         """
+        assert 0 <= begin <= end <= self._tensors[key].numel, (key, begin, end)
         found = torch.empty(end - begin, dtype=self._tensors[key].dtype)
         for piece in self._overlapping(key, begin, end):
             first, last = max(begin, piece.begin), min(end, piece.end)
@@ -232,19 +249,11 @@ class DataReader:
                     operation.wait()
                 self._free.append(slot)
             piece, slot, operation = self._start(wanted)
-        try:
-            operation.wait()
-        except NativeIoError as error:
-            self._free.append(slot)
-            raise CheckpointError(
-                f"elements {piece.begin} to {piece.end} of {piece.key!r} cannot be read from "
-                f"{self._folder / piece.file}: {error}"
-            ) from error
-        inside = piece.offset % PAGE_BYTES
-        stored = self._arena.view(slot, 1, torch.uint8)[inside : inside + piece.nbytes]
-        values = stored.clone()
-        del stored
-        self._free.append(slot)
+        values = torch.empty(piece.nbytes, dtype=torch.uint8)
+        done = self._copy(piece, slot, operation, values, 0)
+        while done < piece.nbytes:
+            _, slot, operation = self._start(piece, done)
+            done = self._copy(piece, slot, operation, values, done)
         self._read_ahead()
         if crc32c(values.data_ptr(), piece.nbytes) != piece.crc32c:
             raise CheckpointError(
@@ -254,12 +263,30 @@ class DataReader:
             )
         return values.view(self._tensors[piece.key].dtype)
 
+    def _copy(
+        self, piece: StoredPiece, slot: int, operation: IoOp, values: torch.Tensor, done: int
+    ) -> int:
+        """Waits, frees the slot, and returns how many bytes of the piece are in `values`."""
+        try:
+            operation.wait()
+            inside = (piece.offset + done) % PAGE_BYTES
+            size = min(piece.nbytes - done, self._slot_bytes - inside)
+            stored = self._arena.view(slot, 1, torch.uint8)[inside : inside + size]
+            values[done : done + size] = stored
+            del stored
+        except NativeIoError as error:
+            raise CheckpointError(
+                f"elements {piece.begin} to {piece.end} of {piece.key!r} cannot be read from "
+                f"{self._folder / piece.file}: {error}"
+            ) from error
+        finally:
+            self._free.append(slot)
+        return done + size
+
     def verify(self) -> Iterator[StoredPiece]:
         """Reads everything and yields each piece that is good. Raises as read()."""
-        keys = [(key, 0, record.numel) for key, record in self._tensors.items()]
-        pieces = [piece for some in self._pieces.values() for piece in some if piece.nbytes]
+        pieces = [piece for some in self._pieces.values() for piece in some]
         pieces.sort(key=lambda piece: (piece.file, piece.offset))
-        del keys
         self._order = iter(pieces)
         self._read_ahead()
         for piece in pieces:
@@ -273,6 +300,11 @@ class DataReader:
                 operation.wait()
         self._ahead.clear()
         self._resources.close()
+
+
+def _number(digits: str) -> int | None:
+    """The number; None if it is none that counts elements."""
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else None
 
 
 def _same_param(key: str, other: str) -> bool:

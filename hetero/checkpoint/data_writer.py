@@ -187,6 +187,8 @@ class DataWriter:
 
     def offset(self, entry: int) -> int:
         """Where an entry begins in the file."""
+        if entry == len(self._placed):  # of a region without entries, which is the last one
+            return self._nbytes
         return self._header.data_offset + self._placed[entry].begin
 
     def entry_nbytes(self, entry: int) -> int:
@@ -224,7 +226,9 @@ class RegionWriter:
 
     def write(self, values: torch.Tensor) -> None:
         """The next entry's values. Raises NativeIoError if an earlier write has failed."""
-        source = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        dense = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # (A contiguous tensor of one element, or of none, may have any strides.)
+        source = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
         assert source.numel() == self._writer.entry_nbytes(self._entry), self._writer.name(
             self._entry
         )
