@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from offload.errors import CheckpointError, StoreError
 
 _INCOMPLETE, _REMOVED = "incomplete", "removed"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
 
 
 def _beside(path: Path, what: str) -> Path:
@@ -29,8 +31,19 @@ def _beside(path: Path, what: str) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the folder has a manifest, which is written last."""
-    return (path / NAME).is_file()
+    """Whether the folder has a manifest, which is written last, and one may look into it."""
+    try:
+        return _has_manifest(path)
+    except (OSError, ValueError):  # (a name with a zero byte)
+        return False
+
+
+def _has_manifest(path: Path) -> bool:
+    """The same. Raises OSError where that cannot be known: nothing may be removed then."""
+    try:
+        return stat.S_ISREG(os.stat(path / NAME).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -40,15 +53,15 @@ def find_checkpoint(path: Path) -> Path:
     """
     if is_checkpoint(path):
         return path
-    replaced = _beside(path, _REMOVED)  # where a crash came between two renames
-    if not path.exists() and is_checkpoint(replaced):
-        return replaced
+    replaced = _beside(path, _REMOVED) if path.name else path
+    if not os.path.lexists(path) and is_checkpoint(replaced):
+        return replaced  # the crash came between two renames
     found = latest_checkpoint(path)
     if found is not None:
         return found
-    if not path.exists():
+    if not os.path.lexists(path):
         raise CheckpointError(f"there is no checkpoint {path}")
-    what = "a folder without" if path.is_dir() else "no folder with"
+    what = "a folder without" if os.path.isdir(path) else "no folder with"
     raise CheckpointError(f"{path} is {what} a checkpoint's {NAME}, or with checkpoints in it")
 
 
@@ -58,11 +71,19 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     So "step-90" comes before "step-100". No clock has a say.
     """
     try:
-        found = [each for each in Path(folder).iterdir() if not each.name.startswith(".")]
-    except OSError:
+        found = {each.name: each for each in Path(folder).iterdir()}
+    except (OSError, ValueError):  # (a name with a zero byte)
         return None
-    checkpoints = [each for each in found if is_checkpoint(each)]
-    return max(checkpoints, key=lambda each: (_numbers(each.name), each.name), default=None)
+    names = {}
+    for name, each in found.items():
+        own, _, what = name[1:].rpartition(".")
+        if not name.startswith("."):
+            names[name] = each
+        elif own and what == _REMOVED and own not in found:  # the crash came between two renames
+            names[own] = each
+    checkpoints = {name: each for name, each in names.items() if is_checkpoint(each)}
+    latest = max(checkpoints, key=lambda name: (_numbers(name), name), default=None)
+    return None if latest is None else checkpoints[latest]
 
 
 def _numbers(name: str) -> list[int]:
@@ -78,8 +99,9 @@ class CheckpointFolder:
     """A checkpoint that is being saved; of several ranks the first one's object changes folders."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Nothing is made yet."""
-        self.path = Path(os.path.abspath(path))
+        """Nothing is made yet. Of a link what it points to is replaced."""
+        path = os.path.abspath(path)
+        self.path = Path(os.path.realpath(path) if os.path.islink(path) else path)
         self.incomplete = _beside(self.path, _INCOMPLETE)
         self._lock = -1
 
@@ -91,22 +113,29 @@ class CheckpointFolder:
             CheckpointError: another process saves there now.
             StoreError: the folder cannot be made.
         """
-        empty = self.path.is_dir() and not any(self.path.iterdir())
-        if self.path.exists() and not empty and not is_checkpoint(self.path):
-            raise ValueError(
-                f"{self.path} is there already, and is no checkpoint; choose another path"
-            )
         with self._as_store_error("make a folder for the checkpoint"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            empty = self.path.is_dir() and not any(self.path.iterdir())
+            if self.path.exists() and not empty and not _has_manifest(self.path):
+                raise ValueError(
+                    f"{self.path} is there already, and is no checkpoint; choose another path"
+                )
+            _make_durable(self.path.parent)
             self._remove_leftovers()
             try:
                 self.incomplete.mkdir()
-            except FileExistsError:
+                lock = os.open(self.incomplete, os.O_RDONLY | os.O_CLOEXEC)
+                with contextlib.ExitStack() as unless_owned:
+                    unless_owned.callback(os.close, lock)
+                    if _owns(lock, self.incomplete):
+                        unless_owned.pop_all()
+                        self._lock = lock
+            except (FileExistsError, FileNotFoundError):
+                pass
+            if self._lock < 0:
                 raise CheckpointError(
-                    f"another process saves {self.path} now, in {self.incomplete}"
-                ) from None
-            self._lock = os.open(self.incomplete, os.O_RDONLY | os.O_CLOEXEC)
-            _try_lock(self._lock)
+                    f"another process saves {self.path} now, in {self.incomplete}; if none does, "
+                    f"remove that"
+                )
 
     @contextlib.contextmanager
     def _as_store_error(self, what: str) -> Iterator[None]:
@@ -119,14 +148,17 @@ class CheckpointFolder:
     def _remove_leftovers(self) -> None:
         """Of this name and of those that differ from it in their numbers alone."""
         family = _family(self.path.name)
-        for each in self.path.parent.glob(".*"):
+        for each in list(self.path.parent.iterdir()):
             name, _, what = each.name[1:].rpartition(".")
-            if what not in (_INCOMPLETE, _REMOVED) or _family(name) != family:
+            ours = each.name.startswith(".") and what in (_INCOMPLETE, _REMOVED)
+            if not ours or _family(name) != family:
                 continue
-            if what == _REMOVED and not is_checkpoint(each.with_name(name)) and is_checkpoint(each):
-                os.rename(each, each.with_name(name))  # the crash came between two renames
-            elif not _is_locked(each):
-                shutil.rmtree(each, ignore_errors=True)
+            place = each.with_name(name)
+            if what == _REMOVED and not _has_manifest(place) and _has_manifest(each):
+                with contextlib.suppress(OSError):  # of another number, where another thing is now
+                    os.rename(each, place)  # the crash came between two renames
+            else:
+                _remove_unlocked(each)
 
     def commit(self, manifest: bytes) -> None:
         """Writes the manifest; then the checkpoint is at `path`, durable. Raises StoreError."""
@@ -136,18 +168,26 @@ class CheckpointFolder:
                 stream.flush()
                 os.fsync(stream.fileno())
             _fsync_folder(self.incomplete)
-            removed = _beside(self.path, _REMOVED)
-            if self.path.exists():
-                if _exchange(self.incomplete, self.path):
-                    os.rename(self.incomplete, removed)
-                else:
-                    os.rename(self.path, removed)
-                    os.rename(self.incomplete, self.path)
-            else:
-                os.rename(self.incomplete, self.path)
+            self._replace()
+            # What is there was made whole: abandon() must not touch what was there before.
+            self._unlock()
             _fsync_folder(self.path.parent)
-            shutil.rmtree(removed, ignore_errors=True)
-        self._unlock()
+        for leftover in (self.incomplete, _beside(self.path, _REMOVED)):
+            _remove_unlocked(leftover)
+
+    def _replace(self) -> None:
+        """What is complete gets its name; what had it is at one of the names beside it."""
+        if not self.path.exists():
+            os.rename(self.incomplete, self.path)
+        elif not _exchange(self.incomplete, self.path):
+            removed = _beside(self.path, _REMOVED)
+            os.rename(self.path, removed)
+            try:
+                os.rename(self.incomplete, self.path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.rename(removed, self.path)
+                raise
 
     def abandon(self) -> None:
         """Removes what was not completed; idempotent."""
@@ -164,19 +204,66 @@ class CheckpointFolder:
         """Of the checkpoints whose names differ from this one's in their numbers alone, this one
         and those with the largest numbers stay, `count` in all."""
         family = _family(self.path.name)
+        with self._as_store_error("look for earlier checkpoints"):
+            beside = list(self.path.parent.iterdir())
         others = [
             each
-            for each in self.path.parent.iterdir()
-            if each != self.path and _family(each.name) == family and is_checkpoint(each)
+            for each in beside
+            if each != self.path
+            and _family(each.name) == family
+            and is_checkpoint(each)
+            and not each.is_symlink()
         ]
         others.sort(key=lambda each: _numbers(each.name), reverse=True)
         for each in others[count - 1 :]:
             removed = _beside(each, _REMOVED)
             with contextlib.suppress(OSError):  # what cannot be removed stays
                 os.rename(each, removed)
-                # Without a manifest it is no checkpoint any more, whatever comes next.
-                (removed / NAME).unlink()
-                shutil.rmtree(removed)
+                _remove(removed)
+
+
+def _make_durable(folder: Path) -> None:
+    """Makes the folder and those that it is in, where they are not there."""
+    if not folder.is_dir():
+        _make_durable(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _fsync_folder(folder.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Without a manifest it is no checkpoint any more, whatever comes next. Raises OSError."""
+    if not folder.is_dir():
+        folder.unlink()
+        return
+    with contextlib.suppress(FileNotFoundError):
+        (folder / NAME).unlink()
+    shutil.rmtree(folder)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Removes it, if it is there and can be, unless a process that saves there is alive."""
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        descriptor = os.open(folder, flags)
+    except OSError:
+        return
+    # Locked while it is removed, so that nobody takes it for a new one.
+    try:
+        with contextlib.suppress(OSError):
+            if _owns(descriptor, folder):
+                _remove(folder)
+    finally:
+        os.close(descriptor)
+
+
+def _owns(descriptor: int, folder: Path) -> bool:
+    """Whether this process has the lock now, and the folder is still the one that was opened."""
+    if not _try_lock(descriptor):
+        return False
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    except FileNotFoundError:
+        return False
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -186,18 +273,6 @@ def _try_lock(descriptor: int) -> bool:
     except OSError as error:
         return error.errno != errno.EWOULDBLOCK
     return True
-
-
-def _is_locked(folder: Path) -> bool:
-    """Whether a process that saves there is alive."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _fsync_folder(folder: Path) -> None:
@@ -216,6 +291,7 @@ def _exchange(one: Path, other: Path) -> bool:
     names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
     if rename(*names, _RENAME_EXCHANGE) == 0:
         return True
-    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
+    # (Where the kernel, the filesystem, or a layer between them does not know it.)
+    if ctypes.get_errno() in _CANNOT_EXCHANGE:
         return False
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
