@@ -16,7 +16,7 @@ from hetero.api.optimizer import HybridOptimizer
 from hetero.api.whole_state import Piece, parts_by_tile, write_parts
 from hetero.checkpoint.data_reader import DataReader
 from hetero.checkpoint.folder import find_checkpoint
-from hetero.checkpoint.manifest import Manifest, read_manifest
+from hetero.checkpoint.manifest import Manifest, check_state, read_manifest
 from hetero.checkpoint.model_tensors import (
     STATE_NAMES,
     ModelTensors,
@@ -28,6 +28,7 @@ from hetero.checkpoint.plain_data import unpack
 from hetero.checkpoint.rank_data import (
     Extra,
     check_objects,
+    check_random,
     load_objects,
     set_random,
     unpack_extra,
@@ -137,6 +138,8 @@ class _Loading:
                 _groups(self._reader, manifest, number, optimizer, self._model)
                 for number, optimizer in enumerate(self._optimizers_of(manifest))
             ]
+            if optimizers:
+                self._check_states()
             data = manifest.ranks[of_rank]
 
             def tensor(number: int) -> torch.Tensor:
@@ -144,6 +147,8 @@ class _Loading:
 
             self._extra = unpack_extra(data, tensor)
             self._random = unpack_random(data, tensor)
+            if self._sets_random:
+                check_random(self._random)
             check_objects(extra, self._extra)
             self._plain = {name: self._reader.whole(master_key(name)) for name in self._model.plain}
         except BaseException:
@@ -157,6 +162,17 @@ class _Loading:
                 f"{len(self._optimizers)} are given; without any, parameters alone are loaded"
             )
         return self._optimizers
+
+    def _check_states(self) -> None:
+        """Raises CheckpointError unless all states are there that will be loaded."""
+        for name, m in self._model.params.items():
+            if m.chunk.trainable:
+                for state in STATE_NAMES[self._engine.params.group(m.chunk).dtypes.rule]:
+                    check_state(self._manifest, name, state)
+
+    @property
+    def _sets_random(self) -> bool:
+        return self._same_ranks and bool(self._optimizers)
 
     def close(self) -> None:
         self._reader.close()
@@ -181,7 +197,7 @@ class _Loading:
                     setattr(engine.loss_scale, field_name, value)
         engine.params.end_loading()
         load_objects(self._objects, self._extra)
-        if self._same_ranks and self._optimizers:
+        if self._sets_random:
             set_random(self._random)
         return Checkpoint(self.path, manifest.step, len(manifest.ranks), self._extra)
 
@@ -259,6 +275,8 @@ def _check_model(manifest: Manifest, model: ModelTensors, with_states: bool) -> 
             wrong.append(f"{name} has the shape {shape}, and in the model {expected[name]}")
     for name, m in model.params.items():
         param = manifest.params.get(name)
+        if with_states and param is None and name in stored:
+            wrong.append(f"{name} was no parameter that can be trained when it was saved")
         if with_states and param is not None and param.trained != m.chunk.trainable:
             now, then = ("trained", "frozen") if m.chunk.trainable else ("frozen", "trained")
             wrong.append(f"{name} is {now}, and was {then} when it was saved")
@@ -307,8 +325,8 @@ def _groups(
             f"param group {index}",
             lambda tensor: own_tensor(reader, manifest, 0, tensor),
         )
-        if not isinstance(options, dict):
-            raise CheckpointError(f"param group {index} of the checkpoint is {options!r}")
+        if not isinstance(options, dict) or "params" in options:
+            raise CheckpointError(f"param group {index} of the checkpoint is no group's options")
         optimizer.check_options({**own, **options}, f"in param group {index} of the checkpoint ")
         found.append(options)
     return found
