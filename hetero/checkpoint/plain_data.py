@@ -22,6 +22,7 @@ from offload.errors import CheckpointError
 _DEEPEST = 64  # levels, of either direction; recursion ends before Python's own limit
 _LEVELS_OF_JSON = 3  # that a level becomes at most: {"$dict": [[key, value]]}
 _DECIMAL_BITS = 1024  # of a number that is kept in digits; Python reads no number of any length
+_MOST_ALIKE = 100  # keys of one hash, each of which a dict compares with all others
 _LONGEST = 100  # characters of a key or a value in an error
 # Two halves of a character, which JSON would make one of.
 _HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -186,6 +187,10 @@ def _of_pairs(kind: Callable[..., Any]) -> Callable[[Any], Any]:
     def make(pairs: Any) -> Any:
         if not (isinstance(pairs, list) and all(isinstance(p, list) for p in pairs)):
             raise ValueError("pairs of keys and values are wanted")
+        # (Compared as texts, whose own hashes nobody can foresee.)
+        alike = Counter(str(hash(pair[0])) for pair in pairs if pair)
+        if max(alike.values(), default=0) > _MOST_ALIKE:
+            raise ValueError("its keys were chosen so that a dict of them takes forever")
         return kind(dict(pairs))
 
     return make
