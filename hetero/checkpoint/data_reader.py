@@ -283,10 +283,14 @@ class DataReader:
             self._free.append(slot)
         return done + size
 
+    def pieces(self) -> list[StoredPiece]:
+        """All pieces, in the order of the files."""
+        found = [piece for some in self._pieces.values() for piece in some]
+        return sorted(found, key=lambda piece: (piece.file, piece.offset))
+
     def verify(self) -> Iterator[StoredPiece]:
         """Reads everything and yields each piece that is good. Raises as read()."""
-        pieces = [piece for some in self._pieces.values() for piece in some]
-        pieces.sort(key=lambda piece: (piece.file, piece.offset))
+        pieces = self.pieces()
         self._order = iter(pieces)
         self._read_ahead()
         for piece in pieces:

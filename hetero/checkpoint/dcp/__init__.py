@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), written and read by its own protocol."""

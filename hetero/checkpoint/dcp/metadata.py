@@ -1,0 +1,238 @@
+"""Reads the .metadata of a DCP checkpoint, a pickle, without running anything that is in it.
+
+torch reads it by pickle.load(), which calls whatever a file names. Here a name is looked up in a
+table of what DCP writes, and all others are refused. What stands in for DCP's classes meanwhile
+only keeps what it is given; DCP's own objects are made from that once it was checked.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from offload.errors import CheckpointError
+
+NAME = ".metadata"
+_LARGEST = 2**62  # of any number in it
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+# Names of a pickle that are classes of DCP's.
+_CLASSES = {
+    *((_METADATA_MODULE, name) for name in ("Metadata", "TensorStorageMetadata", "MetadataIndex")),
+    *((_METADATA_MODULE, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((_METADATA_MODULE, name) for name in ("TensorProperties", "StorageMeta")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of the DCP checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: there is none, it names something that DCP does not write, or it
+            contradicts itself.
+    """
+    path = folder / NAME
+    try:
+        with path.open("rb") as stream:
+            found = _Unpickler(stream, str(path)).load()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no DCP checkpoint: {NAME} cannot be read: {error.strerror}"
+        ) from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # a pickle that was cut or made up raises almost anything
+        raise CheckpointError(
+            f"{path} is damaged: {type(error).__name__}: {error or 'it is no pickle'}"
+        ) from None
+    try:
+        return _metadata(found)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is not as DCP writes it: {error}") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names that DCP writes, and gives stand-ins that belong to one file alone.
+
+    (A pickle can set attributes of what it names, so torch's own classes are not given to it.)
+    """
+
+    def __init__(self, stream: Any, path: str) -> None:
+        super().__init__(stream)
+        self._path = path
+        self._given: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        key = (module, name)
+        if key not in self._given:
+            self._given[key] = self._stand_in(module, name)
+        return self._given[key]
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise CheckpointError(f"{self._path} has a persistent id, which DCP does not write")
+
+    def _stand_in(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return type(name, (_StandIn,), {"kind": name})
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        makers: dict[tuple[str, str], Callable[..., Any]] = {
+            ("torch", "Size"): lambda values=(): tuple(values),
+            ("torch.serialization", "_get_layout"): lambda name: str(name),
+            (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): lambda number: str(number),
+            ("builtins", "getattr"): lambda _, member: str(member),  # an enum's member
+            ("collections", "OrderedDict"): lambda pairs=(): dict(pairs),
+        }
+        if (module, name) in makers:
+            return makers[module, name]
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return lambda *parts: "/".join(map(str, parts))
+        raise CheckpointError(
+            f"{self._path} names {module}.{name}, which DCP does not write and which could run "
+            f"anything, so nothing of it was read; read such a file only by torch, and only if you "
+            f"trust who wrote it"
+        )
+
+
+class _StandIn:
+    """Keeps the attributes that a pickle gives an object of DCP's."""
+
+    kind = ""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+        self.state: Any = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        """An attribute. Raises ValueError."""
+        state = getattr(self, "state", {})
+        if not isinstance(state, dict) or name not in state:
+            raise ValueError(f"a {self.kind} lacks {name!r}")
+        return state[name]
+
+
+def _is(value: Any, kind: str) -> bool:
+    return isinstance(value, _StandIn) and type(value).__name__ == kind
+
+
+def _require(value: Any, kind: str, what: str) -> _StandIn:
+    if not _is(value, kind):
+        raise ValueError(f"{what} is a {type(value).__name__}, must be a {kind}")
+    assert isinstance(value, _StandIn)
+    return value
+
+
+def _metadata(found: Any) -> Metadata:
+    """DCP's own objects from stand-ins. Raises ValueError."""
+    top = _require(found, "Metadata", "it")
+    entries = top.get("state_dict_metadata")
+    storage = top.get("storage_data")
+    planner = top.state.get("planner_data")
+    if not isinstance(entries, dict) or not isinstance(storage, dict):
+        raise ValueError("state_dict_metadata and storage_data must be dicts")
+    made: dict[str, Any] = {}
+    for key, entry in entries.items():
+        if not isinstance(key, str):
+            raise ValueError(f"the key {key!r} is no string")
+        made[key] = BytesStorageMetadata() if _is(entry, "BytesStorageMetadata") else None
+        if made[key] is None:
+            made[key] = _tensor(key, _require(entry, "TensorStorageMetadata", repr(key)))
+    places = {_index(index): _place(place) for index, place in storage.items()}
+    for key, entry in made.items():
+        wanted = [None] if isinstance(entry, BytesStorageMetadata) else entry.chunks
+        for chunk in wanted:
+            index = MetadataIndex(key, None if chunk is None else chunk.offsets)
+            if index not in places:
+                at = "" if chunk is None else f" at {tuple(chunk.offsets)}"
+                raise ValueError(f"it does not say where {key!r}{at} is")
+    return Metadata(made, planner_data=_paths(planner), storage_data=places)
+
+
+def _tensor(key: str, entry: _StandIn) -> TensorStorageMetadata:
+    size = _sizes(entry.get("size"), f"the size of {key!r}")
+    properties = _require(entry.get("properties"), "TensorProperties", f"properties of {key!r}")
+    state = properties.state
+    dtype = state.get("dtype") if isinstance(state, dict) else next(iter(state), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key!r} has the dtype {dtype!r}")
+    chunks, numel = [], 0
+    given = entry.get("chunks")
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{key!r} has no list of chunks")
+    for each in given:
+        chunk = _require(each, "ChunkStorageMetadata", f"a chunk of {key!r}")
+        offsets = _sizes(chunk.get("offsets"), f"offsets of {key!r}")
+        sizes = _sizes(chunk.get("sizes"), f"sizes of {key!r}")
+        if not len(offsets) == len(sizes) == len(size) or any(
+            offset + part > whole for offset, part, whole in zip(offsets, sizes, size, strict=True)
+        ):
+            raise ValueError(f"{key!r} of {tuple(size)} has a chunk of {sizes} at {offsets}")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        numel += sizes.numel()
+    if numel != size.numel():
+        raise ValueError(f"{key!r} has {size.numel()} elements, and its chunks have {numel}")
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _sizes(found: Any, what: str) -> torch.Size:
+    if not isinstance(found, tuple) or len(found) > 64:
+        raise ValueError(f"{what} are {found!r}")
+    product = 1
+    for size in found:
+        if type(size) is not int or not 0 <= size <= _LARGEST:
+            raise ValueError(f"{what} are {found!r}")
+        product *= max(1, size)
+    if product > _LARGEST:
+        raise ValueError(f"{what} are {found!r}, which is too large")
+    return torch.Size(found)
+
+
+def _index(found: Any) -> MetadataIndex:
+    index = _require(found, "MetadataIndex", "a key of storage_data")
+    key, offset = index.get("fqn"), index.state.get("offset")
+    if not isinstance(key, str):
+        raise ValueError(f"a key of storage_data is {key!r}")
+    return MetadataIndex(key, None if offset is None else _sizes(offset, f"offsets of {key!r}"))
+
+
+def _place(found: Any) -> _StorageInfo:
+    place = _require(found, "_StorageInfo", "a place in storage_data")
+    name, offset, length = (place.get(each) for each in ("relative_path", "offset", "length"))
+    # Nothing outside of the folder.
+    if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
+        raise ValueError(f"{name!r} is no file's name")
+    for number in (offset, length):
+        if type(number) is not int or not 0 <= number <= _LARGEST:
+            raise ValueError(f"something is at byte {offset!r} of {name!r}, {length!r} long")
+    transforms = place.state.get("transform_descriptors")
+    if transforms:
+        raise ValueError(f"{name!r} is transformed by {transforms!r}, which is not read here")
+    return _StorageInfo(name, offset, length)
+
+
+def _paths(found: Any) -> dict[str, tuple[str | int, ...]]:
+    """The path of each key in the nested state dict, where the writer has kept it."""
+    if not isinstance(found, Mapping):
+        return {}
+    for key, path in found.items():
+        good = isinstance(path, (tuple, list)) and all(type(each) in (str, int) for each in path)
+        if not isinstance(key, str) or not good:
+            raise ValueError(f"planner_data has {key!r}: {path!r}")
+    return {key: tuple(path) for key, path in found.items()}

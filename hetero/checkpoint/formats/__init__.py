@@ -1,0 +1,1 @@
+"""Checkpoints in any format that hetero reads, opened without a model."""

@@ -1,0 +1,204 @@
+"""What a checkpoint has, in lines for people and as data for programs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint
+from hetero.checkpoint.manifest import Manifest, TensorRecord, dtype_name
+from hetero.checkpoint.model_tensors import master_key
+from hetero.checkpoint.plain_data import unpack
+from offload.memory.sizes import format_bytes
+
+_ROWS = 12  # of the table of modules
+_LARGEST = 3  # parameters that are named
+_FILES = 8
+
+_TYPES = {
+    "$tensor": "tensor",
+    "$numpy": "array",
+    "$tuple": "tuple",
+    "$bytes": "bytes",
+    "$dtype": "dtype",
+    "$float": "float",
+    "$ordered_dict": "OrderedDict",
+    "$counter": "Counter",
+    "$dict": "dict",
+}
+
+
+def as_dict(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Everything but values, as JSON takes it."""
+    manifest = stored.manifest
+    return {
+        "path": str(stored.path),
+        "kind": stored.kind,
+        "step": manifest.step,
+        "ranks": len(manifest.ranks),
+        "nbytes": sum(stored.files.values()),
+        "files": dict(stored.files),
+        "params": {
+            name: {
+                **_tensor(manifest.tensors[master_key(name)]),
+                "trained": param.trained,
+                "step": param.step,
+                "aliases": list(param.aliases),
+            }
+            for name, param in manifest.params.items()
+        },
+        "buffers": {name: _tensor(manifest.tensors[master_key(name)]) for name in manifest.buffers},
+        "optimizers": [
+            {
+                "name": optimizer.name,
+                "states": list(optimizer.states),
+                "state_dtype": optimizer.state_dtype,
+                "groups": [
+                    {"options": _options(group.options), "params": len(group.params)}
+                    for group in optimizer.groups
+                ],
+            }
+            for optimizer in manifest.optimizers
+        ],
+        "loss_scale": None if manifest.loss_scale is None else dict(manifest.loss_scale),
+        "extra": extra_types(manifest),
+        "notes": stored.notes,
+    }
+
+
+def _tensor(record: TensorRecord) -> dict[str, Any]:
+    return {"shape": list(record.shape), "dtype": dtype_name(record.dtype)}
+
+
+def _options(packed: Any) -> Any:
+    found = unpack(packed, "a param group", lambda number: f"tensor {number}")  # type: ignore[arg-type, return-value]
+    if not isinstance(found, dict):
+        return {}
+    return {
+        name: value if isinstance(value, (int, float, str, list, tuple, type(None))) else str(value)
+        for name, value in found.items()
+    }
+
+
+def extra_types(manifest: Manifest) -> dict[str, str]:
+    """What the first rank's `extra` has: names, and types of what was kept."""
+    first = manifest.ranks[0] if manifest.ranks else {}
+    extra = first.get("extra") if isinstance(first, dict) else None
+    return {name: _type(value) for name, value in extra.items()} if isinstance(extra, dict) else {}
+
+
+def _type(packed: Any) -> str:
+    if not isinstance(packed, dict):
+        return "None" if packed is None else type(packed).__name__
+    tag = next(iter(packed), "")
+    if tag in _TYPES:
+        return _TYPES[tag]
+    return f"dict of {', '.join(list(packed)[:4])}{', ...' if len(packed) > 4 else ''}"
+
+
+def lines(stored: StoredCheckpoint) -> list[str]:
+    """A page for people, however many parameters there are."""
+    manifest = stored.manifest
+    total = sum(stored.files.values())
+    rows = [("path", str(stored.path)), ("kind", stored.kind)]
+    if manifest.ranks or manifest.optimizers:
+        rows.append(("step", str(manifest.step)))
+    if manifest.ranks:
+        rows.append(("ranks", str(len(manifest.ranks))))
+    rows.append(("files", f"{_counted(len(stored.files), 'file')}, {format_bytes(total)}"))
+    if len(stored.files) <= _FILES:
+        rows += [("", f"{name}  {format_bytes(n)}") for name, n in stored.files.items()]
+    params = {name: manifest.tensors[master_key(name)] for name in manifest.params}
+    rows.append(("parameters", _summary(params.values())))
+    frozen = sum(not param.trained for param in manifest.params.values())
+    if manifest.optimizers and frozen:
+        rows.append(("not trained", f"{_counted(frozen, 'tensor')} of these"))
+    tied = {name: p.aliases for name, p in manifest.params.items() if p.aliases}
+    rows += [("tied", f"{name} = {', '.join(others)}") for name, others in tied.items()]
+    buffers = [manifest.tensors[master_key(name)] for name in manifest.buffers]
+    if buffers:
+        rows.append(("buffers", _summary(buffers)))
+    for number, optimizer in enumerate(manifest.optimizers):
+        rows.append(
+            (
+                f"optimizer {number}",
+                f"{optimizer.name}: {', '.join(optimizer.states)} in {optimizer.state_dtype}",
+            )
+        )
+        for index, group in enumerate(optimizer.groups):
+            options = ", ".join(f"{k}={v}" for k, v in _options(group.options).items())
+            names = _counted(len(group.params), "parameter")
+            rows.append((f"  param group {index}", f"{names}: {options or 'no options'}"))
+    if manifest.loss_scale is not None:
+        scale = ", ".join(f"{name}={value}" for name, value in manifest.loss_scale.items())
+        rows.append(("loss scale", scale))
+    rows += [(f"extra {name!r}", kind) for name, kind in extra_types(manifest).items()]
+    rows += [("note", note) for note in stored.notes]
+    return [*_columns(rows), *_table(params)]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _summary(records: Iterable[TensorRecord]) -> str:
+    found = list(records)
+    numel = sum(each.numel for each in found)
+    return f"{_counted(len(found), 'tensor')}, {numel:,} elements, {_dtypes(found)}"
+
+
+def _dtypes(records: Iterable[TensorRecord]) -> str:
+    numels: Counter[str] = Counter()
+    for each in records:
+        numels[dtype_name(each.dtype)] += each.numel
+    return ", ".join(name for name, _ in numels.most_common()) or "none"
+
+
+def _table(params: Mapping[str, TensorRecord]) -> list[str]:
+    """Parameters by module, those of repeated layers together, and the largest ones."""
+    if not params:
+        return []
+    rows = [("module", "tensors", "elements", "dtype")]
+    for module, names in by_module(list(params)).items():
+        records = [params[name] for name in names]
+        numel = sum(each.numel for each in records)
+        rows.append((module, str(len(names)), f"{numel:,}", _dtypes(records)))
+    largest = sorted(params, key=lambda name: -params[name].numel)[:_LARGEST]
+    shown = [
+        (name, " x ".join(map(str, params[name].shape)) or "scalar", dtype_name(params[name].dtype))
+        for name in largest
+    ]
+    return ["", *_columns(rows), "", "largest:", *(f"  {line}" for line in _columns(shown))]
+
+
+def by_module(names: Sequence[str]) -> dict[str, list[str]]:
+    """Names by the modules that they are in, numbers as "*": as deep as a few rows allow."""
+    deepest = max(name.count(".") for name in names)
+    found: dict[str, list[str]] = {}
+    for depth in range(1, deepest + 2):
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            parts = [re.sub(r"^\d+$", "*", part) for part in name.split(".")]
+            groups.setdefault(".".join(parts[:depth]), []).append(name)
+        if found and len(groups) > _ROWS:
+            break
+        found = groups
+    if len(found) > _ROWS:  # many names without modules
+        kept = list(found)[: _ROWS - 1]
+        rest = [name for module in list(found)[_ROWS - 1 :] for name in found[module]]
+        found = {**{module: found[module] for module in kept}, "(others)": rest}
+    return found
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  ".join(
+            [*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]
