@@ -23,6 +23,8 @@ from hetero.api.optimizers import (
     HybridMuon,
     HybridSGD,
 )
+from hetero.checkpoint.dcp.load import load_dcp
+from hetero.checkpoint.dcp.save import save_dcp
 from hetero.checkpoint.folder import latest_checkpoint
 from hetero.checkpoint.load import Checkpoint, load
 from hetero.checkpoint.pretrained.load import load_pretrained
@@ -80,11 +82,13 @@ __all__ = [
     "initialize",
     "latest_checkpoint",
     "load",
+    "load_dcp",
     "load_pretrained",
     "masters",
     "no_sync",
     "register_external_parameter",
     "save",
+    "save_dcp",
     "save_pretrained",
     "set_threads",
     "unregister_external_parameter",

@@ -382,6 +382,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         # (torch also updates parameters without elements.)
         return {params[index]: state for index, state in states.items() if params[index].numel()}
 
+    def options_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """This optimizer's options from param groups of a state, its own or of torch's optimizers.
+
+        Raises ValueError unless they fit.
+        """
+        refuse_other_rules(groups)
+        return self._check_groups(groups)
+
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The state's param groups with this optimizer's options.
 

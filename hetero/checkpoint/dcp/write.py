@@ -1,0 +1,249 @@
+"""Writes a DCP checkpoint by torch's FileSystemWriter, a piece at a time, as they are asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from hetero.checkpoint.dcp.boxes import Box
+from offload.errors import CheckpointError, HeteroError, StoreError
+
+Path_ = tuple[str | int, ...]  # of a key in the nested state dict
+
+
+@dataclass(frozen=True)
+class Item:
+    """A box of a tensor that this rank writes; `path` is that of its key in the state dict."""
+
+    path: Path_
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+
+    @property
+    def key(self) -> str:
+        """As DCP flattens state dicts."""
+        return ".".join(map(str, self.path))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes.
+
+    Attributes:
+        items: boxes of tensors, in the order in which `values` gives them.
+        values: called once: gives the boxes' values, each in memory of its own.
+        objects: small things by path: options of param groups.
+        same: paths of keys that have the values of another key, by that one: tied parameters.
+    """
+
+    items: list[Item]
+    values: Iterable[torch.Tensor]
+    objects: Mapping[Path_, Any] = field(default_factory=dict)
+    same: Mapping[str, list[Path_]] = field(default_factory=dict)
+
+
+class _Planner(DefaultSavePlanner):
+    """torch's planner, whose local plan is a Part, and which gives values as they are written."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self._part = part
+        self._values: Iterator[torch.Tensor] = iter(part.values)
+        self._next = 0
+        self._objects = {".".join(map(str, path)): obj for path, obj in part.objects.items()}
+
+    def create_local_plan(self) -> SavePlan:
+        items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects] + [
+            _write_item(item) for item in self._part.items
+        ]
+        paths = {item.key: item.path for item in self._part.items}
+        paths |= {".".join(map(str, path)): path for path in self._part.objects}
+        self.plan = SavePlan(items, planner_data=paths)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        paths = dict(metadata.planner_data)
+        for key, others in self._part.same.items():
+            for path in others:
+                name = ".".join(map(str, path))
+                metadata.state_dict_metadata[name] = metadata.state_dict_metadata[key]
+                paths[name] = path
+        return plans, dataclasses.replace(metadata, planner_data=paths)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        key = write_item.index.fqn
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(self._objects[key], stream)
+            return stream
+        wanted = self._part.items[self._next]
+        if (wanted.key, torch.Size(wanted.box.offsets)) != (key, write_item.index.offset):
+            raise CheckpointError(f"this torch writes {key} before {wanted.key}, out of order")
+        self._next += 1
+        value = next(self._values)
+        assert value.shape == wanted.box.sizes, key
+        return value
+
+
+def _write_item(item: Item) -> WriteItem:
+    offsets, sizes = torch.Size(item.box.offsets), torch.Size(item.box.sizes)
+    return WriteItem(
+        MetadataIndex(item.key, offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offsets, sizes),
+            TensorProperties(item.dtype),
+            torch.Size(item.shape),
+        ),
+    )
+
+
+class _Writer(FileSystemWriter):
+    """torch's; its metadata name the folder that the checkpoint is going to have."""
+
+    def __init__(self, folder: Path, final: Path) -> None:
+        # One thread without copies ahead asks for values in the order of the plan.
+        super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
+        self._final = final
+
+    def storage_meta(self) -> StorageMeta:
+        """See FileSystemWriter."""
+        return StorageMeta(str(self._final), self.save_id)
+
+
+class DcpFolder:
+    """The folder of a DCP checkpoint that is being written beside its place.
+
+    Of several ranks the first one's object makes and moves it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.incomplete = self.path.with_name(f".{self.path.name}.incomplete")
+        self._made = False
+
+    def begin(self) -> None:
+        """Raises ValueError if something is at the path, StoreError."""
+        if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
+            raise ValueError(f"{self.path} is there already; give another path, or remove it")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # (What a crash has left; two that save to one path are not told apart.)
+            shutil.rmtree(self.incomplete, ignore_errors=True)
+            self.incomplete.mkdir()
+        except OSError as error:
+            raise _store_error(error, self.path) from error
+        self._made = True
+
+    def commit(self) -> None:
+        """The checkpoint is at its path, durable. Raises StoreError."""
+        try:
+            _sync(self.incomplete)
+            os.rename(self.incomplete, self.path)
+            _sync(self.path.parent)
+        except OSError as error:
+            raise _store_error(error, self.path) from error
+
+    def abandon(self) -> None:
+        """Removes what was not completed; idempotent."""
+        if self._made:
+            shutil.rmtree(self.incomplete, ignore_errors=True)
+
+
+def _store_error(error: OSError, path: Path) -> StoreError:
+    text = f"cannot write the checkpoint: {error.strerror}"
+    return StoreError(error.errno, text, str(error.filename or path))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class DcpWrite:
+    """One rank's steps of DCP's protocol, in the order in which they are called.
+
+    Ranks exchange plans and results as bytes between plan(), write() and finish(); these are
+    pickles, as DCP's own messages are, and come from no file.
+    """
+
+    def __init__(self, folder: DcpFolder, part: Part, rank: int, ranks: int) -> None:
+        self._part, self._rank, self._ranks = part, rank, ranks
+        self._planner = _Planner(part)
+        self._writer = _Writer(folder.incomplete, folder.path)
+        self._path = folder.path
+        self._metadata: Metadata | None = None
+
+    def plan(self) -> bytes:
+        """This rank's plan. Raises StoreError."""
+        first = self._rank == 0
+        with _as_store_error(self._path):
+            self._planner.set_up_planner({}, self._writer.storage_meta(), first)
+            self._writer.set_up_storage_writer(first, rank=self._rank, use_collectives=True)
+            plan = self._planner.create_local_plan()
+            return pickle.dumps(self._writer.prepare_local_plan(plan))
+
+    def write(self, plans: list[bytes]) -> bytes:
+        """Writes this rank's part, of the plans of all ranks. Raises what its values raise."""
+        # Each rank makes the global plan from the same plans, so none has to send it.
+        made = [pickle.loads(each) for each in plans]
+        with _as_store_error(self._path):
+            planned, self._metadata = self._planner.create_global_plan(made)
+            planned = self._writer.prepare_global_plan(planned)
+            mine = self._planner.finish_plan(planned[self._rank])
+            written = self._writer.write_data(mine, self._planner)
+            written.wait()
+            return pickle.dumps(written.value())
+
+    def finish(self, results: list[bytes]) -> None:
+        """Writes the metadata; the first rank calls it. Raises StoreError."""
+        assert self._metadata is not None
+        found = [pickle.loads(each) for each in results]
+        for each in found:
+            for result in list(each):
+                for path in self._part.same.get(result.index.fqn, ()):
+                    index = MetadataIndex(".".join(map(str, path)), result.index.offset)
+                    each.append(dataclasses.replace(result, index=index))
+        with _as_store_error(self._path):
+            self._writer.finish(self._metadata, found)
+
+
+@contextmanager
+def _as_store_error(path: Path) -> Iterator[None]:
+    """Errors of the system inside the block are raised as StoreError."""
+    try:
+        yield
+    except HeteroError:
+        raise
+    except OSError as error:
+        raise _store_error(error, path) from error
