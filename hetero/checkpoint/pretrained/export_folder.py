@@ -48,9 +48,11 @@ class ExportFiles:
 
     def write(self, name: str, offset: int, values: torch.Tensor) -> None:
         """Writes a tensor's bytes at byte `offset` of the file. Raises OSError."""
-        flat = values.detach().to("cpu").contiguous().view(-1)
-        if not flat.numel():
+        dense = values.detach().to("cpu").contiguous()
+        if not dense.numel():
             return
+        # (Of one element torch calls any stride contiguous, and then refuses other views of it.)
+        flat = dense.as_strided((dense.numel(),), (1,))
         memory = flat.view(torch.uint8).numpy().data
         done = 0
         while done < len(memory):
