@@ -21,8 +21,8 @@ NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
 LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \
 	$(if $(wildcard /usr/include/liburing.h),,-not -name 'uring_*'))
 
-.PHONY: help train test test-all bench bench-io bench-adam bench-step cuda-check \
-	lint tidy format clean
+.PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint \
+	cuda-check lint tidy format clean
 
 help:
 	@echo "make train   train a language model of 100M parameters with its state on disk, about"
@@ -36,6 +36,8 @@ help:
 	@echo "make bench-io, bench-adam, bench-step"
 	@echo "             disk, update kernels, optimizer step beside their limits and other systems;"
 	@echo "             options: make bench-io ARGS='--path DIR --json'"
+	@echo "make bench-checkpoint"
+	@echo "             saves and loads beside the disk's limit and PyTorch's; options as for bench-io"
 	@echo "make cuda-check  on a machine with a GPU: builds in \$$(PYTHON) as it is, without network,"
 	@echo "             runs the tests that need a GPU and measures; skipped where there is none"
 	@echo "make lint    the checks alone"
@@ -63,6 +65,9 @@ bench-adam: $(VENV)/bench.stamp
 
 bench-step: $(VENV)/bench.stamp $(VENV)/fio.stamp
 	$(BIN)/python -m bench.step $(or $(ARGS),--path .)
+
+bench-checkpoint: $(VENV)/bench.stamp
+	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--path .)
 
 # In the Python at hand: it has the torch that suits the GPU, and nothing may be downloaded.
 cuda-check:

@@ -55,7 +55,7 @@ class JobSteps:
         made = [self.one() for _ in range(steps)]
         seconds = time.perf_counter() - begin_s
         after = self._job.engine.traffic
-        self._wait_until_quiet()
+        self.wait_until_quiet()
         moved = {
             name: (getattr(after, name) - getattr(before, name)) / steps
             for name in ("h2d", "d2h", "disk_read", "disk_write")
@@ -70,7 +70,7 @@ class JobSteps:
             **moved,
         }
 
-    def _wait_until_quiet(self) -> None:
+    def wait_until_quiet(self) -> None:
         """Waits until the engine moves nothing in the background, which would slow down what is
         measured next."""
         engine = self._job.engine

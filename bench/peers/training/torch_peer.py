@@ -28,7 +28,7 @@ class TorchPeer:
         self._clip = workload.clip
         self._accumulate = workload.accumulate
         self._done = 0  # micro-batches of this step
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             _param_groups(model, workload.weight_decay),
             lr=workload.lrs[0],
             betas=workload.betas,
@@ -53,12 +53,12 @@ class TorchPeer:
         if not last:
             return
         self._done = 0
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self._clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def _param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,284 @@
+"""bench.checkpoint: what it counts, its JSON, what peers save and load, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import checkpoint as bench_checkpoint
+from bench.checkpoint import main, summarize
+from bench.harness.rounds import Rounds
+from bench.peers.checkpoint_timing import MemoryAbove, drop_pages, files_bytes, steps_beside
+from bench.peers.checkpoint_torch import CheckpointPeer
+from bench.train import write_workload
+from bench.work.checkpoints import HeteroCheckpoints
+from hetero.cli.job.job import open_job
+from hetero.cli.job.options import TrainOptions
+from hetero.cli.job.run_folder import RunFolder
+
+MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 4,
+    "n_embd": 64,
+    "n_head": 2,
+    "vocab_size": 256,
+    "n_positions": 16,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+STATE_BYTES = 12  # per parameter: master and two moments
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A configuration's file; the disk alone is measured with less in flight than a machine needs
+    to be measured."""
+    monkeypatch.setattr(bench_checkpoint, "DEPTH", 2)
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 50)
+    (tmp_path / "nvme").mkdir()
+    return str(tmp_path / "model.json")
+
+
+@pytest.fixture
+def options(model: str, tmp_path: Path) -> list[str]:
+    return [
+        *("--config", model, "--seq-len", "16", "--steps", "1", "--rounds", "1"),
+        *("--io-size", "32MiB", "--path", str(tmp_path / "nvme")),
+    ]
+
+
+def train_options(model: str, tmp_path: Path, **more: Any) -> TrainOptions:
+    return TrainOptions(
+        config=model, data=str(tmp_path / "text"), seq_len=16, batch_size=1, clip=0.0, **more
+    )
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, *options, "--host-memory", "1200KiB")
+    nbytes = result["checkpoint_bytes"]
+    assert nbytes > STATE_BYTES * result["params"]
+    assert result["policy"] == "nvme"
+    assert result["budget_bytes"]["host"] == 1200 << 10
+    for what, direction, other in (("save", "written", "read"), ("load", "read", "written")):
+        figures = result[what]
+        # The state that is on NVMe moves to the checkpoint and back.
+        assert figures["disk_bytes"][direction] >= nbytes
+        assert figures["disk_bytes"][other] > 0
+        moved = sum(figures["disk_bytes"].values())
+        assert figures["disk_s"] == pytest.approx(moved / figures["disk_gbps"] / 1e9)
+        assert figures["of_the_disk"] == pytest.approx(figures["disk_s"] / figures["s"])
+        assert figures["gbps"] == pytest.approx(nbytes / figures["s"] / 1e9)
+    assert set(result["peers"]) == {"torch", "dcp"}
+    for peer in result["peers"].values():
+        for what in ("save", "load"):
+            assert peer[what]["bytes"] > STATE_BYTES * result["params"]
+            assert peer[what]["hetero_is_faster_by"] == pytest.approx(
+                result[what]["gbps"] / peer[what]["gbps"]
+            )
+    assert "beside" not in result["peers"]["torch"]
+    for figures in (result["beside"], result["peers"]["dcp"]["beside"]):
+        assert figures["steps"] >= 1
+        assert figures["save_s"] >= figures["pause_s"] > 0
+        slower_s = figures["beside_s"] - figures["alone_s"]
+        lost_s = figures["pause_s"] + figures["steps"] * slower_s
+        assert figures["lost_s"] == pytest.approx(lost_s)
+    assert result["notes"] == []
+    assert result["machine"]["cores"] >= 1
+    assert "--io-size 32MiB" in result["command"]
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_table(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*options, "--policy", "cpu", "--peers", "torch"]) == 0
+    out = capsys.readouterr().out
+    for text in ("model cpu", "hetero save", "hetero load", "the disk:", "torch load", "lost"):
+        assert text in out
+    assert "dcp" not in out.partition("bench.checkpoint: ")[2]
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_a_peer_that_fails_is_a_note(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_checkpoint.sys, "executable", "/nonexistent/python")
+    result = run_json(capsys, *options, "--peers", "torch")
+    assert result["peers"] == {}
+    assert [note.partition(":")[0] for note in result["notes"]] == ["torch save", "torch load"]
+    assert result["save"]["s"] > 0
+
+
+def test_without_nvme_a_save_only_writes(model: str, tmp_path: Path) -> None:
+    options = train_options(model, tmp_path, policy="cpu")
+    with RunFolder(str(tmp_path)) as folder, open_job(options, folder) as job:
+        own = HeteroCheckpoints(job, tmp_path / "nvme")
+        saved, loaded = own.save(), own.load()
+        assert own.read_share == {"save": 0.0, "load": 1.0}
+    assert saved["written_bytes"] == saved["bytes"] == files_bytes(tmp_path / "nvme")
+    assert loaded["read_bytes"] == saved["bytes"]
+    assert saved["read_bytes"] == loaded["written_bytes"] == 0
+
+
+def test_what_a_save_moves_of_state_on_nvme(model: str, tmp_path: Path) -> None:
+    options = train_options(model, tmp_path, policy="nvme", host_memory="1200KiB")
+    with RunFolder(str(tmp_path)) as folder, open_job(options, folder) as job:
+        own = HeteroCheckpoints(job, tmp_path / "nvme")
+        own.warm_up()
+        saved, params = own.save(), job.setting.params
+        share = saved["read_bytes"] / (saved["read_bytes"] + saved["written_bytes"])
+        assert own.read_share["save"] == share
+    # Of 12 bytes a parameter those are read that no buffer and no home in RAM has.
+    in_ram = 1200 << 10
+    assert STATE_BYTES * params - in_ram <= saved["read_bytes"] <= STATE_BYTES * params * 1.1
+
+
+def test_limits_and_ratios_are_those_of_each_round() -> None:
+    def moved(s: float, read: float, written: float) -> dict[str, float]:
+        both = {"read_bytes": read, "written_bytes": written}
+        return {"s": s, "gbps": 4 / s, "bytes": 4e9, "above_bytes": s, **both}
+
+    def beside(pause_s: float, steps: float, step_s: float) -> dict[str, float]:
+        return {"pause_s": pause_s, "steps": steps, "step_s": step_s, "save_s": 9.0} | {
+            "above_bytes": steps
+        }
+
+    rounds = Rounds(
+        samples={
+            "save": [moved(4, 2e9, 4e9), moved(8, 2e9, 4e9), moved(2, 2e9, 4e9)],
+            "disk save": [{"gbps": 3.0}, {"gbps": 1.0}, {"gbps": 6.0}],
+            "load": [moved(1, 4e9, 0)] * 3,
+            "disk load": [{"gbps": 8.0}] * 3,
+            "step": [{"step_s": 1.0, "above_bytes": 5}] * 3,
+            "beside": [beside(0.5, 2, 1.5), beside(0.1, 4, 2.0), beside(0.2, 1, 1.0)],
+            "dcp save": [moved(8, 0, 0), moved(8, 0, 0), moved(8, 0, 0)],
+        }
+    )
+    result = summarize(rounds)
+    # disk: 2, 6, 1 s
+    assert result["save"]["disk_s"] == 2.0
+    assert result["save"]["of_the_disk"] == 0.5
+    assert result["save"]["range_s"] == {"median": 4, "min": 2, "max": 8}
+    assert result["save"]["above_bytes"] == 8
+    assert result["load"]["of_the_disk"] == 0.5
+    assert result["checkpoint_bytes"] == 4e9
+    # hetero's rate over the peer's: 2, 1, 4
+    assert result["peers"]["dcp"]["save"]["hetero_is_faster_by"] == 2.0
+    assert "load" not in result["peers"]["dcp"]
+    # lost: 0.5 + 2 * 0.5, 0.1 + 4 * 1.0, 0.2
+    assert result["beside"]["lost_s"] == 1.5
+    assert result["beside"]["slower_by"] == 1.5
+    assert result["beside"]["above_bytes"] == 4
+
+
+def test_steps_go_on_until_the_save_has_ended() -> None:
+    end = threading.Event()
+    made = []
+
+    def step() -> None:
+        made.append(len(made))
+        if len(made) == 3:
+            end.set()
+            # The watcher has its turn before the next look.
+            watched.wait()
+
+    watched = threading.Event()
+
+    def wait() -> None:
+        end.wait()
+        watched.set()
+
+    found = steps_beside(lambda: wait, step)
+    assert found["steps"] == len(made) >= 3
+    assert found["save_s"] >= found["pause_s"]
+
+
+def test_a_save_that_fails_beside_steps_is_raised() -> None:
+    def wait() -> None:
+        raise ValueError("no space")
+
+    with pytest.raises(ValueError, match="no space"):
+        steps_beside(lambda: wait, lambda: None)
+
+
+def test_memory_above_is_the_peak_since_it_began() -> None:
+    big = 64 << 20
+    with MemoryAbove() as earlier:
+        torch.ones(big, dtype=torch.uint8)
+    with MemoryAbove() as nothing:
+        pass
+    assert earlier.nbytes >= big * 0.9
+    assert nothing.nbytes < big // 4
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+def test_what_a_peer_loads_is_what_it_saved(how: str, model: str, tmp_path: Path) -> None:
+    workload = tmp_path / "workload.json"
+    write_workload(train_options(model, tmp_path, steps=3, threads=1), workload)
+    threads = torch.get_num_threads()
+    try:
+        peer = CheckpointPeer({"workload": str(workload), "folder": str(tmp_path / "nvme")})
+    finally:
+        torch.set_num_threads(threads)
+
+    def state() -> list[torch.Tensor]:
+        states = peer._peer.optimizer.state.values()
+        moments = [s[key].clone() for s in states for key in ("exp_avg", "exp_avg_sq", "step")]
+        return [*(p.detach().clone() for p in peer._peer.model.parameters()), *moments]
+
+    saved = peer.sample({"what": "save", "how": how})
+    then = state()
+    assert saved["bytes"] == files_bytes(tmp_path / "nvme" / how) > sum(t.nbytes for t in then)
+    peer.sample({"what": "step", "how": how, "steps": 2})
+    assert not all(map(torch.equal, then, state()))
+    peer.sample({"what": "load", "how": how})
+    assert all(map(torch.equal, then, state()))
+
+
+def test_dropped_pages_and_bytes_are_of_all_files_below(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for path, nbytes in ((tmp_path / "a", 10), (tmp_path / "folder" / "b", 30)):
+        path.write_bytes(os.urandom(nbytes))
+    drop_pages(tmp_path)
+    assert files_bytes(tmp_path) == 40
+
+
+@pytest.mark.parametrize(
+    ("more", "fact"),
+    [
+        (["--rounds", "0"], "--rounds and --steps must be 1 or more"),
+        (["--peers", "tourch"], "did you mean torch"),
+        (["--path", "/nonexistent"], "--path /nonexistent is not a directory"),
+        (["--io-size", "1MiB"], "is too small"),
+        (["--config", "/nonexistent.json"], "cannot read --config /nonexistent.json"),
+        (["--host-memory", "lots"], "lots"),
+        (["--seq-len", "1"], "--seq-len must be at least 2"),
+        (["--host-memory", "4KiB"], "host_memory"),
+    ],
+)
+def test_bad_input_is_one_line(
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    fact: str,
+) -> None:
+    assert main([*options, *more]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("bench.checkpoint: error: ")
+    assert fact in error
+    assert list((tmp_path / "nvme").iterdir()) == []
