@@ -20,8 +20,8 @@ from hetero.planning.placement import (
     Placement,
     PlacementError,
     PoolSizes,
-    SlotBytes,
     link_bytes,
+    waiting_bytes,
 )
 from hetero.planning.refusal import closest, words
 from offload.memory.tiers import Tier
@@ -145,6 +145,7 @@ class PlacementCandidates:
         self._link_bytes = 0 if self._device is None else link_bytes(layout, dtypes)
         self._whole_grad_slots = sum(c.slots for c in trained) if spec.reduce_at_end else None
         self._several = layout.shard.ranks * layout.shard.replicas > 1
+        self._in_making = [_in_making(layout, c, budgets.disk > 0) for c in layout.chunks]
 
     def in_order(self) -> Iterable[Candidate]:
         """From what usually is the fastest to the smallest, each using what the budget leaves.
@@ -373,9 +374,7 @@ class PlacementCandidates:
         budgets = self._budgets
         building = 0
         if budgets.under_construction:
-            building = _building_bytes(
-                self._layout, self._slot, made, budgets.disk > 0, self._link_bytes
-            )
+            building = self._building_bytes(made)
         made = replace(made, host_bytes=max(made.host_bytes, building))
         total = replace(
             made,
@@ -387,33 +386,63 @@ class PlacementCandidates:
         )
         return made, total
 
+    def _building_bytes(self, made: Placement) -> int:
+        """The most RAM while chunks are made, one by one, from fp32 parameters.
 
-def _building_bytes(
-    layout: Layout, slot: SlotBytes, made: Placement, disk: bool, link_bytes: int
-) -> int:
-    """The most RAM while chunks are made, one by one, from fp32 parameters.
+        Pools are there from the start if there are several ranks, and the buffers of the link;
+        gradients not yet, and a chunk's homes not before its parameters' values are at hand.
+        """
+        layout, slot = self._layout, self._slot
+        most = max(s.param.numel for c in layout.chunks for s in c.slices) * CONSTRUCTION_BYTES
+        waiting = sum(each.waiting for each in self._in_making)
+        bytes_now = made.pool_bytes if self._several else self._link_bytes
+        for chunk, own in zip(layout.chunks, self._in_making, strict=True):
+            waiting -= own.waiting
+            most = max(most, bytes_now + waiting + own.coming)
+            for tier, slot_bytes in (
+                (made.param[chunk.id], slot.param),
+                (made.optim_state[chunk.id], slot.optim_state),
+            ):
+                bytes_now += chunk.slots * slot_bytes if tier is Tier.HOST else 0
+            most = max(most, bytes_now + waiting + own.here)
+        return most
 
-    Of several ranks each keeps its part of the parameters that wait; with a disk they wait there,
-    all but the largest, or, of several ranks, the part of a chunk that is being made. Pools are
-    there from the start if there are several ranks, and the `link_bytes`, gradients not yet.
+
+@dataclass(frozen=True)
+class _ChunkInMaking:
+    """RAM of one chunk's parameters, in fp32, while their values go from where they wait to it.
+
+    Attributes:
+        waiting: until they come to the chunk, nothing of which is there yet.
+        coming: the most while they come.
+        here: when they are there, and the chunk's homes take their values.
+    """
+
+    waiting: int
+    coming: int
+    here: int
+
+
+def _in_making(layout: Layout, chunk: Chunk, disk: bool) -> _ChunkInMaking:
+    """What the chunk's parameters take, on the rank on which they take most.
+
+    Of several ranks each keeps its part of a parameter that waits. One parameter after the other,
+    they bring each rank the elements of its shard, which may be all of them, and free the parts.
+    With a disk parameters wait there, and of one at a time the part passes through RAM.
     """
     shard = layout.shard
-    params = [[s.param.numel * CONSTRUCTION_BYTES for s in c.slices] for c in layout.chunks]
-    largest = max(map(max, params))
-    alone = shard.ranks * shard.replicas == 1
-    if disk and alone:
-        return largest
-    waiting = 0 if disk else sum(map(sum, params)) // shard.ranks
-    bytes_now = link_bytes if alone else made.pool_bytes
-    most = 0
-    for chunk, sizes in zip(layout.chunks, params, strict=True):
-        # Rounding up, and what is sent and received at a time.
-        fetched = 0 if alone else (sum(sizes) + max(sizes)) // shard.ranks + 64 * len(sizes)
-        for tier, slot_bytes in (
-            (made.param[chunk.id], slot.param),
-            (made.optim_state[chunk.id], slot.optim_state),
-        ):
-            bytes_now += chunk.slots * slot_bytes if tier is Tier.HOST else 0
-        most = max(most, bytes_now + waiting + fetched)
-        waiting -= 0 if disk else sum(sizes) // shard.ranks
-    return max(most, 0 if alone else largest)
+    parts = [waiting_bytes([s.param.numel], shard.ranks) for s in chunk.slices]
+    left = sum(parts)
+    waiting = 0 if disk else left
+    if shard.ranks == 1:  # which fills the chunk from where they wait
+        return _ChunkInMaking(waiting, waiting, waiting)
+    coming, here = 0, [0] * shard.ranks  # by rank
+    shard_numel = shard.numel(layout.chunk_numel(chunk))
+    for s, part in zip(chunk.slices, parts, strict=True):
+        for rank in range(s.offset // shard_numel, (s.end - 1) // shard_numel + 1):
+            begin = rank * shard_numel
+            numel = min(s.end, begin + shard_numel) - max(s.offset, begin)
+            here[rank] += numel * CONSTRUCTION_BYTES
+        coming = max(coming, max(here) + (part if disk else left))
+        left -= part
+    return _ChunkInMaking(waiting, coming, max(here))

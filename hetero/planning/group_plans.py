@@ -29,12 +29,12 @@ from hetero.chunks.layout import (
 from hetero.config import Config
 from hetero.planning.candidates import place
 from hetero.planning.placement import (
-    CONSTRUCTION_BYTES,
     Budgets,
     GroupSpec,
     Placement,
     PlacementError,
     concurrent_slots,
+    waiting_bytes,
 )
 from offload.memory.sizes import round_up
 from offload.memory.tiers import Tier
@@ -315,8 +315,8 @@ def plan_chunk_groups(
             chunk_numel = min(chunk_numel, sum(round_up(s.numel, ALIGN_NUMEL) for s in specs))
         waiting = 0
         if not budgets.disk and budgets.under_construction:
-            numel = sum(spec.numel for _, some in kinds[:offset] for spec in some)
-            waiting = numel * CONSTRUCTION_BYTES // shard.ranks
+            numels = (spec.numel for _, some in kinds[:offset] for spec in some)
+            waiting = waiting_bytes(numels, shard.ranks)
 
         def within(left: Budgets) -> Iterator[GroupSpec]:
             for layout in _layouts(specs, dtypes, chunk_numel, left.host, shard, number):

@@ -84,6 +84,19 @@ class SlotBytes:
         )
 
 
+def part_bytes(nbytes: int, ranks: int) -> int:
+    """RAM for one rank's part of a parameter of `nbytes` that waits for its chunk.
+
+    It is as much on all ranks, so that they offload the same.
+    """
+    return -(-nbytes // ranks)
+
+
+def waiting_bytes(numels: Iterable[int], ranks: int) -> int:
+    """RAM for one rank's parts of parameters of so many elements that wait for their chunks."""
+    return sum(part_bytes(numel * CONSTRUCTION_BYTES, ranks) for numel in numels)
+
+
 def link_bytes(layout: Layout, dtypes: Dtypes) -> int:
     """RAM of the buffers through which bytes pass between RAM and a DEVICE of its own."""
     largest = max(s.param.numel for c in layout.chunks for s in c.slices)

@@ -7,11 +7,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil
 
 import torch
 
 from hetero.config import Config
+from hetero.planning.placement import part_bytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_file import BLOCK_BYTES, ConstructionFile
 from hetero.setup.construction_record import Record, may_be_offloaded
@@ -198,25 +198,21 @@ class ConstructionArena:
         charged, record.charged = record.charged, 0
         self._release_bytes(charged)
         if part is not None:  # after the whole was given up: there is room for a part of it
-            self.ledger.charge(Tier.HOST, Account.INIT, self._part_bytes(record.nbytes))
+            self.ledger.charge(Tier.HOST, Account.INIT, part_bytes(record.nbytes, self.world.ranks))
             record.part = part
 
     def _may_move(self, param: torch.nn.Parameter) -> bool:
         return may_be_offloaded(param, heed_graphs=not self._placing)
 
-    def _part_bytes(self, nbytes: int) -> int:
-        """Bytes charged for a rank's part: the same on all ranks, so that they offload the same."""
-        return ceil(nbytes / self.world.ranks)
-
     def _part(self, nbytes: int, rank: int) -> slice:
         """The bytes of an offloaded parameter of `nbytes` that a rank keeps."""
-        part_bytes = self._part_bytes(nbytes)
-        return slice(min(nbytes, rank * part_bytes), min(nbytes, (rank + 1) * part_bytes))
+        part = part_bytes(nbytes, self.world.ranks)
+        return slice(min(nbytes, rank * part), min(nbytes, (rank + 1) * part))
 
     def _drop_part(self, record: Record) -> None:
         if record.part is not None:
             record.part = None
-            self._release_bytes(self._part_bytes(record.nbytes))
+            self._release_bytes(part_bytes(record.nbytes, self.world.ranks))
 
     def _release_bytes(self, nbytes: int) -> None:
         self.ledger.release(Tier.HOST, Account.INIT, nbytes)
@@ -376,8 +372,7 @@ class ConstructionArena:
         if record not in self._offloaded:
             mine = memory_in(param).contiguous().view(-1).view(torch.uint8)[kept[shard.rank]]
         elif mine is None:
-            mine = torch.empty(kept[shard.rank].stop - kept[shard.rank].start, dtype=torch.uint8)
-            self._file.read_into(mine, record.space.start)
+            mine = self._part_in_file(record)
         sends = [_common(mine, kept[shard.rank], wanted[rank]) for rank in range(shard.size)]
         receives = [_common(into, wanted[shard.rank], kept[rank]) for rank in range(shard.size)]
         shard.all_to_all(
@@ -386,6 +381,13 @@ class ConstructionArena:
             "building the model",
         ).wait()
         receives[shard.rank].copy_(sends[shard.rank])
+
+    def _part_in_file(self, record: Record) -> torch.Tensor:
+        """Reads this rank's part of an offloaded parameter."""
+        kept = self._part(record.nbytes, self.world.rank)
+        part = torch.empty(kept.stop - kept.start, dtype=torch.uint8)
+        self._file.read_into(part, record.space.start)
+        return part
 
     def is_offloaded(self, param: torch.nn.Parameter) -> bool:
         """Whether its values are not in its memory."""
@@ -417,8 +419,10 @@ class ConstructionArena:
         """
         record, itemsize = self._records[id(param)], param.element_size()
         mine = wanted[self.world.rank]
-        nbytes = (mine.stop - mine.start) * itemsize
-        self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
+        self.ledger.charge(Tier.HOST, Account.INIT, (mine.stop - mine.start) * itemsize)
+        if record in self._offloaded and record.part is None:  # the file has it
+            self.ledger.charge(Tier.HOST, Account.INIT, part_bytes(record.nbytes, len(wanted)))
+            record.part = self._part_in_file(record)
         values = torch.empty(mine.stop - mine.start, dtype=param.dtype)
         as_bytes = [slice(w.start * itemsize, w.stop * itemsize) for w in wanted]
         self._exchange(record, param, values.view(torch.uint8), as_bytes)

@@ -1,10 +1,13 @@
 """hetero/planning/candidates: ranks, devices, buffers and the smallest budgets."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
 from hetero.overlap import STREAMING_BUFFERS
 from hetero.planning.candidates import SmallestBudgets, place, smallest_budgets
 from hetero.planning.placement import (
@@ -131,3 +134,47 @@ def test_the_smallest_budgets_are_true_to_the_byte(placed_problem):
             place(spec.within(replace(ample, device=device - 1)))
     if device is not None:
         place(spec.within(replace(ample, device=device)))
+
+
+def building_peak(layout: Layout, made: Placement, slot: SlotBytes, rank: int, disk: bool) -> int:
+    """What a rank of several has in RAM at most while it makes one chunk after the other."""
+    ranks, peak = layout.shard.ranks, 0
+    part = {s.param.index: ceil(4 * s.param.numel / ranks) for c in layout.chunks for s in c.slices}
+    waiting = {} if disk else dict(part)
+    homes = made.pool_bytes
+    for chunk in layout.chunks:
+        mine = layout.shard.range(layout.chunk_numel(chunk), rank)
+        here = 0
+        for s in chunk.slices:
+            here += 4 * sum(mine.start <= element < mine.stop for element in range(s.offset, s.end))
+            waiting[s.param.index] = part[s.param.index]
+            peak = max(peak, homes + here + sum(waiting.values()))
+            del waiting[s.param.index]
+        homes += chunk.slots * slot.param * (made.param[chunk.id] is Tier.HOST)
+        homes += chunk.slots * slot.optim_state * (made.optim_state[chunk.id] is Tier.HOST)
+        peak = max(peak, homes + here + sum(waiting.values()))
+    return peak
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    numels=st.lists(st.integers(1, 2 * SLOT), min_size=1, max_size=8),
+    frozen=st.sets(st.integers(0, 7)),
+    shard=st.builds(
+        Shard, st.just(0), st.integers(2, 4), grads=st.booleans(), params=st.just(False)
+    )
+    | st.builds(Shard, st.just(0), st.integers(2, 4)),
+    disk=st.sampled_from([0, AMPLE]),
+)
+def test_ranks_have_room_for_what_they_bring_to_chunks(numels, frozen, shard, disk):
+    """At the smallest budget: as much as the rank needs that has most of the elements."""
+    specs = [ParamSpec(i, f"p{i}", n, i not in frozen) for i, n in enumerate(numels)]
+    layout = pack(specs, shard.slot_multiple, shard)
+    spec = make_spec(layout, Budgets(0, disk), "nvme" if disk else "cpu")
+    host = smallest_budgets_of(spec)["host"]
+    made = place(spec.within(replace(spec.budgets, host=host)))
+    peaks = [building_peak(layout, made, spec.slot, rank, disk > 0) for rank in range(shard.ranks)]
+    bare = place(spec.within(replace(spec.budgets, host=host, under_construction=False)))
+    assert host == made.host_bytes >= max(peaks)
+    if made.host_bytes > bare.host_bytes:
+        assert made.host_bytes == max(*peaks, 4 * max(numels))

@@ -477,3 +477,24 @@ def unequal(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor
     found = hetero.masters(list(model.parameters()))
     optimizer.engine.close()
     return found
+
+
+def at_smallest(
+    rank: int, world: int, numels: list[int], frozen: set[int], options: dict[str, Any]
+) -> Any:
+    """Flat parameters at the smallest budget: what it is, the peak, and values."""
+
+    def build(host_memory: int) -> tuple[nn.ParameterList, hetero.HybridAdam]:
+        model = nn.ParameterList(torch.arange(float(numel)) for numel in numels)
+        for index in frozen:
+            model[index].requires_grad_(False)
+        more = {"host_memory": host_memory, "rank_timeout_s": 60.0}
+        return hetero.initialize(model, hetero.HybridAdam(model.parameters()), **options, **more)
+
+    # With room for one parameter it is built, and refused when it is placed.
+    smallest = smallest_host_memory(lambda: build(4 * max(numels)))
+    model, optimizer = build(smallest)
+    peak = optimizer.engine.ledger.peak_bytes["host"]
+    found = smallest, peak, hetero.masters(list(model.parameters()))
+    optimizer.engine.close()
+    return found

@@ -1,0 +1,47 @@
+"""hetero/setup/first_values: several ranks bring values to chunks within the smallest budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.ranks import rank_training
+from tests.support.ranks.processes import RankPool
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("numels", "frozen"),
+    [
+        # Chunks of 12288 elements, of which a rank has 4096: the first rank brings more than others
+        # where a chunk is not full.
+        pytest.param([12288] * 4 + [4096], {4}, id="a frozen chunk that is a third full"),
+        pytest.param([64, 4096], set(), id="one chunk, all in the first shard"),
+        pytest.param([4096, 64, 4096, 1, 64, 4096], {4, 5}, id="two chunks, which nearly are"),
+        pytest.param([1, 4096, 700], {0}, id="a part without bytes on the last rank"),
+    ],
+)
+def test_the_smallest_budget_is_enough(
+    ranks3: RankPool, tmp_path: Path, numels: list[int], frozen: set[int], stage: int
+) -> None:
+    options = {
+        "placement_policy": "nvme",
+        "zero_stage": stage,
+        "dtype": "bf16",
+        "chunk_numel": 12288,
+        "nvme_path": str(tmp_path),
+    }
+    for smallest, peak, masters in ranks3.run(rank_training.at_smallest, numels, frozen, options):
+        assert peak <= smallest
+        for index, (numel, values) in enumerate(zip(numels, masters, strict=True)):
+            wanted = torch.arange(float(numel))
+            assert torch.equal(values, wanted.bfloat16().float() if index in frozen else wanted)
