@@ -69,6 +69,8 @@ class ConstructionFile:
 
 def _blocks(nbytes: int) -> Iterator[tuple[int, memoryview]]:
     """Yields (offset, page-aligned block) over `nbytes`; every block is the same memory."""
+    if not nbytes:  # a rank's part of a parameter of few elements
+        return
     size = min(BLOCK_BYTES, round_up(nbytes, PAGE_BYTES))
     memory = memoryview(mmap.mmap(-1, size))
     for begin in range(0, nbytes, size):
