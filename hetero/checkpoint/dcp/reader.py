@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import pickle
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +137,8 @@ class DcpReader:
         plan = self._reader.prepare_local_plan(LoadPlan(items))
         try:
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.folder}: {error}") from None
         except Exception as error:  # (of whatever class torch's reading of a damaged file raises)
             keys = sorted({item.storage_index.fqn for item in items})
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
@@ -176,7 +180,14 @@ class _Planner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
-        self.objects[key] = torch.load(value, map_location="cpu", weights_only=True)
+        try:
+            self.objects[key] = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            names = re.findall(r"GLOBAL ([\w.]+)", str(error))
+            what = f"names {names[0]}" if names else "is damaged, or has more than plain data"
+            raise CheckpointError(
+                f"{key!r} of the checkpoint {what}, which is not loaded: it could run anything"
+            ) from None
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
         raise NotImplementedError("objects are loaded by load_bytes()")

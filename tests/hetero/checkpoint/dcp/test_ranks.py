@@ -1,0 +1,84 @@
+"""DCP checkpoints of several ranks: FSDP2 reads hetero's, and hetero reads FSDP2's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from hetero.checkpoint.dcp.metadata import read_metadata
+from tests.support.checkpoint import dcp_ranks
+from tests.support.ranks.processes import run_ranks
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+COUNTS = [1, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+    """A checkpoint of each number of ranks, and of two of FSDP2; and what their ranks had."""
+    path = tmp_path_factory.mktemp("saved")
+    found = {f"hetero-{n}": run_ranks(n, dcp_ranks.save, str(path)) for n in COUNTS}
+    found["fsdp-2"] = run_ranks(2, dcp_ranks.fsdp_save, str(path))
+    return path, found
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    keys = set(wanted) - {"own"}
+    return keys <= set(found) and all(torch.equal(found[key], wanted[key]) for key in keys)
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_any_number_of_ranks_loads_any_other(
+    ranks: int, saved: tuple[Path, dict[str, list[Any]]]
+) -> None:
+    """And FSDP2's: all masters and steps, bit for bit, and states as bf16 keeps them."""
+    path, before = saved
+    for mine in run_ranks(ranks, dcp_ranks.load, str(path), list(before)):
+        for name, found in mine.items():
+            wanted = dict(before[name][0])
+            if name == "fsdp-2":  # these ranks keep states in bf16
+                kept = {k: v.bfloat16().float() for k, v in wanted.items() if " exp_avg" in k}
+                wanted |= kept
+            assert same(found, wanted), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fsdp2_loads_what_ranks_save(ranks: int, saved: tuple[Path, dict[str, list[Any]]]) -> None:
+    path, before = saved
+    names = [name for name in before if name != "fsdp-2"]
+    for mine in run_ranks(ranks, dcp_ranks.fsdp_load, str(path), names):
+        for name, found in mine.items():
+            assert same(found, before[name][0]), name
+            assert found["lr"] == 0.01
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_each_rank_writes_its_own_shards(
+    ranks: int, saved: tuple[Path, dict[str, list[Any]]]
+) -> None:
+    """Of every element one rank, and none writes what would be another's."""
+    path, before = saved
+    metadata = read_metadata(path / f"hetero-{ranks}")
+    numels = dict.fromkeys(range(ranks), 0)
+    for index, place in metadata.storage_data.items():
+        if index.fqn.startswith("model.") and index.fqn != "model.count":
+            entry = metadata.state_dict_metadata[index.fqn]
+            assert isinstance(entry, TensorStorageMetadata)
+            (chunk,) = [c for c in entry.chunks if c.offsets == index.offset]
+            numels[int(place.relative_path.split("_")[2])] += chunk.sizes.numel()
+    assert list(numels.values()) == [int(rank["own"]) for rank in before[f"hetero-{ranks}"]]
+    assert min(numels.values()) > 0
+
+
+def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
+    """Nothing is left, and the next save is made."""
+    told = run_ranks(2, dcp_ranks.save_while_one_fails, str(tmp_path))
+    assert told[1][0].startswith("StoreError: ")
+    assert told[0][0].startswith("StoreError: rank 1 could not save")
+    assert [left for _, left in told] == [[], []]
+    assert (tmp_path / "saved" / ".metadata").is_file()
