@@ -122,7 +122,8 @@ class _Loading:
         self._manifest = manifest = read_manifest(self.path)
         engine.added_params.take_in_unfrozen()
         self._model = ModelTensors.of(engine)
-        _check_model(manifest, self._model, with_states=bool(optimizers))
+        with_states = bool(optimizers and manifest.optimizers)
+        _check_model(manifest, self._model, with_states)
         everyone = engine.world.everyone
         rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         self._same_ranks = ranks == len(manifest.ranks)
@@ -138,16 +139,17 @@ class _Loading:
                 _groups(self._reader, manifest, number, optimizer, self._model)
                 for number, optimizer in enumerate(self._optimizers_of(manifest))
             ]
-            if optimizers:
+            if with_states:
                 self._check_states()
-            data = manifest.ranks[of_rank]
 
             def tensor(number: int) -> torch.Tensor:
                 return own_tensor(self._reader, manifest, of_rank, number)
 
-            self._extra = unpack_extra(data, tensor)
-            self._random = unpack_random(data, tensor)
+            self._extra: dict[str, Any] = {}
+            if manifest.ranks:  # (`hetero convert` knows of none)
+                self._extra = unpack_extra(manifest.ranks[of_rank], tensor)
             if self._sets_random:
+                self._random = unpack_random(manifest.ranks[of_rank], tensor)
                 check_random(self._random)
             check_objects(extra, self._extra)
             self._plain = {name: self._reader.whole(master_key(name)) for name in self._model.plain}
@@ -266,7 +268,9 @@ def _check_model(manifest: Manifest, model: ModelTensors, with_states: bool) -> 
     stored = {*manifest.params, *manifest.buffers}
     for name in sorted(set(expected) - stored):
         wrong.append(f"it lacks {name}, of shape {expected[name]}")
-    for name in sorted(stored - set(expected)):
+    # (Formats that do not know of ties may have further names of tied parameters.)
+    tied = {name for others in model.aliases.values() for name in others}
+    for name in sorted(stored - set(expected) - tied):
         shape = manifest.tensors[master_key(name)].shape
         wrong.append(f"it has {name}, of shape {shape}, which the model has not")
     for name in sorted(stored & set(expected)):
@@ -311,9 +315,11 @@ def _groups(
     pairs = zip(record.groups, optimizer.param_groups, strict=True)
     for index, (group, own) in enumerate(pairs):
         names = tuple(model.names[id(p)] for p in own["params"] if id(p) in model.names)
-        if group.params != names:
+        # (States are by name: in which order a group has its parameters changes nothing.)
+        if sorted(group.params) != sorted(names):
+            pairs_of_names = zip(sorted(group.params), sorted(names), strict=False)
             other = next(
-                (pair for pair in zip(group.params, names, strict=False) if pair[0] != pair[1]),
+                (pair for pair in pairs_of_names if pair[0] != pair[1]),
                 (f"{len(group.params)} parameters", f"{len(names)}"),
             )
             raise ValueError(

@@ -91,7 +91,8 @@ class Manifest:
         buffers: names of the model's buffers, and of parameters that cannot be trained.
         optimizers: in the order of hetero.initialize().
         loss_scale: of fp16, by the names of LossScale's fields; None if it is not dynamic.
-        ranks: for each rank what it alone has, as plain data: random numbers, `extra`.
+        ranks: for each rank what it alone has, as plain data: random numbers, `extra`; of a
+            checkpoint that was converted none.
     """
 
     step: int
@@ -347,8 +348,6 @@ def _loss_scale(fields: _Fields) -> Mapping[str, float] | None:
 
 def _check(manifest: Manifest) -> None:
     """Raises CheckpointError if parts of it contradict each other."""
-    if not manifest.ranks:
-        raise CheckpointError("the manifest has no rank's data")
     tensors = manifest.tensors
     for name in manifest.buffers:
         if f"model/{name}" not in tensors:

@@ -66,7 +66,7 @@ def save_dcp(
     optimizers = listed(optimizer)
     check_optimizers(engine, optimizers)
     everyone = engine.world.everyone
-    rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
+    rank = 0 if everyone is None else everyone.rank
     folder = DcpFolder(Path(path))
     write: DcpWrite | None = None
 
@@ -98,7 +98,7 @@ def save_dcp(
                     f"has made; all ranks must write to the same folder"
                 )
             contents = _Contents(engine, optimizers, rank, _torch_dtype(dtype), resources)
-            write = DcpWrite(folder, contents.part(), rank, ranks)
+            write = DcpWrite(folder.incomplete, folder.path, contents.part(), rank)
             return write.plan()
 
         def finish() -> bytes:

@@ -197,11 +197,19 @@ class DcpWrite:
     pickles, as DCP's own messages are, and come from no file.
     """
 
-    def __init__(self, folder: DcpFolder, part: Part, rank: int, ranks: int) -> None:
-        self._part, self._rank, self._ranks = part, rank, ranks
+    def __init__(self, folder: Path, final: Path, part: Part, rank: int) -> None:
+        """Nothing is written yet.
+
+        Args:
+            folder: where the files are made.
+            final: where the folder is going to be.
+            part: what this rank writes.
+            rank: this rank's number.
+        """
+        self._part, self._rank = part, rank
         self._planner = _Planner(part)
-        self._writer = _Writer(folder.incomplete, folder.path)
-        self._path = folder.path
+        self._writer = _Writer(folder, final)
+        self._path = final
         self._metadata: Metadata | None = None
 
     def plan(self) -> bytes:

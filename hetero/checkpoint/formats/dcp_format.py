@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hetero.checkpoint.dcp.layout import STEP
 from hetero.checkpoint.dcp.reader import DcpReader
@@ -33,7 +34,11 @@ class DcpCheckpoint(StoredCheckpoint):
             name: record.states for record in records for g in record.groups for name in g.params
         }
         steps = self._steps()
-        tensors = {name: self._record(key) for name, key in layout.model.items()}
+        tied = self._tied(trained)
+        others = {name for names in tied.values() for name in names}
+        tensors = {
+            name: self._record(key) for name, key in layout.model.items() if name not in others
+        }
         states: dict[str, TensorRecord] = {}
         for name in trained & set(tensors):
             for state in names[name]:
@@ -46,7 +51,7 @@ class DcpCheckpoint(StoredCheckpoint):
                     )
         floating = [n for n, t in tensors.items() if t.dtype.is_floating_point]
         # (Buffers are in no param group; but then neither are frozen parameters.)
-        params = {n: ParamRecord((), n in trained, steps.get(n, 0)) for n in floating}
+        params = {n: ParamRecord(tied.get(n, ()), n in trained, steps.get(n, 0)) for n in floating}
         self.manifest = make_manifest(tensors, params, records, states)
         if layout.others:
             self.notes.append(
@@ -54,6 +59,22 @@ class DcpCheckpoint(StoredCheckpoint):
                 f"{', '.join(layout.others[:3])}{', ...' if len(layout.others) > 3 else ''}"
             )
         self._last: tuple[str, torch.Tensor] | None = None
+
+    def _tied(self, trained: set[str]) -> dict[str, tuple[str, ...]]:
+        """Names that share their bytes with another name, as save_dcp() writes tied ones."""
+        metadata = self._reader.metadata
+        by_place: dict[tuple[str, int], list[str]] = {}
+        for name, key in self._reader.layout.model.items():
+            entry = metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            place = metadata.storage_data[MetadataIndex(key, entry.chunks[0].offsets)]
+            by_place.setdefault((place.relative_path, place.offset), []).append(name)
+        found = {}
+        for names in by_place.values():
+            first, *others = sorted(names, key=lambda name: name not in trained)
+            if others:
+                found[first] = tuple(others)
+        return found
 
     def _record(self, key: str) -> TensorRecord:
         stored = self._reader.tensors[key]

@@ -1,0 +1,111 @@
+"""Converts a checkpoint to another format, a tensor's part at a time, without a model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hetero.checkpoint.formats.opening import open_checkpoint
+from hetero.checkpoint.formats.stored_checkpoint import StoredCheckpoint
+from hetero.checkpoint.formats.write_dcp import write_dcp
+from hetero.checkpoint.formats.write_hetero import write_hetero
+from hetero.checkpoint.formats.write_pretrained import write_pretrained
+from hetero.chunks.dtypes import Dtypes, check_dtype
+from offload.errors import HeteroError, StoreError
+
+FORMATS = ("hetero", "hf", "dcp")
+_Write = Callable[[StoredCheckpoint, Path, "torch.dtype | None"], None]
+_WRITERS: dict[str, _Write] = {
+    "hetero": write_hetero,
+    "hf": write_pretrained,
+    "dcp": write_dcp,
+}
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    dtype: str | torch.dtype | None = None,
+    config: str | os.PathLike[str] | None = None,
+) -> StoredCheckpoint:
+    """Writes the checkpoint `source`, of any format that open_checkpoint() knows, as `target`.
+
+    Parts of tensors go from file to file: of hetero's and Hugging Face's formats a few MiB are in
+    memory, of DCP's and DeepSpeed's one tensor. `target` appears when it is whole and durable.
+
+    Args:
+        source: the checkpoint.
+        target: its new folder, which must not be there.
+        to: "hetero", "hf" (Hugging Face: parameters and buffers alone) or "dcp".
+        dtype: of parameters, "fp32", "bf16" or "fp16" (or torch's). Default: as they are stored;
+            masters of trained parameters are fp32. A hetero checkpoint's of what is trained is
+            fp32 always.
+        config: for "hf", a config.json, or a folder with one, that is copied.
+
+    Returns:
+        what `source` was, closed.
+
+    Raises:
+        ValueError: an option is wrong, or something is at `target`.
+        CheckpointError: `source` is no checkpoint, or is damaged.
+        StoreError: it cannot be read, or `target` cannot be written; nothing is left of it then.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"to must be one of {', '.join(FORMATS)}, not {to!r}")
+    torch_dtype = None
+    if dtype is not None:
+        name = check_dtype(str(dtype), "dtype")
+        torch_dtype = Dtypes(name, name).torch_compute
+    if config is not None and to != "hf":
+        raise ValueError(f"config goes with to='hf', and to is {to!r}")
+    config_file = None if config is None else _config_file(Path(config))
+    path = Path(os.path.abspath(target))
+    if os.path.lexists(path):
+        raise ValueError(f"{path} is there already; give another path, or remove it")
+    new = path.with_name(f".{path.name}.incomplete")
+    with open_checkpoint(Path(source)) as stored:
+        made = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(new):
+                raise ValueError(
+                    f"{new} is there, of a save or conversion that is under way or did not end; "
+                    f"remove it, or give another path"
+                )
+            new.mkdir()
+            made = True
+            _WRITERS[to](stored, new, torch_dtype)
+            if config_file is not None:
+                shutil.copyfile(config_file, new / "config.json")
+            for each in (*new.iterdir(), new):
+                _sync(each)
+            os.rename(new, path)
+            _sync(path.parent)
+        except BaseException as error:
+            if made:
+                shutil.rmtree(new, ignore_errors=True)
+            if isinstance(error, OSError) and not isinstance(error, HeteroError):
+                text = f"cannot write {path}: {error.strerror}"
+                raise StoreError(error.errno, text, str(error.filename or path)) from error
+            raise
+    return stored
+
+
+def _config_file(path: Path) -> Path:
+    found = path / "config.json" if path.is_dir() else path
+    if not found.is_file():
+        raise ValueError(f"config {found} is no file")
+    return found
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
