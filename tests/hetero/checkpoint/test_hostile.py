@@ -121,7 +121,6 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c["optimizers"].append(c["optimizers"][0]), "has 2 optimizers, and 1 are given"),
     (lambda c: c["optimizers"][0].update(states=["exp_avg"]), "of HybridAdam, with the states exp"),
     (lambda c: c["optimizers"][0].update(groups=[]), "has 0 param groups"),
-    (lambda c: group(c)["params"].reverse(), "param group 0 has last.bias in the checkpoint where"),
     (lambda c: group(c)["params"].pop(), "param group 0 has .* in the checkpoint where"),
     (lambda c: group(c)["options"].update(lr="fast"), "in param group 0 of the checkpoint lr must"),
     (lambda c: group(c)["options"].update(lr={"$tensor": 10**9}), "no tensor 'data/0/1000000000'"),
