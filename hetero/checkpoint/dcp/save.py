@@ -234,5 +234,5 @@ class _Contents:
                     ):
                         for value, (_, dtype) in zip(found, self._paths(m), strict=True):
                             flat = value[begin : begin + box.numel]
-                            yield flat.to(device="cpu", dtype=dtype, copy=True).view(box.sizes)
+                            yield flat.to(device="cpu", dtype=dtype).view(box.sizes)
                         begin += box.numel

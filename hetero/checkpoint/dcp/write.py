@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from torch.distributed.checkpoint.planner import (
 from hetero.checkpoint.dcp.boxes import Box
 from offload.errors import CheckpointError, HeteroError, StoreError
 
+_BUFFERS = 8  # of different sizes, for values that are being written
+
 Path_ = tuple[str | int, ...]  # of a key in the nested state dict
 
 
@@ -57,7 +60,7 @@ class Part:
 
     Attributes:
         items: boxes of tensors, in the order in which `values` gives them.
-        values: called once: gives the boxes' values, each in memory of its own.
+        values: the boxes' values; each is copied before the next one is asked for.
         objects: small things by path: options of param groups.
         same: paths of keys that have the values of another key, by that one: tied parameters.
     """
@@ -76,6 +79,9 @@ class _Planner(DefaultSavePlanner):
         self._part = part
         self._values: Iterator[torch.Tensor] = iter(part.values)
         self._next = 0
+        self._buffers: OrderedDict[int, torch.Tensor] = (
+            OrderedDict()
+        )  # by bytes, the last at the end
         self._objects = {".".join(map(str, path)): obj for path, obj in part.objects.items()}
 
     def create_local_plan(self) -> SavePlan:
@@ -109,7 +115,23 @@ class _Planner(DefaultSavePlanner):
         self._next += 1
         value = next(self._values)
         assert value.shape == wanted.box.sizes, key
-        return value
+        return self._in_buffer(value)
+
+    def _in_buffer(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy in memory that is used again, once it was written.
+
+        torch's writer keeps the last tensor of each key until it has written all, and asks for one
+        whose memory has no more than it.
+        """
+        nbytes = value.numel() * value.itemsize
+        if nbytes not in self._buffers:
+            if len(self._buffers) == _BUFFERS:
+                _, oldest = self._buffers.popitem(last=False)
+                oldest.untyped_storage().resize_(0)
+            self._buffers[nbytes] = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers.move_to_end(nbytes)
+        buffer = self._buffers[nbytes]
+        return buffer.view(value.dtype).view(value.shape).copy_(value)
 
 
 def _write_item(item: Item) -> WriteItem:

@@ -106,5 +106,5 @@ class _Contents:
                 while done < values.numel():
                     item = next(boxes)
                     flat = values[done : done + item.box.numel]
-                    yield flat.to(item.dtype, copy=True).view(item.box.sizes)
+                    yield flat.to(item.dtype).view(item.box.sizes)
                     done += item.box.numel
