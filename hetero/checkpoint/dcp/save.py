@@ -14,7 +14,7 @@ from hetero.api.whole_state import make_piece, parts_by_tile
 from hetero.checkpoint.dcp.boxes import Box, boxes_of
 from hetero.checkpoint.dcp.layout import MODEL, OPTIMIZER, STEP
 from hetero.checkpoint.dcp.options import torch_options
-from hetero.checkpoint.dcp.write import DcpFolder, DcpWrite, Item, Part, Path_
+from hetero.checkpoint.dcp.write import DcpFolder, DcpWrite, Item, KeyPath, Part
 from hetero.checkpoint.model_tensors import STATE_NAMES, ModelTensors
 from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
 from hetero.chunk_groups.home_tiles import HomeTiles
@@ -165,16 +165,16 @@ class _Contents:
                         for path, dtype in self._paths(m):
                             items.append(Item(path, shape, dtype, box))
         values = self._values([value for _, value in small])
-        same: dict[str, list[Path_]] = {}
+        same: dict[str, list[KeyPath]] = {}
         for name, others in self._model.aliases.items():
             if others:
                 same[f"{MODEL}.{name}"] = [(MODEL, other) for other in others]
         return Part(items, values, self._objects() if self._first else {}, same)
 
-    def _paths(self, m: ManagedParam) -> list[tuple[Path_, torch.dtype]]:
+    def _paths(self, m: ManagedParam) -> list[tuple[KeyPath, torch.dtype]]:
         """Of what is written of a parameter, the master or value first."""
         name = self._names[m]
-        found: list[tuple[Path_, torch.dtype]] = [((MODEL, name), self._dtype)]
+        found: list[tuple[KeyPath, torch.dtype]] = [((MODEL, name), self._dtype)]
         if m.chunk.trainable and self._optimizers:
             rule = self._engine.params.group(m.chunk).dtypes.rule
             found += [
@@ -183,7 +183,7 @@ class _Contents:
         return found
 
     def _small(self) -> Iterator[tuple[Item, torch.Tensor]]:
-        def whole(path: Path_, value: torch.Tensor) -> tuple[Item, torch.Tensor]:
+        def whole(path: KeyPath, value: torch.Tensor) -> tuple[Item, torch.Tensor]:
             shape = tuple(value.shape)
             return Item(path, shape, value.dtype, Box((0,) * value.ndim, shape)), value
 
@@ -197,8 +197,8 @@ class _Contents:
                 for path, dtype in self._paths(m):
                     yield whole(path, torch.empty(m.param.shape, dtype=dtype))
 
-    def _objects(self) -> dict[Path_, object]:
-        found: dict[Path_, object] = {}
+    def _objects(self) -> dict[KeyPath, object]:
+        found: dict[KeyPath, object] = {}
         groups = [(o, group) for o in self._optimizers for group in o.param_groups]
         for number, (optimizer, group) in enumerate(groups):
             options = {name: value for name, value in group.items() if name != "params"}

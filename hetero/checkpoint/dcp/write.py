@@ -36,14 +36,14 @@ from offload.errors import CheckpointError, HeteroError, StoreError
 
 _BUFFERS = 8  # of different sizes, for values that are being written
 
-Path_ = tuple[str | int, ...]  # of a key in the nested state dict
+KeyPath = tuple[str | int, ...]  # of a key in the nested state dict
 
 
 @dataclass(frozen=True)
 class Item:
     """A box of a tensor that this rank writes; `path` is that of its key in the state dict."""
 
-    path: Path_
+    path: KeyPath
     shape: tuple[int, ...]
     dtype: torch.dtype
     box: Box
@@ -67,8 +67,8 @@ class Part:
 
     items: list[Item]
     values: Iterable[torch.Tensor]
-    objects: Mapping[Path_, Any] = field(default_factory=dict)
-    same: Mapping[str, list[Path_]] = field(default_factory=dict)
+    objects: Mapping[KeyPath, Any] = field(default_factory=dict)
+    same: Mapping[str, list[KeyPath]] = field(default_factory=dict)
 
 
 class _Planner(DefaultSavePlanner):

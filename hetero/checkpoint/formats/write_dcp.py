@@ -11,7 +11,7 @@ import torch
 from hetero.checkpoint.dcp.boxes import Box, boxes_of
 from hetero.checkpoint.dcp.layout import MODEL, OPTIMIZER, STEP
 from hetero.checkpoint.dcp.options import torch_options
-from hetero.checkpoint.dcp.write import DcpWrite, Item, Part, Path_
+from hetero.checkpoint.dcp.write import DcpWrite, Item, KeyPath, Part
 from hetero.checkpoint.formats.stored_checkpoint import PART_NUMEL, StoredCheckpoint
 from hetero.checkpoint.manifest import OptimizerRecord
 from hetero.checkpoint.model_tensors import master_key, state_key
@@ -34,7 +34,7 @@ class _Contents:
         self._stored, self._dtype = stored, dtype
         self._small: list[tuple[Item, torch.Tensor]] = []
         self._tensors: list[tuple[str, list[Item]]] = []
-        self._objects: dict[Path_, Any] = {}
+        self._objects: dict[KeyPath, Any] = {}
 
     def part(self) -> Part:
         """Raises ValueError for options that torch has not."""
@@ -53,14 +53,14 @@ class _Contents:
                 number += 1
         items = [item for item, _ in self._small]
         items += [item for _, found in self._tensors for item in found]
-        same: dict[str, list[Path_]] = {
+        same: dict[str, list[KeyPath]] = {
             f"{MODEL}.{name}": [(MODEL, other) for other in param.aliases]
             for name, param in manifest.params.items()
             if param.aliases
         }
         return Part(items, self._values(), self._objects, same)
 
-    def _add(self, path: Path_, key: str, dtype: torch.dtype | None) -> None:
+    def _add(self, path: KeyPath, key: str, dtype: torch.dtype | None) -> None:
         record = self._stored.manifest.tensors[key]
         wanted, shape = dtype or record.dtype, record.shape
         if not record.numel:

@@ -187,12 +187,12 @@ def test_what_was_cut_or_changed_is_an_error(saved: tuple[Path, Metadata]) -> No
     """No byte of it makes anything else than a CheckpointError, or metadata."""
     path, _ = saved
     content = (path / NAME).read_bytes()
-    for end in range(len(content)):
+    for end in range(0, len(content), 3):
         (path / NAME).write_bytes(content[:end])
         with pytest.raises(CheckpointError):
             read_metadata(path)
     refused = 0
-    for at in range(len(content)):
+    for at in range(0, len(content), 2):
         changed = bytearray(content)
         changed[at] ^= 0x15
         (path / NAME).write_bytes(changed)
@@ -200,7 +200,7 @@ def test_what_was_cut_or_changed_is_an_error(saved: tuple[Path, Metadata]) -> No
             read_metadata(path)
         except CheckpointError:
             refused += 1
-    assert refused > len(content) / 4
+    assert refused > len(content) / 8
     (path / NAME).unlink()
     with pytest.raises(CheckpointError, match="is no DCP checkpoint"):
         read_metadata(path)
