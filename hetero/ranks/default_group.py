@@ -22,11 +22,11 @@ def init_default_group(timeout: timedelta | None = None) -> None:
     # in its functions' default arguments.
     import torch.distributed.nn.functional  # noqa: F401
 
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", **more)
         return
-    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store, rank, size = next(dist.rendezvous("env://", **more))  # type: ignore[attr-defined]
     store = dist.distributed_c10d.PrefixStore(f"restart {attempt}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch import nn
 import hetero
 from tests.support.training.small_net import EMULATED, SETTINGS, Net, Settings, loss_of
 
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 RULES: dict[str, Callable[..., hetero.HybridOptimizer]] = {
@@ -286,7 +288,7 @@ def test_in_another_process(tmp_path: Path) -> None:
     )
     for first_step, last_step in ((0, 5), (5, 10)):
         command = [sys.executable, str(program), str(tmp_path), str(first_step), str(last_step)]
-        subprocess.run(command, check=True, cwd=Path(__file__).parents[3])
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     model, optimizer = build(PLACES["disk"], tmp_path)
     steps(model, optimizer, range(10))
     assert same(torch.load(tmp_path / "5-10.pt"), whole(model, optimizer))
