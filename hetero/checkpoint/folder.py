@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero.checkpoint.manifest import NAME
+from offload.disk.durable import sync_path
 from offload.errors import CheckpointError, StoreError
 
 _INCOMPLETE, _REMOVED = "incomplete", "removed"
@@ -167,11 +168,11 @@ class CheckpointFolder:
                 stream.write(manifest)
                 stream.flush()
                 os.fsync(stream.fileno())
-            _fsync_folder(self.incomplete)
+            sync_path(self.incomplete)
             self._replace()
             # What is there was made whole: abandon() must not touch what was there before.
             self._unlock()
-            _fsync_folder(self.path.parent)
+            sync_path(self.path.parent)
         for leftover in (self.incomplete, _beside(self.path, _REMOVED)):
             _remove_unlocked(leftover)
 
@@ -227,7 +228,7 @@ def _make_durable(folder: Path) -> None:
     if not folder.is_dir():
         _make_durable(folder.parent)
         folder.mkdir(exist_ok=True)
-        _fsync_folder(folder.parent)
+        sync_path(folder.parent)
 
 
 def _remove(folder: Path) -> None:
@@ -273,14 +274,6 @@ def _try_lock(descriptor: int) -> bool:
     except OSError as error:
         return error.errno != errno.EWOULDBLOCK
     return True
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> bool:

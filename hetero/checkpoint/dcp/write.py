@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from hetero.checkpoint.dcp.boxes import Box
+from offload.disk.durable import sync_path
 from offload.errors import CheckpointError, HeteroError, StoreError
 
 _BUFFERS = 8  # of different sizes, for values that are being written
@@ -187,9 +188,9 @@ class DcpFolder:
     def commit(self) -> None:
         """The checkpoint is at its path, durable. Raises StoreError."""
         try:
-            _sync(self.incomplete)
+            sync_path(self.incomplete)
             os.rename(self.incomplete, self.path)
-            _sync(self.path.parent)
+            sync_path(self.path.parent)
         except OSError as error:
             raise _store_error(error, self.path) from error
 
@@ -202,14 +203,6 @@ class DcpFolder:
 def _store_error(error: OSError, path: Path) -> StoreError:
     text = f"cannot write the checkpoint: {error.strerror}"
     return StoreError(error.errno, text, str(error.filename or path))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class DcpWrite:

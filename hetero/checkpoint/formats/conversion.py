@@ -15,6 +15,7 @@ from hetero.checkpoint.formats.write_dcp import write_dcp
 from hetero.checkpoint.formats.write_hetero import write_hetero
 from hetero.checkpoint.formats.write_pretrained import write_pretrained
 from hetero.chunks.dtypes import Dtypes, check_dtype
+from offload.disk.durable import sync_path
 from offload.errors import HeteroError, StoreError
 
 FORMATS = ("hetero", "hf", "dcp")
@@ -83,9 +84,9 @@ def convert(
             if config_file is not None:
                 shutil.copyfile(config_file, new / "config.json")
             for each in (*new.iterdir(), new):
-                _sync(each)
+                sync_path(each)
             os.rename(new, path)
-            _sync(path.parent)
+            sync_path(path.parent)
         except BaseException as error:
             if made:
                 shutil.rmtree(new, ignore_errors=True)
@@ -101,11 +102,3 @@ def _config_file(path: Path) -> Path:
     if not found.is_file():
         raise ValueError(f"config {found} is no file")
     return found
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ import torch
 from hetero.checkpoint.pretrained.stored_tensors import INDEX_NAME
 from hetero.checkpoint.safetensors_header import read
 from hetero.ranks.process_groups import ProcessGroups
+from offload.disk.durable import sync_path
 from offload.errors import CheckpointError, HeteroError, StoreError
 
 # By this an earlier export is told from a folder that somebody else has made.
@@ -202,8 +203,8 @@ def _refuse_other(path: Path) -> None:
 
 def _replace(path: Path, new: Path, old: Path) -> None:
     for name in os.listdir(new):
-        _sync(new / name)
-    _sync(new)
+        sync_path(new / name)
+    sync_path(new)
     if path.exists() and any(path.iterdir()):
         # A crash between the two leaves the earlier export under the name `old`.
         os.rename(path, old)
@@ -214,13 +215,5 @@ def _replace(path: Path, new: Path, old: Path) -> None:
             raise
     else:
         os.rename(new, path)
-    _sync(path.parent)
+    sync_path(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

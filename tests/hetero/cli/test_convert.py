@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(conversion, "_sync", full)
+    monkeypatch.setattr(conversion, "sync_path", full)
     assert main(["convert", str(two / "own"), str(two / "new"), "--to", "hf"]) == 2
     assert "No space left" in capsys.readouterr().err
     assert not (two / "new").exists()
