@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,12 +55,7 @@ class Piece:
 
     def cut(self, begin: int, end: int) -> Piece:
         """The piece's elements [begin, end) alone. Of 8-bit states it has masters only."""
-        part = Part(
-            self.part.tile,
-            slice(self.part.in_param.start + begin, self.part.in_param.start + end),
-            slice(self.part.in_tile.start + begin, self.part.in_tile.start + end),
-        )
-        return replace(self, part=part, values=self.values[begin:end])
+        return replace(self, part=self.part.cut(begin, end), values=self.values[begin:end])
 
 
 Visit = Callable[[Piece], None]
@@ -141,6 +136,27 @@ def write_parts(
         _write_chunk(engine, members, visit, replaces)
 
 
+def fill_parts(
+    engine: Engine, managed: Iterable[ManagedParam], fill: Visit, replaces: bool = False
+) -> Exception | None:
+    """write_parts() with what may fail on one rank, as reading a file may.
+
+    Returns what `fill` met, after which it is not called any more. All ranks still go through all
+    chunks together, and can agree afterwards.
+    """
+    failures: list[Exception] = []
+
+    def visit(piece: Piece) -> None:
+        if not failures:
+            try:
+                fill(piece)
+            except Exception as error:
+                failures.append(error)
+
+    write_parts(engine, managed, visit, replaces)
+    return failures[0] if failures else None
+
+
 def _write_chunk(engine: Engine, members: list[ManagedParam], visit: Visit, replaces: bool) -> None:
     chunk, chunk_group = members[0].chunk, engine.params.group(members[0].chunk)
     optim_states = chunk_group.optim_states
@@ -179,15 +195,11 @@ def parts_by_tile(
     by_tile: dict[int, list[tuple[ManagedParam, Part]]] = {}
     for m in members:
         for part in parts_of(m, chunk_group.layout, rank):
-            by_tile.setdefault(part.tile, []).extend((m, cut) for cut in _cut(part))
+            by_tile.setdefault(part.tile, []).extend(
+                (m, part.cut(begin, min(begin + PART_NUMEL, part.numel)))
+                for begin in range(0, part.numel, PART_NUMEL)
+            )
     return sorted(by_tile.items())
-
-
-def _cut(part: Part) -> Iterator[Part]:
-    for begin in range(0, part.numel, PART_NUMEL):
-        end = min(begin + PART_NUMEL, part.numel)
-        in_param = slice(part.in_param.start + begin, part.in_param.start + end)
-        yield Part(part.tile, in_param, slice(part.in_tile.start + begin, part.in_tile.start + end))
 
 
 def make_piece(

@@ -64,7 +64,10 @@ class Contents:
         if self.rank == 0:
             small += [(master_key(name), t) for name, t in model.plain.items()]
         self._small = [(key, t.detach().cpu().clone()) for key, t in small]
-        self._chunks = _own_chunks(engine, model)
+        chunks = [_ChunkContents(engine, names) for names in model.own_chunks(engine)]
+        self._chunks = {
+            (each.chunk.group_index, each.chunk.id): each for each in chunks if each.region.entries
+        }
         self._versions = {m: m.version for m in model.params.values()}
         self._snapshot = Snapshot(each.chunk for each in reversed(self._chunks.values()))
         self._written: WrittenFile | None = None
@@ -141,24 +144,6 @@ class Contents:
             loss_scale=self._loss_scale,
             ranks=[each["data"] for each in found],
         )
-
-
-def _own_chunks(engine: Engine, model: ModelTensors) -> dict[tuple[int, int], _ChunkContents]:
-    """What this rank writes of each chunk that it writes of, by chunk group and chunk id.
-
-    Of replicas, which have the same shards, each writes some of the chunks.
-    """
-    by_chunk: dict[tuple[int, int], dict[ManagedParam, str]] = {}
-    for name, m in model.params.items():
-        by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
-    replicas = engine.world.replicas
-    count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
-    found = {
-        key: _ChunkContents(engine, names)
-        for number, (key, names) in enumerate(by_chunk.items())
-        if number % count == mine
-    }
-    return {key: chunk for key, chunk in found.items() if chunk.region.entries}
 
 
 class _ChunkContents:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
-from hetero.api.whole_state import Piece, parts_by_tile, write_parts
+from hetero.api.whole_state import Piece, fill_parts, parts_by_tile
 from hetero.checkpoint.data_reader import DataReader
 from hetero.checkpoint.folder import find_checkpoint
 from hetero.checkpoint.manifest import Manifest, check_state, read_manifest
@@ -208,19 +208,13 @@ class _Loading:
         return {m: name for name, m in self._model.params.items()}
 
     def _load_params(self) -> None:
-        names, failures = self._names, list[Exception]()
+        names = self._names
         self._reader.expect(self._ranges(names))
 
-        def visit(piece: Piece) -> None:
-            # (After a failure the ranks still go through all chunks together, and then agree.)
-            if not failures:
-                try:
-                    self._fill(piece, names[piece.managed])
-                except Exception as error:
-                    failures.append(error)
+        def fill(piece: Piece) -> None:
+            self._fill(piece, names[piece.managed])
 
-        write_parts(self._engine, names, visit, replaces=bool(self._optimizers))
-        failure = failures[0] if failures else None
+        failure = fill_parts(self._engine, names, fill, replaces=bool(self._optimizers))
         self._engine.world.all_or_none(failure, f"load {self.path}", (CheckpointError,))
 
     def _fill(self, piece: Piece, name: str) -> None:

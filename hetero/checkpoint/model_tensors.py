@@ -78,6 +78,18 @@ class ModelTensors:
                     params[first], aliases[first] = m, tuple(others)
         return cls(params, aliases, plain, {key: found[0] for key, found in names.items()})
 
+    def own_chunks(self, engine: Engine) -> list[dict[ManagedParam, str]]:
+        """The managed parameters, and their names, by chunk, of the chunks that this rank saves.
+
+        Of replicas, which have the same shards, each saves some.
+        """
+        by_chunk: dict[tuple[int, int], dict[ManagedParam, str]] = {}
+        for name, m in self.params.items():
+            by_chunk.setdefault((m.chunk.group_index, m.chunk.id), {})[m] = name
+        replicas = engine.world.replicas
+        count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
+        return [chunk for number, chunk in enumerate(by_chunk.values()) if number % count == mine]
+
     def param_records(self) -> dict[str, ParamRecord]:
         """What a manifest says of the managed parameters."""
         return {

@@ -103,9 +103,9 @@ class HomeTiles:
 
     def _start(self, chunk: Chunk, tile: int) -> None:
         """Starts reading what the file has of a tile, unless that was done."""
-        kinds = [kind for kind in self._tile_bytes if self._in_file(chunk, kind)]
         if (chunk.id, tile) in self._started:
             return
+        kinds = [kind for kind in self._tile_bytes if self._in_file(chunk, kind)]
         updates = self._chunk_group.updates
         updates.wait_computed(chunk)
         updates.pipeline.flush(updates.key(chunk, tile))

@@ -48,6 +48,11 @@ class Part:
         """The number of elements."""
         return int(self.in_tile.stop - self.in_tile.start)
 
+    def cut(self, begin: int, end: int) -> Part:
+        """The part's elements [begin, end) alone."""
+        at, in_tile = self.in_param.start, self.in_tile.start
+        return Part(self.tile, slice(at + begin, at + end), slice(in_tile + begin, in_tile + end))
+
 
 def parts_of(managed: ManagedParam, layout: Layout, rank: int | None = None) -> Iterator[Part]:
     """The parameter's elements in a rank's shard (default: this rank's), cut at tile borders."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
-from hetero.api.whole_state import Piece, write_parts
+from hetero.api.whole_state import Piece, fill_parts
 from hetero.checkpoint.dcp.boxes import Box, rows_around
 from hetero.checkpoint.dcp.layout import STEP
 from hetero.checkpoint.dcp.reader import DcpReader
@@ -201,19 +201,9 @@ class _Loading:
         engine.params.end_loading()
 
     def _load_params(self) -> None:
-        failures: list[Exception] = []
-
-        def visit(piece: Piece) -> None:
-            # (After a failure the ranks still go through all chunks together, and then agree.)
-            if not failures:
-                try:
-                    self._fill(piece)
-                except Exception as error:
-                    failures.append(error)
-
-        write_parts(self._engine, self._names, visit, replaces=bool(self._optimizers))
+        replaces = bool(self._optimizers)
+        failure = fill_parts(self._engine, self._names, self._fill, replaces)
         self._read = {}
-        failure = failures[0] if failures else None
         self._engine.world.all_or_none(failure, f"load {self._path}", (CheckpointError,))
 
     def _fill(self, piece: Piece) -> None:

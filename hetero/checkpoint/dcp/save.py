@@ -141,16 +141,7 @@ class _Contents:
         self._first = rank == 0
         self._model = ModelTensors.of(engine)
         self._names = {m: name for name, m in self._model.params.items()}
-        self._chunks = self._own_chunks()
-
-    def _own_chunks(self) -> list[list[ManagedParam]]:
-        """The parameters by chunk; of replicas, which have the same shards, each has some."""
-        by_chunk: dict[tuple[int, int], list[ManagedParam]] = {}
-        for m in self._names:
-            by_chunk.setdefault((m.chunk.group_index, m.chunk.id), []).append(m)
-        replicas = self._engine.world.replicas
-        count, mine = (1, 0) if replicas is None else (replicas.size, replicas.rank)
-        return [chunk for number, chunk in enumerate(by_chunk.values()) if number % count == mine]
+        self._chunks = [list(names) for names in self._model.own_chunks(engine)]
 
     def part(self) -> Part:
         """Raises ValueError for options that torch has not."""

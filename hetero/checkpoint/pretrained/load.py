@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetero.api.access import engine_of
-from hetero.api.whole_state import Piece, write_parts
+from hetero.api.whole_state import Piece, fill_parts
 from hetero.checkpoint.pretrained.stored_tensors import StoredTensor, TensorReader, find_tensors
 from hetero.checkpoint.pretrained.tensor_names import NameMatch, named_tensors, unwrapped
 from hetero.runtime.engine import Engine
@@ -112,32 +112,23 @@ class _Plan:
         return cls(names, managed, list(plain.values()), digest)
 
     def load(self, engine: Engine, reader: TensorReader) -> Exception | None:
-        """Replaces the values; returns what reading met, after which nothing more is replaced.
+        """Replaces the values; returns what reading met, after which nothing more is replaced."""
 
-        (The ranks go through the chunks together, so one that cannot read goes on with them.)
-        """
-        failure: list[Exception] = []
-
-        def visit(piece: Piece) -> None:
+        def fill(piece: Piece) -> None:
             begin, end = piece.part.in_param.start, piece.part.in_param.stop
-            if failure:
-                return
-            try:
-                for first, values in reader.parts(self.managed[piece.managed], begin, end):
-                    part = piece.cut(first - begin, first - begin + values.numel())
-                    part.set_master(values.to(part.values.device, torch.float32))
-            except (CheckpointError, StoreError) as error:
-                failure.append(error)
+            for first, values in reader.parts(self.managed[piece.managed], begin, end):
+                part = piece.cut(first - begin, first - begin + values.numel())
+                part.set_master(values.to(part.values.device, torch.float32))
 
-        write_parts(engine, self.managed, visit)
+        failure = fill_parts(engine, self.managed, fill)
         try:
             for tensor, stored in [] if failure else self.plain:
                 _copy(reader, stored, tensor.detach())
         except (CheckpointError, StoreError) as error:
-            failure.append(error)
-        if not failure:
-            return None
-        return type(failure[0])(f"{failure[0]}; part of the model is loaded: load it again")
+            failure = error
+        if not isinstance(failure, (CheckpointError, StoreError)):
+            return failure
+        return type(failure)(f"{failure}; part of the model is loaded: load it again")
 
 
 def _copy(reader: TensorReader, stored: StoredTensor, into: torch.Tensor) -> None:
