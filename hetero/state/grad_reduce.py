@@ -56,14 +56,14 @@ class _Round:
         begin: the ranks' words at its beginning; None until this rank has sent its own.
         position: in the order of sending: the next chunk. Those before it had their turn.
         arrived: parameters that got a gradient on this rank.
-        synced: those of them that got it outside no_sync().
+        synced: those of them that got it outside no_sync(), in the order in which it came.
         sent: parameters whose gradient has been sent.
     """
 
     begin: RoundBegin | None = None
     position: int = 0
     arrived: set[ManagedParam] = field(default_factory=set)
-    synced: set[ManagedParam] = field(default_factory=set)
+    synced: dict[ManagedParam, None] = field(default_factory=dict)
     sent: set[ManagedParam] = field(default_factory=set)
 
 
@@ -179,10 +179,10 @@ class GradReducer:
         now = self._round
         if accumulate:
             managed.param.grad = managed.absent_grad  # has_grad is true again
-        # A gradient that only waits for others of its chunk is not added to either: whether it
-        # waits depends on the number of buckets, and sums must not.
-        again = managed in now.sent or (accumulate and managed in now.synced)
-        if again or (now.sent and not next(iter(now.sent)).has_grad):
+        # Whether gradients are sent already, or still wait for others of their chunk or come from
+        # the device, depends on buckets and on time: neither sums nor rounds may.
+        again = managed in now.sent or managed in now.synced
+        if again or (now.synced and not next(iter(now.synced)).has_grad):
             self._end_round(done=False)  # this is another backward
         if self.reduces_in_backward:
             self._begin_round(True)
@@ -201,7 +201,7 @@ class GradReducer:
         managed.param.grad = managed.absent_grad
         self._round.arrived.add(managed)
         if self.reduces_in_backward:
-            self._round.synced.add(managed)
+            self._round.synced[managed] = None
             self._send_complete(managed.chunk)
 
     def reduce_all(self, force: bool) -> None:

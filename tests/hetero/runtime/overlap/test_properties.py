@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.overlap.any_loop import Loop, Model, Step
@@ -103,7 +103,37 @@ def found_by(
     return [one for found in pools[ranks].run(differences, model, loop, where) for one in found]
 
 
+# Gradients that are cleared after one rank has sent them and others, whose device was slower, not.
+CLEARED = (
+    3,
+    Model(3, ((5, "plain"), (4, "plain"), (4, "reentrant"), (2, "plain")), True, frozenset([1, 3])),
+    Loop(
+        (
+            Step((1,), False, False, 0.0, "", "before", False),
+            Step((1, 5, 0), True, True, 0.1, "60%", "before", False),
+            Step((1, 5, 0), True, True, 0.0, "", "late", False),
+            Step((5, 3, 4), False, False, 0.0, "", "before", False),
+            Step((1, 5, 0), False, False, 0.0, "", "after", False),
+        ),
+        scaler=True,
+        decays=False,
+    ),
+    Where(
+        policy="nvme",
+        emulated=True,
+        budgets=(("host_memory", 0), ("device_memory", 20)),
+        chunk_numel=16384,
+        dtype="bf16",
+        mixed=False,
+        prefetch=True,
+        overlap="both",
+        stage=2,
+    ),
+)
+
+
 @settings(max_examples=30)
+@example(CLEARED)
 @given(training=trainings())
 def test_any_training(pools: dict[int, RankPool], training: tuple[int, Model, Loop, Where]) -> None:
     assert not found_by(pools, *training)
