@@ -1,10 +1,12 @@
 // Arena, Pins, IoEngine and IoOp as Python sees them, and the exceptions of failed transfers.
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -162,10 +164,26 @@ Transfer submit(const std::shared_ptr<IoEngine>& engine, int file, std::uintptr_
 }
 
 int add_striped_file(IoEngine& engine, const std::vector<std::pair<int, std::string>>& sources,
-                     const StripeMap& stripes) {
+                     const StripeMap& stripes, bool checksums) {
   std::vector<FileMember> members;
   for (const auto& [fd, path] : sources) members.push_back({fd, path});
-  return engine.add_file(members, stripes);
+  return engine.add_file(members, stripes, checksums);
+}
+
+py::bytes checksums_of(const IoEngine& engine, int file, std::uint64_t offset, std::size_t nbytes) {
+  const auto found = without_gil([&] { return engine.checksums(file, offset, nbytes); });
+  return {reinterpret_cast<const char*>(found.data()), found.size() * sizeof(std::uint32_t)};
+}
+
+void set_checksums(IoEngine& engine, int file, std::uint64_t offset, const py::bytes& content) {
+  const std::string_view bytes = content;
+  PageChecksums::Checksums checksums(bytes.size() / sizeof(std::uint32_t));
+  if (bytes.size() % sizeof(std::uint32_t) != 0) {
+    throw std::invalid_argument("checksums are 4 bytes a page, not " +
+                                std::to_string(bytes.size()) + " in all");
+  }
+  if (!checksums.empty()) std::memcpy(checksums.data(), bytes.data(), bytes.size());
+  without_gil([&] { engine.set_checksums(file, offset, checksums); });
 }
 
 py::dict stats_of(const IoEngine& engine) {
@@ -210,7 +228,13 @@ void bind_io(py::module_& module) {
             return self.add_file({{fd, path}}, StripeMap());
           },
           "fd"_a, "path"_a, ReleaseGil())
-      .def("add_striped_file", &add_striped_file, "members"_a, "stripes"_a, ReleaseGil())
+      .def("add_striped_file", &add_striped_file, "members"_a, "stripes"_a, "checksums"_a = false,
+           ReleaseGil())
+      .def("name_range", &IoEngine::name_range, "file"_a, "offset"_a, "nbytes"_a, "name"_a,
+           ReleaseGil())
+      .def("checksums", &checksums_of, "file"_a, "offset"_a, "nbytes"_a)
+      .def("set_checksums", &set_checksums, "file"_a, "offset"_a, "checksums"_a)
+      .def("sync", &IoEngine::sync, "file"_a, ReleaseGil())
       .def("remove_file", &IoEngine::remove_file, "file"_a, ReleaseGil())
       .def("register", &IoEngine::register_memory, "arena"_a, ReleaseGil())
       .def("unregister", &IoEngine::unregister_memory, "arena"_a, ReleaseGil())

@@ -1,5 +1,7 @@
 #include "io/io_engine.h"
 
+#include <unistd.h>
+
 #include <cerrno>
 #include <limits>
 #include <stdexcept>
@@ -45,9 +47,67 @@ std::vector<std::string> IoEngine::notes() const {
   return shared_.notes;
 }
 
-int IoEngine::add_file(const std::vector<FileMember>& members, const StripeMap& stripes) {
+const std::shared_ptr<IoFile>& IoEngine::file_of(int id) const {
+  const auto found = files_.find(id);
+  if (found == files_.end()) throw std::invalid_argument("no file " + std::to_string(id));
+  return found->second;
+}
+
+PageChecksums& IoEngine::checksums_of(int id) const {
+  auto& found = file_of(id)->checksums;
+  if (!found) throw std::invalid_argument("file " + std::to_string(id) + " has no checksums");
+  return *found;
+}
+
+bool IoEngine::has_checksums(int id) const {
+  if (!any_checksums_) return false;
+  const MutexLock lock(shared_.mutex);
+  const auto found = files_.find(id);
+  return found != files_.end() && found->second->checksums.has_value();
+}
+
+void IoEngine::name_range(int id, std::uint64_t offset, std::uint64_t nbytes, std::string name) {
+  auto shared = std::make_shared<const std::string>(std::move(name));
+  const MutexLock lock(shared_.mutex, fork_);
+  file_of(id)->names.insert_or_assign(offset, IoFile::NamedRange{offset + nbytes, shared});
+}
+
+PageChecksums::Checksums IoEngine::checksums(int id, std::uint64_t offset,
+                                             std::size_t nbytes) const {
+  PageChecksums::require_pages(offset, nbytes);
+  const MutexLock lock(shared_.mutex, fork_);
+  return checksums_of(id).get(offset, nbytes);
+}
+
+void IoEngine::set_checksums(int id, std::uint64_t offset,
+                             const PageChecksums::Checksums& checksums) {
+  PageChecksums::require_pages(offset, 0);
+  const MutexLock lock(shared_.mutex, fork_);
+  checksums_of(id).set(offset, checksums);
+}
+
+void IoEngine::sync(int id) {
+  std::shared_ptr<IoFile> file;
+  {
+    const MutexLock lock(shared_.mutex, fork_);
+    file = file_of(id);
+  }
+  for (const auto& member : file->members) {
+    if (::fdatasync(member->fd.get()) != 0) {
+      throw std::system_error(errno, std::generic_category(),
+                              "what was written to " + *member->path + " cannot be made durable");
+    }
+  }
+}
+
+int IoEngine::add_file(const std::vector<FileMember>& members, const StripeMap& stripes,
+                       bool checksums) {
   fork_.require_own();
   auto file = std::make_shared<IoFile>(members, stripes);
+  if (checksums) {
+    file->checksums.emplace();
+    any_checksums_ = true;
+  }
   const MutexLock lock(shared_.mutex);
   require_open();
   files_.emplace(next_file_, std::move(file));
@@ -90,13 +150,22 @@ std::shared_ptr<IoOp> IoEngine::submit(IoKind kind, int id, void* address, std::
   }
   if (address == nullptr && nbytes != 0) throw std::invalid_argument("a transfer needs an address");
   Span memory = Span::of(address, nbytes);
+  auto* const bytes = static_cast<std::byte*>(address);
+  const bool checked = has_checksums(id);
+  PageChecksums::Checksums written;
+  if (checked) {
+    PageChecksums::require_pages(offset, nbytes);
+    if (kind == IoKind::write) written = PageChecksums::of(bytes, nbytes);
+  }
 
   const MutexLock lock(shared_.mutex);
   require_open();
-  const auto found = files_.find(id);
-  if (found == files_.end()) throw std::invalid_argument("no file " + std::to_string(id));
-  auto op = shared_.queue.submit(kind, found->second, static_cast<std::byte*>(address), nbytes,
-                                 offset, std::move(memory), turn);
+  const std::shared_ptr<IoFile>& file = file_of(id);
+  PageChecksums::Checksums expected;
+  if (checked && kind == IoKind::read) expected = file->checksums->get(offset, nbytes);
+  if (checked && kind == IoKind::write) file->checksums->set(offset, written);
+  auto op = shared_.queue.submit(kind, file, bytes, nbytes, offset, std::move(memory), turn);
+  op->expected = std::move(expected);  // before a waiter has it
   if (const std::size_t waiting = shared_.queue.waiting()) driver_->wake(waiting);
   return op;
 }
@@ -111,7 +180,7 @@ void IoEngine::abandon(IoOp& op) noexcept {
   if (fork_.foreign()) return;
   try {
     cancel(op);
-    op.wait();
+    static_cast<Operation&>(op).wait_settled();
   } catch (...) {  // Nobody wants to know how it ended.
   }
 }

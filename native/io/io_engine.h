@@ -5,6 +5,7 @@
 // short transfers, retries EAGAIN and EINTR for a second, and settles the handle exactly once.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -26,8 +27,17 @@ class IoEngine {
   const std::string& kind() const { return kind_; }
   std::vector<std::string> notes() const;
   // One logical file of several members, or of one. Throws std::invalid_argument unless `stripes`
-  // is for as many.
-  int add_file(const std::vector<FileMember>& members, const StripeMap& stripes);
+  // is for as many. With `checksums` what is read is compared with what was written, by whoever
+  // waits for the read first; transfers are whole pages then.
+  int add_file(const std::vector<FileMember>& members, const StripeMap& stripes,
+               bool checksums = false);
+  // Errors of transfers that begin in the range say what it has. It replaces one that began there.
+  void name_range(int file, std::uint64_t offset, std::uint64_t nbytes, std::string name);
+  // The checksums of pages of a file that has them: 0 of those that were never written.
+  PageChecksums::Checksums checksums(int file, std::uint64_t offset, std::size_t nbytes) const;
+  void set_checksums(int file, std::uint64_t offset, const PageChecksums::Checksums& checksums);
+  // Returns when all that is written is durable. Throws std::system_error that names the member.
+  void sync(int file);
   // Waits for the file's operations, then closes the duplicates.
   void remove_file(int file);
   // Keeps the arena's memory and pages until unregister_memory() or close(); a child that is forked
@@ -58,6 +68,9 @@ class IoEngine {
   enum class Phase { open, closing, closed };
 
   void require_open() const REQUIRES(shared_.mutex);
+  const std::shared_ptr<IoFile>& file_of(int id) const REQUIRES(shared_.mutex);
+  PageChecksums& checksums_of(int id) const REQUIRES(shared_.mutex);
+  bool has_checksums(int id) const EXCLUDES(shared_.mutex);
 
   const ForkGuard fork_{"I/O engine", "make a new engine here"};
   const std::string kind_;
@@ -66,7 +79,8 @@ class IoEngine {
   Condition closed_;
   std::map<int, std::shared_ptr<IoFile>> files_ GUARDED_BY(shared_.mutex);
   int next_file_ GUARDED_BY(shared_.mutex) = 0;
-  const std::unique_ptr<Driver> driver_;  // last: its threads use the others
+  std::atomic<bool> any_checksums_ = false;  // of any file
+  const std::unique_ptr<Driver> driver_;     // last: its threads use the others
 };
 
 // "io_uring" or "threads". Throws std::system_error when io_uring was not built (ENOSYS) or the

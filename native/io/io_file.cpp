@@ -53,4 +53,11 @@ IoFile::IoFile(const std::vector<FileMember>& sources, const StripeMap& map) : s
   path = std::make_shared<const std::string>(std::move(paths));
 }
 
+std::shared_ptr<const std::string> IoFile::name_at(std::uint64_t offset) const {
+  auto after = names.upper_bound(offset);
+  if (after == names.begin()) return nullptr;
+  const NamedRange& range = (--after)->second;
+  return offset < range.end ? range.name : nullptr;
+}
+
 }  // namespace hetero

@@ -3,11 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/fork.h"
+#include "io/page_checksums.h"
 #include "io/stripe_map.h"
 
 namespace hetero {
@@ -40,10 +43,21 @@ struct IoFile {
   // Throws std::invalid_argument when there are not as many members as in `stripes`.
   IoFile(const std::vector<FileMember>& members, const StripeMap& stripes);
 
+  // What the range that begins at or before `offset`, and reaches it, has; null if it has no name.
+  std::shared_ptr<const std::string> name_at(std::uint64_t offset) const;
+
   const StripeMap stripes;
   std::vector<std::unique_ptr<OpenFile>> members;
   std::shared_ptr<const std::string> path;  // of all members, for messages
-  std::size_t pending = 0;                  // operations not yet settled
+
+  // What follows is under the engine's mutex.
+  struct NamedRange {
+    std::uint64_t end;
+    std::shared_ptr<const std::string> name;
+  };
+  std::map<std::uint64_t, NamedRange> names;  // by where they begin
+  std::optional<PageChecksums> checksums;
+  std::size_t pending = 0;  // operations not yet settled
 };
 
 }  // namespace hetero

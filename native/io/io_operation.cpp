@@ -10,10 +10,16 @@ namespace hetero {
 namespace {
 
 std::string describe(const Failure& failure) {
-  const auto& [kind, path, offset, wanted_bytes, got_bytes, error, free_bytes] = failure;
+  const auto& [kind, path, offset, wanted_bytes, got_bytes, error, free_bytes, name] = failure;
+  const std::string what = name == nullptr ? "" : " (" + *name + ")";
+  if (error == EBADMSG) {
+    return "the page at offset " + std::to_string(offset) + " of " + *path + what +
+           " is not what was written there: its checksum is another one, so a disk, or what is on "
+           "the way to it, has changed it";
+  }
   std::string text = kind == IoKind::read ? "read of " : "write of ";
   text += std::to_string(wanted_bytes) + " bytes at offset " + std::to_string(offset) + " of " +
-          *path + " failed after " + std::to_string(got_bytes) + " bytes: ";
+          *path + what + " failed after " + std::to_string(got_bytes) + " bytes: ";
   text += error == 0
               ? "unexpected end of file"
               : std::generic_category().message(error) + " (errno " + std::to_string(error) + ")";
@@ -33,11 +39,22 @@ IoError::IoError(Failure failure)
 
 void Operation::wait() {
   completion_.wait();
+  if (!expected.empty()) std::call_once(verified_, [this] { verify(); });
   if (failure_) throw IoError(*failure_);
+}
+
+void Operation::verify() {
+  if (failure_) return;
+  const auto page = PageChecksums::first_difference(address, expected);
+  if (!page) return;
+  failure_.emplace(Failure{kind, path_, offset + *page * PageChecksums::kPageBytes,
+                           PageChecksums::kPageBytes, PageChecksums::kPageBytes, EBADMSG, -1,
+                           name_});
 }
 
 void Operation::fail(Failure failure) {
   launched = nbytes;
+  failure.name = name_;
   if (!abandoned()) failure_.emplace(std::move(failure));
 }
 
@@ -48,7 +65,9 @@ void Operation::cancel() {
 }
 
 void Operation::settle() {
-  if (cancelled_) failure_.emplace(Failure{kind, file->path, offset, nbytes, moved, ECANCELED, -1});
+  if (cancelled_) {
+    failure_.emplace(Failure{kind, path_, offset, nbytes, moved, ECANCELED, -1, name_});
+  }
   file.reset();
   memory.release();
   completion_.settle();

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -25,15 +26,17 @@ enum class IoTurn { next, idle };
 // Why an operation failed. Noted by the engine's threads, so it allocates nothing; the waiter makes
 // the exception of it. One that cancel() or close() cut off has ECANCELED, and its numbers are
 // those of the whole operation: where it begins in the logical file, its size, and how many of its
-// bytes were transferred (not always the first ones).
+// bytes were transferred (not always the first ones). If a page is not what was written there, that
+// is EBADMSG, and `offset` is the page's in the logical file.
 struct Failure {
   IoKind kind;
   std::shared_ptr<const std::string> path;
   std::uint64_t offset;      // into the member file, where the failing block began
   std::size_t wanted_bytes;  // of the block that failed
   std::size_t got_bytes;
-  int error;                // errno; 0 for an unexpected end of file
-  std::int64_t free_bytes;  // of the filesystem; -1 if unknown
+  int error;                                          // errno; 0 for an unexpected end of file
+  std::int64_t free_bytes;                            // of the filesystem; -1 if unknown
+  std::shared_ptr<const std::string> name = nullptr;  // of the range of the file, if it has one
 };
 
 struct IoError : std::runtime_error, Failure {
@@ -60,10 +63,15 @@ class Operation final : public IoOp {
         nbytes(nbytes),
         offset(offset),
         serial(serial),
-        memory(std::move(memory)) {}
+        memory(std::move(memory)),
+        path_(this->file->path),
+        name_(this->file->name_at(offset)) {}
 
   bool done() const override { return completion_.done(); }
+  // Compares what was read with `expected`, when that is called first.
   void wait() override;
+  // Waits until the memory may be used for something else, and does not look at it.
+  void wait_settled() { completion_.wait(); }
 
   bool all_launched() const { return launched == nbytes; }
   // Whether nobody wants what its blocks may still transfer: it failed, or was cancelled.
@@ -82,13 +90,18 @@ class Operation final : public IoOp {
   const std::uint64_t offset;
   const std::uint64_t serial;
   Span memory;                                  // let go when settled
+  PageChecksums::Checksums expected;            // of the pages that are read, if they are known
   std::size_t launched = 0;                     // bytes handed to blocks so far
   std::size_t moved = 0;                        // bytes transferred by blocks that are back
   unsigned in_flight = 0;                       // blocks
   std::chrono::steady_clock::time_point begun;  // for the timeline: the first block's transfer
 
  private:
+  void verify();
+
   bool cancelled_ = false;
+  const std::shared_ptr<const std::string> path_, name_;
+  std::once_flag verified_;
   std::optional<Failure> failure_;
   Completion completion_{"transfer"};
 };
