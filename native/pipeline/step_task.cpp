@@ -48,20 +48,17 @@ void StepTask::check(const TileLayout& layout, std::size_t hypers, bool has_file
   if (saved_param != kNone) {
     check_offset(key, saved_param, "saved_param");
     if (param.in_file()) refuse(key, "saved_param is for a param in RAM");
-  }
-  if ((is_speculative() || saved_param != kNone) && !optim_state.in_file()) {
-    refuse(key, "an update can be taken back only if its optim_state is in the file");
-  }
-  if (is_speculative()) {
-    check_offset(key, optim_state_to, "optim_state_to");
-    if (!param.in_file() && saved_param == kNone) {
-      refuse(key, "a speculative update of a param in RAM needs saved_param");
+    if (!optim_state.in_file()) {
+      refuse(key, "an update can be taken back only if its optim_state is in the file");
     }
   }
-  if (is_speculative() && param.in_file()) {
+  if (optim_state_to != kNone) {
+    check_offset(key, optim_state_to, "optim_state_to");
+    if (!optim_state.in_file()) refuse(key, "optim_state_to is for an optim_state in the file");
+  }
+  if (param_to != kNone) {
     check_offset(key, param_to, "param_to");
-  } else if (param_to != kNone) {
-    refuse(key, "param_to is for a speculative update of a param in the file");
+    if (!param.in_file()) refuse(key, "param_to is for a param in the file");
   }
   std::vector<StepSegment> sorted = segments;
   std::sort(sorted.begin(), sorted.end(),

@@ -36,11 +36,11 @@ struct StepSegment {
 // tiles after their updates. Tasks are taken in the order of `priority`; those with the same, or of
 // one tile, in the order in which they were submitted.
 //
-// A *speculative* task leaves what it reads in the file as it is, so that the update can be made
-// once more from there: it writes the optimizer state to `optim_state_to`, and parameters to
-// `param_to` if they are in the file. Those in RAM it changes in place, after it has written their
-// old bits to `saved_param`. A task that is not speculative and has a `saved_param` first reads
-// these bits back.
+// A task *leaves* what it reads in the file as it is if it has other places to write to: for the
+// optimizer state `optim_state_to`, for parameters in the file `param_to`. Parameters in RAM it
+// changes in place; if the task has a `saved_param`, after it has written their old bits to there,
+// so that the update can be taken back. A task that leaves nothing and has a `saved_param` is made
+// once more: it first reads these bits back.
 struct StepTask {
   static constexpr std::int64_t kNone = -1;
 
@@ -52,7 +52,7 @@ struct StepTask {
   std::int64_t param_to = kNone;
   std::int64_t saved_param = kNone;
 
-  bool is_speculative() const { return optim_state_to != kNone; }
+  bool leaves() const { return optim_state_to != kNone || param_to != kNone; }
 
   bool needs_buffer() const { return param.in_file() || grad.in_file() || optim_state.in_file(); }
 

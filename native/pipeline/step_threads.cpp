@@ -64,8 +64,8 @@ void StepPipeline::stage_first() {
     const bool read_state = task.optim_state.in_file() && !buffer->keeps_optim_state;
     const bool read_param = task.param.in_file() && !buffer->keeps_param;
     const bool cacheable = task.optim_state.in_file() || task.param.in_file();
-    const bool saves = task.saved_param != StepTask::kNone && task.is_speculative();
-    const bool restores = task.saved_param != StepTask::kNone && !task.is_speculative();
+    const bool saves = task.saved_param != StepTask::kNone && task.leaves();
+    const bool restores = task.saved_param != StepTask::kNone && !task.leaves();
     if (cacheable && !read_state && !read_param) {
       ++(buffer->read_ahead ? stats_.ahead : stats_.hits);
     }
@@ -75,8 +75,8 @@ void StepPipeline::stage_first() {
     if (task.grad.in_file()) stats_.read_bytes += layout_.grad_bytes();
     if (restores) stats_.read_bytes += layout_.param_bytes();
     if (saves) stats_.written_bytes += layout_.param_bytes();
-    // What only the buffer has is what a speculative update has to leave in the file.
-    if (task.is_speculative() && buffer->dirty()) submit_state_write(*buffer);
+    // What only the buffer has is what the update has to leave in the file.
+    if (task.optim_state_to != StepTask::kNone && buffer->dirty()) submit_state_write(*buffer);
     {
       const MutexUnlock unlocked(mutex_);
       const auto read = [&](const Location& from, std::size_t at, std::size_t nbytes) {
@@ -354,17 +354,17 @@ void StepPipeline::submit_writes(const Work& work, Buffer& buffer) {
   const StepTask& task = work.task;
   // The second pass follows, and wants what the first one has left.
   const bool is_first_pass = work.kind.rule == Rule::muon_momentum;
-  const bool speculative = task.is_speculative();
+  const bool state_moves = task.optim_state_to != StepTask::kNone;
   buffer.keeps_optim_state = task.optim_state.in_file();
   buffer.keeps_param = task.param.in_file() || (is_first_pass && buffer.keeps_param);
   if (buffer.keeps_optim_state) {
-    buffer.dirty_at = speculative ? task.optim_state_to : task.optim_state.file_offset;
+    buffer.dirty_at = state_moves ? task.optim_state_to : task.optim_state.file_offset;
     buffer.optim_state_at = buffer.dirty_at;
-    const bool at_once = speculative || (!is_first_pass && policy_.writes_at_once(buffer.key));
-    if (at_once) submit_state_write(buffer);
+    const bool at_once = state_moves || policy_.writes_at_once(buffer.key);
+    if (at_once && !is_first_pass) submit_state_write(buffer);
   }
   if (task.param.in_file()) {
-    buffer.param_at = speculative ? task.param_to : task.param.file_offset;
+    buffer.param_at = task.param_to == StepTask::kNone ? task.param.file_offset : task.param_to;
     submit_write(buffer, layout_.param_at(), layout_.param_bytes(), buffer.param_at);
   }
   buffer.state = buffer.writes.empty() ? BufferState::idle : BufferState::writing;
