@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -93,20 +93,67 @@ def load(
         ValueError: it is of another model or optimizer. Nothing is changed.
         HeteroError: another rank met one of these.
     """
+    engine = engine_of_model(model)
+    optimizers = listed(optimizer)
+    check_optimizers(engine, optimizers)
+
+    def open_source() -> Source:
+        found = find_checkpoint(Path(path))
+        manifest = read_manifest(found)
+        try:
+            reader = DataReader(found, manifest.files, manifest.tensors, engine.config.io_engine)
+        except StoreError as error:
+            raise CheckpointError(f"{found} cannot be read: {error}") from error
+        return Source(found, manifest, reader)
+
+    return load_from(open_source, engine, optimizers, dict(extra or {}), str(path))
+
+
+class Reader(Protocol):
+    """Gives the tensors of a checkpoint by their keys; all raise CheckpointError."""
+
+    def expect(self, order: Iterator[tuple[str, int, int]]) -> None:
+        """What read() is going to be asked for, so that it can be read ahead."""
+
+    def read(self, key: str, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of a flat tensor, valid until the next call."""
+
+    def whole(self, key: str) -> torch.Tensor:
+        """A small tensor in its shape."""
+
+    def close(self) -> None:
+        """Frees memory and files; idempotent."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is loaded: a manifest, and the reader of the tensors that it lists; and its folder."""
+
+    path: Path
+    manifest: Manifest
+    reader: Reader
+
+
+def load_from(
+    open_source: Callable[[], Source],
+    engine: Engine,
+    optimizers: Sequence[HybridOptimizer],
+    extra: Extra,
+    what: str,
+) -> Checkpoint:
+    """load() of what `open_source` opens; `what` names it in errors."""
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints are little-endian, and this machine is not")
-    engine = engine_of_model(model)
     with engine.params.loading(), ExitStack() as resources:
         engine.check_usable()
-        optimizers = listed(optimizer)
-        check_optimizers(engine, optimizers)
         failure: Exception | None = None
         try:
-            loading = _Loading(Path(path), engine, optimizers, dict(extra or {}))
-            resources.callback(loading.close)
+            source = open_source()
+            resources.callback(source.reader.close)
+            loading = _Loading(source, engine, optimizers, extra)
         except Exception as error:
             failure = error
-        engine.world.all_or_none(failure, f"load {path}", (CheckpointError,))
+        engine.world.all_or_none(failure, f"load {what}", (CheckpointError,))
         return loading.load()
 
 
@@ -114,12 +161,12 @@ class _Loading:
     """A checkpoint that fits the model."""
 
     def __init__(
-        self, path: Path, engine: Engine, optimizers: Sequence[HybridOptimizer], extra: Extra
+        self, source: Source, engine: Engine, optimizers: Sequence[HybridOptimizer], extra: Extra
     ) -> None:
         """Reads what is small, and compares. Raises as load(), with nothing changed."""
         self._engine, self._optimizers, self._objects = engine, optimizers, extra
-        self.path = find_checkpoint(path)
-        self._manifest = manifest = read_manifest(self.path)
+        self.path, self._reader = source.path, source.reader
+        self._manifest = manifest = source.manifest
         engine.added_params.take_in_unfrozen()
         self._model = ModelTensors.of(engine)
         with_states = bool(optimizers and manifest.optimizers)
@@ -128,34 +175,24 @@ class _Loading:
         rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
         self._same_ranks = ranks == len(manifest.ranks)
         of_rank = rank if self._same_ranks else 0
-        try:
-            self._reader = DataReader(
-                self.path, manifest.files, manifest.tensors, engine.config.io_engine
-            )
-        except StoreError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-        try:
-            self._groups = [
-                _groups(self._reader, manifest, number, optimizer, self._model)
-                for number, optimizer in enumerate(self._optimizers_of(manifest))
-            ]
-            if with_states:
-                self._check_states()
+        self._groups = [
+            _groups(self._reader, manifest, number, optimizer, self._model)
+            for number, optimizer in enumerate(self._optimizers_of(manifest))
+        ]
+        if with_states:
+            self._check_states()
 
-            def tensor(number: int) -> torch.Tensor:
-                return own_tensor(self._reader, manifest, of_rank, number)
+        def tensor(number: int) -> torch.Tensor:
+            return own_tensor(self._reader, manifest, of_rank, number)
 
-            self._extra: dict[str, Any] = {}
-            if manifest.ranks:  # (`hetero convert` knows of none)
-                self._extra = unpack_extra(manifest.ranks[of_rank], tensor)
-            if self._sets_random:
-                self._random = unpack_random(manifest.ranks[of_rank], tensor)
-                check_random(self._random)
-            check_objects(extra, self._extra)
-            self._plain = {name: self._reader.whole(master_key(name)) for name in self._model.plain}
-        except BaseException:
-            self.close()
-            raise
+        self._extra: dict[str, Any] = {}
+        if manifest.ranks:  # (`hetero convert` knows of none)
+            self._extra = unpack_extra(manifest.ranks[of_rank], tensor)
+        if self._sets_random:
+            self._random = unpack_random(manifest.ranks[of_rank], tensor)
+            check_random(self._random)
+        check_objects(extra, self._extra)
+        self._plain = {name: self._reader.whole(master_key(name)) for name in self._model.plain}
 
     def _optimizers_of(self, manifest: Manifest) -> Sequence[HybridOptimizer]:
         if self._optimizers and len(self._optimizers) != len(manifest.optimizers):
@@ -175,9 +212,6 @@ class _Loading:
     @property
     def _sets_random(self) -> bool:
         return self._same_ranks and bool(self._optimizers)
-
-    def close(self) -> None:
-        self._reader.close()
 
     def load(self) -> Checkpoint:
         """Changes the model, the optimizers and all else."""
@@ -246,7 +280,7 @@ class _Loading:
                             yield state_key(names[m], state), where.start, where.stop
 
 
-def own_tensor(reader: DataReader, manifest: Manifest, rank: int, number: int) -> torch.Tensor:
+def own_tensor(reader: Reader, manifest: Manifest, rank: int, number: int) -> torch.Tensor:
     """Tensor `number` of those that a rank alone had. Raises CheckpointError."""
     key = data_key(rank, number)
     if key not in manifest.tensors:
@@ -287,7 +321,7 @@ def _check_model(manifest: Manifest, model: ModelTensors, with_states: bool) -> 
 
 
 def _groups(
-    reader: DataReader,
+    reader: Reader,
     manifest: Manifest,
     number: int,
     optimizer: HybridOptimizer,

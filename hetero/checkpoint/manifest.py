@@ -177,13 +177,25 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
     if nbytes > _MOST_BYTES:
         raise CheckpointError(f"{path} has {nbytes} bytes, and may have {_MOST_BYTES}")
+    return parse_manifest(content, str(path))
+
+
+def parse_json(content: bytes, path: str) -> Fields:
+    """A file's JSON object. Raises CheckpointError; `path` is the file's, for that."""
     try:
         found = json.loads(content, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is no JSON: {error}") from None
-    fields = _Fields(str(path), found)
+    return Fields(path, found)
+
+
+def parse_manifest(content: bytes, path: str) -> Manifest:
+    """The manifest whose text this is. Raises as read_manifest()."""
+    fields = parse_json(content, path)
     if fields.text("format") != FORMAT:
-        raise CheckpointError(f"{path} is not of a {FORMAT}, but of {_short(found['format'])}")
+        raise CheckpointError(
+            f"{path} is not of a {FORMAT}, but of {shortened(fields.text('format'))}"
+        )
     version = fields.number("version")
     if version != VERSION:
         raise CheckpointError(
@@ -192,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     said = fields.text("crc32c")
     if not re.fullmatch("[0-9a-f]{8}", said):
-        raise CheckpointError(f"{path} is damaged: its checksum is {_short(said)}")
+        raise CheckpointError(f"{path} is damaged: its checksum is {shortened(said)}")
     blank = content.replace(f'"crc32c": "{said}"'.encode(), _CHECKSUM_FIELD, 1)
     if said != f"{_checksum(blank):08x}":
         raise CheckpointError(
@@ -205,12 +217,12 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"it has the number {name}")
 
 
-class _Fields:
+class Fields:
     """A JSON object whose fields are checked as they are read."""
 
     def __init__(self, at: str, content: Any) -> None:
         if not isinstance(content, dict):
-            raise CheckpointError(f"{at} is {_short(content)}, must be an object")
+            raise CheckpointError(f"{at} is {shortened(content)}, must be an object")
         self._at = at
         self.content: dict[str, Any] = content
 
@@ -223,7 +235,7 @@ class _Fields:
     def _typed(self, name: str, kind: type, what: str) -> Any:
         value = self.get(name)
         if type(value) is not kind:
-            raise CheckpointError(f"{name} in {self._at} is {_short(value)}, must be {what}")
+            raise CheckpointError(f"{name} in {self._at} is {shortened(value)}, must be {what}")
         return value
 
     def text(self, name: str) -> str:
@@ -240,8 +252,26 @@ class _Fields:
         """A whole number, 0 or more."""
         value: int = self._typed(name, int, "a whole number")
         if not 0 <= value <= _LARGEST:
-            raise CheckpointError(f"{name} in {self._at} is {value}, must be 0 to {_LARGEST}")
+            raise CheckpointError(
+                f"{name} in {self._at} is {shortened(value)}, must be 0 to {_LARGEST}"
+            )
         return value
+
+    def choice(self, name: str, choices: Sequence[str]) -> Any:
+        """One of the strings."""
+        found = self.text(name)
+        if found not in choices:
+            raise CheckpointError(
+                f"{name} in {self._at} is {shortened(found)}, must be one of {', '.join(choices)}"
+            )
+        return found
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers, 0 or more."""
+        values = self.items(name)
+        if not all(type(value) is int and 0 <= value <= _LARGEST for value in values):
+            raise CheckpointError(f"{name} in {self._at} must be whole numbers up to {_LARGEST}")
+        return tuple(values)
 
     def items(self, name: str) -> list[Any]:
         """A list."""
@@ -255,33 +285,34 @@ class _Fields:
             raise CheckpointError(f"{name} in {self._at} must be strings, each once")
         return tuple(values)
 
-    def objects(self, name: str) -> list[_Fields]:
+    def objects(self, name: str) -> list[Fields]:
         """A list of objects."""
-        return [_Fields(f"{name}[{i}] in {self._at}", v) for i, v in enumerate(self.items(name))]
+        return [Fields(f"{name}[{i}] in {self._at}", v) for i, v in enumerate(self.items(name))]
 
     def table(self, name: str) -> dict[str, Any]:
         """An object with any names."""
         found: dict[str, Any] = self._typed(name, dict, "an object")
         return found
 
-    def object_table(self, name: str) -> dict[str, _Fields]:
+    def object_table(self, name: str) -> dict[str, Fields]:
         """An object with objects of any names."""
         return {
-            key: _Fields(f"{name}[{_short(key)}] in {self._at}", value)
+            key: Fields(f"{name}[{shortened(key)}] in {self._at}", value)
             for key, value in self.table(name).items()
         }
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """It as an error shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _manifest(fields: _Fields) -> Manifest:
+def _manifest(fields: Fields) -> Manifest:
     files = {}
     for name, file in fields.object_table("files").items():
         if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{_short(name)} is no name of a data file")
+            raise CheckpointError(f"{shortened(name)} is no name of a data file")
         files[name] = WrittenFile(
             file.number("nbytes"), file.number("header_nbytes"), file.number("header_crc32c")
         )
@@ -318,31 +349,31 @@ def _manifest(fields: _Fields) -> Manifest:
 
 def tensor_record(key: str, found: Any) -> TensorRecord:
     """What the manifest says of a tensor: a dtype and sizes. Raises CheckpointError."""
-    at = f"tensor {_short(key)}"
+    at = f"tensor {shortened(key)}"
     sizes = found[1:] if isinstance(found, list) else []
     good = isinstance(found, list) and found and isinstance(found[0], str)
     if not good or not all(type(n) is int and 0 <= n <= _LARGEST for n in sizes):
-        raise CheckpointError(f"{at} is {_short(found)}, must be a dtype and sizes")
+        raise CheckpointError(f"{at} is {shortened(found)}, must be a dtype and sizes")
     dtype = _DTYPES.get(found[0])
     if dtype is None:
-        raise CheckpointError(f"{at} has the dtype {_short(found[0])}, which is unknown")
+        raise CheckpointError(f"{at} has the dtype {shortened(found[0])}, which is unknown")
     # (torch multiplies the other sizes of an empty tensor, too.)
     most = math.prod(max(size, 1) for size in sizes[:_MOST_SIZES])
     if len(sizes) > _MOST_SIZES or most * dtype.itemsize > _MOST_TENSOR_BYTES:
-        raise CheckpointError(f"{at} has the shape {_short(sizes)}, which no tensor can have")
+        raise CheckpointError(f"{at} has the shape {shortened(sizes)}, which no tensor can have")
     return TensorRecord(tuple(sizes), dtype)
 
 
-def _loss_scale(fields: _Fields) -> Mapping[str, float] | None:
+def _loss_scale(fields: Fields) -> Mapping[str, float] | None:
     if fields.get("loss_scale") is None:
         return None
     found = fields.table("loss_scale")
     if set(found) != {field.name for field in dataclass_fields(LossScale)}:
-        raise CheckpointError(f"loss_scale has the fields {_short(sorted(found))}")
+        raise CheckpointError(f"loss_scale has the fields {shortened(sorted(found))}")
     for name, value in found.items():
         kinds = (int, float) if name == "value" else (int,)
         if type(value) not in kinds or not (name == "value") <= value <= _LAST_STEP**2:
-            raise CheckpointError(f"loss_scale has {name} = {_short(value)}")
+            raise CheckpointError(f"loss_scale has {name} = {shortened(value)}")
     return found
 
 
@@ -377,6 +408,6 @@ def check_state(manifest: Manifest, name: str, state: str) -> None:
     """Raises CheckpointError unless the state of a parameter is there, in its shape."""
     record = manifest.tensors.get(f"optimizer/{name}/{state}")
     if record is None or record.shape != manifest.tensors[f"model/{name}"].shape:
-        raise CheckpointError(f"the state {_short(state)} of {name!r} is not there in its shape")
+        raise CheckpointError(f"the state {shortened(state)} of {name!r} is not there in its shape")
     if record.dtype not in _STATE_DTYPES:
-        raise CheckpointError(f"the state {_short(state)} of {name!r} is {record.dtype}")
+        raise CheckpointError(f"the state {shortened(state)} of {name!r} is {record.dtype}")

@@ -1,4 +1,4 @@
-"""One file without a name: the part of the scratch space that lies in one directory."""
+"""One file: the part of the scratch space that lies in one directory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from offload.memory.sizes import PAGE_BYTES
 
 
 class MemberFile:
-    """An unlinked file in `directory`, open until close(); `nbytes` of it are allocated.
+    """A new file in `directory`, open until close(); `nbytes` of it are allocated.
 
-    It has no name from the start, so a killed process leaves nothing behind. O_DIRECT is used where
-    the filesystem knows it (`direct`); `notes` says when it does not.
+    Without a `name` it is unlinked from the start, so a killed process leaves nothing behind; with
+    one it stays. O_DIRECT is used where the filesystem knows it (`direct`); `notes` says when it
+    does not.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, name: str | None = None) -> None:
         """Raises StoreError, naming the directory, if a file cannot be made there."""
         self.directory = directory
-        self.path = os.path.join(directory, "<hetero scratch>")  # for messages
+        self._name = name
+        self.path = os.path.join(directory, name or "<hetero scratch>")  # for messages
         self.nbytes = 0
         self.direct = True
         self.notes: list[str] = []
@@ -33,7 +35,9 @@ class MemberFile:
             self.fd = self._open()
         except OSError as error:
             raise StoreError(
-                error.errno, f"cannot make a scratch file: {error.strerror}", directory
+                error.errno,
+                f"cannot make {'a scratch file' if name is None else name}: {error.strerror}",
+                directory,
             ) from error
         self._closer = weakref.finalize(self, os.close, self.fd)
         _open_files.add(self)
@@ -62,8 +66,15 @@ class MemberFile:
         """Writes page-aligned `memory` to the file, in this thread. Raises StoreError."""
         self._transfer(os.pwritev, "write", memory, offset)
 
+    def remove(self) -> None:
+        """Closes the file, and takes its name away, if it has one."""
+        self.close()
+        if self._name is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
     def close(self) -> None:
-        """Frees the space; idempotent."""
+        """Closes the file; that frees the space of one without a name. Idempotent."""
         if self._closer.alive:
             self._closer()
             self.fd = -1
@@ -112,11 +123,11 @@ class MemberFile:
 
     def _open(self) -> int:
         try:
-            return self._open_unlinked(os.O_DIRECT)
+            return self._open_new(os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        fd = self._open_unlinked(0)
+        fd = self._open_new(0)
         self.direct = False
         self.notes.append(
             f"{self.directory}: the filesystem has no O_DIRECT; transfers go through the page "
@@ -124,8 +135,22 @@ class MemberFile:
         )
         return fd
 
-    def _open_unlinked(self, direct: int) -> int:
+    def _open_new(self, direct: int) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC | direct
+        if self._name is not None:
+            return self._open_named(flags)
+        return self._open_unlinked(flags)
+
+    def _open_named(self, flags: int) -> int:
+        try:
+            return os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # O_DIRECT was refused, once the file was made
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path)
+            raise
+
+    def _open_unlinked(self, flags: int) -> int:
         try:
             return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Scratch space on NVMe: preallocated files without a name, one per directory, used as one."""
+"""Scratch space on NVMe: preallocated files, one per directory, used as one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class ScratchFile:
     units of 1 MiB, so that even one transfer uses all disks. How many units a directory gets is
     decided once: by balance(), or at the first reserve() in proportion to free space. `notes` says
     what was decided, and what a filesystem does not know. Offsets, sizes and addresses of transfers
-    are multiples of PAGE_BYTES.
+    are multiples of PAGE_BYTES. With a `name`, which no file there has yet, the member files have
+    it, and stay after close().
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ScratchFile:
         directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         ledger: Ledger,
         account: Account,
+        name: str | None = None,
     ) -> None:
         """Raises StoreError, naming the directory, if a file cannot be made there."""
         if isinstance(directories, (str, os.PathLike)):
@@ -72,9 +74,10 @@ class ScratchFile:
         self._account = account
         try:
             for directory in check_directories(directories):
-                self.members.append(MemberFile(directory))
+                self.members.append(MemberFile(directory, name))
         except StoreError:
-            self._close_members()
+            for member in self.members:
+                member.remove()
             raise
         self.notes = [note for member in self.members for note in member.notes]
 
@@ -168,7 +171,7 @@ class ScratchFile:
         self._each_part(memory, offset, MemberFile.write_from)
 
     def close(self) -> None:
-        """Frees the space; idempotent."""
+        """Frees the space, unless the files have a name; idempotent."""
         if self.members:
             self._close_members()
             self._ledger.release(Tier.DISK, self._account, self.nbytes)
@@ -215,7 +218,7 @@ class ScratchFile:
             if weight == 0:
                 unused = f"{member.directory} is not used: too slow or too full beside the others"
                 self.notes.append(unused)
-                member.close()
+                member.remove()
                 self.members.remove(member)
         self._stripes = StripeMap([weight for weight in weights if weight], UNIT_BYTES)
 
@@ -269,11 +272,13 @@ class ScratchFile:
 class Transfers:
     """Asynchronous transfers of one scratch file."""
 
-    def __init__(self, engine: IoEngine, scratch: ScratchFile) -> None:
+    def __init__(self, engine: IoEngine, scratch: ScratchFile, checksums: bool = False) -> None:
+        """`checksums`: what is read is compared with the checksums of what was written."""
         self.engine = engine
         # First, because deciding may let members go.
         stripes = scratch.stripes
-        self.file = engine.add_striped_file([(m.fd, m.path) for m in scratch.members], stripes)
+        members = [(m.fd, m.path) for m in scratch.members]
+        self.file = engine.add_striped_file(members, stripes, checksums)
 
     def read(self, address: int, nbytes: int, offset: int) -> IoOp:
         """Starts reading file bytes [offset, offset + nbytes) to `address`."""
