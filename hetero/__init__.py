@@ -32,6 +32,7 @@ from hetero.checkpoint.pretrained.save import save_pretrained
 from hetero.checkpoint.save import Save, save
 from hetero.config import Config
 from hetero.cpu_threads import set_threads
+from hetero.durable.commits import commit, last_commit
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
 from hetero.setup.init_context import ZeroInitContext
@@ -77,9 +78,11 @@ __all__ = [
     "ZeroInitContext",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "commit",
     "gathered",
     "grads",
     "initialize",
+    "last_commit",
     "latest_checkpoint",
     "load",
     "load_dcp",

@@ -108,6 +108,15 @@ class Config:
             optimizer state streams from NVMe, 12 where parameters do, too, and none where all is in
             RAM. Not for Muon's updates, nor, with a device that has memory of its own, for the
             policies "auto" and "cuda".
+        durable: what step() has made survives a crash, or a loss of power: the state stays in files
+            in the folder "hetero-state" of nvme_path, which this training has for itself, and
+            hetero.initialize() goes on from the last commit there, with any number of ranks,
+            policy, budgets and dtype; hetero.last_commit() says which. Default: False. True takes
+            the room of all state on NVMe twice, and has steps write what is in RAM there, too.
+        commit_every: steps after which a durable state is committed: those since are lost in a
+            crash. Default: 1. More of them write less where state is in RAM. 0: only
+            hetero.commit() does it; for loops with a scheduler, a position in the data, or several
+            optimizers.
         zero_stage: what the ranks share out. 1: optimizer state. 2: gradients too. 3 (default):
             parameters too. A lower stage needs more memory; 1 and 2 gather parameters once, at
             the end of step(), and not in forward and backward.
@@ -147,6 +156,8 @@ class Config:
     prefetch: bool = True
     overlap_updates: OverlapUpdates | str = OverlapUpdates.AUTO
     undoable_steps: bool = False
+    durable: bool = False
+    commit_every: int = 1
     zero_stage: int = 3
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
@@ -214,7 +225,8 @@ class Config:
                 f"initial_loss_scale must be a number from 1 on, such as 65536, or None, "
                 f"not {scale!r}"
             )
-        for name in ("prefetch", "undoable_steps"):
+        _check_integer("commit_every", self.commit_every, at_least=0)
+        for name in ("prefetch", "undoable_steps", "durable"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         overlaps = [overlap.value for overlap in OverlapUpdates]
@@ -230,6 +242,10 @@ class Config:
             )
         elif self.nvme_capacity is not None:
             raise ValueError("nvme_capacity is of no use without nvme_path; give it too")
+        elif self.durable:
+            raise ValueError(
+                "durable=True needs nvme_path, a directory on the NVMe disk, where the state stays"
+            )
         elif self.undoable_steps:
             raise ValueError(
                 "undoable_steps=True needs nvme_path, a directory on the NVMe disk: the state from "

@@ -27,11 +27,13 @@ from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
-from hetero.state.memory.file_layout import map_file
+from hetero.state.memory.committed import CommittedState
+from hetero.state.memory.file_layout import extent_size, map_file, name_of
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.memory.spare_extents import SpareExtents
+from hetero.state.memory.state_files import StateFiles
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.param_shards import ParamShards
 from hetero.state.params import CopyCache, ParamCopies, Params
@@ -53,13 +55,17 @@ from offload.memory.tiers import Account, StateKind, Tier
 
 @dataclass(frozen=True)
 class Shared:
-    """What all chunk groups of an engine share; `notes` are lines for the user, to append to."""
+    """What all chunk groups of an engine share.
+
+    `notes` are lines for the user, to append to; `state_files` those of a durable state, else None.
+    """
 
     config: Config
     backend: Backend
     ledger: Ledger
     notes: list[str]
     loss_scale: LossScale
+    state_files: StateFiles | None = None
 
 
 def build_chunk_group(
@@ -119,16 +125,21 @@ class _ChunkGroupBuilder:
         updater = None if device is None else device.updater
         overlap = self.shared.config.overlap
         spare = SpareExtents(self._layout, self._dtypes, homes, file)
-        if self.shared.config.undoable_steps:
-            spare.reserve_all()
-        updates = ChunkUpdates(self._layout, homes, arenas, spare, overlap)
+        committed: CommittedState | None = None
+        if file.is_durable:
+            committed = CommittedState(self._layout, self._dtypes, homes, file)
+            committed.reserve_copies()
+        if file.is_durable or self.shared.config.undoable_steps:
+            spare.reserve_all("durable=True" if file.is_durable else "undoable_steps=True")
+        updates = ChunkUpdates(self._layout, homes, arenas, spare, overlap, committed)
         optim_states = OptimizerState(
             self._layout.tile_numel,
             self._dtypes,
+            updater,
             homes[StateKind.OPTIM_STATE],
             arenas,
             file,
-            updater,
+            updates.begin_write,
         )
         grads = Grads(
             self._layout,
@@ -196,10 +207,22 @@ class _ChunkGroupBuilder:
             self._dtypes,
             self._ledger,
         )
-        file = ScratchSpace(self.shared.config, ledger, self.shared.notes, self.resources)
+        file = ScratchSpace(
+            self.shared.config,
+            ledger,
+            self.shared.notes,
+            self.resources,
+            self.shared.state_files,
+            layout.chunks[0].group_index,
+        )
         file_map = map_file(layout, placement, dtypes)
         if file_map.nbytes:
             file.allocate(file_map.nbytes)
+            for kind, extents in file_map.extents.items():
+                for chunk_id, extent in extents.items():
+                    chunk = layout.chunks[chunk_id]
+                    nbytes = extent_size(layout, dtypes, kind, chunk).space_bytes
+                    file.name(extent.offset, nbytes, name_of(kind, chunk))
         homes = {}
         for kind in StateKind:
             tiers, extents = getattr(placement, kind.value), file_map.extents[kind]

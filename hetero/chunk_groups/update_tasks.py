@@ -16,6 +16,7 @@ from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
+from hetero.state.memory.spare_extents import TileOffsets
 from hetero.state.optimizer_state import parts_of
 from offload._native import Hyper, Location, StepTask
 from offload.device.updater import DeviceTask, Updater
@@ -283,6 +284,12 @@ class UpdateTasks:
                 optim_state = self._optim_states.location(chunk, tile)
                 key, priority = self._updates.key(chunk, tile), self.priority(chunk)
                 offsets = self._updates.offsets(chunk, tile)
+                if directions is not None and number == 0:
+                    offsets = TileOffsets(optim_state_to=offsets.optim_state_to)
+                elif directions is not None and offsets.optim_state_to >= 0:
+                    # The first pass has written it there, or left it in the buffer.
+                    optim_state = Location(file_offset=offsets.optim_state_to)
+                    offsets = TileOffsets(param_to=offsets.param_to)
                 param, grad = places
                 tasks.append(StepTask(key, param, grad, optim_state, segments, priority, *offsets))
         if device_tasks:

@@ -23,6 +23,9 @@ def keep_written(
     """
     if values is not None:
         chunk_group.params.keep_written(managed, values)
+    else:
+        chunk_group.updates.begin_write(managed.chunk)
+    if values is not None:
         with chunk_group.optim_states.lock:  # the pipeline may keep the parameter, too
             chunk_group.memory.arenas.forget_read_ahead()
     if chunk_group.dtypes.compute == "fp16" and managed.chunk.trainable:

@@ -301,6 +301,7 @@ class Engine:
             chunk_group.order.end_step()
         self.predictions.end_step()
         self.budget_moves.end_step(host_bytes, device_bytes)
+        self.last_step.tell()
 
     def meet(self, what: str) -> None:
         """Waits for all ranks, so that none of them still reads values that are about to change.

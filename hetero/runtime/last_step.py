@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero.chunk_groups.build import Shared
@@ -55,6 +55,9 @@ class LastStep:
     With undoable_steps=True all updates leave the optimizer state that they read, in one of a
     chunk's two extents (SpareExtents). The next speculative update needs that extent, so the old
     state is gone when the next step's first gradient comes, whether or not there is such an update.
+
+    Attributes:
+        listeners: are called when a step was made, to its end, or undone.
     """
 
     def __init__(
@@ -68,6 +71,12 @@ class LastStep:
         self._keeps = shared.config.undoable_steps
         self._old_state = OldState.NO_STEP if self._keeps else OldState.NEVER_KEPT
         self._record: _Record | None = None
+        self.listeners: list[Callable[[], None]] = []
+
+    def tell(self) -> None:
+        """The state is that of another step now."""
+        for listener in self.listeners:
+            listener()
 
     def begin(self, optimizer: OptimizerView, members: Iterable[ManagedParam]) -> None:
         """A step is about to change `members`, which all have gradients.
@@ -131,6 +140,7 @@ class LastStep:
                 chunk_group.fail_waiting_ranks(why)
             raise
         self._loss_scale.restore(record.loss_scale)
+        self.tell()
 
     def _can_undo(self, optimizer: OptimizerView) -> OldState:
         """KEPT, or why this rank cannot undo the step."""

@@ -125,8 +125,11 @@ class UpdateSchedule:
             for chunk in final:
                 # (Gradients may have been cleared since, or another one have come.)
                 if self._note_final(chunk):
-                    if not self._params.group(chunk).grads.has_arrived(chunk):
+                    chunk_group = self._params.group(chunk)
+                    if not chunk_group.grads.has_arrived(chunk):
                         return  # it is on its way from the device
+                    if not chunk_group.updates.may_change(chunk):
+                        return  # a save, or the last step's commit, goes on
                     self._speculate(chunk, self._guess)
 
     def _note_final(self, chunk: Chunk) -> bool:
@@ -189,6 +192,8 @@ class UpdateSchedule:
         """
         table = optimizer.hyper_table(groups)
         members = [m for _, some in groups for m in some]
+        for chunk in dict.fromkeys(m.chunk for m in members):
+            self._params.group(chunk).updates.leave_committed(chunk)
         for m in members:
             self._params.group(m.chunk).grads.wait_arrived(m)
         self._note_factor(members)
@@ -277,10 +282,9 @@ class UpdateSchedule:
                 self._finish(chunk_group, under_way, all_of_them=True)
 
     def wait_copied(self) -> None:
-        """Until no save that goes on has to copy anything more."""
+        """Until no save or commit that goes on has to copy anything more."""
         for chunk_group in self._params.chunk_groups:
-            if chunk_group.updates.snapshot is not None:
-                chunk_group.updates.snapshot.wait_all()
+            chunk_group.updates.wait_all_copied()
 
     def _finish(self, chunk_group: ChunkGroup, chunks: list[Chunk], all_of_them: bool) -> None:
         if all_of_them:

@@ -18,6 +18,8 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
+from hetero.durable.commits import DurableState
+from hetero.durable.state_folder import StateFolder
 from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
@@ -32,6 +34,7 @@ from hetero.stand_ins.construction_uses import arena_of
 from hetero.stand_ins.parameter_classes import AbsentParameter, memory_in
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
+from hetero.state.memory.state_files import StateFiles
 from offload.errors import HeteroError
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -75,8 +78,10 @@ def initialize(
         StoreError: an NVMe directory cannot be used.
         HeteroError: the ranks' models or options differ, or a parameter or buffer is on the meta
             device.
+        CheckpointError: another process has the durable state, or it is damaged.
             The model is then as before; only where a transfer, or a rank, failed when state was on
-            its way already, it must be built again.
+            its way already, or the durable state is of another model or damaged, it must be built
+            again.
     """
     given: Any = optimizer
     optimizers: list[HybridOptimizer] = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -94,11 +99,16 @@ def initialize(
         with world.telling_failures("hetero.initialize()"):
             construction = ConstructionArena(made, world)
     made, world = construction.config, construction.world
+    folder: StateFolder | None = None
     try:
         with ExitStack() as resources, world.telling_failures("hetero.initialize()"):
             if not adopting:
                 _refuse_other_options(made, config, options, process_group, mesh)
                 _check(model, optimizers)
+            if made.durable:
+                _check_commits(made, optimizers)
+                folder = StateFolder(made.nvme_paths, world)
+                resources.callback(folder.close)
             for param in model.parameters():
                 construction.adopt(param)
             views = [each.view(made) for each in optimizers]
@@ -125,7 +135,8 @@ def initialize(
             start_alike(model, arrangement, construction)
             resources.enter_context(construction.placing())
             construction.keep_own_parts()
-            engine = _build(model, arrangement, construction, views, resources)
+            files = None if folder is None else folder.files
+            engine = _build(model, arrangement, construction, views, files, resources)
             engine.attach(StateDictHooks(model, engine), AddedParams(engine))
             resources.pop_all()
     except BaseException:
@@ -139,7 +150,23 @@ def initialize(
     for param in model.parameters():
         construction.release(param)
     construction.close()
+    if folder is not None:
+        try:
+            DurableState(engine, optimizers, folder)
+        except BaseException:
+            engine.close()
+            raise
     return model, optimizer
+
+
+def _check_commits(config: Config, optimizers: Sequence[HybridOptimizer]) -> None:
+    """Raises ValueError if commits after each step could be of half an iteration."""
+    if config.commit_every and len(optimizers) > 1:
+        raise ValueError(
+            f"commit_every={config.commit_every} commits after a step of any of the "
+            f"{len(optimizers)} optimizers; give commit_every=0, and call hetero.commit() when all "
+            f"have made theirs"
+        )
 
 
 def _are_initialized(model: torch.nn.Module, optimizers: Sequence[object]) -> bool:
@@ -275,6 +302,7 @@ def _build(
     arrangement: Arrangement,
     construction: ConstructionArena,
     optimizers: Sequence[OptimizerView],
+    state_files: StateFiles | None,
     resources: ExitStack,
 ) -> Engine:
     """Builds the chunk groups and the engine; until it is there `resources` close them."""
@@ -292,7 +320,7 @@ def _build(
         loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
     backend = config.make_backend()
     resources.callback(backend.close)
-    shared = Shared(config, backend, construction.ledger, notes, loss_scale)
+    shared = Shared(config, backend, construction.ledger, notes, loss_scale, state_files)
     chunk_groups: list[ChunkGroup] = []
     # Placed last first, and made in the same order, for which the plans have reckoned.
     for plan in reversed(plans):

@@ -18,11 +18,13 @@ from itertools import accumulate
 from hetero.chunks.layout import Chunk, Layout
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
 from hetero.state.managed_param import ManagedParam
+from hetero.state.memory.committed import CommittedState
 from hetero.state.memory.homes import Homes
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.memory.spare_extents import SpareExtents, TileOffsets
 from hetero.state.snapshot import Snapshot
 from offload._native import Hyper, Location, StepPipeline
+from offload.errors import BudgetError
 from offload.memory.tiers import StateKind
 
 _NOT_USED_YET = 1 << 30  # comes after all chunks that forward has used
@@ -65,8 +67,9 @@ class ChunkUpdates:
         arenas: SlotArenas,
         spare: SpareExtents,
         overlap: OverlapUpdates,
+        committed: CommittedState | None = None,
     ) -> None:
-        """The pipeline of `arenas` makes the updates."""
+        """The pipeline of `arenas` makes the updates. `committed` is of a durable state."""
         self.overlap = overlap
         self._layout = layout
         self._homes = homes[StateKind.PARAM]
@@ -81,12 +84,14 @@ class ChunkUpdates:
         self._speculating = threading.RLock()
         self._remade: set[int] = set()  # ids of chunks whose submitted update is made again
         self._leaving: set[int] = set()  # ids of chunks whose next update leaves what it reads
+        self._keeping: set[int] = set()  # of these, those whose update can be undone
         self.revoked: set[int] = set()  # ids of chunks whose update was taken back in this step
         self._first_use: dict[int, int] = {}  # by chunk id: the order of forward's first uses
         # The epoch of the arenas in which expect() was called, since the last step, or None.
         self._expects_in_epoch: int | None = None
         self.wait_s = 0.0  # for updates of chunks that were needed
-        self.snapshot: Snapshot | None = None  # of a save that goes on
+        self.committed = committed
+        self._snapshots: list[Snapshot] = []  # of a save and a commit that go on
 
     # States
 
@@ -122,6 +127,8 @@ class ChunkUpdates:
         assert chunk.id not in self._states
         self._final.pop(chunk.id, None)
         self._states[chunk.id] = UpdateState.SUBMITTED
+        if self.committed is not None:
+            self.committed.note_change(chunk)
 
     def finish(self, chunk: Chunk) -> None:
         """From DONE to NO_GRADS: the parameters have the new values."""
@@ -149,9 +156,12 @@ class ChunkUpdates:
     def can_speculate(self, chunk: Chunk) -> bool:
         """Whether an update of the chunk could be taken back, and is worth being made early.
 
-        What buffers keep unwritten from step to step is not: it is updated as fast as memory.
+        What buffers keep unwritten from step to step is not: it is updated as fast as memory. Where
+        the spare extents have what the last commit has, none could.
         """
         if chunk.id in self.revoked or not self._spare.suit(chunk):
+            return False
+        if self.committed is not None and self.committed.has_changed(chunk):
             return False
         keys = (self.key(chunk, tile) for tile in range(chunk.slots))
         return not any(map(self.pipeline.keeps, keys)) and self._spare.reserve(chunk)
@@ -166,8 +176,9 @@ class ChunkUpdates:
 
     def offsets(self, chunk: Chunk, tile: int) -> TileOffsets:
         """What the task of the tile's update says beside where its parts are."""
-        if self.is_speculative(chunk) or self.leaves_old_state(chunk):
-            return self._spare.targets(chunk, tile)
+        if self.is_speculative(chunk) or chunk.id in self._leaving:
+            revocable = self.is_speculative(chunk) or chunk.id in self._keeping
+            return self._spare.targets(chunk, tile, revocable)
         return self._spare.sources(chunk, tile) if chunk.id in self._remade else TileOffsets()
 
     def decide(self, chunk: Chunk, confirmed: bool) -> Sequence[ManagedParam]:
@@ -178,8 +189,10 @@ class ChunkUpdates:
         """
         with self._speculating:
             speculation = self._speculations.pop(chunk.id)
+            if self.committed is not None:
+                self.committed.note_change(chunk)
             if confirmed:
-                self._spare.commit(chunk)
+                self._spare.swap(chunk)
                 self._leaving.discard(chunk.id)
             else:
                 self._remade.add(chunk.id)
@@ -230,7 +243,45 @@ class ChunkUpdates:
         assert not self._speculations
         self._spare.free_all()
 
-    # Old state, for steps that can be undone
+    # Old state: of the last commit, and for steps that can be undone
+
+    def leave_committed(self, chunk: Chunk) -> None:
+        """The next update of the chunk leaves what the last commit has, and waits for a commit
+        that goes on. Raises BudgetError if there is no room for what it writes."""
+        if self.committed is None:
+            return
+        self.wait_copied(chunk)
+        if not self.committed.has_changed(chunk) and self.committed.is_in_file(chunk):
+            self._reserve_spare(chunk)
+            self._leaving.add(chunk.id)
+
+    def _reserve_spare(self, chunk: Chunk) -> None:
+        if not self._spare.reserve(chunk):
+            raise BudgetError(
+                f"durable=True needs a second place on NVMe for the chunk of {chunk.name}, whose "
+                f"state the last commit has, and there is no room; free space, or raise "
+                f"nvme_capacity"
+            )
+
+    def begin_write(self, chunk: Chunk) -> None:
+        """The chunk's state is about to be changed other than by an update.
+
+        What the last commit has of it stays: the chunk's extents in use are others from here on,
+        with the same bits. Raises as leave_committed(), and what a commit met that goes on, and
+        NativeIoError.
+        """
+        if self.committed is None:
+            return
+        self.wait_copied(chunk)
+        if self.committed.has_changed(chunk):
+            return
+        if self.committed.is_in_file(chunk):
+            self._reserve_spare(chunk)
+            for tile in range(chunk.slots):
+                self.pipeline.forget(self.key(chunk, tile))
+            self._spare.copy(chunk)
+            self._spare.swap(chunk)
+        self.committed.note_change(chunk)
 
     def keep_old_state(self, chunk: Chunk) -> bool:
         """What the next update of the chunk changes stays in the spare extents; returns whether
@@ -242,7 +293,10 @@ class ChunkUpdates:
         if not self._spare.can_keep(chunk) or not self._spare.reserve(chunk):
             return False
         if self._spare.suit(chunk):
+            if self.committed is not None and self.committed.has_changed(chunk):
+                return False  # the spare extents have the last commit's
             self._leaving.add(chunk.id)
+            self._keeping.add(chunk.id)
         else:
             self._spare.save(chunk)
         return True
@@ -254,18 +308,21 @@ class ChunkUpdates:
     def note_submitted(self) -> None:
         """The step's last updates are submitted: what they leave is not in use any more."""
         for chunk_id in self._leaving:
-            self._spare.commit(self._layout.chunks[chunk_id])
-        self._leaving.clear()
+            self._spare.swap(self._layout.chunks[chunk_id])
+        self.forget_old_state()
 
     def forget_old_state(self) -> None:
         """The next updates need not leave anything."""
         self._leaving.clear()
+        self._keeping.clear()
 
     def bring_old_state(self, chunk: Chunk) -> None:
         """What the chunk's last update has changed is again as it was before; it is finished, and
         buffers keep nothing of it. Raises NativeIoError."""
-        self._spare.commit(chunk)
+        self._spare.swap(chunk)
         self._spare.restore(chunk)
+        if self.committed is not None:
+            self.committed.note_change(chunk)
 
     # Waiting
 
@@ -322,11 +379,29 @@ class ChunkUpdates:
             return self.is_computed(chunk)
         return all(self.pipeline.is_written(self.key(chunk, tile)) for tile in range(chunk.slots))
 
+    def freeze(self, snapshot: Snapshot) -> None:
+        """From here on changes of chunks wait for `snapshot`, until it ends."""
+        self._snapshots = [each for each in self._snapshots if not each.has_ended]
+        self._snapshots.append(snapshot)
+
     def wait_copied(self, chunk: Chunk) -> None:
-        """Until no save has to copy the chunk's state as it is now."""
-        if self.snapshot is not None:
+        """Until no save or commit has to copy the chunk's state as it is now.
+
+        Raises what a commit has met.
+        """
+        if self._snapshots:
             with self._waiting():
-                self.snapshot.wait(chunk)
+                for snapshot in self._snapshots:
+                    snapshot.wait(chunk)
+
+    def wait_all_copied(self) -> None:
+        """wait_copied() of all chunks."""
+        for snapshot in self._snapshots:
+            snapshot.wait_all()
+
+    def may_change(self, chunk: Chunk) -> bool:
+        """Whether wait_copied() would return at once."""
+        return all(snapshot.may_change(chunk) for snapshot in self._snapshots)
 
     # The order in which updates are made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -72,42 +72,18 @@ def parts_of(managed: ManagedParam, layout: Layout, rank: int | None = None) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class OptimizerState:
-    """Reads and writes the optimizer state of this rank's shards, between steps.
-
-    What has its home on DISK passes through the first of the pipeline's buffers, one tile at a
-    time.
+class TileCodec:
+    """Makes masters and states of a tile's bytes, and bytes of masters and states.
 
     Attributes:
-        homes: of OPTIM_STATE.
-        arenas: have the pipeline, and its buffers, which keep optimizer state.
-        transfers: read and write the scratch file.
+        tile_numel: elements of a tile.
+        dtypes: of the chunk group.
         updater: splits and joins masters on a DEVICE whose memory the CPU does not reach.
-        lock: held when an update is submitted, and in open(): the shard server's threads read, too.
     """
 
     tile_numel: int
     dtypes: Dtypes
-    homes: Homes
-    arenas: SlotArenas
-    transfers: FileTransfers
-    updater: Updater | None = None
-    lock: threading.RLock = field(default_factory=threading.RLock, init=False)
-
-    @contextmanager
-    def open(
-        self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
-    ) -> Iterator[TileState | None]:
-        """Brings in a tile of this rank's optimizer state for the block; None for a frozen chunk.
-
-        `write`: it is stored when the block has ended without an error. `fresh`: it starts with
-        zeros instead of what is stored. Raises NativeIoError if it cannot be read or written.
-        """
-        if not chunk.trainable:
-            yield None
-            return
-        with self.open_raw(chunk, tile, write, fresh) as raw:
-            yield self.over(raw)
+    updater: Updater | None
 
     def over(self, raw: torch.Tensor) -> TileState:
         """Views of the tile's bytes `raw`, laid out as docs/formats.md says."""
@@ -122,37 +98,6 @@ class OptimizerState:
                 for begin in (kind.state_at(i, self.tile_numel) for i in range(kind.states))
             ),
         )
-
-    def empty(self) -> torch.Tensor:
-        """New memory, uint8, for one tile's optimizer state."""
-        return torch.empty(self._tile_bytes, dtype=torch.uint8)
-
-    @property
-    def _tile_bytes(self) -> int:
-        return self.dtypes.optim_state_bytes(self.tile_numel)
-
-    @contextmanager
-    def open_raw(
-        self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
-    ) -> Iterator[torch.Tensor]:
-        """As open(), for the bytes (uint8) of a chunk that is not frozen."""
-        with self.lock:
-            in_file = chunk not in self.homes
-            if write or in_file:
-                self.arenas.forget_read_ahead()
-            begin, nbytes = tile * self._tile_bytes, self._tile_bytes
-            if in_file:
-                offset = self.homes.extents[chunk.id].offset + begin
-                raw = self.arenas.buffers.view(0, 1, torch.uint8)[:nbytes]
-            else:
-                raw = self.homes.flat(chunk)[begin : begin + nbytes]
-            if fresh:
-                raw.zero_()
-            elif in_file:
-                self.transfers.read(raw.data_ptr(), nbytes, offset).wait()
-            yield raw
-            if write and in_file:
-                self.transfers.write(raw.data_ptr(), nbytes, offset).wait()
 
     def split(
         self, values: torch.Tensor, param: torch.Tensor, optim_state: TileState, where: slice
@@ -264,3 +209,73 @@ class OptimizerState:
             values.numel(),
         )
         return values
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerState(TileCodec):
+    """Reads and writes the optimizer state of this rank's shards, between steps.
+
+    What has its home on DISK passes through the first of the pipeline's buffers, one tile at a
+    time.
+
+    Attributes:
+        homes: of OPTIM_STATE.
+        arenas: have the pipeline, and its buffers, which keep optimizer state.
+        transfers: read and write the scratch file.
+        before_write: called with a chunk before its state is written.
+        lock: held when an update is submitted, and in open(): the shard server's threads read, too.
+    """
+
+    homes: Homes
+    arenas: SlotArenas
+    transfers: FileTransfers
+    before_write: Callable[[Chunk], None]
+    lock: threading.RLock = field(default_factory=threading.RLock, init=False)
+
+    @contextmanager
+    def open(
+        self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
+    ) -> Iterator[TileState | None]:
+        """Brings in a tile of this rank's optimizer state for the block; None for a frozen chunk.
+
+        `write`: it is stored when the block has ended without an error. `fresh`: it starts with
+        zeros instead of what is stored. Raises NativeIoError if it cannot be read or written.
+        """
+        if not chunk.trainable:
+            yield None
+            return
+        with self.open_raw(chunk, tile, write, fresh) as raw:
+            yield self.over(raw)
+
+    def empty(self) -> torch.Tensor:
+        """New memory, uint8, for one tile's optimizer state."""
+        return torch.empty(self._tile_bytes, dtype=torch.uint8)
+
+    @property
+    def _tile_bytes(self) -> int:
+        return self.dtypes.optim_state_bytes(self.tile_numel)
+
+    @contextmanager
+    def open_raw(
+        self, chunk: Chunk, tile: int, write: bool = False, fresh: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """As open(), for the bytes (uint8) of a chunk that is not frozen."""
+        with self.lock:
+            in_file = chunk not in self.homes
+            if write:
+                self.before_write(chunk)
+            if write or in_file:
+                self.arenas.forget_read_ahead()
+            begin, nbytes = tile * self._tile_bytes, self._tile_bytes
+            if in_file:
+                offset = self.homes.extents[chunk.id].offset + begin
+                raw = self.arenas.buffers.view(0, 1, torch.uint8)[:nbytes]
+            else:
+                raw = self.homes.flat(chunk)[begin : begin + nbytes]
+            if fresh:
+                raw.zero_()
+            elif in_file:
+                self.transfers.read(raw.data_ptr(), nbytes, offset).wait()
+            yield raw
+            if write and in_file:
+                self.transfers.write(raw.data_ptr(), nbytes, offset).wait()

@@ -225,6 +225,7 @@ class Params:
 
         Returns when they are there. All ranks call it.
         """
+        self._updates.begin_write(chunk)
         self.versions.change(chunk)
         self.drop_copies(chunk)
         self._shards.filled(chunk)
@@ -237,6 +238,7 @@ class Params:
         Values of other parameters in the chunk stay as they are, and so do graphs that use them.
         """
         with self.shard(managed.chunk) as shard:
+            self._updates.begin_write(managed.chunk)
             managed.part_of(shard).copy_(values)
             self._shards.filled(managed.chunk)
 

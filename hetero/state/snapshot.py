@@ -1,9 +1,9 @@
-"""What a save beside training has still to copy: whoever changes a chunk waits for that."""
+"""What a save or commit beside training has still to copy: changes of a chunk wait for that."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hetero.chunks.layout import Chunk
 
@@ -19,6 +19,7 @@ class Snapshot:
         self._pending = {(c.group_index, c.id): c for c in chunks}
         self._wanted: dict[tuple[int, int], Chunk] = {}
         self._changed = threading.Condition()
+        self._failure: BaseException | None = None
 
     def take(self) -> Chunk | None:
         """The chunk to copy next; None when all are copied. It is pending until copied()."""
@@ -47,6 +48,21 @@ class Snapshot:
             self._pending.clear()
             self._changed.notify_all()
 
+    def fail(self, failure: BaseException) -> None:
+        """The chunks that are pending must not change any more: wait() raises `failure`."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is pending."""
+        return not self._pending
+
+    def may_change(self, chunk: Chunk) -> bool:
+        """Whether wait() would return at once."""
+        return (chunk.group_index, chunk.id) not in self._pending
+
     def wait(self, chunk: Chunk) -> None:
         """Until the chunk may change."""
         key = (chunk.group_index, chunk.id)
@@ -54,9 +70,14 @@ class Snapshot:
             return
         with self._changed:
             self._wanted.setdefault(key, chunk)
-            self._changed.wait_for(lambda: key not in self._pending)
+            self._wait_for(lambda: key not in self._pending)
 
     def wait_all(self) -> None:
         """Until all chunks may change."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending)
+            self._wait_for(lambda: not self._pending)
+
+    def _wait_for(self, is_over: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: is_over() or self._failure is not None)
+        if self._failure is not None and not is_over():
+            raise self._failure

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved every so many steps beside training, and gone on from."""
+"""The checkpoints and commits of a run: made beside training, and gone on from."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import hetero
 from hetero.checkpoint.folder import is_checkpoint
+from hetero.checkpoint.manifest import read_manifest
 from hetero.cli.job.job import Job
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.ranks import Ranks
@@ -62,6 +63,7 @@ class Checkpoints:
         self._job = job
         self._folder = folder.path / FOLDER_NAME
         self._last: hetero.Save | None = None
+        self._commit: hetero.Save | None = None
         self.terminated = False  # SIGTERM has come
 
     @property
@@ -73,32 +75,65 @@ class Checkpoints:
     def _objects(self) -> dict[str, Any]:
         return {"scheduler": self._job.scheduler, "data": self._job.corpus}
 
-    def resume(self, path: Path | None) -> int:
-        """Loads a checkpoint; returns the number of steps that were made, 0 without one."""
-        if path is None:
-            return 0
-        job = self._job
-        loaded = hetero.load(path, job.model, job.optimizer, extra=self._objects)
-        made = int(loaded.extra["step"])
+    def resume(self, path: Path | None) -> tuple[int, Path | None]:
+        """Goes on from a checkpoint, or from the run's last commit if that is later.
+
+        Returns the number of steps that were made, and from what; 0 and None for a new run. Raises
+        ValueError if there are more than the run is to make.
+        """
+        job, found = self._job, self._last_commit()
+        asked = path is not None and path == Path(job.options.resume or "")
+        if path is not None and (found is None or asked or read_manifest(path).step > found.step):
+            found = hetero.load(path, job.model, job.optimizer, extra=self._objects)
+        elif found is not None:
+            for name, each in self._objects.items():
+                each.load_state_dict(found.extra[name])
+        if found is None:
+            return 0, None
+        made = int(found.extra["step"])
         if made >= job.options.steps:
             raise ValueError(
-                f"{path} has all {made} steps; to go on from it ask for more than --steps "
+                f"{found.path} has all {made} steps; to go on from it ask for more than --steps "
                 f"{job.options.steps}"
             )
-        return made
+        return made, found.path
+
+    def _last_commit(self) -> hetero.Checkpoint | None:
+        """The commit that the engine has brought back.
+
+        Raises ValueError if the run is not to go on from anything.
+        """
+        if self._job.options.commit_every is None:
+            return None
+        found = hetero.last_commit(self._job.model)
+        if found is not None and self._job.options.resume is None:
+            raise ValueError(
+                f"{found.path} has the state of a run that made {found.extra['step']} steps; "
+                f"--resume goes on from there, and a new run needs another --nvme-path or --run-dir"
+            )
+        return found
 
     def after_step(self, step: int) -> bool:
-        """Saves if it is time to; returns whether the run is to end now, because of SIGTERM.
+        """Saves and commits if it is time to; returns whether the run is to end now, because of
+        SIGTERM.
 
         All ranks call it.
         """
-        every = self._job.options.save_every
-        if every is None:
+        options = self._job.options
+        if not self._keeps_state:
             return False
         ends = any(self._job.ranks.gather(self.terminated))
-        if step % every == 0 or ends or step == self._job.options.steps:
+        is_last = ends or step == options.steps
+        if options.commit_every is not None and (step % options.commit_every == 0 or is_last):
+            self._commit = hetero.commit(self._job.model, extra={**self._objects, "step": step})
+        if options.save_every is not None and (step % options.save_every == 0 or is_last):
             self._save(step)
         return ends
+
+    @property
+    def _keeps_state(self) -> bool:
+        options = self._job.options
+        return options.save_every is not None or options.commit_every is not None
 
     def _save(self, step: int) -> None:
         job = self._job
@@ -112,14 +147,15 @@ class Checkpoints:
         )
 
     def finish(self) -> None:
-        """Waits until the last one is there. Raises what hetero.save() does."""
-        if self._last is not None:
-            self._last.wait()
+        """Waits until the last ones are there. Raises what hetero.save() and commit() do."""
+        for each in (self._commit, self._last):
+            if each is not None:
+                each.wait()
 
     @contextmanager
     def noticing_sigterm(self) -> Iterator[None]:
         """Inside the block SIGTERM ends the run after the step that is under way, saved."""
-        if self._job.options.save_every is None:
+        if not self._keeps_state:
             yield
             return
 

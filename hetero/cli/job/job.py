@@ -192,7 +192,7 @@ def memory_config(
         third = USUAL_STATE_BYTES_PER_PARAM * params // ranks.count // 3
         host_memory = max(third, LEAST_DEFAULT_HOST_BYTES)
     nvme_path = options.nvme_path
-    if not nvme_path and options.policy in ("nvme", "auto"):
+    if not nvme_path and (options.policy in ("nvme", "auto") or options.commit_every is not None):
         nvme_path = (str(folder.path),)
     return hetero.Config.make(
         placement_policy=options.policy,
@@ -209,4 +209,6 @@ def memory_config(
         overlap_updates=options.overlap_updates,
         zero_stage=options.zero_stage,
         process_memory=options.process_memory,
+        durable=options.commit_every is not None,
+        commit_every=0,  # the loop commits, with its scheduler and its place in the data
     )

@@ -47,10 +47,10 @@ def train(
     with open_job(options, folder, ranks) as job:
         notes = list(job.setting.notes)
         checkpoints = Checkpoints(job, folder)
-        made = checkpoints.resume(found)
+        made, source = checkpoints.resume(found)
         if options.resume is not None:
             folder.go_on_after(made)
-            notes.append(f"resumed after step {made} from {found}" if found else _NOTHING_YET)
+            notes.append(f"resumed after step {made} from {source}" if source else _NOTHING_YET)
         result = TrainResult(job.setting, predicted=job.predicted, notes=notes)
         observer.begin(job.setting)
         try:

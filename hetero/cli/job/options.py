@@ -188,11 +188,16 @@ class TrainOptions:
         " meanwhile. The last step is saved, too, and SIGTERM saves and ends (default: none)",
         least=1,
     )
+    commit_every: int | None = _option(
+        "steps between commits: the state stays in files in --nvme-path, and after a crash --resume"
+        " goes on from the last commit; costs less than checkpoints that often (default: none)",
+        least=1,
+    )
     keep: int = _option("so many checkpoints of the run stay, the last ones", 2, least=1)
     resume: str | None = _option(
         "go on from a checkpoint, or from the last one in a run folder, with any number of ranks"
-        " and any memory; without PATH from the last one of --run-dir, or else of the newest run,"
-        " and from the beginning if there is none",
+        " and any memory; without PATH from the last checkpoint or commit of --run-dir, or else of"
+        " the newest run, and from the beginning if there is none",
         metavar="PATH",
         alone="",
     )

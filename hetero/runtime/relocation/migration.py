@@ -20,7 +20,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts
 from hetero.chunks.layout import Chunk
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.state.managed_param import ManagedParam, ParamState
-from hetero.state.memory.file_layout import ExtentSize, extent_size
+from hetero.state.memory.file_layout import ExtentSize, extent_size, name_of
 from hetero.state.memory.homes import Homes
 from offload._native import IoOp
 from offload.disk.backing import Extent
@@ -224,6 +224,7 @@ class Migration:
             size = self._size(move)
             offset = self._file.allocate(size.space_bytes)
             extent = move.written = Extent(offset, size.transfer_bytes, move.chunk.slots)
+            self._file.name(offset, size.space_bytes, name_of(move.state_kind, move.chunk))
             if move.state_kind is StateKind.GRAD and not grads.leaves_memory(move.chunk):
                 continue  # there is nothing worth keeping
             home = move.homes.bytes(move.chunk)[: extent.nbytes]

@@ -57,3 +57,11 @@ def map_file(layout: Layout, placement: Placement, dtypes: Dtypes) -> FileMap:
                 extents[state_kind][chunk.id] = Extent(end, size.transfer_bytes, chunk.slots)
                 end += size.space_bytes
     return FileMap(extents, end)
+
+
+def name_of(kind: StateKind, chunk: Chunk) -> str:
+    """What an extent has, for errors: the chunk, by the names of its parameters."""
+    what = {StateKind.PARAM: "parameters", StateKind.OPTIM_STATE: "optimizer state"}
+    names = [s.param.name for s in chunk.slices]
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{what.get(kind, 'gradients')} of chunk {chunk.id} ({listed})"

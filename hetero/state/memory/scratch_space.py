@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from hetero.config import Config
+from hetero.state.memory.state_files import StateFiles
 from offload._native import IoEngine, IoOp
 from offload.disk.free_space import FreeSpace
 from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
@@ -29,15 +30,29 @@ class ScratchSpace:
 
     The file is made at the first allocation and grows when an extent finds no free space. It never
     shrinks, so that space which was reserved once stays the engine's.
+
+    The file of a durable state has a name, and checksums of its pages. What is freed there may be
+    the last commit's: it is free for other extents when take_freed() and reuse() have said so.
     """
 
     def __init__(
-        self, config: Config, ledger: Ledger, notes: list[str], resources: ExitStack
+        self,
+        config: Config,
+        ledger: Ledger,
+        notes: list[str],
+        resources: ExitStack,
+        state_files: StateFiles | None = None,
+        number: int = 0,
     ) -> None:
         """Makes no file yet.
 
-        `notes` are lines for the user, to which findings about the disks are appended; `resources`
-        close the file, its transfers and the I/O engine.
+        Args:
+            config: has the directories.
+            ledger: charged for the file.
+            notes: lines for the user, to which findings about the disks are appended.
+            resources: close the file, its transfers and the I/O engine.
+            state_files: of a durable state, the folders and names of its files.
+            number: of the chunk group, by which its file is known among those.
         """
         self.parts: DiskParts | None = None
         self._config = config
@@ -45,6 +60,14 @@ class ScratchSpace:
         self.notes = notes
         self._resources = resources.enter_context(ExitStack())
         self._free = FreeSpace()
+        self._state_files = state_files
+        self._number = number
+        self._freed: list[tuple[int, int]] = []  # what the last commit may have
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the file is of a durable state."""
+        return self._state_files is not None
 
     @property
     def is_possible(self) -> bool:
@@ -75,18 +98,41 @@ class ScratchSpace:
 
     def free(self, offset: int, nbytes: int) -> None:
         """Frees what allocate() gave, whole or in part, for other extents."""
-        self._free.give(offset, nbytes)
+        if self._state_files is None:
+            self._free.give(offset, nbytes)
+        else:
+            self._freed.append((offset, nbytes))
+
+    def take_freed(self) -> list[tuple[int, int]]:
+        """What was freed since the last call: the commit that begins now does not have it."""
+        taken, self._freed = self._freed, []
+        return taken
+
+    def reuse(self, freed: Iterable[tuple[int, int]]) -> None:
+        """What take_freed() gave is free for other extents: the commit is durable."""
+        for offset, nbytes in freed:
+            self._free.give(offset, nbytes)
+
+    def name(self, offset: int, nbytes: int, what: str) -> None:
+        """Errors of transfers in this part of a durable state's file say `what` it has."""
+        if self.parts is not None and self._state_files is not None:
+            self.parts.io.name_range(self.parts.transfers.file, offset, nbytes, what)
 
     def _open(self, nbytes: int) -> DiskParts:
         with ExitStack() as resources:
             io, io_notes = make_io_engine(self._config.io_engine, len(self._config.nvme_paths))
             resources.callback(io.close)
-            scratch = ScratchFile(self._config.nvme_paths, self._ledger, Account.FILE)
+            directories: Sequence[str] = self._config.nvme_paths
+            name: str | None = None
+            if self._state_files is not None:
+                directories = self._state_files.folders
+                name = self._state_files.data_name(self._number)
+            scratch = ScratchFile(directories, self._ledger, Account.FILE, name)
             resources.callback(scratch.close)
             scratch.balance(io, nbytes)
             measuring = io.stats
             scratch.reserve(nbytes)
-            transfers = Transfers(io, scratch)
+            transfers = Transfers(io, scratch, checksums=name is not None)
             resources.callback(transfers.close)
             self.note((*scratch.notes, *io_notes))
             self._resources.push(resources.pop_all())

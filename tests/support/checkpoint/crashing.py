@@ -1,13 +1,13 @@
-"""A training that is killed again and again, and goes on from its last checkpoint each time.
+"""A training that is killed again and again, and goes on from what it last kept each time.
 
     python -m tests.support.checkpoint.crashing FOLDER PLACE KILLS STEPS SEED
 
 Children are forks of this process, which has imported everything and started no thread, so that a
 life takes a fraction of a second. Each is killed by SIGKILL a random time after a random one of its
-calls has begun: while it starts, loads, trains, saves beside training, puts a checkpoint in its
-place or removes an old one. When all kills are used up the last child makes the remaining steps.
-Prints how many lives were killed in what, and whether the masters are those of a training without
-kills, as JSON.
+calls has begun: while it starts, loads, trains, saves or commits beside training, puts a checkpoint
+in its place, removes an old one, or moves homes. When all kills are used up the last child makes
+the remaining steps. Prints how many lives were killed in what, and whether the masters are those of
+a training without kills, as JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,14 +32,28 @@ from tests.support.training.small_net import Net, Settings, loss_of
 PLACES: dict[str, Settings] = {
     "cpu": {"placement_policy": "cpu"},
     "disk": {"placement_policy": "nvme", "host_memory": "256KiB", "overlap_updates": "both"},
+    "durable-cpu": {"placement_policy": "cpu", "durable": True},
+    "durable-disk": {
+        "placement_policy": "nvme",
+        "host_memory": "256KiB",
+        "overlap_updates": "both",
+        "durable": True,
+    },
+    "durable-moving": {
+        "placement_policy": "auto",
+        "host_memory": "1MiB",
+        "durable": True,
+        "commit_every": 0,
+    },
 }
+_BUDGETS = ("200KiB", "1MiB")  # of "durable-moving", in turns
 _KEPT = 2
 _CALLS = 8  # at most so many begin before a kill
 _LATEST_S = 0.03  # after the last of them has begun
 
 
 def life(folder: Path, place: str, steps: int, note: Callable[[str], None]) -> None:
-    """Goes on from the last checkpoint in `folder` and makes the remaining steps, saving each."""
+    """Goes on from what is kept in `folder` and makes the remaining steps, keeping each."""
     note("begin")
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -48,11 +64,8 @@ def life(folder: Path, place: str, steps: int, note: Callable[[str], None]) -> N
     options = {"nvme_path": str(scratch), "chunk_numel": 4096, "dtype": "bf16", **PLACES[place]}
     model, optimizer = hetero.initialize(model, optimizer, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    extra = {"scheduler": scheduler}
-    made = 0
-    if hetero.latest_checkpoint(folder / "run") is not None:
-        note("load")
-        made = hetero.load(folder / "run", model, optimizer, extra=extra).extra["made"]
+    kept = _Commits(folder) if options.get("durable") else _Checkpoints(folder)
+    made = kept.resume(model, optimizer, scheduler, note)
     for step in range(made, steps):
         note("train")
         loss = loss_of(model, step) * torch.rand(())  # random numbers go on, too
@@ -60,16 +73,66 @@ def life(folder: Path, place: str, steps: int, note: Callable[[str], None]) -> N
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
-        note("save")
-        path = folder / "run" / f"step-{step + 1}"
-        last = hetero.save(
-            path, model, optimizer, extra={**extra, "made": step + 1}, blocking=False, keep=_KEPT
-        )
-        if step % 3 == 0:
-            last.wait()
+        if not (options.get("durable") and optimizer.engine.config.commit_every):
+            scheduler.step()
+        kept.keep(model, optimizer, {"scheduler": scheduler, "made": step + 1}, note)
+        if place == "durable-moving":
+            note("move")
+            optimizer.engine.set_budget(_BUDGETS[step % 2])
     torch.save(hetero.masters(model.parameters()), folder / "masters.pt")
     optimizer.engine.close()
+
+
+class _Checkpoints:
+    """What is kept are checkpoints, saved beside training."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "run"
+
+    def resume(
+        self, model: Any, optimizer: Any, scheduler: Any, note: Callable[[str], None]
+    ) -> int:
+        if hetero.latest_checkpoint(self._folder) is None:
+            return 0
+        note("load")
+        extra = {"scheduler": scheduler}
+        return int(hetero.load(self._folder, model, optimizer, extra=extra).extra["made"])
+
+    def keep(
+        self, model: Any, optimizer: Any, extra: dict[str, Any], note: Callable[[str], None]
+    ) -> None:
+        note("save")
+        path = self._folder / f"step-{extra['made']}"
+        last = hetero.save(path, model, optimizer, extra=extra, blocking=False, keep=_KEPT)
+        if extra["made"] % 3 == 1:
+            last.wait()
+
+
+class _Commits:
+    """What is kept are commits: step()'s own, or those of the loop."""
+
+    def __init__(self, folder: Path) -> None:
+        pass
+
+    def resume(
+        self, model: Any, optimizer: Any, scheduler: Any, note: Callable[[str], None]
+    ) -> int:
+        last = hetero.last_commit(model)
+        if last is None:
+            return 0
+        if not optimizer.engine.config.commit_every:
+            scheduler.load_state_dict(last.extra["scheduler"])
+            assert last.extra["made"] == last.step
+        return last.step
+
+    def keep(
+        self, model: Any, optimizer: Any, extra: dict[str, Any], note: Callable[[str], None]
+    ) -> None:
+        if not optimizer.engine.config.commit_every:
+            note("commit")
+            commit = hetero.commit(model, extra=extra)
+            if extra["made"] % 3 == 1:
+                commit.wait()
 
 
 def child(run: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
@@ -115,11 +178,12 @@ def main(folder: Path, place: str, kills: int, steps: int, seed: int) -> None:
         assert os.waitstatus_to_exitcode(status) == 0, "a life failed by itself"
         if sum(died_in.values()) >= kills:
             break
-        # It was faster than the kill: the training begins anew, from its first checkpoint.
-        for path in sorted((killed / "run").iterdir()):
-            os.rename(path, killed / f"old-{len(list(killed.iterdir()))}")
+        # It was faster than the kill: the training begins anew.
+        for path in (killed / "run", killed / "scratch" / "hetero-state"):
+            shutil.rmtree(path, ignore_errors=True)
     found, wanted = (torch.load(each / "masters.pt") for each in (killed, plain))
-    left = sorted(path.name for path in (killed / "run").iterdir())
+    run = killed / "run"
+    left = sorted(path.name for path in run.iterdir()) if run.exists() else []
     same = all(map(torch.equal, found, wanted))
     print(json.dumps({"died_in": died_in, "same": same, "left": left}))
 

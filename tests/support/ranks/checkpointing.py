@@ -50,9 +50,8 @@ def build(
     # The smallest slots, of which each rank has a part that holds parameters.
     slots = {"chunk_numel": 4096 * world}
     given = {**BASE, **slots, "dtype": "bf16", "nvme_path": path, **options}
-    made = hetero.initialize(model, optimizer, **given, **where)
     torch.manual_seed(100 * seed + rank)
-    return made
+    return hetero.initialize(model, optimizer, **given, **where)
 
 
 def steps(rank: int, model: nn.Module, optimizer: hetero.HybridAdam, seeds: range) -> None:

@@ -1,0 +1,327 @@
+"""Commits: after a step, beside the next one, the state is made durable and a record says so."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hetero.api.optimizer import HybridOptimizer
+from hetero.checkpoint.manifest import Manifest, TensorRecord
+from hetero.checkpoint.model_tensors import (
+    ModelTensors,
+    data_key,
+    master_key,
+    optimizer_records,
+    tensor_records,
+)
+from hetero.checkpoint.rank_data import Extra, pack_rank_data
+from hetero.checkpoint.save import Save
+from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunks.layout import Chunk
+from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice, encode
+from hetero.durable.record_files import RecordFiles
+from hetero.durable.state_folder import StateFolder
+from hetero.runtime.engine import Engine
+from hetero.state.managed_param import ManagedParam
+from hetero.state.memory.committed import CommitChunk, CommittedState
+from hetero.state.snapshot import Snapshot
+from offload._native import IoOp
+from offload.errors import CheckpointError
+from offload.interrupts import uninterrupted
+from offload.memory.operation import THREAD_PREFIX
+from offload.memory.tiers import StateKind
+
+
+@dataclass(frozen=True)
+class _GroupCommit:
+    """What a commit has of a chunk group, and what of it is written by the commit."""
+
+    chunk_group: ChunkGroup
+    chunks: Sequence[CommitChunk]
+    names: Mapping[ManagedParam, str]
+    writes: Mapping[Chunk, Sequence[tuple[ManagedParam, int]]]
+    freed: Sequence[tuple[int, int]]
+
+    @property
+    def _committed(self) -> CommittedState:
+        committed = self.chunk_group.updates.committed
+        assert committed is not None
+        return committed
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Returns when all of it is durable. Raises NativeIoError, CheckpointError."""
+        group, under_way = self.chunk_group, list[tuple[CommitChunk, list[IoOp]]]()
+        for each in self.chunks:
+            if each.changed or each.copied:
+                under_way.append((each, self._start(each)))
+            if len(under_way) > 2:
+                self._finish(snapshot, *under_way.pop(0))
+        for each, ops in under_way:
+            self._finish(snapshot, each, ops)
+        disk = group.disk
+        assert disk is not None
+        disk.io.sync(disk.transfers.file)
+
+    def _start(self, each: CommitChunk) -> list[IoOp]:
+        """Starts copying what has its home in memory."""
+        updates, chunk = self.chunk_group.updates, each.chunk
+        updates.wait_computed(chunk)
+        ops: list[IoOp] = []
+        for kind in each.copied:
+            homes = self.chunk_group.memory.homes[kind]
+            offset = each.offsets[kind]
+            nbytes = self._committed.nbytes(chunk, kind)
+            space = self.chunk_group.memory.scratch_space
+            if homes.on_device(chunk):
+                assert self.chunk_group.device is not None
+                shard = homes.shard(chunk).view(torch.uint8)[:nbytes]
+                self.chunk_group.device.home_copier.to_file(shard, offset)
+            else:
+                ops.append(space.write(homes.address(chunk, 0), nbytes, offset))
+        return ops
+
+    def _finish(self, snapshot: Snapshot, each: CommitChunk, ops: list[IoOp]) -> None:
+        """The chunk's state is in the file; it may change if all of it is copied."""
+        updates = self.chunk_group.updates
+        for tile in range(each.chunk.slots):
+            updates.pipeline.flush(updates.key(each.chunk, tile))
+        for op in ops:
+            op.wait()
+        for m, writes in self.writes.get(each.chunk, ()):
+            if m.writes != writes:
+                raise CheckpointError(
+                    f"{m.name} was written to while it was committed; write to parameters before "
+                    f"the commit, which hetero.commit() makes where a loop wants it "
+                    f"(commit_every=0), or wait for it"
+                )
+        if not self._committed.is_in_file(each.chunk):
+            snapshot.copied(each.chunk)
+
+    def stored(self, folder: str) -> StoredGroup:
+        """What the record says."""
+        group = self.chunk_group
+        disk, layout = group.disk, group.layout
+        assert disk is not None
+        file, scratch = disk.transfers.file, disk.scratch
+        chunks, checksums = [], []
+        for each in self.chunks:
+            slices = tuple(
+                StoredSlice(self.names[m], m.slice.offset, m.numel)
+                for m in group.members
+                if m.chunk is each.chunk and m in self.names
+            )
+            optim_state = each.offsets.get(StateKind.OPTIM_STATE)
+            chunk = each.chunk
+            param = each.offsets[StateKind.PARAM]
+            chunks.append(StoredChunk(chunk.slots, chunk.trainable, slices, param, optim_state))
+            for kind, offset in each.offsets.items():
+                nbytes = self._committed.nbytes(chunk, kind)
+                checksums.append(disk.io.checksums(file, offset, nbytes))
+        stripes = scratch.stripes
+        return StoredGroup(
+            compute=group.dtypes.compute,
+            rule=group.dtypes.rule,
+            state=group.dtypes.state,
+            tile_numel=layout.tile_numel,
+            rank=layout.shard.rank,
+            ranks=layout.shard.ranks,
+            files=tuple(os.path.relpath(m.path, folder) for m in scratch.members),
+            weights=tuple(map(stripes.pattern.count, range(stripes.members))),
+            unit_bytes=stripes.unit_bytes,
+            chunks=tuple(chunks),
+            checksums=b"".join(checksums),
+        )
+
+
+class Committer:
+    """Makes the commits of a durable engine, one after the other.
+
+    Attributes:
+        number: of the last commit that was begun.
+    """
+
+    def __init__(
+        self, engine: Engine, optimizers: Sequence[HybridOptimizer], folder: StateFolder
+    ) -> None:
+        """Nothing is committed yet. With several ranks all must make one.
+
+        `folder` is closed with the engine.
+        """
+        # (Not the engine, nor the optimizers, which the finalizer of their model ends.)
+        self._engine = weakref.ref(engine)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._every, self._steps = engine.config.commit_every, 0
+        self._folder = folder
+        self._records = RecordFiles(folder.files)
+        engine.before_close.callback(folder.close)
+        engine.before_close.callback(self._records.close)
+        self._world = engine.world
+        if engine.world.everyone is not None:
+            self._world = engine.world.duplicate()
+            engine.before_close.callback(self._world.close)
+        engine.before_close.callback(self._finish)
+        self.number = 0
+        self._last: Save | None = None
+        self._under_way: list[_GroupCommit] = []
+        engine.last_step.listeners.append(self._after_step)
+
+    def _finish(self) -> None:
+        if self._last is not None:
+            self._last._done.wait()
+
+    def _after_step(self) -> None:
+        """A step was made: each commit_every-th one is committed."""
+        self._steps += 1
+        if self._every and self._steps % self._every == 0:
+            self.begin({})
+
+    @uninterrupted
+    def begin(self, extra: Extra) -> Save:
+        """Starts the thread that commits the state of now.
+
+        Raises what the commit before has met, after which there are no more; ValueError.
+        """
+        engine = self._engine()
+        assert engine is not None
+        self._finish()
+        if self._last is not None:
+            self._last.wait()
+        for each in self._under_way:
+            each.chunk_group.memory.scratch_space.reuse(each.freed)
+        self._under_way = []
+        failure: Exception | None = None
+        record: Record | None = None
+        snapshot = Snapshot(())
+        self.number += 1
+        try:
+            engine.schedule.revoke_all()
+            record, names = self._facts(engine, extra)
+            by_group = [
+                (group, group.updates.committed.begin_commit())
+                for group in engine.chunk_groups
+                if group.updates.committed is not None
+            ]
+            snapshot = Snapshot(e.chunk for _, chunks in by_group for e in chunks if e.changed)
+            self._under_way = [
+                _GroupCommit(
+                    group,
+                    chunks,
+                    {m: name for m, name in names.items() if m.chunk.group_index == index},
+                    _writes(group, chunks),
+                    group.memory.scratch_space.take_freed(),
+                )
+                for index, (group, chunks) in enumerate(by_group)
+            ]
+            for group, _ in by_group:
+                group.updates.freeze(snapshot)
+        except Exception as error:
+            failure = error
+        self._last = made = Save(self._records.folder)
+        thread = threading.Thread(
+            target=self._run,
+            args=(made, record, list(self._under_way), snapshot, failure),
+            name=f"{THREAD_PREFIX}commit",
+        )
+        thread.start()
+        if failure is not None:
+            made.wait()
+        return made
+
+    def _facts(self, engine: Engine, extra: Extra) -> tuple[Record, dict[ManagedParam, str]]:
+        """What is small, as it is now; and the parameters' names."""
+        files = self._folder.files
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        model, own = ModelTensors.of(engine), list[torch.Tensor]()
+        optimizer_facts = optimizer_records(optimizers, model.names, own)
+        rank_data = pack_rank_data(extra, own)
+        small = {data_key(files.rank, i): t for i, t in enumerate(own)}
+        tensors = tensor_records(engine, model)
+        tensors |= {key: TensorRecord(tuple(t.shape), t.dtype) for key, t in small.items()}
+        small |= {master_key(name): t for name, t in model.plain.items()}
+        params = model.param_records()
+        scale = engine.loss_scale
+        manifest = Manifest(
+            step=max((param.step for param in params.values()), default=0),
+            files={},
+            tensors=tensors,
+            params=params,
+            buffers=list(model.plain),
+            optimizers=optimizer_facts,
+            loss_scale=dict(vars(scale)) if scale.dynamic else None,
+            ranks=[rank_data],
+        )
+        record = Record(
+            generation=files.generation,
+            number=self.number,
+            rank=files.rank,
+            ranks=files.ranks,
+            manifest=manifest,
+            groups=(),
+            small={key: t.detach().cpu().clone() for key, t in small.items()},
+        )
+        return record, {m: name for name, m in model.params.items()}
+
+    def _run(
+        self,
+        made: Save,
+        record: Record | None,
+        groups: Sequence[_GroupCommit],
+        snapshot: Snapshot,
+        failure: Exception | None,
+    ) -> None:
+        failed: BaseException | None = failure
+        try:
+            failed = self._commit(record, groups, snapshot, failure)
+        except BaseException as error:
+            failed = error
+        finally:
+            if failed is None:
+                snapshot.end()
+            else:
+                # What the last durable commit has must stay: no update writes there any more.
+                snapshot.fail(failed)
+            made.end(failed)
+
+    def _commit(
+        self,
+        record: Record | None,
+        groups: Sequence[_GroupCommit],
+        snapshot: Snapshot,
+        failure: Exception | None,
+    ) -> BaseException | None:
+        """Writes everything; returns what it met on this rank, or on another one."""
+        try:
+            if failure is None:
+                assert record is not None
+                for each in groups:
+                    each.write(snapshot)
+                folder = str(self._records.folder)
+                stored = tuple(each.stored(folder) for each in groups)
+                self._records.write(record.number, encode(replace(record, groups=stored)))
+        except Exception as error:
+            failure = error
+        try:
+            self._world.all_or_none(failure, "commit a step", (CheckpointError,))
+        except Exception as error:
+            return error
+        self._folder.remove_older()
+        return None
+
+
+def _writes(
+    group: ChunkGroup, chunks: Sequence[CommitChunk]
+) -> dict[Chunk, list[tuple[ManagedParam, int]]]:
+    """Of the chunks that are copied from memory, how often user code has written to each
+    parameter."""
+    copied = {each.chunk for each in chunks if each.copied}
+    found: dict[Chunk, list[tuple[ManagedParam, Any]]] = {chunk: [] for chunk in copied}
+    for m in group.members:
+        if m.chunk in copied:
+            found[m.chunk].append((m, m.writes))
+    return found

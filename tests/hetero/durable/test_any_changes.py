@@ -1,0 +1,120 @@
+"""Whatever changes the state between commits, what the last commit has stays as it was."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import hetero
+from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
+
+_BUDGETS = ("200KiB", "300KiB", "1MiB")
+
+
+class AnyChanges(RuleBasedStateMachine):
+    """Steps, writes, loads, moves and commits in any order; a crash may come after each."""
+
+    place = "disk"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.options = {**PLACES[self.place], "durable": True, "commit_every": 0}
+        self.options["undoable_steps"] = "emulated" not in self.place
+        scratch = self.folder / "scratch"
+        scratch.mkdir()
+        self.model, self.optimizer = build(self.options, scratch)
+        self.kept: list[torch.Tensor] | None = None
+        self.made = self.copies = 0
+        self.looked_at = True
+        self.undoable = False
+
+    def teardown(self) -> None:
+        self.optimizer.engine.close()
+        shutil.rmtree(self.folder)
+
+    @rule(parts=st.booleans())
+    def step(self, parts: bool) -> None:
+        """Of all parameters, or of some alone."""
+        if parts:
+            self.optimizer.backward(self.model.first.weight.float().square().sum())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            steps(self.model, self.optimizer, range(self.made, self.made + 1))
+        self.made += 1
+        self.undoable, self.looked_at = True, False
+
+    @precondition(lambda self: self.undoable and self.options["undoable_steps"])
+    @rule()
+    def undo(self) -> None:
+        self.undoable = False
+        try:
+            self.optimizer.undo_last_step()
+        except hetero.HeteroError:
+            return  # the spare extents have what the last commit has
+        self.made -= 1
+        self.looked_at = False
+
+    @rule(value=st.integers(-4, 4))
+    def write(self, value: int) -> None:
+        with hetero.gathered(self.model.last.weight, modifier_rank=0), torch.no_grad():
+            self.model.last.weight[0] = value
+        self.looked_at = False
+
+    @rule(value=st.integers(-4, 4))
+    def load_state_dict(self, value: int) -> None:
+        state = {name: torch.full_like(p, value) for name, p in self.model.state_dict().items()}
+        self.model.load_state_dict(state)
+        self.looked_at = False
+
+    @rule(budget=st.sampled_from(_BUDGETS))
+    def move(self, budget: str) -> None:
+        try:
+            self.optimizer.engine.set_budget(budget)
+        except hetero.BudgetError:
+            return
+        self.looked_at = False
+
+    @rule(blocking=st.booleans())
+    def commit(self, blocking: bool) -> None:
+        self.kept = None  # (while it is under way either may be found)
+        commit = hetero.commit(self.model, extra={"made": self.made})
+        self.kept = whole(self.model, self.optimizer)
+        commit.wait()
+        self.looked_at = False
+
+    @invariant()
+    def is_kept(self) -> None:
+        """A start that goes on from here has what was committed last."""
+        if self.looked_at or self.kept is None:
+            return
+        self.looked_at = True
+        self.copies += 1
+        copy = self.folder / f"copy-{self.copies}"
+        shutil.copytree(self.folder / "scratch", copy)
+        options: dict[str, Any] = {**PLACES["cpu"], "durable": True, "commit_every": 0}
+        model, optimizer = build(options, copy, seed=7)
+        assert same(whole(model, optimizer), self.kept)
+        optimizer.engine.close()
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", "speculative", "waiting", "emulated"])
+def test_any_changes(place: str) -> None:
+    machine = type("AnyChangesThere", (AnyChanges,), {"place": place})
+    machine.TestCase.settings = settings(
+        max_examples=6,
+        stateful_step_count=12,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    machine.TestCase().runTest()

@@ -1,0 +1,263 @@
+"""Durable state that was damaged, cut off, is in use or of another model: named, and kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.durable import record, state_folder
+from hetero.durable.record import Record, decode
+from offload._native import NativeIoError
+from tests.hetero.checkpoint.test_save_load import PLACES, ROOT, build, same, steps, whole
+from tests.support.training.small_net import Net
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+OPTIONS = {**PLACES["disk"], "durable": True}
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """The folder of a training that was ended after three steps."""
+    model, optimizer = build(OPTIONS, tmp_path)
+    steps(model, optimizer, range(3))
+    optimizer.engine.close()
+    return tmp_path / "hetero-state"
+
+
+def records(state: Path) -> list[tuple[Path, Record]]:
+    """The two last commits, the older first."""
+    found = []
+    for path in state.glob("*.commit-?"):
+        decoded = decode(path.read_bytes(), str(path))
+        assert decoded is not None
+        found.append((path, decoded))
+    return sorted(found, key=lambda each: each[1].number)
+
+
+def flip(path: Path, byte: int) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(byte)
+        old = stream.read(1)[0]
+        stream.seek(byte)
+        stream.write(bytes([old ^ 16]))
+
+
+def goes_on(path: Path) -> hetero.Checkpoint | None:
+    """Starts, and ends at once; what it went on from."""
+    model, optimizer = build(OPTIONS, path, seed=7)
+    last = hetero.last_commit(model)
+    optimizer.engine.close()
+    return last
+
+
+def test_a_bit_that_flips_while_training_names_chunk_and_parameters(tmp_path: Path) -> None:
+    """The next step reads it: it is an error there, and never a wrong number."""
+    model, optimizer = build({**OPTIONS, "host_memory": "88KiB"}, tmp_path)
+    steps(model, optimizer, range(3))
+    engine = optimizer.engine
+    hetero.commit(model, blocking=True)
+    (data,) = (tmp_path / "hetero-state").glob("*.data")
+    _, last = records(tmp_path / "hetero-state")[-1]
+    for chunk in last.groups[0].chunks:  # (of some the buffers have it still)
+        flip(data, chunk.optim_state + 4099)
+    with pytest.raises(NativeIoError) as caught:
+        for seed in range(3, 6):
+            steps(model, optimizer, range(seed, seed + 1))
+            engine.synchronize()
+    error = caught.value
+    assert error.errno == errno.EBADMSG
+    assert str(data) in str(error)
+    at_fault = next(c for c in last.groups[0].chunks if error.offset - c.optim_state == 4096)
+    chunk_id = last.groups[0].chunks.index(at_fault)
+    for name in (f"chunk {chunk_id}", *(each.name for each in at_fault.slices)):
+        assert name in str(error)
+    engine.close()
+    # What is committed is damaged, so the next start says so, too.
+    with pytest.raises(hetero.CheckpointError, match="of the last commit cannot be read"):
+        goes_on(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["param", "optim_state"])
+def test_a_bit_that_has_flipped_since_is_found_at_the_start(state: Path, kind: str) -> None:
+    """Nothing is removed: when it is right again, the start goes on."""
+    _, last = records(state)[-1]
+    for number, chunk in enumerate(last.groups[0].chunks):
+        byte = getattr(chunk, kind) + 4096 * (number % 2)
+        (data,) = state.glob("*.data")
+        flip(data, byte)
+        with pytest.raises(hetero.CheckpointError) as caught:
+            goes_on(state.parent)
+        assert any(each.name in str(caught.value) for each in chunk.slices)
+        assert str(data) in str(caught.value)
+        flip(data, byte)
+    found = goes_on(state.parent)
+    assert found is not None
+    assert found.step == 3
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096, 100_000])
+def test_a_data_file_that_was_cut_off(state: Path, nbytes: int) -> None:
+    (data,) = state.glob("*.data")
+    shutil.copy(data, state / "kept")
+    os.truncate(data, nbytes)
+    with pytest.raises(hetero.CheckpointError, match=data.name):
+        goes_on(state.parent)
+    shutil.move(state / "kept", data)
+    assert goes_on(state.parent) is not None
+
+
+def test_a_data_file_that_is_missing(state: Path) -> None:
+    (data,) = state.glob("*.data")
+    data.rename(state / "elsewhere")
+    with pytest.raises(hetero.CheckpointError, match=f"needs .*{data.name}"):
+        goes_on(state.parent)
+
+
+def test_a_commit_that_was_cut_off_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    """As a crash leaves it: the record is half written, and no update has begun since."""
+    options = {**OPTIONS, "commit_every": 0}
+    model, optimizer = build(options, tmp_path)
+    for seed in range(3):
+        steps(model, optimizer, range(seed, seed + 1))
+        wanted = whole(model, optimizer)
+        hetero.commit(model, blocking=True)
+    steps(model, optimizer, range(3, 4))
+    hetero.commit(model, blocking=True)
+    optimizer.engine.close()
+    path, _ = records(tmp_path / "hetero-state")[-1]
+    flip(path, 5000)
+    model, optimizer = build(options, tmp_path, seed=7)
+    last = hetero.last_commit(model)
+    assert last is not None
+    assert last.step == 3
+    assert same(whole(model, optimizer), wanted)
+    assert any(path.name in note for note in optimizer.engine.notes), optimizer.engine.notes
+    optimizer.engine.close()
+
+
+def test_two_damaged_records_are_an_error_and_nothing_is_removed(state: Path) -> None:
+    names = sorted(os.listdir(state))
+    for path, _ in records(state):
+        flip(path, 200)
+    with pytest.raises(hetero.CheckpointError, match="both commit records of .* are damaged"):
+        goes_on(state.parent)
+    assert sorted(os.listdir(state)) == names
+    for path in state.glob("*.commit-?"):
+        flip(path, 200)
+    assert goes_on(state.parent) is not None
+
+
+def test_records_under_another_ones_name(state: Path) -> None:
+    path, _ = records(state)[-1]
+    path.rename(state / path.name.replace("000001-", "000004-"))
+    with pytest.raises(hetero.CheckpointError, match="says generation 1"):
+        goes_on(state.parent)
+
+
+def test_another_byte_order(state: Path) -> None:
+    for path, _ in records(state):
+        content = bytearray(path.read_bytes())
+        content[16:20] = content[16:20][::-1]
+        path.write_bytes(content)
+    with pytest.raises(hetero.CheckpointError, match="another byte order"):
+        goes_on(state.parent)
+
+
+def widened() -> Net:
+    model = Net()
+    model.last = nn.Linear(model.last.in_features + 1, model.last.out_features)
+    return model
+
+
+def renamed() -> Net:
+    model = Net()
+    model.end = model.last
+    del model.last
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (widened, "last.weight"),
+        (renamed, "end.weight|last.weight"),
+    ],
+)
+def test_another_model_is_named_and_the_state_stays(
+    state: Path, make: Callable[[], Net], match: str
+) -> None:
+    model = make()
+    model.register_buffer("mean", torch.rand(3))
+    optimizer = hetero.HybridAdam(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"nvme_path": str(state.parent), "chunk_numel": 4096, **OPTIONS}
+    with pytest.raises(ValueError, match=f"state of another training.*({match}).*nvme_path"):
+        hetero.initialize(model, optimizer, dtype="bf16", **options)
+    found = goes_on(state.parent)
+    assert found is not None
+    assert found.step == 3
+
+
+def test_another_optimizer_is_named_and_the_state_stays(state: Path) -> None:
+    with pytest.raises(ValueError, match="of HybridAdam, .* is HybridLion"):
+        build(OPTIONS, state.parent, "lion")
+    assert goes_on(state.parent) is not None
+
+
+def test_a_second_process_is_told_who_has_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed has let go of it."""
+    script = """
+        import sys
+        from pathlib import Path
+        from tests.hetero.checkpoint.test_save_load import build, steps
+        from tests.hetero.durable.test_damage import OPTIONS
+        model, optimizer = build(OPTIONS, Path(sys.argv[1]))
+        steps(model, optimizer, range(1))
+        print("has it", flush=True)
+        sys.stdin.read()
+    """
+    other = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"has it\n"
+        monkeypatch.setattr(state_folder, "_PATIENCE_S", 0.1)
+        with pytest.raises(hetero.CheckpointError, match=f"another process.*process {other.pid} "):
+            goes_on(tmp_path)
+        other.kill()
+    monkeypatch.undo()
+    assert goes_on(tmp_path) is not None
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(state: Path) -> None:
+    """No file's time is looked at."""
+    for number, path in enumerate(sorted(state.iterdir())):
+        os.utime(path, (10**9 - number, 10**9 - number))
+    assert goes_on(state.parent) is not None
+
+
+def test_files_of_a_newer_format_stay(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = sorted(os.listdir(state))
+    monkeypatch.setattr(record, "VERSION", 0)
+    with pytest.raises(hetero.CheckpointError, match="version 1 of the format"):
+        goes_on(state.parent)
+    monkeypatch.undo()
+    assert sorted(os.listdir(state)) == names
+    assert goes_on(state.parent) is not None

@@ -1,0 +1,188 @@
+"""durable=True: the next start goes on from the last commit, with the same bits."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.durable.record_files import RecordFiles
+from tests.hetero.checkpoint.test_save_load import PLACES, build, first, same, steps, whole
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+DURABLE = {"durable": True}
+
+
+def crashed(scratch: Path, to: Path) -> Path:
+    """What another start finds if this one ends now."""
+    shutil.copytree(scratch, to)
+    return to
+
+
+def folder(path: Path, name: str) -> Path:
+    made = path / name
+    made.mkdir()
+    return made
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both"])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path: Path) -> None:
+    """Five steps without a crash; and three, a crash, two: elsewhere, too."""
+    settings = {**PLACES[place], "overlap_updates": overlap}
+    model, optimizer = build(settings, folder(tmp_path, "plain"))
+    steps(model, optimizer, range(3))
+    stored = whole(model, optimizer)
+    steps(model, optimizer, range(3, 5))
+    wanted = whole(model, optimizer)
+    optimizer.engine.close()
+
+    scratch = folder(tmp_path, "scratch")
+    model, optimizer = build({**settings, **DURABLE}, scratch)
+    assert hetero.last_commit(model) is None
+    steps(model, optimizer, range(3))
+    hetero.commit(model, blocking=True)
+    copy = crashed(scratch, tmp_path / "copy")
+    steps(model, optimizer, range(3, 5))
+    assert same(whole(model, optimizer), wanted)
+    optimizer.engine.close()
+    elsewhere = "disk" if place == "cpu" else "cpu"
+    for options in ({**settings, **DURABLE}, {**PLACES[elsewhere], **DURABLE}):
+        again = crashed(copy, tmp_path / f"again-{options['placement_policy']}")
+        model, optimizer = build(options, again, seed=7)
+        last = hetero.last_commit(model)
+        assert last is not None
+        assert (last.step, last.ranks) == (3, 1)
+        assert same(whole(model, optimizer), stored)
+        steps(model, optimizer, range(3, 5))
+        assert same(whole(model, optimizer), wanted)
+        optimizer.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "state_dtype"),
+    [
+        ("adam", "bf16", "fp32"),
+        ("adam", "fp16", "bf16"),
+        ("adam", "bf16", "8bit"),
+        ("adam", "fp32", "8bit"),
+        ("lion", "bf16", "bf16"),
+        ("lion", "fp32", "fp32"),
+        ("adagrad", "bf16", "fp32"),
+        ("sgd", "bf16", "bf16"),
+        ("sgd", "fp16", "8bit"),
+        ("muon", "bf16", "fp32"),
+        ("muon", "fp32", "bf16"),
+    ],
+)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_every_rule_and_dtype_goes_on(
+    place: str, rule: str, dtype: str, state_dtype: str, tmp_path: Path
+) -> None:
+    options = {**PLACES[place], **DURABLE, "commit_every": 0}
+    scratch = folder(tmp_path, "scratch")
+    model, optimizer = build(options, scratch, rule, dtype, state_dtype)
+    for step in range(3):
+        steps(model, optimizer, range(step, step + 1))
+        hetero.commit(model)
+    stored = whole(model, optimizer)
+    hetero.commit(model, blocking=True)
+    copy = crashed(scratch, tmp_path / "copy")
+    steps(model, optimizer, range(3, 5))
+    wanted = whole(model, optimizer)
+    first(optimizer).engine.close()
+
+    model, optimizer = build(options, copy, rule, dtype, state_dtype, seed=7)
+    assert same(whole(model, optimizer), stored)
+    steps(model, optimizer, range(3, 5))
+    assert same(whole(model, optimizer), wanted)
+    first(optimizer).engine.close()
+
+
+def test_steps_since_the_last_commit_are_lost(tmp_path: Path) -> None:
+    """With commit_every=3 five steps leave the third one's state, and close() adds nothing."""
+    options = {**PLACES["disk"], **DURABLE, "commit_every": 3}
+    model, optimizer = build(options, tmp_path)
+    steps(model, optimizer, range(3))
+    wanted = whole(model, optimizer)
+    steps(model, optimizer, range(3, 5))
+    optimizer.engine.close()
+    model, optimizer = build(options, tmp_path, seed=7)
+    last = hetero.last_commit(model)
+    assert last is not None
+    assert last.step == 3
+    assert same(whole(model, optimizer), wanted)
+    optimizer.engine.close()
+
+
+def test_extra_and_param_groups_come_back(tmp_path: Path) -> None:
+    """Also where a start was killed before its own first commit: it has made one at once."""
+    options = {**PLACES["disk"], **DURABLE, "commit_every": 0}
+    model, optimizer = build(options, tmp_path)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    steps(model, optimizer, range(2))
+    scheduler.step()
+    random = torch.rand(2)
+    hetero.commit(model, extra={"scheduler": scheduler, "made": 2}, blocking=True)
+    wanted = torch.rand(2)
+    optimizer.engine.close()
+    for _ in range(2):
+        model, optimizer = build(options, tmp_path)
+        assert torch.equal(torch.rand(2), wanted)
+        assert not torch.equal(random, wanted)
+        last = hetero.last_commit(model)
+        assert last is not None
+        assert last.extra["made"] == 2
+        again = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        again.load_state_dict(last.extra["scheduler"])
+        assert again.state_dict() == scheduler.state_dict()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-4)
+        optimizer.engine.close()
+
+
+def test_a_commit_goes_on_beside_the_next_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it is the next update: what the last commit has is not overwritten before."""
+    model, optimizer = build({**PLACES["speculative"], **DURABLE}, tmp_path)
+    gate, write = threading.Event(), RecordFiles.write
+
+    def held(*arguments: Any) -> None:
+        assert gate.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(RecordFiles, "write", held)
+    steps(model, optimizer, range(1))  # returns, while the commit is held
+    optimizer.backward(torch.stack([p.float().sum() for p in model.parameters()]).sum())
+    ended = threading.Event()
+
+    def step() -> None:
+        optimizer.step()
+        ended.set()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert not ended.wait(0.2)  # (it could be late, but not early)
+    gate.set()
+    thread.join(60)
+    assert ended.is_set()
+    optimizer.engine.close()
+
+
+def test_a_step_that_is_undone_is_not_gone_on_from(tmp_path: Path) -> None:
+    options = {**PLACES["disk"], **DURABLE, "undoable_steps": True}
+    model, optimizer = build(options, tmp_path)
+    steps(model, optimizer, range(2))
+    wanted = whole(model, optimizer)
+    steps(model, optimizer, range(2, 3))
+    optimizer.undo_last_step()
+    assert same(whole(model, optimizer), wanted)
+    optimizer.engine.close()
+    model, optimizer = build(options, tmp_path, seed=7)
+    assert same(whole(model, optimizer), wanted)
+    optimizer.engine.close()

@@ -1,0 +1,93 @@
+"""Ranks whose state is durable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hetero
+from tests.support.ranks.checkpointing import OPTIONS, build, steps, whole
+
+FOLDER = "hetero-state"
+
+
+def commit(rank: int, world: int, path: str) -> dict[str, Any]:
+    """Three steps, of which the first two are committed, and two more without commits.
+
+    What the folder has after two is copied: another start goes on from there.
+    """
+    options = {**OPTIONS[world], "durable": True, "commit_every": 0}
+    scratch = Path(path) / f"scratch-{world}"
+    if rank == 0:
+        scratch.mkdir()
+    torch.distributed.barrier()
+    model, optimizer = build(rank, world, str(scratch), 0, options)
+    assert hetero.last_commit(model) is None
+    steps(rank, model, optimizer, range(1))
+    hetero.commit(model)
+    steps(rank, model, optimizer, range(1, 2))
+    hetero.commit(model, extra={"rank": rank}, blocking=True)
+    stored = whole(model, optimizer)
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.copytree(scratch, Path(path) / f"of-{world}")
+    torch.distributed.barrier()
+    steps(rank, model, optimizer, range(2, 4))
+    found = {"stored": stored, "then": whole(model, optimizer)}
+    optimizer.engine.close()
+    return found
+
+
+def go_on(rank: int, world: int, path: str, committed_by: list[int]) -> dict[int, Any]:
+    """Goes on from what each of these numbers of ranks has committed, with two steps more."""
+    found: dict[int, Any] = {}
+    for count in committed_by:
+        scratch = Path(path) / f"of-{count}-for-{world}"
+        if rank == 0:
+            shutil.copytree(Path(path) / f"of-{count}", scratch)
+        torch.distributed.barrier()
+        options = {**OPTIONS[world], "durable": True}
+        model, optimizer = build(rank, world, str(scratch), 7, options)
+        last = hetero.last_commit(model)
+        assert last is not None
+        stored = whole(model, optimizer)
+        steps(rank, model, optimizer, range(2, 4))
+        then = whole(model, optimizer)
+        optimizer.engine.close()
+        names = sorted(each for each in os.listdir(scratch / FOLDER) if each != "lock")
+        found[count] = {
+            "step": last.step,
+            "ranks": last.ranks,
+            "rank": last.extra["rank"],
+            "stored": stored,
+            "then": then,
+            "generations": sorted({name.split("-")[0] for name in names}),
+        }
+    return found
+
+
+def die_while_committing(rank: int, world: int, path: str, dies: bool) -> str:
+    """Rank 1 is killed when its data are durable, and the others wait for it."""
+    options = {**OPTIONS[2], "durable": True, "commit_every": 0}
+    model, optimizer = build(rank, world, path, 0, options)
+    steps(rank, model, optimizer, range(1))
+    hetero.commit(model, blocking=True)
+    steps(rank, model, optimizer, range(1, 2))
+    if rank == 1 and dies:
+        from hetero.durable.record_files import RecordFiles
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        RecordFiles.write = die  # type: ignore[method-assign]
+    told = ""
+    try:
+        hetero.commit(model, blocking=True)
+    except hetero.HeteroError as error:
+        told = f"{type(error).__name__}: {error}"
+    return told

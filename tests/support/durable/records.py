@@ -1,0 +1,97 @@
+"""Commit records: a sample, and files whose checksums are right whatever their sections say."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero.checkpoint.manifest import (
+    GroupRecord,
+    Manifest,
+    OptimizerRecord,
+    ParamRecord,
+    TensorRecord,
+)
+from hetero.checkpoint.plain_data import pack
+from hetero.durable import record as format_
+from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice, encode
+from offload.memory.sizes import PAGE_BYTES, round_up
+
+_STATES = ("exp_avg", "exp_avg_sq")
+_TILE = 2048
+_PAGES = 1 + 5 + 1  # of 2048 parameters, 20480 bytes of optimizer state, frozen parameters
+
+SAMPLE = Record(
+    generation=3,
+    number=7,
+    rank=0,
+    ranks=1,
+    manifest=Manifest(
+        step=7,
+        files={},
+        tensors={
+            "model/a.weight": TensorRecord((30, 40), torch.float32),
+            **{f"optimizer/a.weight/{s}": TensorRecord((30, 40), torch.float32) for s in _STATES},
+            "model/frozen": TensorRecord((2,), torch.bfloat16),
+            "model/count": TensorRecord((), torch.int64),
+            "data/0/0": TensorRecord((5,), torch.uint8),
+        },
+        params={
+            "a.weight": ParamRecord(("tied.weight",), True, 7),
+            "frozen": ParamRecord((), False, 0),
+        },
+        buffers=("count",),
+        optimizers=(
+            OptimizerRecord(
+                "HybridAdam", _STATES, "fp32", (GroupRecord({"lr": 0.1}, ("a.weight", "frozen")),)
+            ),
+        ),
+        loss_scale=None,
+        ranks=({"random": {}, "extra": {"t": pack((1,), "t", [])}},),
+    ),
+    groups=(
+        StoredGroup(
+            compute="bf16",
+            rule="adam",
+            state="fp32",
+            tile_numel=_TILE,
+            rank=0,
+            ranks=1,
+            files=("x.data", "../more/x.data"),
+            weights=(1, 2),
+            unit_bytes=1 << 20,
+            chunks=(
+                StoredChunk(1, True, (StoredSlice("a.weight", 64, 1200),), 0, 16384),
+                StoredChunk(1, False, (StoredSlice("frozen", 0, 2),), 65536, None),
+            ),
+            checksums=bytes(range(4)) * _PAGES,
+        ),
+    ),
+    small={
+        "model/count": torch.tensor(4),
+        "data/0/0": torch.arange(5, dtype=torch.uint8),
+    },
+)
+
+
+def sections_of(content: bytes) -> tuple[list[int], list[bytes]]:
+    """The numbers in the head of a record (generation, number, rank, ranks), and its sections."""
+    _, _, _, _, _, *numbers = format_._HEAD.unpack_from(content)
+    found, at = [], PAGE_BYTES
+    for size in numbers[4:]:
+        found.append(content[at : at + size])
+        at += size
+    return numbers[:4], found
+
+
+def sealed(numbers: list[int], sections: list[bytes]) -> bytes:
+    """A record's file of these sections, with right checksums."""
+    rest, sizes = b"".join(sections), [len(section) for section in sections]
+    crc = format_._crc(rest)
+    head = format_._head(0, crc, *numbers, *sizes)
+    head = format_._head(format_._crc(head), crc, *numbers, *sizes)
+    return (head + rest).ljust(round_up(len(head) + len(rest), PAGE_BYTES), b"\0")
+
+
+def sample() -> bytes:
+    """The sample's file."""
+    return bytes(encode(SAMPLE))
