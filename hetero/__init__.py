@@ -32,7 +32,7 @@ from hetero.checkpoint.pretrained.save import save_pretrained
 from hetero.checkpoint.save import Save, save
 from hetero.config import Config
 from hetero.cpu_threads import set_threads
-from hetero.durable.commits import commit, last_commit
+from hetero.durable.commits import commit, resume
 from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
 from hetero.setup.init_context import ZeroInitContext
@@ -82,7 +82,6 @@ __all__ = [
     "gathered",
     "grads",
     "initialize",
-    "last_commit",
     "latest_checkpoint",
     "load",
     "load_dcp",
@@ -90,6 +89,7 @@ __all__ = [
     "masters",
     "no_sync",
     "register_external_parameter",
+    "resume",
     "save",
     "save_dcp",
     "save_pretrained",

@@ -111,8 +111,8 @@ class Config:
         durable: what step() has made survives a crash, or a loss of power: the state stays in files
             in the folder "hetero-state" of nvme_path, which this training has for itself, and
             hetero.initialize() goes on from the last commit there, with any number of ranks,
-            policy, budgets and dtype; hetero.last_commit() says which. Default: False. True takes
-            the room of all state on NVMe twice, and has steps write what is in RAM there, too.
+            policy, budgets and dtype; hetero.resume() says which. Default: False. True takes the
+            room of all state on NVMe twice, and has steps write what is in RAM there, too.
         commit_every: steps after which a durable state is committed: those since are lost in a
             crash. Default: 1. More of them write less where state is in RAM. 0: only
             hetero.commit() does it; for loops with a scheduler, a position in the data, or several

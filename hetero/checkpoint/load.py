@@ -27,10 +27,9 @@ from hetero.checkpoint.model_tensors import (
 from hetero.checkpoint.plain_data import unpack
 from hetero.checkpoint.rank_data import (
     Extra,
+    LoopState,
     check_objects,
     check_random,
-    load_objects,
-    set_random,
     unpack_extra,
     unpack_random,
 )
@@ -100,13 +99,17 @@ def load(
     def open_source() -> Source:
         found = find_checkpoint(Path(path))
         manifest = read_manifest(found)
-        try:
-            reader = DataReader(found, manifest.files, manifest.tensors, engine.config.io_engine)
-        except StoreError as error:
-            raise CheckpointError(f"{found} cannot be read: {error}") from error
-        return Source(found, manifest, reader)
 
-    return load_from(open_source, engine, optimizers, dict(extra or {}), str(path))
+        def open_reader() -> DataReader:
+            engine_name = engine.config.io_engine
+            try:
+                return DataReader(found, manifest.files, manifest.tensors, engine_name)
+            except StoreError as error:
+                raise CheckpointError(f"{found} cannot be read: {error}") from error
+
+        return Source(found, manifest, open_reader)
+
+    return load_from(open_source, engine, optimizers, dict(extra or {}), str(path))[0]
 
 
 class Reader(Protocol):
@@ -127,11 +130,11 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """What is loaded: a manifest, and the reader of the tensors that it lists; and its folder."""
+    """What is loaded: its folder, a manifest, and what opens the tensors that it lists."""
 
     path: Path
     manifest: Manifest
-    reader: Reader
+    open_reader: Callable[[], Reader]
 
 
 def load_from(
@@ -140,7 +143,7 @@ def load_from(
     optimizers: Sequence[HybridOptimizer],
     extra: Extra,
     what: str,
-) -> Checkpoint:
+) -> tuple[Checkpoint, LoopState]:
     """load() of what `open_source` opens; `what` names it in errors."""
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints are little-endian, and this machine is not")
@@ -148,9 +151,7 @@ def load_from(
         engine.check_usable()
         failure: Exception | None = None
         try:
-            source = open_source()
-            resources.callback(source.reader.close)
-            loading = _Loading(source, engine, optimizers, extra)
+            loading = _Loading(open_source(), engine, optimizers, extra, resources)
         except Exception as error:
             failure = error
         engine.world.all_or_none(failure, f"load {what}", (CheckpointError,))
@@ -161,21 +162,30 @@ class _Loading:
     """A checkpoint that fits the model."""
 
     def __init__(
-        self, source: Source, engine: Engine, optimizers: Sequence[HybridOptimizer], extra: Extra
+        self,
+        source: Source,
+        engine: Engine,
+        optimizers: Sequence[HybridOptimizer],
+        extra: Extra,
+        resources: ExitStack,
     ) -> None:
-        """Reads what is small, and compares. Raises as load(), with nothing changed."""
+        """Compares, and reads what is small. Raises as load(), with nothing changed.
+
+        `resources` close the reader.
+        """
         self._engine, self._optimizers, self._objects = engine, optimizers, extra
-        self.path, self._reader = source.path, source.reader
+        self.path = source.path
         self._manifest = manifest = source.manifest
         engine.added_params.take_in_unfrozen()
         self._model = ModelTensors.of(engine)
         with_states = bool(optimizers and manifest.optimizers)
         _check_model(manifest, self._model, with_states)
+        self._reader = source.open_reader()
+        resources.callback(self._reader.close)
         everyone = engine.world.everyone
         rank, ranks = (0, 1) if everyone is None else (everyone.rank, everyone.size)
-        self._same_ranks = ranks == len(manifest.ranks)
-        of_rank = rank if self._same_ranks else 0
-        self._groups = [
+        of_rank = rank if ranks == len(manifest.ranks) else 0
+        groups = [
             _groups(self._reader, manifest, number, optimizer, self._model)
             for number, optimizer in enumerate(self._optimizers_of(manifest))
         ]
@@ -185,13 +195,15 @@ class _Loading:
         def tensor(number: int) -> torch.Tensor:
             return own_tensor(self._reader, manifest, of_rank, number)
 
-        self._extra: dict[str, Any] = {}
+        found: dict[str, Any] = {}
+        random: Mapping[str, Any] | None = None
         if manifest.ranks:  # (`hetero convert` knows of none)
-            self._extra = unpack_extra(manifest.ranks[of_rank], tensor)
-        if self._sets_random:
-            self._random = unpack_random(manifest.ranks[of_rank], tensor)
-            check_random(self._random)
-        check_objects(extra, self._extra)
+            found = unpack_extra(manifest.ranks[of_rank], tensor)
+        if ranks == len(manifest.ranks) and self._optimizers:
+            random = unpack_random(manifest.ranks[of_rank], tensor)
+            check_random(random)
+        check_objects(extra, found)
+        self._loop_state = LoopState(groups, random, found)
         self._plain = {name: self._reader.whole(master_key(name)) for name in self._model.plain}
 
     def _optimizers_of(self, manifest: Manifest) -> Sequence[HybridOptimizer]:
@@ -209,11 +221,7 @@ class _Loading:
                 for state in STATE_NAMES[self._engine.params.group(m.chunk).dtypes.rule]:
                     check_state(self._manifest, name, state)
 
-    @property
-    def _sets_random(self) -> bool:
-        return self._same_ranks and bool(self._optimizers)
-
-    def load(self) -> Checkpoint:
+    def load(self) -> tuple[Checkpoint, LoopState]:
         """Changes the model, the optimizers and all else."""
         engine, manifest = self._engine, self._manifest
         engine.params.begin_loading(str(self.path))
@@ -225,17 +233,14 @@ class _Loading:
             for m, name in self._names.items():
                 if m.chunk.trainable:
                     m.step = manifest.params[name].step
-            for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-                for group, options in zip(optimizer.param_groups, groups, strict=True):
-                    group.update(options)
             if manifest.loss_scale is not None and engine.loss_scale.dynamic:
                 for field_name, value in manifest.loss_scale.items():
                     setattr(engine.loss_scale, field_name, value)
         engine.params.end_loading()
-        load_objects(self._objects, self._extra)
-        if self._sets_random:
-            set_random(self._random)
-        return Checkpoint(self.path, manifest.step, len(manifest.ranks), self._extra)
+        loop_state = self._loop_state
+        loop_state.bring_back(self._optimizers, self._objects)
+        loaded = Checkpoint(self.path, manifest.step, len(manifest.ranks), loop_state.extra)
+        return loaded, loop_state
 
     @property
     def _names(self) -> dict[ManagedParam, str]:

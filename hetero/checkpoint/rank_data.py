@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,33 @@ def unpack_extra(data: Any, tensor: Callable[[int], torch.Tensor]) -> dict[str, 
     if type(found) is not dict or not all(isinstance(name, str) for name in found):
         raise CheckpointError("extra of the checkpoint must be values by name")
     return found
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What a loop gets back beside the model and its optimizer states.
+
+    Attributes:
+        groups: by optimizer and param group, the options.
+        random: the state of random numbers; None if they stay as they are.
+        extra: as Checkpoint's.
+    """
+
+    groups: Sequence[Sequence[Mapping[str, Any]]]
+    random: Mapping[str, Any] | None
+    extra: Mapping[str, Any]
+
+    def bring_back(self, optimizers: Iterable[torch.optim.Optimizer], objects: Extra) -> None:
+        """Options, objects of `extra` and random numbers are as they were. Raises CheckpointError.
+
+        check_objects() has passed the objects.
+        """
+        for optimizer, groups in zip(optimizers, self.groups, strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options)
+        load_objects(objects, self.extra)
+        if self.random is not None:
+            set_random(self.random)
 
 
 def check_objects(extra: Extra, found: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ def save(
             their numbers alone ("step-100", "step-200"). Default: all.
 
     Returns:
-        The save; wait() for it if `blocking` is False. The next save, and engine.close(), do, too.
+        The save; wait() for it if `blocking` is False. The next save, and engine.close(), do, too,
+        and raise what it met.
 
     Raises:
         ValueError: `extra` has something else, or at `path` is no checkpoint. Nothing is written.
@@ -134,6 +136,19 @@ class Save:
             self.was_told = True
             raise self._failure
 
+    def settle(self) -> None:
+        """Until it has ended. Raises what wait() does, if nobody was told of it yet.
+
+        Where another error is being handled, as at the end of a program, that is a warning.
+        """
+        self._done.wait()
+        if self._failure is None or self.was_told:
+            return
+        if sys.exc_info()[1] is None:
+            self.wait()
+        self.was_told = True
+        warnings.warn(f"what was being saved to {self.path} failed: {self._failure}", stacklevel=2)
+
     def end(self, failure: BaseException | None) -> None:
         """Called once, when nothing more is done."""
         self._failure = failure
@@ -166,7 +181,7 @@ class _Saver:
 
     def _finish(self) -> None:
         if self._last is not None:
-            self._last._done.wait()
+            self._last.settle()
 
     @uninterrupted
     def begin(
@@ -179,7 +194,6 @@ class _Saver:
         """Starts the thread that saves the state of now."""
         engine = self._engine()
         assert engine is not None
-        self._finish()
         if self._last is not None and not self._last.was_told:
             self._last.wait()
         failure: Exception | None = None

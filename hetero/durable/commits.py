@@ -1,4 +1,4 @@
-"""hetero.commit() and hetero.last_commit(): the commits of a model's durable state."""
+"""hetero.commit() and hetero.resume(): the commits of a model's durable state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.checkpoint.load import Checkpoint
-from hetero.checkpoint.rank_data import Extra
+from hetero.checkpoint.rank_data import Extra, LoopState, check_objects
 from hetero.checkpoint.save import Save, engine_of_model
 from hetero.durable.committer import Committer
 from hetero.durable.restore import restore
@@ -23,7 +23,6 @@ class DurableState:
 
     Attributes:
         committer: makes its commits.
-        restored: the commit that training goes on from; None if it has begun.
     """
 
     def __init__(
@@ -35,16 +34,34 @@ class DurableState:
         """
         engine.notes.extend(folder.notes)
         self.committer = Committer(engine, optimizers, folder)
-        self.restored: Checkpoint | None = None
+        # (Optimizers have the engine, which must not be kept alive from here.)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._restored: tuple[Checkpoint, LoopState] | None = None
         if folder.last:
             try:
-                self.restored = restore(engine, optimizers, folder)
+                self._restored = restore(engine, optimizers, folder)
             except BaseException:
                 folder.remove_own()
                 raise
             # The files of the start before can go then.
-            self.committer.begin(self.restored.extra).wait()
+            self.committer.begin(self._restored[0].extra).wait()
+            self.committer.goes_on_from = self._restored[0]
         _states[engine] = self
+
+    def resume(self, extra: Extra) -> Checkpoint | None:
+        """As hetero.resume()."""
+        if self._restored is None:
+            return None
+        checkpoint, loop_state = self._restored
+        if self.committer.steps:
+            raise HeteroError(
+                f"hetero.resume() comes before the first step, and {self.committer.steps} were made"
+            )
+        check_objects(extra, checkpoint.extra)
+        optimizers = (optimizer for ref in self._optimizers if (optimizer := ref()) is not None)
+        loop_state.bring_back(optimizers, extra)
+        self.committer.goes_on_from = None
+        return checkpoint
 
 
 _states: weakref.WeakKeyDictionary[Engine, DurableState] = weakref.WeakKeyDictionary()
@@ -70,7 +87,7 @@ def commit(model: torch.nn.Module, *, extra: Extra | None = None, blocking: bool
 
     Args:
         model: as hetero.initialize() returned it, with durable=True.
-        extra: as hetero.save() takes it; hetero.last_commit() gives it back.
+        extra: as hetero.save() takes it; hetero.resume() gives it back.
         blocking: True: returns when the commit is durable on all ranks. Default: it goes on beside
             the next iteration, whose updates wait for it; the next commit, and engine.close(), do.
 
@@ -94,10 +111,24 @@ def commit(model: torch.nn.Module, *, extra: Extra | None = None, blocking: bool
     return made
 
 
-def last_commit(model: torch.nn.Module) -> Checkpoint | None:
-    """The commit that hetero.initialize() brought back, or None if the training has just begun.
+def resume(model: torch.nn.Module, *, extra: Extra | None = None) -> Checkpoint | None:
+    """Says what commit hetero.initialize() has brought back, and brings the loop's own state back.
 
-    Its `step` is the number of updates that were made, its `extra` what hetero.commit() was given:
-    of objects their states, for load_state_dict().
+    Every loop with durable=True calls it, on all ranks, when all it needs is made, and before the
+    first step: it begins where that commit was made. What the constructors of schedulers have
+    changed since, options of param groups, and random numbers are as they were committed then.
+
+    Args:
+        model: as hetero.initialize() returned it, with durable=True.
+        extra: by name, objects that hetero.commit() was given, and that get their state back
+            (load_state_dict(), or a torch.Generator).
+
+    Returns:
+        The commit; its `step` is the number of updates that were made, and `extra` what
+        hetero.commit() was given: of objects their states. None if the training has just begun.
+
+    Raises:
+        HeteroError: the model's state is not durable, or a step was made already.
+        ValueError: the commit has none of that name. CheckpointError: it has another kind of state.
     """
-    return _state_of(model).restored
+    return _state_of(model).resume(dict(extra or {}))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hetero.api.optimizer import HybridOptimizer
+from hetero.checkpoint.load import Checkpoint
 from hetero.checkpoint.manifest import Manifest, TensorRecord
 from hetero.checkpoint.model_tensors import (
     ModelTensors,
@@ -32,7 +33,8 @@ from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.committed import CommitChunk, CommittedState
 from hetero.state.snapshot import Snapshot
 from offload._native import IoOp
-from offload.errors import CheckpointError
+from offload.disk.durable import check_named
+from offload.errors import CheckpointError, HeteroError
 from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX
 from offload.memory.tiers import StateKind
@@ -67,6 +69,8 @@ class _GroupCommit:
         disk = group.disk
         assert disk is not None
         disk.io.sync(disk.transfers.file)
+        for member in disk.scratch.members:
+            check_named(member.fd, member.path)
 
     def _start(self, each: CommitChunk) -> list[IoOp]:
         """Starts copying what has its home in memory."""
@@ -144,6 +148,8 @@ class Committer:
 
     Attributes:
         number: of the last commit that was begun.
+        steps: that were made, or undone, since the start.
+        goes_on_from: what the loop has not asked for yet (hetero.resume()).
     """
 
     def __init__(
@@ -156,7 +162,8 @@ class Committer:
         # (Not the engine, nor the optimizers, which the finalizer of their model ends.)
         self._engine = weakref.ref(engine)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._every, self._steps = engine.config.commit_every, 0
+        self._every, self.steps = engine.config.commit_every, 0
+        self.goes_on_from: Checkpoint | None = None
         self._folder = folder
         self._records = RecordFiles(folder.files)
         engine.before_close.callback(folder.close)
@@ -168,17 +175,20 @@ class Committer:
         engine.before_close.callback(self._finish)
         self.number = 0
         self._last: Save | None = None
+        self._snapshot = Snapshot(())
         self._under_way: list[_GroupCommit] = []
         engine.last_step.listeners.append(self._after_step)
 
     def _finish(self) -> None:
+        """Until the last commit has ended. Raises what it met, unless a step has."""
         if self._last is not None:
-            self._last._done.wait()
+            self._last.was_told |= self._snapshot.was_told
+            self._last.settle()
 
     def _after_step(self) -> None:
         """A step was made: each commit_every-th one is committed."""
-        self._steps += 1
-        if self._every and self._steps % self._every == 0:
+        self.steps += 1
+        if self._every and self.steps % self._every == 0:
             self.begin({})
 
     @uninterrupted
@@ -189,7 +199,12 @@ class Committer:
         """
         engine = self._engine()
         assert engine is not None
-        self._finish()
+        if self.goes_on_from is not None:
+            raise HeteroError(
+                f"the training goes on from {self.goes_on_from.path}, where "
+                f"{self.goes_on_from.step} steps were made; call hetero.resume(model) before the "
+                f"first step, which says so, or remove that folder to begin anew"
+            )
         if self._last is not None:
             self._last.wait()
         for each in self._under_way:
@@ -197,7 +212,7 @@ class Committer:
         self._under_way = []
         failure: Exception | None = None
         record: Record | None = None
-        snapshot = Snapshot(())
+        self._snapshot = snapshot = Snapshot(())
         self.number += 1
         try:
             engine.schedule.revoke_all()
@@ -207,7 +222,8 @@ class Committer:
                 for group in engine.chunk_groups
                 if group.updates.committed is not None
             ]
-            snapshot = Snapshot(e.chunk for _, chunks in by_group for e in chunks if e.changed)
+            changed = (e.chunk for _, chunks in by_group for e in chunks if e.changed)
+            self._snapshot = snapshot = Snapshot(changed)
             self._under_way = [
                 _GroupCommit(
                     group,

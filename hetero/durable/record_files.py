@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from hetero.state.memory.state_files import StateFiles
-from offload.disk.durable import sync_path
+from offload.disk.durable import check_named, sync_path
 from offload.errors import StoreError
 
 
@@ -40,6 +40,7 @@ class RecordFiles:
             raise StoreError(
                 error.errno, f"the commit's record cannot be written: {error.strerror}", str(path)
             ) from error
+        check_named(descriptor, path)
 
     def close(self) -> None:
         """Closes the files; idempotent."""

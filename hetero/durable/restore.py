@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.checkpoint.load import Checkpoint, Source, load_from
+from hetero.checkpoint.rank_data import LoopState
 from hetero.durable.commit_reader import CommitReader, merged_manifest
 from hetero.durable.state_folder import StateFolder
 from hetero.runtime.engine import Engine
@@ -14,7 +15,7 @@ from hetero.runtime.engine import Engine
 
 def restore(
     engine: Engine, optimizers: Sequence[HybridOptimizer], folder: StateFolder
-) -> Checkpoint:
+) -> tuple[Checkpoint, LoopState]:
     """Loads the last commit in the folder; all ranks call it.
 
     Raises as hetero.load(): ValueError if it is of another model or optimizer.
@@ -22,8 +23,10 @@ def restore(
 
     def open_source() -> Source:
         path = Path(folder.folders[0])
-        reader = CommitReader(folder.last, path, engine.config.io_engine)
-        return Source(path, merged_manifest(folder.last), reader)
+        manifest = merged_manifest(folder.last)
+        return Source(
+            path, manifest, lambda: CommitReader(folder.last, path, engine.config.io_engine)
+        )
 
     try:
         return load_from(open_source, engine, optimizers, {}, "the last commit")

@@ -131,9 +131,7 @@ class Engine:
         self._finalizer = weakref.finalize(model, self._outlive)
 
     def attach(self, model_hooks: ModelHooks, added_params: AddsParams) -> None:
-        """Completes the engine with further hooks on the model, and with what gives parameters a
-        place later; called once, by initialize().
-        """
+        """Adds hooks on the model, and what gives parameters a place later; called once."""
         self._model_hooks.append(model_hooks)
         self._added_params = added_params
 
@@ -236,8 +234,7 @@ class Engine:
     def grad_norm(self, params: Iterable[torch.Tensor]) -> float:
         """The 2-norm of the parameters' gradients, after the clipping and unscaling done so far.
 
-        Summed in double per parameter in a fixed order, then over parameters in the model's order:
-        the same bits for every placement and chunk size.
+        Summed in double in a fixed order: the same bits for every placement and chunk size.
         """
         return self.grad_factors.total_norm(self.with_grads(params))
 
@@ -402,14 +399,13 @@ class Engine:
     @property
     def gather_wait_s(self) -> float:
         """Seconds that compute waited for chunks from other ranks: what prefetch did not hide."""
-        ranks = (chunk_group.ranks for chunk_group in self.chunk_groups)
-        gatherings = (r.gathering for r in ranks if r is not None)
-        return sum(g.wait_s for g in gatherings if g is not None)
+        ranks = (each.ranks for each in self.chunk_groups if each.ranks is not None)
+        return sum(each.gathering.wait_s for each in ranks if each.gathering is not None)
 
     @property
     def update_s(self) -> float:
         """Seconds during which updates were being made, by the pipelines that exist now."""
-        return sum(float(chunk_group.pipeline.stats["busy_s"]) for chunk_group in self.chunk_groups)
+        return sum(float(each.pipeline.stats["busy_s"]) for each in self.chunk_groups)
 
     @property
     def update_wait_s(self) -> float:
@@ -419,8 +415,7 @@ class Engine:
     @property
     def io_engine(self) -> str | None:
         """ "io_uring" or "threads"; None if nothing is homed on DISK."""
-        disks = (chunk_group.disk for chunk_group in self.chunk_groups)
-        return next((disk.io.kind for disk in disks if disk is not None), None)
+        return next((g.disk.io.kind for g in self.chunk_groups if g.disk is not None), None)
 
     def managed_params(self) -> list[ManagedParam]:
         """All managed parameters, in the model's order."""
@@ -444,20 +439,21 @@ class Engine:
     def close(self) -> None:
         """Frees memory, file and threads; idempotent. Any later use raises ClosedError.
 
-        With several ranks all should call it: each answers the others until they do, too.
+        With several ranks all should call it: each answers the others until they do, too. When all
+        is freed it raises what a save or commit beside training met, if nobody was told of it.
         """
         if self._closed:
             return
         self.unwind()
-        self.before_close.close()
-        self._leave_ranks()
-        self._closed = True
-        self._finalizer.detach()
-        model = self._model()
-        if model is not None:
-            refuse_use(model, (m.param for m in self.params.managed.values()))
-        self._detach_params()
-        self._free()
+        try:
+            self._end()
+        finally:
+            self._finalizer.detach()
+            model = self._model()
+            if model is not None:
+                refuse_use(model, (m.param for m in self.params.managed.values()))
+            self._detach_params()
+            self._free()
 
     def _detach_params(self) -> None:
         self.params.close()
@@ -477,23 +473,28 @@ class Engine:
             self._free()  # which waits for no other rank now
             raise
 
-    def _leave_ranks(self) -> None:
-        if self.world.everyone is None or os.getpid() != self._process:
+    def _end(self) -> None:
+        """Ends what goes on beside training, and leaves the other ranks; once."""
+        closed, self._closed = self._closed, True
+        if closed or os.getpid() != self._process:
             return
-        self.world.leave(error_that_ends_this_rank())
-        for chunk_group in self.chunk_groups:
-            chunk_group.leave()
+        try:
+            self.before_close.close()
+        finally:
+            if self.world.everyone is not None:
+                self.world.leave(error_that_ends_this_rank())
+                for chunk_group in self.chunk_groups:
+                    chunk_group.leave()
 
     def _free(self) -> None:
-        if os.getpid() != self._process:
-            return  # a forked child: threads, locks and connections are its parent's
-        if not self._closed:
-            self.before_close.close()
-            self._leave_ranks()
-        self._closed = True
-        self.params.close()
-        self.hooks.close()
-        for chunk_group in reversed(self.chunk_groups):
-            chunk_group.close()
-            chunk_group.world.close()
-        self.backend.close()
+        if os.getpid() != self._process:  # threads, locks and connections are the parent's
+            return
+        try:
+            self._end()
+        finally:
+            self.params.close()
+            self.hooks.close()
+            for chunk_group in reversed(self.chunk_groups):
+                chunk_group.close()
+                chunk_group.world.close()
+            self.backend.close()

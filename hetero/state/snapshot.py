@@ -12,6 +12,9 @@ class Snapshot:
     """Chunks whose state is copied by another thread as it is now, each before it changes.
 
     That thread takes one chunk after the other; one that somebody waits for comes first.
+
+    Attributes:
+        was_told: the failure was raised.
     """
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
@@ -20,6 +23,7 @@ class Snapshot:
         self._wanted: dict[tuple[int, int], Chunk] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self.was_told = False
 
     def take(self) -> Chunk | None:
         """The chunk to copy next; None when all are copied. It is pending until copied()."""
@@ -80,4 +84,5 @@ class Snapshot:
     def _wait_for(self, is_over: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: is_over() or self._failure is not None)
         if self._failure is not None and not is_over():
+            self.was_told = True
             raise self._failure

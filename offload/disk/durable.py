@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+from offload.errors import StoreError
 
 
 def sync_path(path: Path) -> None:
@@ -13,3 +16,16 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_named(descriptor: int, path: str | Path) -> None:
+    """Raises StoreError unless `path` still names the open file, which would go with close()."""
+    mine = os.fstat(descriptor)
+    try:
+        named = os.stat(path)
+    except FileNotFoundError:
+        named = None
+    if named is None or (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino):
+        raise StoreError(
+            errno.ENOENT, "the file was removed, or replaced, while it was in use", str(path)
+        )

@@ -85,9 +85,6 @@ class Checkpoints:
         asked = path is not None and path == Path(job.options.resume or "")
         if path is not None and (found is None or asked or read_manifest(path).step > found.step):
             found = hetero.load(path, job.model, job.optimizer, extra=self._objects)
-        elif found is not None:
-            for name, each in self._objects.items():
-                each.load_state_dict(found.extra[name])
         if found is None:
             return 0, None
         made = int(found.extra["step"])
@@ -105,7 +102,7 @@ class Checkpoints:
         """
         if self._job.options.commit_every is None:
             return None
-        found = hetero.last_commit(self._job.model)
+        found = hetero.resume(self._job.model, extra=self._objects)
         if found is not None and self._job.options.resume is None:
             raise ValueError(
                 f"{found.path} has the state of a run that made {found.extra['step']} steps; "
@@ -151,6 +148,12 @@ class Checkpoints:
         for each in (self._commit, self._last):
             if each is not None:
                 each.wait()
+
+    def settle(self) -> None:
+        """Waits for the last ones while an error is being handled; warns of theirs."""
+        for each in (self._commit, self._last):
+            if each is not None:
+                each.settle()
 
     @contextmanager
     def noticing_sigterm(self) -> Iterator[None]:

@@ -64,9 +64,11 @@ def train(
             result.peak_rss_by_rank_bytes = [int(n) for n in ranks.gather(peak_resident_bytes())]
         except KeyboardInterrupt:
             result.status = "interrupted"
+            checkpoints.settle()
         except (DivergedError, hetero.HeteroError, OSError, MemoryError) as error:
             result.status = "failed"
             result.failure = error
+            checkpoints.settle()
         finally:
             observer.end()
         result.peak_managed_bytes = dict(job.engine.ledger.peak_bytes)

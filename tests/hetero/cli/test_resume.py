@@ -72,6 +72,33 @@ def test_a_run_in_parts_has_the_bits_of_one_run(
         assert lines("parts") == lines("whole")
 
 
+def test_commits_go_on_with_the_bits_of_one_run(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a checkpoint, and with other memory; from a checkpoint that is later."""
+    assert main([*arguments, "--steps", "9", "--run-dir", "whole"]) == 0
+    committing = [*arguments, "--run-dir", "parts", "--commit-every", "2", "--steps"]
+    constant = ["--schedule", "constant"]
+    assert main([*committing, "9"]) == 0
+    assert lines("parts") == lines("whole")
+    assert not Path("parts/checkpoints").exists()
+    capsys.readouterr()
+    assert main([*committing, "10"]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert main([*committing, "9", "--resume"]) == 2
+    assert "has all 9 steps; to go on from it ask for more" in capsys.readouterr().err
+    more = [*committing, "10", "--resume", "--json", *constant]
+    assert main([*more, "--policy", "nvme", "--save-every", "11"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert "resumed after step 9 from parts/hetero-state" in summary["notes"]
+    assert checkpoints("parts") == ["step-000010"]
+    assert len(lines("parts")) == 10
+    # A new run there would be told whose state it is.
+    new = [*arguments, "--steps", "3", "--run-dir", "other", "--nvme-path", "parts"]
+    assert main([*new, "--commit-every", "1"]) == 2
+    assert "has the state of a run that made 10 steps; --resume goes on" in capsys.readouterr().err
+
+
 def test_what_resume_means(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     saving = [*arguments, "--save-every", "1", "--keep", "3"]
     assert main([*saving, "--steps", "3", "--run-dir", "runs/a", "--resume"]) == 0  # from nothing
@@ -131,14 +158,17 @@ KILLED = """
 """
 
 
-def test_torchrun_restarts_and_the_run_goes_on(arguments: list[str], tmp_path: Path) -> None:
-    """A rank is killed; all start again from the last checkpoint. Then one rank alone goes on."""
+@pytest.mark.parametrize("keeping", ["--save-every", "--commit-every"])
+def test_torchrun_restarts_and_the_run_goes_on(
+    keeping: str, arguments: list[str], tmp_path: Path
+) -> None:
+    """A rank is killed; all start again from what was kept last. Then one rank alone goes on."""
     program = tmp_path / "killed.py"
     program.write_text(textwrap.dedent(KILLED))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launch += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    more = ["--policy", "cpu", "--save-every", "2", "--resume", "--steps", "8", "--run-dir"]
+    more = ["--policy", "cpu", keeping, "2", "--resume", "--steps", "8", "--run-dir"]
 
     def run(script: list[str], folder: str) -> None:
         subprocess.run(
@@ -149,7 +179,8 @@ def test_torchrun_restarts_and_the_run_goes_on(arguments: list[str], tmp_path: P
     run([str(program)], "killed")
     assert lines("killed") == lines("whole")
     assert json.loads(Path("killed/summary.json").read_text())["steps"] < 8
-    fewer = [*arguments, "--policy", "nvme", "--resume", "--steps", "9", "--run-dir", "killed"]
+    fewer = [*arguments, "--policy", "nvme", keeping, "2", "--resume"]
+    fewer += ["--steps", "9", "--run-dir", "killed"]
     assert main(fewer) == 0
     assert [line[0] for line in lines("killed")] == list(range(1, 10))
     assert lines("killed")[:8] == lines("whole")

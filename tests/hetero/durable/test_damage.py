@@ -57,7 +57,7 @@ def flip(path: Path, byte: int) -> None:
 def goes_on(path: Path) -> hetero.Checkpoint | None:
     """Starts, and ends at once; what it went on from."""
     model, optimizer = build(OPTIONS, path, seed=7)
-    last = hetero.last_commit(model)
+    last = hetero.resume(model)
     optimizer.engine.close()
     return last
 
@@ -139,7 +139,7 @@ def test_a_commit_that_was_cut_off_gives_way_to_the_one_before(tmp_path: Path) -
     path, _ = records(tmp_path / "hetero-state")[-1]
     flip(path, 5000)
     model, optimizer = build(options, tmp_path, seed=7)
-    last = hetero.last_commit(model)
+    last = hetero.resume(model)
     assert last is not None
     assert last.step == 3
     assert same(whole(model, optimizer), wanted)

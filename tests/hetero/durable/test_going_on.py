@@ -44,7 +44,7 @@ def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path:
 
     scratch = folder(tmp_path, "scratch")
     model, optimizer = build({**settings, **DURABLE}, scratch)
-    assert hetero.last_commit(model) is None
+    assert hetero.resume(model) is None
     steps(model, optimizer, range(3))
     hetero.commit(model, blocking=True)
     copy = crashed(scratch, tmp_path / "copy")
@@ -55,7 +55,7 @@ def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path:
     for options in ({**settings, **DURABLE}, {**PLACES[elsewhere], **DURABLE}):
         again = crashed(copy, tmp_path / f"again-{options['placement_policy']}")
         model, optimizer = build(options, again, seed=7)
-        last = hetero.last_commit(model)
+        last = hetero.resume(model)
         assert last is not None
         assert (last.step, last.ranks) == (3, 1)
         assert same(whole(model, optimizer), stored)
@@ -113,36 +113,71 @@ def test_steps_since_the_last_commit_are_lost(tmp_path: Path) -> None:
     steps(model, optimizer, range(3, 5))
     optimizer.engine.close()
     model, optimizer = build(options, tmp_path, seed=7)
-    last = hetero.last_commit(model)
+    last = hetero.resume(model)
     assert last is not None
     assert last.step == 3
     assert same(whole(model, optimizer), wanted)
     optimizer.engine.close()
 
 
-def test_extra_and_param_groups_come_back(tmp_path: Path) -> None:
-    """Also where a start was killed before its own first commit: it has made one at once."""
+def warmup(step: int) -> float:
+    return (step + 1) / 10
+
+
+def test_the_loops_own_state_comes_back(tmp_path: Path) -> None:
+    """What the constructor of a scheduler changes, too. Also where a start was killed before its
+    own first commit: it has made one at once."""
     options = {**PLACES["disk"], **DURABLE, "commit_every": 0}
     model, optimizer = build(options, tmp_path)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    steps(model, optimizer, range(2))
-    scheduler.step()
-    random = torch.rand(2)
-    hetero.commit(model, extra={"scheduler": scheduler, "made": 2}, blocking=True)
-    wanted = torch.rand(2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup)
+    generator = torch.Generator().manual_seed(5)
+    for step in range(2):
+        steps(model, optimizer, range(step, step + 1))
+        scheduler.step()
+    extra = {"scheduler": scheduler, "generator": generator}
+    hetero.commit(model, extra={**extra, "made": 2}, blocking=True)
+    wanted = torch.rand(2), torch.rand(2, generator=generator)
     optimizer.engine.close()
     for _ in range(2):
         model, optimizer = build(options, tmp_path)
-        assert torch.equal(torch.rand(2), wanted)
-        assert not torch.equal(random, wanted)
-        last = hetero.last_commit(model)
+        torch.rand(7)  # of whatever the loop makes
+        again = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup)
+        assert optimizer.param_groups[0]["lr"] != pytest.approx(3e-4)
+        generator = torch.Generator()
+        last = hetero.resume(model, extra={"scheduler": again, "generator": generator})
         assert last is not None
         assert last.extra["made"] == 2
-        again = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        again.load_state_dict(last.extra["scheduler"])
         assert again.state_dict() == scheduler.state_dict()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-4)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(3e-4)
+        assert torch.equal(torch.rand(2), wanted[0])
+        assert torch.equal(torch.rand(2, generator=generator), wanted[1])
+        with pytest.raises(ValueError, match="has no extra 'loader'"):
+            hetero.resume(model, extra={"loader": again})
         optimizer.engine.close()
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_loop_that_does_not_ask_where_it_goes_on_is_told(every: int, tmp_path: Path) -> None:
+    """It would make the steps again that were made already. Nothing it does is committed."""
+    options = {**PLACES["disk"], **DURABLE, "commit_every": every}
+    model, optimizer = build(options, tmp_path)
+    assert hetero.resume(model) is None
+    steps(model, optimizer, range(2))
+    hetero.commit(model)
+    optimizer.engine.close()
+    model, optimizer = build(options, tmp_path)
+    with pytest.raises(hetero.HeteroError, match="where 2 steps were made; call hetero.resume"):
+        steps(model, optimizer, range(1))
+        hetero.commit(model)
+    with pytest.raises(hetero.HeteroError, match="before the first step, and 1 were made"):
+        hetero.resume(model)
+    optimizer.engine.close()
+    model, optimizer = build(options, tmp_path)
+    last = hetero.resume(model)
+    assert last is not None
+    assert last.step == 2
+    steps(model, optimizer, range(2, 3))
+    optimizer.engine.close()
 
 
 def test_a_commit_goes_on_beside_the_next_backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.support.durable import committing
 from tests.support.ranks import checkpointing
-from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.processes import RankFailure, run_ranks, run_ranks_to_the_end
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -43,3 +44,41 @@ def test_any_number_of_ranks_goes_on_from_any_other(
             assert mine[count]["generations"] == ["000002"]
             if ranks == count:
                 assert same(mine[count]["then"], before[count][rank]["then"])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[torch.Tensor]]:
+    """After each of two steps of two ranks."""
+    path = str(tmp_path_factory.mktemp("plain"))
+    found: list[list[torch.Tensor]] = run_ranks(2, committing.after_two_steps, path)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"), [("sync", {1}), ("write", {1}), ("remove", {2})], ids=lambda each: str(each)
+)
+def test_a_rank_that_is_killed_while_it_commits(
+    call: str, steps: set[int], tmp_path: Path, plain: list[list[torch.Tensor]]
+) -> None:
+    """All ranks go on from the same step: two of them, or one alone."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    outcomes = run_ranks_to_the_end(2, committing.die_while_committing, str(scratch), call)
+    assert outcomes[1].failure is not None
+    assert outcomes[0].failure is None
+    assert outcomes[0].result.startswith("PeerError") or call == "remove"
+    for ranks in (1, 2):
+        copy = tmp_path / f"for-{ranks}"
+        shutil.copytree(scratch, copy)
+        for step, found in run_ranks(ranks, committing.go_on_from_crash, str(copy)):
+            assert step in steps
+            assert same(found, plain[step - 1])
+
+
+def test_ranks_that_see_part_of_the_state_say_which(tmp_path: Path) -> None:
+    """Two ranks have committed, and the records of one are gone: nothing is begun anew."""
+    run_ranks_to_the_end(2, committing.die_while_committing, str(tmp_path), "remove")
+    for path in (tmp_path / "hetero-state").glob("*-rank-0001-*"):
+        path.unlink()
+    with pytest.raises(RankFailure, match=r"has records of the ranks \[0\] alone"):
+        run_ranks(2, committing.go_on_from_crash, str(tmp_path))

@@ -117,7 +117,7 @@ class _Commits:
     def resume(
         self, model: Any, optimizer: Any, scheduler: Any, note: Callable[[str], None]
     ) -> int:
-        last = hetero.last_commit(model)
+        last = hetero.resume(model)
         if last is None:
             return 0
         if not optimizer.engine.config.commit_every:

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 import hetero
+from hetero.durable import committer
+from hetero.durable.record_files import RecordFiles
+from hetero.durable.state_folder import StateFolder
 from tests.support.ranks.checkpointing import OPTIONS, build, steps, whole
 
 FOLDER = "hetero-state"
@@ -27,7 +30,7 @@ def commit(rank: int, world: int, path: str) -> dict[str, Any]:
         scratch.mkdir()
     torch.distributed.barrier()
     model, optimizer = build(rank, world, str(scratch), 0, options)
-    assert hetero.last_commit(model) is None
+    assert hetero.resume(model) is None
     steps(rank, model, optimizer, range(1))
     hetero.commit(model)
     steps(rank, model, optimizer, range(1, 2))
@@ -53,7 +56,7 @@ def go_on(rank: int, world: int, path: str, committed_by: list[int]) -> dict[int
         torch.distributed.barrier()
         options = {**OPTIONS[world], "durable": True}
         model, optimizer = build(rank, world, str(scratch), 7, options)
-        last = hetero.last_commit(model)
+        last = hetero.resume(model)
         assert last is not None
         stored = whole(model, optimizer)
         steps(rank, model, optimizer, range(2, 4))
@@ -71,23 +74,50 @@ def go_on(rank: int, world: int, path: str, committed_by: list[int]) -> dict[int
     return found
 
 
-def die_while_committing(rank: int, world: int, path: str, dies: bool) -> str:
-    """Rank 1 is killed when its data are durable, and the others wait for it."""
-    options = {**OPTIONS[2], "durable": True, "commit_every": 0}
+def die_while_committing(rank: int, world: int, path: str, call: str) -> str:
+    """Rank 1 is killed in the second commit, and what the other meets.
+
+    `call` is the one before which it dies: "sync" (of its data), "write" (of its record), or
+    "remove" (the agreement is behind it).
+    """
+    options = {**OPTIONS[2], "durable": True, "commit_every": 0, "rank_timeout_s": 20.0}
     model, optimizer = build(rank, world, path, 0, options)
     steps(rank, model, optimizer, range(1))
     hetero.commit(model, blocking=True)
     steps(rank, model, optimizer, range(1, 2))
-    if rank == 1 and dies:
-        from hetero.durable.record_files import RecordFiles
+    if rank == 1:
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        RecordFiles.write = die  # type: ignore[method-assign]
-    told = ""
+        owner, name = {
+            "sync": (committer, "check_named"),
+            "write": (RecordFiles, "write"),
+            "remove": (StateFolder, "remove_older"),
+        }[call]
+        setattr(owner, name, die)
     try:
         hetero.commit(model, blocking=True)
     except hetero.HeteroError as error:
-        told = f"{type(error).__name__}: {error}"
-    return told
+        return f"{type(error).__name__}: {error}"
+    return "committed"
+
+
+def after_two_steps(rank: int, world: int, path: str) -> list[list[torch.Tensor]]:
+    """What the ranks have after each step, without a crash."""
+    model, optimizer = build(rank, world, path, 0, OPTIONS[world])
+    found = []
+    for step in range(2):
+        steps(rank, model, optimizer, range(step, step + 1))
+        found.append(whole(model, optimizer))
+    optimizer.engine.close()
+    return found
+
+
+def go_on_from_crash(rank: int, world: int, path: str) -> tuple[int, list[torch.Tensor]]:
+    """What ranks that start on these files have, and after how many steps."""
+    model, optimizer = build(rank, world, path, 7, {**OPTIONS[world], "durable": True})
+    last = hetero.resume(model)
+    found = whole(model, optimizer)
+    optimizer.engine.close()
+    return 0 if last is None else last.step, found

@@ -1,0 +1,209 @@
+"""Errors and crashes at every call that a durable state makes: the last commit is gone on from."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.durable import record_files
+from offload.disk import durable
+from offload.errors import HeteroError
+from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+CALLS = ("open", "pwrite", "fsync", "unlink", "makedirs", "posix_fallocate")
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[list[torch.Tensor]]:
+    """The state after so many steps, as it is in every placement."""
+    model, optimizer = build(PLACES["cpu"], tmp_path_factory.mktemp("wanted"))
+    found = [whole(model, optimizer)]
+    for step in range(STEPS):
+        steps(model, optimizer, range(step, step + 1))
+        found.append(whole(model, optimizer))
+    optimizer.engine.close()
+    return found
+
+
+@contextmanager
+def before_calls(under: Path, action: Callable[[int, str], None]) -> Iterator[list[str]]:
+    """`action` gets the number and the name of each of CALLS, in this directory, before it."""
+    seen: list[str] = []
+
+    def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(what: Any, *args: Any, **more: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            if path.startswith(str(under)):
+                seen.append(name)
+                action(len(seen), name)
+            return real(what, *args, **more)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, wrapped(name, getattr(os, name)))
+        yield seen
+
+
+def train(place: str, path: Path) -> None:
+    """Goes on from what is there, to the end."""
+    model, optimizer = build({**PLACES[place], "durable": True}, path)
+    try:
+        last = hetero.resume(model)
+        steps(model, optimizer, range(0 if last is None else last.step, STEPS))
+    finally:
+        optimizer.engine.close()
+
+
+def state_of(place: str, path: Path) -> tuple[int, list[torch.Tensor]]:
+    """What a new start goes on from: how many steps were made, and what was there after them."""
+    model, optimizer = build({**PLACES[place], "durable": True}, path)
+    last = hetero.resume(model)
+    found = whole(model, optimizer)
+    optimizer.engine.close()
+    return 0 if last is None else last.step, found
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_crash_before_every_call(
+    place: str, tmp_path: Path, wanted: list[list[torch.Tensor]]
+) -> None:
+    """Of a start, its steps and its commits; and of the second start, which removes the first's."""
+    scratch, copies = tmp_path / "scratch", list[Path]()
+    scratch.mkdir()
+
+    def copy(number: int, name: str) -> None:
+        copies.append(tmp_path / f"{len(copies)}-{name}")
+        with suppress(shutil.Error):  # files that went meanwhile
+            shutil.copytree(scratch, copies[-1])
+
+    for _ in range(2):
+        with before_calls(scratch, copy):
+            train(place, scratch)
+    made = set()
+    for path in copies:
+        step, found = state_of("cpu", path)
+        assert same(found, wanted[step]), path.name
+        made.add(step)
+    assert made == set(range(STEPS + 1))
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_an_error_of_every_call(
+    place: str, tmp_path: Path, wanted: list[list[torch.Tensor]]
+) -> None:
+    """It is raised, unless a file could not be removed; the next start goes on."""
+    number, reached = 0, 0
+    while reached >= number:
+        number += 1
+        scratch = tmp_path / str(number)
+        scratch.mkdir()
+
+        def fail(call: int, name: str, number: int = number) -> None:
+            if call == number:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+        raised: Exception | None = None
+        with before_calls(scratch, fail) as seen:
+            try:
+                train(place, scratch)
+                train(place, scratch)
+            except (HeteroError, OSError, ValueError) as error:
+                raised = error
+        reached = len(seen)
+        if reached >= number and seen[number - 1] not in ("unlink", "posix_fallocate"):
+            assert raised is not None, seen[number - 1]
+        if raised is not None:
+            assert os.strerror(errno.ENOSPC) in str(raised)
+        step, found = state_of("cpu", scratch)
+        assert same(found, wanted[step]), seen[number - 1]
+    assert number > 20
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("nth", [0, 3, 8, 15])
+@pytest.mark.parametrize("place", ["cpu", "disk", "speculative"])
+def test_a_write_that_fails_ends_the_training_and_loses_no_commit(
+    place: str, nth: int, error: int, tmp_path: Path, wanted: list[list[torch.Tensor]]
+) -> None:
+    """Of a commit, or of an update beside it: what was committed before is gone on from."""
+    model, optimizer = build({**PLACES[place], "durable": True}, tmp_path)
+    steps(model, optimizer, range(1))
+    hetero.commit(model, blocking=True)
+    disk = optimizer.engine.chunk_groups[0].disk
+    disk.io.inject("write", nth, error=error)
+    with pytest.raises((OSError, HeteroError)) as caught:
+        steps(model, optimizer, range(1, 40))
+    assert os.strerror(error) in str(caught.value)
+    with pytest.raises((OSError, HeteroError)):
+        steps(model, optimizer, range(40, 42))
+        hetero.commit(model, blocking=True)
+    with suppress(OSError, HeteroError):  # of a commit that nobody was told of
+        optimizer.engine.close()
+    step, found = state_of("cpu", tmp_path)
+    assert step >= 1
+    if step < len(wanted):
+        assert same(found, wanted[step])
+
+
+@pytest.mark.parametrize("what", ["*.data", "*.commit-?", "*"])
+def test_files_that_are_removed_while_training(what: str, tmp_path: Path) -> None:
+    """Nothing of it would be there for the next start: the next commit says so."""
+    model, optimizer = build({**PLACES["disk"], "durable": True, "commit_every": 0}, tmp_path)
+    for step in range(2):
+        steps(model, optimizer, range(step, step + 1))
+        hetero.commit(model, blocking=True)
+    for path in (tmp_path / "hetero-state").glob(what):
+        path.unlink()
+    with pytest.raises(hetero.StoreError, match="was removed, or replaced"):
+        hetero.commit(model, blocking=True)
+    optimizer.engine.close()
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(hetero.StoreError, match=str(path)):
+        build({**PLACES["disk"], "durable": True}, path)
+
+
+@pytest.mark.parametrize(
+    ("place", "capacity"), [("cpu", "64KiB"), ("cpu", "480KiB"), ("disk", "480KiB")]
+)
+def test_no_room_for_two_copies_is_refused_at_once(
+    place: str, capacity: str, tmp_path: Path
+) -> None:
+    """Before anything of the model is on its way."""
+    options = {**PLACES[place], "durable": True, "nvme_capacity": capacity}
+    with pytest.raises(hetero.BudgetError, match="durable=True"):
+        build(options, tmp_path)
+
+
+def test_a_record_is_synced_before_the_commit_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data first, then the record, then, once, the names in the folder."""
+    order: list[str] = []
+    model, optimizer = build({**PLACES["disk"], "durable": True, "commit_every": 0}, tmp_path)
+    fsync, sync_path = os.fsync, durable.sync_path
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(os, "pwrite", lambda *a: (order.append("pwrite"), pwrite(*a))[1])
+    monkeypatch.setattr(record_files, "sync_path", lambda p: (order.append("names"), sync_path(p)))
+    for step in range(3):
+        steps(model, optimizer, range(step, step + 1))
+        hetero.commit(model, blocking=True)
+    optimizer.engine.close()
+    assert order == [*["pwrite", "fsync", "names", "fsync"] * 2, "pwrite", "fsync"]
