@@ -14,13 +14,14 @@ from hetero.api.whole_state import make_piece, parts_by_tile
 from hetero.checkpoint.dcp.boxes import Box, boxes_of
 from hetero.checkpoint.dcp.layout import MODEL, OPTIMIZER, STEP
 from hetero.checkpoint.dcp.options import torch_options
-from hetero.checkpoint.dcp.write import DcpFolder, DcpWrite, Item, KeyPath, Part
+from hetero.checkpoint.dcp.write import DcpWrite, Item, KeyPath, Part
 from hetero.checkpoint.model_tensors import STATE_NAMES, ModelTensors
 from hetero.checkpoint.save import Optimizers, check_optimizers, engine_of_model, listed
 from hetero.chunk_groups.home_tiles import HomeTiles
 from hetero.chunks.dtypes import Dtypes, check_dtype
 from hetero.runtime.engine import Engine
 from hetero.state.managed_param import ManagedParam
+from offload.disk.new_folder import NewFolder
 from offload.errors import CheckpointError, StoreError
 from offload.interrupts import uninterrupted
 
@@ -67,7 +68,7 @@ def save_dcp(
     check_optimizers(engine, optimizers)
     everyone = engine.world.everyone
     rank = 0 if everyone is None else everyone.rank
-    folder = DcpFolder(Path(path))
+    folder = NewFolder(path)
     write: DcpWrite | None = None
 
     def together(what: str, do: Callable[[], bytes]) -> list[bytes]:
@@ -87,6 +88,7 @@ def save_dcp(
 
         def begin() -> bytes:
             if rank == 0:
+                _refuse_other(folder.path)
                 folder.begin()
             return b""
 
@@ -105,7 +107,7 @@ def save_dcp(
             assert write is not None
             if rank == 0:
                 write.finish(results)
-                folder.commit()
+                folder.complete()
             return b""
 
         together("begin to save", begin)
@@ -114,6 +116,12 @@ def save_dcp(
         made = write
         results = together("save", lambda: made.write(plans))
         together("complete", finish)
+
+
+def _refuse_other(path: Path) -> None:
+    """Raises ValueError if something is at the path."""
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path} is there already; give another path, or remove it")
 
 
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:

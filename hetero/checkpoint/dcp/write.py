@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import pickle
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +30,6 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from hetero.checkpoint.dcp.boxes import Box
-from offload.disk.durable import sync_path
 from offload.errors import CheckpointError, HeteroError, StoreError
 
 _BUFFERS = 8  # of different sizes, for values that are being written
@@ -161,50 +158,6 @@ class _Writer(FileSystemWriter):
         return StorageMeta(str(self._final), self.save_id)
 
 
-class DcpFolder:
-    """The folder of a DCP checkpoint that is being written beside its place.
-
-    Of several ranks the first one's object makes and moves it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(os.path.abspath(path))
-        self.incomplete = self.path.with_name(f".{self.path.name}.incomplete")
-        self._made = False
-
-    def begin(self) -> None:
-        """Raises ValueError if something is at the path, StoreError."""
-        if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
-            raise ValueError(f"{self.path} is there already; give another path, or remove it")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # (What a crash has left; two that save to one path are not told apart.)
-            shutil.rmtree(self.incomplete, ignore_errors=True)
-            self.incomplete.mkdir()
-        except OSError as error:
-            raise _store_error(error, self.path) from error
-        self._made = True
-
-    def commit(self) -> None:
-        """The checkpoint is at its path, durable. Raises StoreError."""
-        try:
-            sync_path(self.incomplete)
-            os.rename(self.incomplete, self.path)
-            sync_path(self.path.parent)
-        except OSError as error:
-            raise _store_error(error, self.path) from error
-
-    def abandon(self) -> None:
-        """Removes what was not completed; idempotent."""
-        if self._made:
-            shutil.rmtree(self.incomplete, ignore_errors=True)
-
-
-def _store_error(error: OSError, path: Path) -> StoreError:
-    text = f"cannot write the checkpoint: {error.strerror}"
-    return StoreError(error.errno, text, str(error.filename or path))
-
-
 class DcpWrite:
     """One rank's steps of DCP's protocol, in the order in which they are called.
 
@@ -269,4 +222,5 @@ def _as_store_error(path: Path) -> Iterator[None]:
     except HeteroError:
         raise
     except OSError as error:
-        raise _store_error(error, path) from error
+        text = f"cannot write the checkpoint: {error.strerror}"
+        raise StoreError(error.errno, text, str(error.filename or path)) from error

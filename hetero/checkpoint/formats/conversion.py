@@ -16,6 +16,7 @@ from hetero.checkpoint.formats.write_hetero import write_hetero
 from hetero.checkpoint.formats.write_pretrained import write_pretrained
 from hetero.chunks.dtypes import Dtypes, check_dtype
 from offload.disk.durable import sync_path
+from offload.disk.new_folder import NewFolder
 from offload.errors import HeteroError, StoreError
 
 FORMATS = ("hetero", "hf", "dcp")
@@ -68,32 +69,23 @@ def convert(
     path = Path(os.path.abspath(target))
     if os.path.lexists(path):
         raise ValueError(f"{path} is there already; give another path, or remove it")
-    new = path.with_name(f".{path.name}.incomplete")
+    folder = NewFolder(path)
     with open_checkpoint(Path(source)) as stored:
-        made = False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if os.path.lexists(new):
-                raise ValueError(
-                    f"{new} is there, of a save or conversion that is under way or did not end; "
-                    f"remove it, or give another path"
-                )
-            new.mkdir()
-            made = True
-            _WRITERS[to](stored, new, torch_dtype)
+            folder.begin()
+            _WRITERS[to](stored, folder.incomplete, torch_dtype)
             if config_file is not None:
-                shutil.copyfile(config_file, new / "config.json")
-            for each in (*new.iterdir(), new):
+                shutil.copyfile(config_file, folder.incomplete / "config.json")
+            for each in folder.incomplete.iterdir():
                 sync_path(each)
-            os.rename(new, path)
-            sync_path(path.parent)
-        except BaseException as error:
-            if made:
-                shutil.rmtree(new, ignore_errors=True)
-            if isinstance(error, OSError) and not isinstance(error, HeteroError):
-                text = f"cannot write {path}: {error.strerror}"
-                raise StoreError(error.errno, text, str(error.filename or path)) from error
-            raise
+            folder.complete()
+        except OSError as error:
+            if isinstance(error, HeteroError):
+                raise
+            text = f"cannot write {path}: {error.strerror}"
+            raise StoreError(error.errno, text, str(error.filename or path)) from error
+        finally:
+            folder.abandon()
     return stored
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from hetero.checkpoint.pretrained.stored_tensors import INDEX_NAME
 from hetero.checkpoint.safetensors_header import read
 from hetero.ranks.process_groups import ProcessGroups
 from offload.disk.durable import sync_path
+from offload.disk.new_folder import NewFolder
 from offload.errors import CheckpointError, HeteroError, StoreError
 
 # By this an earlier export is told from a folder that somebody else has made.
@@ -94,18 +93,14 @@ def export_folder(
         StoreError: it cannot be written.
         HeteroError: another rank met one of these, or something that the block raised.
     """
-    # (Without links: renaming puts the folder in the place of what a link leads to.)
-    path = Path(os.path.realpath(path))
+    folder = NewFolder(os.path.realpath(path), "the export")
+    path, new = folder.path, folder.incomplete
     first = world.everyone is None or world.everyone.rank == 0
-    token = secrets.token_hex(8)
-    if world.everyone is not None:
-        token = world.everyone.all_gather_bytes(token.encode(), "an export's name")[0].decode()
-    new, old = (path.with_name(f".{path.name}.{token}.{what}") for what in ("new", "old"))
     opened: list[ExportFiles] = []
 
     def make() -> None:
         if first:
-            _make(path, new, files, write_small_files)
+            _make(folder, files, write_small_files)
 
     def open_files() -> None:
         if not new.is_dir():
@@ -117,7 +112,9 @@ def export_folder(
 
     def replace() -> None:
         if first:
-            _replace(path, new, old)
+            for name in os.listdir(new):
+                sync_path(new / name)
+            folder.complete()
 
     def together(what: str, do: Callable[[], None]) -> None:
         failure: Exception | None = None
@@ -141,8 +138,7 @@ def export_folder(
     finally:
         for each in opened:
             each.close()
-        if first:
-            shutil.rmtree(new, ignore_errors=True)  # if it is still there
+        folder.abandon()
 
 
 def _explained(error: Exception, path: Path) -> Exception:
@@ -156,17 +152,13 @@ def _explained(error: Exception, path: Path) -> Exception:
 
 
 def _make(
-    path: Path,
-    new: Path,
-    files: Mapping[str, NewFile],
-    write_small_files: Callable[[Path], None],
+    folder: NewFolder, files: Mapping[str, NewFile], write_small_files: Callable[[Path], None]
 ) -> None:
-    _refuse_other(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new.mkdir()
-    write_small_files(new)
+    _refuse_other(folder.path)
+    folder.begin()
+    write_small_files(folder.incomplete)
     for name, file in files.items():
-        with (new / name).open("xb", buffering=0) as stream:
+        with (folder.incomplete / name).open("xb", buffering=0) as stream:
             memory = memoryview(file.head)
             while memory:
                 memory = memory[stream.write(memory) :]
@@ -199,21 +191,3 @@ def _refuse_other(path: Path) -> None:
             )
     if found and not weights:
         raise ValueError(f"{path} has files and no weights; name another folder")
-
-
-def _replace(path: Path, new: Path, old: Path) -> None:
-    for name in os.listdir(new):
-        sync_path(new / name)
-    sync_path(new)
-    if path.exists() and any(path.iterdir()):
-        # A crash between the two leaves the earlier export under the name `old`.
-        os.rename(path, old)
-        try:
-            os.rename(new, path)
-        except BaseException:
-            os.rename(old, path)
-            raise
-    else:
-        os.rename(new, path)
-    sync_path(path.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from hetero.checkpoint import folder as module
 from hetero.checkpoint.folder import CheckpointFolder, find_checkpoint, latest_checkpoint
 from hetero.checkpoint.manifest import NAME
+from offload.disk import new_folder as module
 from offload.errors import CheckpointError, StoreError
 
 DATA = "rank-0.safetensors"

@@ -19,6 +19,8 @@ from torch import nn
 import hetero
 from hetero.api import whole_state
 from hetero.checkpoint.safetensors_header import read
+from offload.disk import new_folder
+from offload.disk.new_folder import NewFolder
 from tests.support.checkpoint.exports import (
     POLICIES,
     assert_same,
@@ -307,7 +309,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
         hetero.save_pretrained(model, tmp_path / "out", max_shard_bytes=0)
     with pytest.raises(hetero.UnmanagedParameterError):
         hetero.save_pretrained(nn.Linear(2, 2), tmp_path / "out")
-    with pytest.raises(hetero.StoreError, match="cannot write the export"):
+    with pytest.raises(hetero.StoreError, match="cannot make a folder for the export"):
         hetero.save_pretrained(model, tmp_path / "file" / "out")
     with monkeypatch.context() as patched:
         patched.setattr(nn.Linear, "get_extra_state", lambda self: torch.zeros(3))
@@ -373,6 +375,7 @@ def test_a_failure_leaves_what_was_there(
     small_net.train(model, optimizer)
     before = files_of(out) if exists else {}
     with monkeypatch.context() as broken:
+        broken.setattr(new_folder, "_exchange", lambda one, other: False)  # (so it renames)
         broken.setattr(os, name, failing(getattr(os, name), error, after))
         with pytest.raises(hetero.StoreError, match=os.strerror(error)) as caught:
             hetero.save_pretrained(model, out, max_shard_bytes=20_000)
@@ -395,15 +398,30 @@ def test_the_earlier_export_comes_back_if_the_new_one_cannot_take_its_place(
     rename = os.rename
 
     def rename_but_new(source: Path, target: Path) -> None:
-        if source.name.endswith(".new"):
+        if source.name.endswith(".incomplete"):
             raise OSError(errno.EIO, "no")
         rename(source, target)
 
     with monkeypatch.context() as broken:
+        broken.setattr(new_folder, "_exchange", lambda one, other: False)
         broken.setattr(os, "rename", rename_but_new)
         with pytest.raises(hetero.StoreError):
             hetero.save_pretrained(model, out)
     assert files_of(out) == before
+    assert os.listdir(tmp_path) == ["out"]
+    optimizer.engine.close()
+
+
+def test_what_a_killed_export_has_left_goes_with_the_next(tmp_path: Path) -> None:
+    """And one that another process is making is not touched."""
+    model, optimizer = net(tmp_path)
+    left = NewFolder(tmp_path / "out")
+    left.begin()
+    (left.incomplete / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(hetero.CheckpointError, match="another process"):
+        hetero.save_pretrained(model, tmp_path / "out")
+    os.close(left._lock)  # as a process that was killed has let go of it
+    hetero.save_pretrained(model, tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
     optimizer.engine.close()
 
