@@ -21,7 +21,7 @@ NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
 LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \
 	$(if $(wildcard /usr/include/liburing.h),,-not -name 'uring_*'))
 
-.PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint \
+.PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint bench-durable \
 	cuda-check lint tidy format clean
 
 help:
@@ -38,6 +38,8 @@ help:
 	@echo "             options: make bench-io ARGS='--path DIR --json'"
 	@echo "make bench-checkpoint"
 	@echo "             saves and loads beside the disk's limit and PyTorch's; options as for bench-io"
+	@echo "make bench-durable"
+	@echo "             steps that survive a crash beside plain ones; options as for bench-io"
 	@echo "make cuda-check  on a machine with a GPU: builds in \$$(PYTHON) as it is, without network,"
 	@echo "             runs the tests that need a GPU and measures; skipped where there is none"
 	@echo "make lint    the checks alone"
@@ -68,6 +70,9 @@ bench-step: $(VENV)/bench.stamp $(VENV)/fio.stamp
 
 bench-checkpoint: $(VENV)/bench.stamp
 	$(BIN)/python -m bench.checkpoint $(or $(ARGS),--path .)
+
+bench-durable: $(VENV)/bench.stamp
+	$(BIN)/python -m bench.durable $(or $(ARGS),--path .)
 
 # In the Python at hand: it has the torch that suits the GPU, and nothing may be downloaded.
 cuda-check:

@@ -113,6 +113,10 @@ class Config:
             hetero.initialize() goes on from the last commit there, with any number of ranks,
             policy, budgets and dtype; hetero.resume() says which. Default: False. True takes the
             room of all state on NVMe twice, and has steps write what is in RAM there, too.
+        verify_reads: what is read from NVMe is compared with checksums of what was written there,
+            so that a bit that the disk has changed is an error with the chunk's and parameters'
+            names. Default: False, because it takes compute time of each byte; always so with
+            durable=True.
         commit_every: steps after which a durable state is committed: those since are lost in a
             crash. Default: 1. More of them write less where state is in RAM. 0: only
             hetero.commit() does it; for loops with a scheduler, a position in the data, or several
@@ -158,6 +162,7 @@ class Config:
     undoable_steps: bool = False
     durable: bool = False
     commit_every: int = 1
+    verify_reads: bool = False
     zero_stage: int = 3
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
@@ -226,7 +231,7 @@ class Config:
                 f"not {scale!r}"
             )
         _check_integer("commit_every", self.commit_every, at_least=0)
-        for name in ("prefetch", "undoable_steps", "durable"):
+        for name in ("prefetch", "undoable_steps", "durable", "verify_reads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         overlaps = [overlap.value for overlap in OverlapUpdates]

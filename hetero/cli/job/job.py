@@ -209,6 +209,7 @@ def memory_config(
         overlap_updates=options.overlap_updates,
         zero_stage=options.zero_stage,
         process_memory=options.process_memory,
+        verify_reads=options.verify_reads,
         durable=options.commit_every is not None,
         commit_every=0,  # the loop commits, with its scheduler and its place in the data
     )

@@ -138,6 +138,11 @@ class TrainOptions:
         " for each of them (default: on)",
         True,
     )
+    verify_reads: bool = _option(
+        "compare what is read from NVMe with checksums of what was written there: a bit that the"
+        " disk has changed is an error; always so with --commit-every",
+        False,
+    )
     overlap_updates: str = _option(
         "what optimizer updates overlap with: none (step() waits); forward (step() returns at once,"
         " and the next forward waits for each module's parameters); backward (a chunk is updated as"

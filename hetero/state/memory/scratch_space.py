@@ -114,8 +114,8 @@ class ScratchSpace:
             self._free.give(offset, nbytes)
 
     def name(self, offset: int, nbytes: int, what: str) -> None:
-        """Errors of transfers in this part of a durable state's file say `what` it has."""
-        if self.parts is not None and self._state_files is not None:
+        """Errors of transfers in this part of the file say `what` it has."""
+        if self.parts is not None:
             self.parts.io.name_range(self.parts.transfers.file, offset, nbytes, what)
 
     def _open(self, nbytes: int) -> DiskParts:
@@ -132,7 +132,8 @@ class ScratchSpace:
             scratch.balance(io, nbytes)
             measuring = io.stats
             scratch.reserve(nbytes)
-            transfers = Transfers(io, scratch, checksums=name is not None)
+            checksums = name is not None or self._config.verify_reads
+            transfers = Transfers(io, scratch, checksums)
             resources.callback(transfers.close)
             self.note((*scratch.notes, *io_notes))
             self._resources.push(resources.pop_all())

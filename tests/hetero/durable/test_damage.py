@@ -20,6 +20,7 @@ import hetero
 from hetero.durable import record, state_folder
 from hetero.durable.record import Record, decode
 from offload._native import NativeIoError
+from offload.memory.tiers import StateKind
 from tests.hetero.checkpoint.test_save_load import PLACES, ROOT, build, same, steps, whole
 from tests.support.training.small_net import Net
 
@@ -87,6 +88,29 @@ def test_a_bit_that_flips_while_training_names_chunk_and_parameters(tmp_path: Pa
     # What is committed is damaged, so the next start says so, too.
     with pytest.raises(hetero.CheckpointError, match="of the last commit cannot be read"):
         goes_on(tmp_path)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_scratch_files_are_verified_on_request(verify: bool, tmp_path: Path) -> None:
+    """Without it a flipped bit of a scratch file is a wrong number."""
+    options = {**PLACES["disk"], "host_memory": "88KiB", "verify_reads": verify}
+    model, optimizer = build(options, tmp_path)
+    steps(model, optimizer, range(3))
+    optimizer.engine.synchronize()
+    group = optimizer.engine.chunk_groups[0]
+    fd = group.disk.scratch.members[0].fd
+    for extent in group.memory.homes[StateKind.OPTIM_STATE].extents.values():
+        plain = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+        (number,) = os.pread(plain, 1, extent.offset + 9)
+        os.pwrite(plain, bytes([number ^ 16]), extent.offset + 9)
+        os.close(plain)
+    if verify:
+        with pytest.raises(NativeIoError, match="chunk .*weight|chunk .*bias|chunk .*scale"):
+            steps(model, optimizer, range(3, 5))
+            optimizer.engine.synchronize()
+    else:
+        steps(model, optimizer, range(3, 5))
+    optimizer.engine.close()
 
 
 @pytest.mark.parametrize("kind", ["param", "optim_state"])
