@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path)
         folder = Path(stack.enter_context(temporary))
         jobs = stack.enter_context(contextlib.ExitStack())
-        plain_s, plain = jobs.enter_context(_opened(options, folder / "plain"))
+        _, plain = jobs.enter_context(_opened(options, folder / "plain"))
         durable_options = dataclasses.replace(options, commit_every=1)
         _, durable = jobs.enter_context(_opened(durable_options, folder / "durable"))
         verifying = dataclasses.replace(options, verify_reads=True)
@@ -170,6 +170,8 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
             **summarize(rounds, counts),
         }
         jobs.close()
+        with _opened(options, folder / "plain") as (plain_s, _):
+            pass
         with _opened(durable_options, folder / "durable") as (durable_s, _):
             result["start"] = {"plain_s": plain_s, "durable_s": durable_s}
     return result | {"steps": arguments.steps, "rounds": arguments.rounds,

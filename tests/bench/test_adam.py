@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from bench import adam as bench_adam
-from bench import arrival
 from bench.adam import DEEPSPEED_STEP, PEER_KINDS, main, summarize
 from bench.harness.program import chosen_peers, parse_count
 from bench.harness.rounds import Rounds
+from bench.kernels import arrival
 from bench.peers.adam_timing import timed_rate
 from bench.peers.adam_torch import TorchPeer
 from bench.work.updates import (

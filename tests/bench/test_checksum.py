@@ -1,4 +1,4 @@
-"""bench.checksum: every implementation has its turn at every size; bad input."""
+"""bench.kernels.checksum: every implementation has its turn at every size; bad input."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from bench import checksum as bench_checksum
-from bench.checksum import main
+from bench.kernels import checksum as bench_checksum
+from bench.kernels.checksum import main
 from offload import _native
 
 

@@ -1,6 +1,6 @@
 """CRC-32C by every implementation that this machine has, beside memcpy and zlib's CRC-32.
 
-usage: python -m bench.checksum [--sizes 256KiB,256MiB] [--rounds N] [--json]
+usage: python -m bench.kernels.checksum [--sizes 256KiB,256MiB] [--rounds N] [--json]
 
 One contender after the other takes a turn, on one thread; a turn goes through the buffer as often
 as makes 256 MiB, once at least. GB/s counts bytes of the buffer, for memcpy those copied. The
@@ -41,7 +41,7 @@ TURN_BYTES = 256 << 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 when something about the input is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.checksum",
+        prog="python -m bench.kernels.checksum",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,8 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
     add_json_argument(parser)
     arguments = parser.parse_args(argv)
-    command = command_line("bench.checksum", argv)
-    return run_program("bench.checksum", lambda: run(arguments, command), show, arguments.json)
+    command = command_line("bench.kernels.checksum", argv)
+    return run_program(
+        "bench.kernels.checksum", lambda: run(arguments, command), show, arguments.json
+    )
 
 
 def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     """GB/s of each contender at each size."""
     print_header(result, console)
     table = Table(
-        title=f"bench.checksum: GB/s, one thread, median of {result['rounds']} (least-most)",
+        title=f"bench.kernels.checksum: GB/s, one thread, median of {result['rounds']} (least-most)",
         title_justify="left",
     )
     table.add_column("contender", no_wrap=True)

@@ -1,6 +1,6 @@
 """A gradient's arrival where it is kept, with the sum of its squares on the way, beside torch.
 
-usage: python -m bench.arrival [--numel 16Mi] [--threads T] [--rounds N] [--json]
+usage: python -m bench.kernels.arrival [--numel 16Mi] [--threads T] [--rounds N] [--json]
 
 "copy" and "add" are torch's copy_() and add_(); "then sum" adds the pass over what is kept that a
 norm would need; "and sum" is hetero's, which does both in one pass with the same bits. They take
@@ -46,7 +46,7 @@ PAIRS: tuple[tuple[DtypeName, DtypeName], ...] = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 when something about the input is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.arrival",
+        prog="python -m bench.kernels.arrival",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,8 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_json_argument(parser)
     arguments = parser.parse_args(argv)
-    command = command_line("bench.arrival", argv)
-    return run_program("bench.arrival", lambda: run(arguments, command), show, arguments.json)
+    command = command_line("bench.kernels.arrival", argv)
+    return run_program(
+        "bench.kernels.arrival", lambda: run(arguments, command), show, arguments.json
+    )
 
 
 def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for what, factor, digits in (("seconds", 1e3, 2), ("ratios", 1.0, 2)):
         title = "ms" if what == "seconds" else "ratios of times"
         table = Table(
-            title=f"bench.arrival: {result['numel']:,} elements, {result['threads']} threads,"
+            title=f"bench.kernels.arrival: {result['numel']:,} elements, {result['threads']} threads,"
             f" {title}, median of {result['rounds']}",
             title_justify="left",
         )

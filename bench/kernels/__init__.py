@@ -1,0 +1,1 @@
+"""Native kernels alone, beside what memory gives and other libraries."""

@@ -1,0 +1,41 @@
+"""A long training in which anything happens, and that is killed: nothing is lost, nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("seconds", [8, pytest.param(1800, marks=pytest.mark.extra)])
+def test_soak(seconds: int, tmp_path: Path) -> None:
+    """The longest lives have, after 2,000 steps, the descriptors of the 200th, and its memory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.checkpoint.soak", str(tmp_path), str(seconds), "0"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["same"]
+    assert found["steps"] > 0
+    assert set(found["happened"]) <= {
+        *("lives", "kills", "commit", "save", "save beside", "load", "evaluate", "move")
+    }
+    for (_, descriptors), (_, descriptors_in_the_end) in found["growth"]:
+        assert descriptors_in_the_end <= descriptors + 8  # (of a save that is under way)
+    if seconds > 60:
+        assert len(found["growth"]) > 10
+        grown = [last[0] - first[0] for first, last in found["growth"]]
+        assert statistics.median(grown) < 8 * MIB, found["growth"]
