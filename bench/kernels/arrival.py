@@ -107,8 +107,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     for what, factor, digits in (("seconds", 1e3, 2), ("ratios", 1.0, 2)):
         title = "ms" if what == "seconds" else "ratios of times"
         table = Table(
-            title=f"bench.kernels.arrival: {result['numel']:,} elements, {result['threads']} threads,"
-            f" {title}, median of {result['rounds']}",
+            title=f"bench.kernels.arrival: {result['numel']:,} elements,"
+            f" {result['threads']} threads, {title}, median of {result['rounds']}",
             title_justify="left",
         )
         table.add_column("gradient", no_wrap=True)

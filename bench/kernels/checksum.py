@@ -108,7 +108,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     """GB/s of each contender at each size."""
     print_header(result, console)
     table = Table(
-        title=f"bench.kernels.checksum: GB/s, one thread, median of {result['rounds']} (least-most)",
+        title=f"bench.kernels.checksum: GB/s, one thread, median of {result['rounds']}"
+        " (least-most)",
         title_justify="left",
     )
     table.add_column("contender", no_wrap=True)

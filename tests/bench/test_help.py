@@ -10,8 +10,8 @@ import pytest
 @pytest.mark.parametrize(
     "name",
     [
-        *("adam", "arrival", "bound", "checkpoint", "checksum", "cuda", "io", "ladder", "predict"),
-        *("step", "train"),
+        *("adam", "bound", "checkpoint", "cuda", "durable", "io", "kernels.arrival"),
+        *("kernels.checksum", "ladder", "predict", "step", "train"),
     ],
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,11 @@
 
     python -m tests.support.checkpoint.soak FOLDER SECONDS SEED
 
-It saves, waiting or not, loads what it has saved, evaluates, moves its homes, commits and is killed,
-again and again. Children are forks, as in crashing.py. When the time is over the same number of
-steps is made without any of that. Prints as JSON how often what happened, whether the masters are
-the same, and of the longest lives how much resident memory and how many descriptors they had after
-a tenth of their steps, and in the end.
+It saves, waiting or not, loads what it has saved, evaluates, moves its homes, commits, and is
+killed, again and again. Children are forks, as in crashing.py. When the time is over the same
+number of steps is made without any of that. Prints as JSON how often what happened, whether the
+masters are the same, and of the longest lives how much resident memory and how many descriptors
+they had after a tenth of their steps, and in the end.
 """
 
 from __future__ import annotations
