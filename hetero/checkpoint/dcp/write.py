@@ -221,6 +221,12 @@ def _as_store_error(path: Path) -> Iterator[None]:
         yield
     except HeteroError:
         raise
-    except OSError as error:
-        text = f"cannot write the checkpoint: {error.strerror}"
-        raise StoreError(error.errno, text, str(error.filename or path)) from error
+    except (OSError, RuntimeError) as error:
+        # torch.save() ends its archive after a failed write, too, and then raises that it cannot.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        text = f"cannot write the checkpoint: {cause.strerror}"
+        raise StoreError(cause.errno, text, str(cause.filename or path)) from error

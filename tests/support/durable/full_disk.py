@@ -1,0 +1,131 @@
+"""A small filesystem that is full, or may only be read: what was there stays, and can be used.
+
+    unshare -m python -m tests.support.durable.full_disk FOLDER
+
+Mounts one in FOLDER, in a namespace of its own; exits with 77 where that is not permitted.
+"""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hetero
+from hetero.checkpoint.formats.conversion import convert
+from hetero.checkpoint.folder import is_checkpoint
+from offload.disk.directories import free_bytes
+from tests.hetero.checkpoint.test_save_load import PLACES, build, same, steps, whole
+
+_SIZE_BYTES = 6 << 20
+
+
+def fill(folder: Path, left_bytes: int) -> Path:
+    """Leaves so many bytes free."""
+    path = folder / "filler"
+    with path.open("wb") as stream:
+        stream.write(bytes(max(0, free_bytes(str(folder)) - left_bytes)))
+    return path
+
+
+def refused(action: Callable[[], object], *numbers: int) -> None:
+    """It raises one of these errors, and not another one."""
+    try:
+        action()
+    except hetero.StoreError as error:
+        assert error.errno in numbers, error
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def saves(folder: Path, scratch: Path) -> None:
+    """Checkpoints, exports and conversions, with so little room that some or all does not fit."""
+    model, optimizer = build(PLACES["cpu"], scratch)
+    steps(model, optimizer, range(1))
+    hetero.save(folder / "saved", model, optimizer)
+    stored = whole(model, optimizer)
+    steps(model, optimizer, range(1, 2))
+    for left in (0, 4096, 50_000, 90_000):
+        filler = fill(folder, left)
+        refused(lambda: hetero.save(folder / "saved", model, optimizer), errno.ENOSPC)
+        refused(lambda: hetero.save(folder / "new", model, optimizer), errno.ENOSPC)
+        refused(lambda: convert(folder / "saved", folder / "hf", to="dcp"), errno.ENOSPC)
+        if left < 20_000:
+            refused(lambda: hetero.save_dcp(folder / "dcp", model, optimizer), errno.ENOSPC)
+        assert sorted(each.name for each in folder.iterdir()) == ["filler", "saved"]
+        beside = hetero.save(folder / "saved", model, optimizer, blocking=False)
+        refused(beside.wait, errno.ENOSPC)
+        filler.unlink()
+    assert is_checkpoint(folder / "saved")
+    hetero.load(folder / "saved", model, optimizer)
+    assert same(whole(model, optimizer), stored)
+    hetero.save(folder / "saved", model, optimizer)  # there is room again
+    optimizer.engine.close()
+
+
+def commits(folder: Path) -> None:
+    """The first commit of a start, and one that follows another."""
+    options: dict[str, Any] = {**PLACES["disk"], "durable": True, "commit_every": 0}
+    model, optimizer = build(options, folder)
+    steps(model, optimizer, range(1))
+    filler = fill(folder, 0)
+    refused(lambda: hetero.commit(model, blocking=True), errno.ENOSPC)
+    optimizer.engine.close()
+    filler.unlink()
+
+    model, optimizer = build(options, folder)
+    assert hetero.resume(model) is None
+    steps(model, optimizer, range(1))
+    hetero.commit(model, blocking=True)
+    stored = whole(model, optimizer)
+    steps(model, optimizer, range(1, 2))
+    filler = fill(folder, 0)
+    refused(lambda: hetero.commit(model, blocking=True), errno.ENOSPC)
+    optimizer.engine.close()
+    try:
+        build(options, folder)  # there is no room for the files of another start
+    except (hetero.StoreError, hetero.BudgetError):
+        filler.unlink()
+    model, optimizer = build(options, folder, seed=7)
+    last = hetero.resume(model)
+    assert last is not None
+    assert last.step == 1
+    assert same(whole(model, optimizer), stored)
+    optimizer.engine.close()
+
+
+def read_only(folder: Path, scratch: Path) -> None:
+    """It can be loaded from, and not saved to."""
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    model, optimizer = build(PLACES["cpu"], scratch)
+    hetero.load(folder / "saved", model, optimizer)
+    for name in ("saved", "new"):
+        refused(lambda name=name: hetero.save(folder / name, model, optimizer), errno.EROFS)
+    refused(lambda: convert(folder / "saved", folder / "hf", to="hf"), errno.EROFS)
+    refused(lambda: build({**PLACES["disk"], "durable": True}, folder), errno.EACCES)
+    optimizer.engine.close()
+
+
+def main(folder: Path) -> None:
+    """Mounts, and tries all."""
+    scratch = folder.parent / "scratch"
+    scratch.mkdir()
+    size = f"size={_SIZE_BYTES}"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder]).returncode:
+        sys.exit(77)
+    torch.set_num_threads(1)
+    commits(folder)
+    for path in (folder / "hetero-state").iterdir():
+        path.unlink()
+    (folder / "hetero-state").rmdir()
+    saves(folder, scratch)
+    read_only(folder, scratch)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
