@@ -1,7 +1,8 @@
 """Checkpoints beside what the disk gives, and beside PyTorch's of the same model.
 
 usage: python -m bench.checkpoint [--model gpt2-medium] [--policy nvme|cpu] [--path DIR]
-                                  [--rounds N] [--peers torch,dcp|none] [--json]
+                                  [--rounds N] [--peers torch,dcp,deepspeed|none]
+                                  [--json]
 
 hetero.save() and hetero.load() of a training job: seconds, and GB/s of the checkpoint's bytes. "Of
 the disk" is the time that the disk needs for the same bytes, over that: measured in the same round
@@ -13,10 +14,11 @@ policy cpu they only write, or read.
 alone and beside a save with blocking=False: what the save costs of training is the time until
 save() returns, and what its steps take longer.
 
-Peers train in a process of their own with fp32 weights and moments (12 bytes a parameter) and bf16
-autocast: "torch" is torch.save() with fsync, and torch.load(); "dcp" torch.distributed.checkpoint,
-save(), load() and async_save(). They write new files, where hetero replaces a whole checkpoint by
-the next. All files' pages are dropped from the page cache before loads.
+Peers train in processes of their own. "torch" is torch.save() with fsync, and torch.load(); "dcp"
+torch.distributed.checkpoint, save(), load() and async_save(): both with fp32 weights and moments
+and bf16 autocast. "deepspeed" is ZeRO-3's save_checkpoint() with fsync, and load_checkpoint(), with
+state offloaded to RAM. All have 12 bytes a parameter. They write new files, where hetero replaces a
+whole checkpoint by the next. All files' pages are dropped from the page cache before loads.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ from hetero.cli.job.run_folder import RunFolder
 from offload.disk.scratch_file import make_io_engine
 from offload.memory.sizes import format_bytes
 
-PEERS = ("torch", "dcp")
+PEERS = ("torch", "dcp", "deepspeed")
+# The programs of peers, and who of them is in which.
+PROGRAMS = {"checkpoint_torch": ("torch", "dcp"), "checkpoint_deepspeed": ("deepspeed",)}
 POLICIES = ("nvme", "cpu")
 
 # The I/O engine of a checkpoint has these; the yardstick must not have less in flight.
@@ -158,9 +162,11 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
             "step": partial(own.step, arguments.steps),
             "beside": own.beside,
         }
-        if peers:
-            process = stack.enter_context(_peer_process(options, folder))
-            contenders |= _peer_contenders(peers, process, arguments.steps)
+        for program, names in PROGRAMS.items():
+            chosen = [peer for peer in peers if peer in names]
+            if chosen:
+                process = stack.enter_context(_peer_process(program, options, folder))
+                contenders |= _peer_contenders(chosen, process, arguments.steps)
         own.warm_up()
         rounds = run_rounds(contenders, arguments.rounds)
         result = {
@@ -200,13 +206,13 @@ def _io_engine() -> str:
     return engine.kind
 
 
-def _peer_process(options: TrainOptions, folder: Path) -> PeerProcess:
+def _peer_process(program: str, options: TrainOptions, folder: Path) -> PeerProcess:
     workload = folder / "workload.json"
     write_workload(options, workload)
     checkpoints = folder / "peers"
-    checkpoints.mkdir()
+    checkpoints.mkdir(exist_ok=True)
     return PeerProcess(
-        (sys.executable, "-m", "bench.peers.checkpoint_torch"),
+        (sys.executable, "-m", f"bench.peers.{program}"),
         {"workload": os.path.abspath(workload), "folder": os.path.abspath(checkpoints)},
         "pip install 'hetero[bench]'",
     )

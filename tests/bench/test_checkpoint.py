@@ -75,7 +75,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_json(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, *options, "--host-memory", "1200KiB")
+    result = run_json(capsys, *options, "--host-memory", "1200KiB", "--peers", "torch,dcp")
     nbytes = result["checkpoint_bytes"]
     assert nbytes > STATE_BYTES * result["params"]
     assert result["policy"] == "nvme"

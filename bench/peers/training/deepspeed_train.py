@@ -24,7 +24,7 @@ LEAST_BUFFER_NUMEL = 100_000_000
 
 
 class DeepSpeedPeer:
-    """A transformers model in a DeepSpeed engine, one process."""
+    """A transformers model in a DeepSpeed engine, `engine`, one process."""
 
     def __init__(self, deepspeed: Any, workload: Workload, mode: str, swap_folder: Path) -> None:
         # Inside zero.Init, which replaces torch.Tensor.__new__, this import would fail, and
@@ -39,7 +39,7 @@ class DeepSpeedPeer:
         if workload.lean:
             model.gradient_checkpointing_enable()
         self.params = sum(parameter.ds_numel for parameter in model.parameters())
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+        self.engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
             config=config,
             model_parameters=model.parameters(),
@@ -47,17 +47,17 @@ class DeepSpeedPeer:
         self.version: str = deepspeed.__version__
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self._engine(input_ids=tokens, labels=tokens).loss
+        loss: torch.Tensor = self.engine(input_ids=tokens, labels=tokens).loss
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        self._engine.backward(loss)
+        self.engine.backward(loss)
 
     def step(self, lr: float, last: bool) -> None:
         # The engine counts the micro-batches itself.
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._engine.step()
+        self.engine.step()
 
 
 def deepspeed_config(workload: Workload, mode: str, swap_folder: Path) -> dict[str, Any]:

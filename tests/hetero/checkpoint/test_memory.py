@@ -1,4 +1,4 @@
-"""What saves and loads hold beside the budgets, whatever the size of the model."""
+"""What saves, loads and commits hold beside the budgets, whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -48,6 +48,23 @@ found["resume"] = grown_by(lambda: hetero.load(folder / "saved", model, optimize
 found["whole"] = grown_by(lambda: model.state_dict())
 found["host"] = optimizer.engine.ledger.peak_bytes["host"]
 optimizer.engine.close()
+del model, optimizer
+
+def start():
+    global model, optimizer
+    with hetero.ZeroInitContext(dtype=compute, durable=True, commit_every=0, **options):
+        model = nn.Sequential(*[nn.Linear(1024, 2048, bias=False) for _ in range(24)])
+    optimizer = hetero.HybridSGD(model.parameters(), lr=0.1)
+    model, optimizer = hetero.initialize(model, optimizer)
+
+found["start"] = grown_by(start)
+optimizer.step()
+found["commit"] = grown_by(lambda: hetero.commit(model, blocking=True))
+optimizer.engine.close()
+del model, optimizer
+found["go on"] = grown_by(start)
+assert hetero.resume(model) is not None
+optimizer.engine.close()
 print(json.dumps(found))
 """
 
@@ -67,6 +84,8 @@ def test_a_model_larger_than_memory_passes(tmp_path: Path, compute: str, dtype: 
     assert found["host"] <= HOST_MEMORY
     for what in ("export", "load"):
         assert found[what] <= BESIDE < size / 10, found
+    assert found["go on"] <= found["start"] + BESIDE_CHECKPOINT, found
+    assert found["commit"] <= BESIDE, found
     for what in ("save", "resume"):
         assert found[what] <= BESIDE_CHECKPOINT < size / 2.9, found
     # The same measure shows what holds the whole model, in the compute dtype.
