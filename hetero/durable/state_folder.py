@@ -73,7 +73,7 @@ class StateFolder:
             failure = None
             try:
                 self._take(self._is_first_of_folder())
-                found = self._look()
+                found = _look(self.folders[0], self.notes)
             except Exception as error:
                 failure = error
             world.all_or_none(failure, "take the folders of the durable state", (CheckpointError,))
@@ -140,50 +140,6 @@ class StateFolder:
             time.sleep(0.05)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-
-    def _look(self) -> list[_Found]:
-        """The records that this rank sees. Raises CheckpointError, StoreError."""
-        found: list[_Found] = []
-        names = sorted(os.listdir(self.folders[0]))
-        damaged: dict[str, list[str]] = {}
-        blank: set[str] = set()
-        for name in names:
-            match = _RECORD.fullmatch(name)
-            if match is None:
-                continue
-            path = os.path.join(self.folders[0], name)
-            stem = name[:-1]
-            try:
-                with open(path, "rb") as stream:
-                    record = decode(stream.read(), path)
-            except OSError as error:
-                raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
-            except CheckpointError as error:
-                damaged.setdefault(stem, []).append(str(error))
-                continue
-            if record is None:
-                blank.add(stem)
-                continue
-            said = (record.generation, record.rank, record.ranks)
-            if said != tuple(int(group) for group in match.groups()):
-                raise CheckpointError(
-                    f"{path} is of another file: it says generation {said[0]}, rank {said[1]} of "
-                    f"{said[2]}"
-                )
-            found.append(_Found(record.generation, record.number, record.rank, record.ranks, path))
-        whole = {os.path.basename(each.path)[:-1] for each in found}
-        for stem, errors in damaged.items():
-            # The first commit of a start may have been cut off: then there is no other record.
-            both = all(f"{stem}{turn}" in names for turn in (0, 1))
-            if stem not in whole and both:
-                raise CheckpointError(
-                    f"both commit records of {stem[:-8]} are damaged: {'; '.join(errors)}"
-                )
-            self.notes.append(
-                f"a commit was not completed, or its record is damaged, and the one before it is "
-                f"used: {'; '.join(errors)}"
-            )
-        return found
 
     def _gather(self, found: Sequence[_Found]) -> list[_Found]:
         """What all ranks have found."""
@@ -257,6 +213,51 @@ def _listed(folder: str) -> list[str]:
         return []
 
 
+def _look(folder: str, notes: list[str]) -> list[_Found]:
+    """The records in the folder. Raises CheckpointError, StoreError."""
+    found: list[_Found] = []
+    names = sorted(os.listdir(folder))
+    damaged: dict[str, list[str]] = {}
+    blank: set[str] = set()
+    for name in names:
+        match = _RECORD.fullmatch(name)
+        if match is None:
+            continue
+        path = os.path.join(folder, name)
+        stem = name[:-1]
+        try:
+            with open(path, "rb") as stream:
+                record = decode(stream.read(), path)
+        except OSError as error:
+            raise StoreError(error.errno, f"cannot be read: {error.strerror}", path) from error
+        except CheckpointError as error:
+            damaged.setdefault(stem, []).append(str(error))
+            continue
+        if record is None:
+            blank.add(stem)
+            continue
+        said = (record.generation, record.rank, record.ranks)
+        if said != tuple(int(group) for group in match.groups()):
+            raise CheckpointError(
+                f"{path} is of another file: it says generation {said[0]}, rank {said[1]} of "
+                f"{said[2]}"
+            )
+        found.append(_Found(record.generation, record.number, record.rank, record.ranks, path))
+    whole = {os.path.basename(each.path)[:-1] for each in found}
+    for stem, errors in damaged.items():
+        # The first commit of a start may have been cut off: then there is no other record.
+        both = all(f"{stem}{turn}" in names for turn in (0, 1))
+        if stem not in whole and both:
+            raise CheckpointError(
+                f"both commit records of {stem[:-8]} are damaged: {'; '.join(errors)}"
+            )
+        notes.append(
+            f"a commit was not completed, or its record is damaged, and the one before it is "
+            f"used: {'; '.join(errors)}"
+        )
+    return found
+
+
 def _last_whole(found: Iterable[_Found]) -> dict[int, _Found]:
     """By rank, the records of the last commit that all its ranks have made; empty without any.
 
@@ -276,3 +277,14 @@ def _last_whole(found: Iterable[_Found]) -> dict[int, _Found]:
             f"directories of the others are needed, too"
         )
     return {}
+
+
+def read_last_commit(folder: Path) -> tuple[Record, ...]:
+    """The records of the last commit in a folder that nobody takes; empty if there is none.
+
+    Raises CheckpointError, StoreError.
+    """
+    chosen = _last_whole(_look(str(folder), []))
+    records = (decode(Path(chosen[rank].path).read_bytes(), chosen[rank].path) for rank in chosen)
+    found = sorted((each for each in records if each is not None), key=lambda each: each.rank)
+    return tuple(found)

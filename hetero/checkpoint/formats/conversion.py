@@ -34,8 +34,9 @@ def convert(
     to: str,
     dtype: str | torch.dtype | None = None,
     config: str | os.PathLike[str] | None = None,
+    open_source: Callable[[Path], StoredCheckpoint] = open_checkpoint,
 ) -> StoredCheckpoint:
-    """Writes the checkpoint `source`, of any format that open_checkpoint() knows, as `target`.
+    """Writes the checkpoint `source`, of any format that `open_source` knows, as `target`.
 
     Parts of tensors go from file to file: of hetero's and Hugging Face's formats a few MiB are in
     memory, of DCP's and DeepSpeed's one tensor. `target` appears when it is whole and durable.
@@ -70,7 +71,7 @@ def convert(
     if os.path.lexists(path):
         raise ValueError(f"{path} is there already; give another path, or remove it")
     folder = NewFolder(path)
-    with open_checkpoint(Path(source)) as stored:
+    with open_source(Path(source)) as stored:
         try:
             folder.begin()
             _WRITERS[to](stored, folder.incomplete, torch_dtype)

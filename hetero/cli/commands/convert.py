@@ -18,10 +18,10 @@ def add_command(commands: Commands) -> None:
         "convert",
         help="write a checkpoint in another format",
         description="Writes a checkpoint in another format, without a model and without holding"
-        " more than a tensor. Read are hetero's checkpoints, folders of Hugging Face's and"
-        " .safetensors files, those of torch.distributed.checkpoint (DCP), and DeepSpeed's"
-        " universal format. Between hetero and DCP optimizer states and options go along; to"
-        " Hugging Face's go parameters and buffers.",
+        " more than a tensor. Read are hetero's checkpoints and commits, folders of Hugging"
+        " Face's and .safetensors files, those of torch.distributed.checkpoint (DCP), and"
+        " DeepSpeed's universal format. Between hetero and DCP optimizer states and options"
+        " go along; to Hugging Face's go parameters and buffers.",
     )
     command.add_argument("source", help="the checkpoint, as `hetero inspect` takes it")
     command.add_argument("target", help="the new folder, which must not be there yet")
@@ -49,9 +49,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Converts, and says what was written."""
     # Late, because other commands need none of it.
     from hetero.checkpoint.formats.conversion import convert
+    from hetero.durable.stored_commit import open_stored
 
     stored = convert(
-        arguments.source, arguments.target, arguments.to, arguments.dtype, arguments.config
+        arguments.source,
+        arguments.target,
+        arguments.to,
+        arguments.dtype,
+        arguments.config,
+        open_stored,
     )
     for note in stored.notes:
         print(f"hetero convert: {note}", file=sys.stderr)

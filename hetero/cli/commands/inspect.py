@@ -25,9 +25,9 @@ def add_command(commands: Commands) -> None:
         "inspect",
         help="show what is in a checkpoint",
         description="Shows what a checkpoint has: steps, parameters, optimizers, files. It may be"
-        " hetero's, a folder of Hugging Face's or a .safetensors file, one of"
-        " torch.distributed.checkpoint (DCP), or DeepSpeed's universal format. Values are not"
-        " read, and nothing of a file is run.",
+        " hetero's, the last commit of a durable state, a folder of Hugging Face's or a"
+        " .safetensors file, one of torch.distributed.checkpoint (DCP), or DeepSpeed's"
+        " universal format. Values are not read, and nothing of a file is run.",
     )
     command.add_argument(
         "path", help="the checkpoint; of a folder of hetero checkpoints, the latest one"
@@ -47,10 +47,10 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints what the checkpoint has; returns 1 if it was verified and is damaged."""
     # Late, because other commands need none of it.
-    from hetero.checkpoint.formats.opening import open_checkpoint
     from hetero.cli.show.contents import as_dict, lines
+    from hetero.durable.stored_commit import open_stored
 
-    with open_checkpoint(Path(arguments.path)) as stored:
+    with open_stored(Path(arguments.path)) as stored:
         verified = _verify(stored) if arguments.verify else None
         if arguments.json:
             found = as_dict(stored)
