@@ -188,7 +188,7 @@ class GradReducer:
             self._begin_round(True)
         if self._had_turn(managed.chunk):
             self._finish(managed.chunk)  # the gradient is added to what other ranks sent
-        elif not managed.has_grad:
+        elif not accumulate:
             self._accumulated.discard(managed)
         bucket = self._open(managed.chunk)
         into = managed.part_of(bucket.flat)
@@ -203,6 +203,14 @@ class GradReducer:
         if self.reduces_in_backward:
             self._round.synced[managed] = None
             self._send_complete(managed.chunk)
+
+    def end_backward(self) -> None:
+        """What comes from now on is of another backward; the other ranks do so, too, or follow.
+
+        Raises as reduce_all().
+        """
+        if self._round.arrived:
+            self._end_round(done=False)
 
     def reduce_all(self, force: bool) -> None:
         """Makes means of all gradients so far. All ranks must call it.

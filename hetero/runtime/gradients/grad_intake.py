@@ -39,7 +39,7 @@ class GradIntake:
         self._unaveraged = False  # with several ranks: gradients came that are no means yet
         self._is_scaled = False  # in backward(): the loss was scaled
         # Gradients that are zero, whatever is kept: most get another one before anybody looks.
-        self._zeroed: set[ManagedParam] = set()
+        self._zeroed: dict[ManagedParam, None] = {}  # in the order of the loop, as on other ranks
 
     # From autograd
 
@@ -114,7 +114,7 @@ class GradIntake:
         # Before the gradient: if an exception comes between the two, both still belong together.
         chunk_group.grads.set_factor(m, factor, accumulate)
         self._unaveraged = True
-        self._zeroed.discard(m)
+        self._zeroed.pop(m, None)
         if chunk_group.ranks is None:
             chunk_group.grads.add(m, grad, accumulate)
         else:
@@ -124,11 +124,16 @@ class GradIntake:
         """Makes gradients zero; nothing is written unless they are read, or stepped with."""
         for m in members:
             self._schedule.revoke(m)
-        self._zeroed.update(members)
+        self._zeroed.update(dict.fromkeys(members))
 
     def _write_zeros(self) -> None:
-        for m in [m for m in self._zeroed if m.has_grad]:
-            # (Over ranks, zeros would be added to a gradient that is there.)
+        zeroed = [m for m in self._zeroed if m.has_grad]
+        # Over ranks zeros would be added to a gradient that is there, and while the gradients are
+        # on their way none may be gone.
+        for chunk_group in self._params.chunk_groups if zeroed else ():
+            if chunk_group.ranks is not None:
+                chunk_group.ranks.grad_reducer.end_backward()
+        for m in zeroed:
             m.param.grad = torch.zeros_like(m.stand_in)
             self._store(m, m.param.grad, False, 1.0)
         self._zeroed.clear()
