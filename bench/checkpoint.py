@@ -50,9 +50,10 @@ from bench.harness.program import (
 from bench.harness.rounds import Rounds, Sample, run_rounds
 from bench.train import write_workload
 from bench.work.checkpoints import HeteroCheckpoints
+from bench.work.job_steps import steady_options
 from bench.work.transfers import HeteroTransfers, Shape, measured_file
 from hetero.cli.job.job import open_job
-from hetero.cli.job.models import model_label, wanted_vocab_size
+from hetero.cli.job.models import model_label
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.run_folder import RunFolder
 from offload.disk.scratch_file import make_io_engine
@@ -145,7 +146,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         raise ValueError("--rounds and --steps must be 1 or more")
     peers = chosen_peers(arguments.peers, PEERS)
     shape = Shape.of(parse_size("--io-size", arguments.io_size), BLOCK_BYTES, DEPTH)
-    options = _options(arguments)
+    options = steady_options(arguments)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(measured_file(arguments.path, shape.size_bytes))
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path)
@@ -181,22 +182,6 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     notes = [f"{name}: left out: {why}" for name, why in rounds.failed.items()]
     return result | {"notes": notes, "steps": arguments.steps, "rounds": arguments.rounds,
                      "machine": describe_machine(), "command": command}  # fmt: skip
-
-
-def _options(arguments: argparse.Namespace) -> TrainOptions:
-    return TrainOptions(
-        model=arguments.model,
-        config=arguments.config,
-        vocab_size=wanted_vocab_size(arguments.model, arguments.config, None),
-        policy=arguments.policy,
-        host_memory=arguments.host_memory,
-        seq_len=arguments.seq_len,
-        batch_size=1,
-        lr=1e-4,
-        warmup=0,
-        schedule="constant",
-        clip=0.0,
-    )
 
 
 def _io_engine() -> str:

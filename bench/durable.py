@@ -32,9 +32,9 @@ import hetero
 from bench.harness.machine import describe_machine
 from bench.harness.program import add_json_argument, command_line, print_header, run_program
 from bench.harness.rounds import Rounds, Sample, run_rounds
-from bench.work.job_steps import JobSteps
+from bench.work.job_steps import JobSteps, steady_options
 from hetero.cli.job.job import Job, open_job
-from hetero.cli.job.models import model_label, wanted_vocab_size
+from hetero.cli.job.models import model_label
 from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.run_folder import RunFolder
 from offload.memory.sizes import format_bytes
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         counts = [0]
     if min([arguments.rounds, arguments.steps, *counts]) < 1:
         raise ValueError("--rounds, --steps and --every must be whole numbers, 1 or more")
-    options = _options(arguments)
+    options = steady_options(arguments)
     with contextlib.ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="hetero-bench-", dir=arguments.path)
         folder = Path(stack.enter_context(temporary))
@@ -176,22 +176,6 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
             result["start"] = {"plain_s": plain_s, "durable_s": durable_s}
     return result | {"steps": arguments.steps, "rounds": arguments.rounds,
                      "machine": describe_machine(), "command": command}  # fmt: skip
-
-
-def _options(arguments: argparse.Namespace) -> TrainOptions:
-    return TrainOptions(
-        model=arguments.model,
-        config=arguments.config,
-        vocab_size=wanted_vocab_size(arguments.model, arguments.config, None),
-        policy=arguments.policy,
-        host_memory=arguments.host_memory,
-        seq_len=arguments.seq_len,
-        batch_size=1,
-        lr=1e-4,
-        warmup=0,
-        schedule="constant",
-        clip=0.0,
-    )
 
 
 def _file_bytes(job: Job) -> int:

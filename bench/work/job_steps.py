@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from dataclasses import replace
@@ -9,6 +10,8 @@ from typing import Any
 
 from hetero.cli.job.job import Job
 from hetero.cli.job.metrics import StepMetrics
+from hetero.cli.job.models import wanted_vocab_size
+from hetero.cli.job.options import TrainOptions
 from hetero.cli.job.step import one_step
 from offload.timeline import Timeline
 
@@ -100,3 +103,20 @@ def overlap(timeline: Timeline) -> dict[str, Any]:
         "link_beside_compute_s": computing.both_s(("compute", "update"), ("h2d", "d2h")),
         "dropped": timeline.dropped,
     }
+
+
+def steady_options(arguments: argparse.Namespace) -> TrainOptions:
+    """Of a job whose steps are alike: one sequence each, no clipping, a constant rate."""
+    return TrainOptions(
+        model=arguments.model,
+        config=arguments.config,
+        vocab_size=wanted_vocab_size(arguments.model, arguments.config, None),
+        policy=arguments.policy,
+        host_memory=arguments.host_memory,
+        seq_len=arguments.seq_len,
+        batch_size=1,
+        lr=1e-4,
+        warmup=0,
+        schedule="constant",
+        clip=0.0,
+    )

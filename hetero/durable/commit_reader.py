@@ -14,7 +14,8 @@ import torch
 from hetero.checkpoint.data_writer import open_direct
 from hetero.checkpoint.manifest import Manifest
 from hetero.checkpoint.model_tensors import STATE_NAMES, master_key
-from hetero.durable.record import Record, StoredChunk, StoredGroup, StoredSlice
+from hetero.durable.record import Record, StoredGroup, StoredSlice
+from hetero.state.memory.file_layout import list_names
 from hetero.state.optimizer_state import TileCodec, TileState
 from offload._native import IoOp, NativeIoError, StripeMap
 from offload.disk.scratch_file import make_io_engine
@@ -322,14 +323,10 @@ class CommitReader:
         for chunk, offset, nbytes in group.extents():
             end = at + nbytes // PAGE_BYTES * 4
             self._io.set_checksums(number, offset, group.checksums[at:end])
-            self._io.name_range(number, offset, nbytes, _name_of(chunk))
+            names = list_names([each.name for each in chunk.slices])
+            self._io.name_range(number, offset, nbytes, names)
             at = end
         return number
-
-
-def _name_of(chunk: StoredChunk) -> str:
-    names = [each.name for each in chunk.slices]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _shards(records: Sequence[Record], folder: Path) -> list[dict[int, StoredGroup]]:

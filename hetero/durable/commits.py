@@ -34,8 +34,6 @@ class DurableState:
         """
         engine.notes.extend(folder.notes)
         self.committer = Committer(engine, optimizers, folder)
-        # (Optimizers have the engine, which must not be kept alive from here.)
-        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._restored: tuple[Checkpoint, LoopState] | None = None
         if folder.last:
             try:
@@ -58,8 +56,7 @@ class DurableState:
                 f"hetero.resume() comes before the first step, and {self.committer.steps} were made"
             )
         check_objects(extra, checkpoint.extra)
-        optimizers = (optimizer for ref in self._optimizers if (optimizer := ref()) is not None)
-        loop_state.bring_back(optimizers, extra)
+        loop_state.bring_back(self.committer.optimizers(), extra)
         self.committer.goes_on_from = None
         return checkpoint
 

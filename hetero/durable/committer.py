@@ -179,6 +179,10 @@ class Committer:
         self._under_way: list[_GroupCommit] = []
         engine.last_step.listeners.append(self._after_step)
 
+    def optimizers(self) -> list[HybridOptimizer]:
+        """Those of the model that are still there."""
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+
     def _finish(self) -> None:
         """Until the last commit has ended. Raises what it met, unless a step has."""
         if self._last is not None:
@@ -252,7 +256,7 @@ class Committer:
     def _facts(self, engine: Engine, extra: Extra) -> tuple[Record, dict[ManagedParam, str]]:
         """What is small, as it is now; and the parameters' names."""
         files = self._folder.files
-        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        optimizers = self.optimizers()
         model, own = ModelTensors.of(engine), list[torch.Tensor]()
         optimizer_facts = optimizer_records(optimizers, model.names, own)
         rank_data = pack_rank_data(extra, own)

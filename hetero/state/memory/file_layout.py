@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hetero.chunks.dtypes import Dtypes
@@ -62,6 +63,10 @@ def map_file(layout: Layout, placement: Placement, dtypes: Dtypes) -> FileMap:
 def name_of(kind: StateKind, chunk: Chunk) -> str:
     """What an extent has, for errors: the chunk, by the names of its parameters."""
     what = {StateKind.PARAM: "parameters", StateKind.OPTIM_STATE: "optimizer state"}
-    names = [s.param.name for s in chunk.slices]
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{what.get(kind, 'gradients')} of chunk {chunk.id} ({listed})"
+    names = list_names([s.param.name for s in chunk.slices])
+    return f"{what.get(kind, 'gradients')} of chunk {chunk.id} ({names})"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first ones, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -30,6 +30,20 @@ RULES: dict[str, Callable[..., hetero.HybridOptimizer]] = {
     "sgd": partial(hetero.HybridSGD, momentum=0.9, dampening=0.5),
     "muon": hetero.HybridMuon,
 }
+# Rules, compute dtypes and dtypes of states: each rule, and each dtype of either kind.
+RULES_AND_DTYPES = [
+    ("adam", "bf16", "fp32"),
+    ("adam", "fp16", "bf16"),
+    ("adam", "bf16", "8bit"),
+    ("adam", "fp32", "8bit"),
+    ("lion", "bf16", "bf16"),
+    ("lion", "fp32", "fp32"),
+    ("adagrad", "bf16", "fp32"),
+    ("sgd", "bf16", "bf16"),
+    ("sgd", "fp16", "8bit"),
+    ("muon", "bf16", "fp32"),
+    ("muon", "fp32", "bf16"),
+]
 PLACES: dict[str, Settings] = {
     "cpu": {"placement_policy": "cpu"},
     "disk": {"placement_policy": "nvme", "host_memory": "256KiB"},
@@ -87,22 +101,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize(
-    ("rule", "dtype", "state_dtype"),
-    [
-        ("adam", "bf16", "fp32"),
-        ("adam", "fp16", "bf16"),
-        ("adam", "bf16", "8bit"),
-        ("adam", "fp32", "8bit"),
-        ("lion", "bf16", "bf16"),
-        ("lion", "fp32", "fp32"),
-        ("adagrad", "bf16", "fp32"),
-        ("sgd", "bf16", "bf16"),
-        ("sgd", "fp16", "8bit"),
-        ("muon", "bf16", "fp32"),
-        ("muon", "fp32", "bf16"),
-    ],
-)
+@pytest.mark.parametrize(("rule", "dtype", "state_dtype"), RULES_AND_DTYPES)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_every_rule_and_dtype_goes_on(
     place: str, rule: str, dtype: str, state_dtype: str, tmp_path: Path

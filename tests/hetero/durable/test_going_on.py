@@ -12,7 +12,15 @@ import torch
 
 import hetero
 from hetero.durable.record_files import RecordFiles
-from tests.hetero.checkpoint.test_save_load import PLACES, build, first, same, steps, whole
+from tests.hetero.checkpoint.test_save_load import (
+    PLACES,
+    RULES_AND_DTYPES,
+    build,
+    first,
+    same,
+    steps,
+    whole,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 DURABLE = {"durable": True}
@@ -64,22 +72,7 @@ def test_every_placement_and_overlap_goes_on(place: str, overlap: str, tmp_path:
         optimizer.engine.close()
 
 
-@pytest.mark.parametrize(
-    ("rule", "dtype", "state_dtype"),
-    [
-        ("adam", "bf16", "fp32"),
-        ("adam", "fp16", "bf16"),
-        ("adam", "bf16", "8bit"),
-        ("adam", "fp32", "8bit"),
-        ("lion", "bf16", "bf16"),
-        ("lion", "fp32", "fp32"),
-        ("adagrad", "bf16", "fp32"),
-        ("sgd", "bf16", "bf16"),
-        ("sgd", "fp16", "8bit"),
-        ("muon", "bf16", "fp32"),
-        ("muon", "fp32", "bf16"),
-    ],
-)
+@pytest.mark.parametrize(("rule", "dtype", "state_dtype"), RULES_AND_DTYPES)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_every_rule_and_dtype_goes_on(
     place: str, rule: str, dtype: str, state_dtype: str, tmp_path: Path

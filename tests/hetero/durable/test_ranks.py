@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.hetero.checkpoint.test_save_load import same
 from tests.support.durable import committing
 from tests.support.ranks import checkpointing
 from tests.support.ranks.processes import RankFailure, run_ranks, run_ranks_to_the_end
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 @pytest.fixture(scope="module")
