@@ -322,7 +322,7 @@ class ChunkUpdates:
         self._spare.swap(chunk)
         self._spare.restore(chunk)
         if self.committed is not None:
-            self.committed.note_change(chunk)
+            self.committed.note_undone(chunk)
 
     # Waiting
 

@@ -53,6 +53,8 @@ class CommittedState:
         # unless none has copied this since it has its home in memory.
         self._copies: dict[tuple[int, StateKind], tuple[int, int]] = {}
         self._never_copied: set[tuple[int, StateKind]] = set()
+        # By chunk id and state kind, where the last commit has what had its home in the file.
+        self._in_place: dict[tuple[int, StateKind], int] = {}
 
     def has_changed(self, chunk: Chunk) -> bool:
         """Whether the chunk's state in use is no commit's, and may be changed in place."""
@@ -61,6 +63,21 @@ class CommittedState:
     def note_change(self, chunk: Chunk) -> None:
         """The chunk's state is, or is about to be, another one than the last commit has."""
         self._changed.add(chunk.id)
+
+    def note_undone(self, chunk: Chunk) -> None:
+        """A step of the chunk was undone: the extents in use are those from before it.
+
+        If they are the last commit's, that is what the chunk has, and they must not be written to.
+        """
+        in_file = [kind for kind in self._kinds(chunk) if chunk not in self._homes[kind]]
+        committed = bool(in_file) and all(
+            self._homes[kind].extents[chunk.id].offset == self._in_place.get((chunk.id, kind))
+            for kind in in_file
+        )
+        if committed:
+            self._changed.discard(chunk.id)
+        else:
+            self._changed.add(chunk.id)
 
     def is_in_file(self, chunk: Chunk) -> bool:
         """Whether some of what commits have of the chunk has its home in the file."""
@@ -118,6 +135,7 @@ class CommittedState:
         """
         self.reserve_copies()
         found = []
+        self._in_place.clear()
         for chunk in self._layout.chunks:
             changed = self.has_changed(chunk)
             offsets: dict[StateKind, int] = {}
@@ -125,6 +143,7 @@ class CommittedState:
             for kind in self._kinds(chunk):
                 if chunk not in self._homes[kind]:
                     offsets[kind] = self._homes[kind].extents[chunk.id].offset
+                    self._in_place[chunk.id, kind] = offsets[kind]
                     continue
                 last, other = self._copies[chunk.id, kind]
                 if changed or (chunk.id, kind) in self._never_copied:
