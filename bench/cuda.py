@@ -1,7 +1,8 @@
 """Training on a GPU whose memory is made smaller and smaller, beside training wholly in it.
 
-usage: python -m bench.cuda [--models gpt2-1.3b,gpt-6b] [--contenders torch,100,50,25,10,deepspeed]
-                            [--minutes 8] [--json]
+usage: python -m bench.cuda [--models gpt2-1.3b,gpt-6b,gpt-14b]
+                            [--contenders torch,100,50,25,10,deepspeed,80gb]
+                            [--nvme DIR] [--minutes 8] [--json]
 
 A model *wants* on the device what it takes with all its state there: 14 bytes a parameter (bf16
 parameter and gradient, and an optimizer state of 10). Each contender is a process of its own. What
@@ -10,6 +11,11 @@ does not fit into the time is left out, and said to be.
     torch      plain PyTorch in bf16 with fused AdamW, all in the GPU's memory: 8 bytes a parameter
     100 % ...  hetero, policy auto, with that share of what the model wants as device_memory
     deepspeed  ZeRO-3 with parameters and optimizer in RAM, where it is installed
+    80gb       hetero on as much as a GPU of 80 GB and 128 GiB of RAM have, whatever is there: the
+               one contender of gpt-14b, and of no other model
+
+Below the table each figure stands beside its aim (bench/cuda_aims.py). For these the link is
+measured first, alone and as hetero copies over it, and the disk of --nvme if a contender used it.
 """
 
 from __future__ import annotations
@@ -19,28 +25,34 @@ import contextlib
 import gc
 import importlib.util
 import json
+import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 
+from bench.cuda_aims import LIMITED_DEVICE_BYTES, LIMITED_MODEL, LIMITED_RAM_BYTES, Aim, aims
 from bench.harness.machine import ROOT, describe_machine, header
 from bench.harness.program import command_line, names
+from bench.kernels.cuda_copies import measure_copies
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, Shape, fill, quick_init
-from offload.device.cuda_backend import cuda_available
+from bench.work.transfers import measure_mixed_bandwidth
+from offload.device.cuda_backend import DEFAULT_SHARE, cuda_available
 from offload.memory.sizes import format_bytes
 
 WARM_UP, STEPS = 2, 5
 ENOUGH_S = 15.0  # of measured steps
 WANTED_BYTES = 14  # a parameter
 _LEAST_S = 25.0  # less is not worth starting a contender for
-_KINDS = ("torch", "100", "50", "25", "10", "deepspeed")  # as the table has them
-_ORDER = ("100", "10", "torch", "50", "25", "deepspeed")  # what says most first
+_KINDS = ("torch", "100", "50", "25", "10", "deepspeed", "80gb")  # as the table has them
+_ORDER = ("100", "25", "10", "deepspeed", "torch", "50", "80gb")  # what says most first
+_LINK = "link"  # stands in the place of a model and a contender for the measurement of copies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", default="gpt2-1.3b,gpt-6b", help="of " + ", ".join(SHAPES))
+    parser.add_argument(
+        "--models", default="gpt2-1.3b,gpt-6b,gpt-14b", help="of " + ", ".join(SHAPES)
+    )
     parser.add_argument("--contenders", default=",".join(_ORDER), help="default: %(default)s")
+    parser.add_argument("--nvme", help="a directory on NVMe for scratch files (default: none)")
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="for everything (default: %(default)s)"
     )
@@ -62,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench.cuda: skipped: torch sees no CUDA device")
         return 0
     if arguments.one is not None:
-        model, kind = arguments.one.split("/")
-        print(json.dumps(_measure(SHAPES[model], kind)))
+        print(json.dumps(_measure_one(arguments.one, arguments.nvme)))
         return 0
     deadline_s = time.monotonic() + 60 * arguments.minutes
+    copies = _run(_LINK, arguments.nvme, deadline_s)
     rows: list[dict[str, Any]] = []
     for model in names(arguments.models):
         if model not in SHAPES:
@@ -75,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if kind not in _KINDS:
                 print(f"bench.cuda: error: --contenders: {kind!r} is not one of {_KINDS}")
                 return 2
-            row = {"model": model, "contender": kind, **_run(model, kind, deadline_s)}
+            if (kind == "80gb") != (model == LIMITED_MODEL):
+                continue
+            found = _run(f"{model}/{kind}", arguments.nvme, deadline_s)
+            row = {"model": model, "contender": kind, **found}
             rows.append(row)
             print(f"bench.cuda: {_line(row)}", file=sys.stderr, flush=True)
     models = [row["model"] for row in rows]
@@ -85,19 +103,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": torch.cuda.get_device_name(),
         "command": command_line("bench.cuda", argv),
         "rows": rows,
+        "copies": copies,
+        "aims": [vars(aim) for aim in aims(rows, copies, _disk_rate(rows, arguments.nvme))],
     }
     print(json.dumps(result) if arguments.json else "\n".join(_table(result)))
     return 0
 
 
-def _run(model: str, kind: str, deadline_s: float) -> dict[str, Any]:
-    """One contender in a process of its own."""
-    if kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+def _disk_rate(rows: Sequence[dict[str, Any]], directory: str | None) -> float | None:
+    """What the disk moves in the update's pattern, if a contender has used it."""
+    if directory is None or not any(row.get("disk_bytes") for row in rows):
+        return None
+    return measure_mixed_bandwidth(directory)
+
+
+def _run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
+    """What `--one` prints in a process of its own, or a "status" that says why it did not."""
+    if one.endswith("/deepspeed") and importlib.util.find_spec("deepspeed") is None:
         return {"status": "not installed"}
     left_s = deadline_s - time.monotonic()
     if left_s < _LEAST_S:
         return {"status": "no time left"}
-    command = [sys.executable, "-m", "bench.cuda", "--one", f"{model}/{kind}"]
+    command = [sys.executable, "-m", "bench.cuda", "--one", one]
+    if nvme is not None:
+        command += ["--nvme", nvme]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s)
     except subprocess.TimeoutExpired:
@@ -113,69 +142,128 @@ def _run(model: str, kind: str, deadline_s: float) -> dict[str, Any]:
 # One contender
 
 
-def _measure(shape: Shape, kind: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Prepared:
+    """A model and its optimizer."""
+
+    step: Callable[[torch.Tensor], object]
+    numel: int
+    # Bytes to the device, from it, and to and from the disk so far.
+    moved: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+    facts: dict[str, Any] | None = None
+
+
+def _measure_one(one: str, nvme: str | None) -> dict[str, Any]:
+    if one == _LINK:
+        return {"status": "ok", **measure_copies()}
+    model, kind = one.split("/")
+    return _measure(SHAPES[model], kind, nvme)
+
+
+def _measure(shape: Shape, kind: str, nvme: str | None) -> dict[str, Any]:
     began_s = time.monotonic()
+    prepared = _prepare(shape, kind, nvme)
+    torch.cuda.reset_peak_memory_stats()
+    times_s, moved = _time(prepared, shape)
+    step_s = statistics.median(times_s)
+    return {
+        "status": "ok",
+        "numel": prepared.numel,
+        "tokens": shape.tokens,
+        **(prepared.facts or {}),
+        **dict(zip(("h2d_bytes", "d2h_bytes", "disk_bytes"), moved, strict=True)),  # of a step
+        "ready_s": time.monotonic() - began_s - sum(times_s),
+        "step_s": step_s,
+        "steps": len(times_s),
+        "tokens_per_s": shape.tokens / step_s,
+        "tflop_per_s": shape.flop(prepared.numel) / step_s / 1e12,
+        "device_peak_bytes": torch.cuda.max_memory_allocated(),
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _prepare(shape: Shape, kind: str, nvme: str | None) -> _Prepared:
+    if kind == "80gb":
+        return _limited(shape, nvme)
     with quick_init():
         model = Gpt(shape)
     fill(model)
     if kind == "torch":
         model.to(device="cuda", dtype=torch.bfloat16)
-    numel = sum(p.numel() for p in model.parameters())
-    prepare = {"torch": _torch, "deepspeed": _deepspeed}.get(kind)
-    facts: dict[str, Any] = {"numel": numel, "tokens": shape.tokens}
-    step = prepare(model) if prepare else _hetero(model, numel, int(kind), facts)
-    torch.cuda.reset_peak_memory_stats()
-    times_s = _time(step, shape)
-    step_s = statistics.median(times_s)
-    return {
-        "status": "ok",
-        **facts,
-        "ready_s": time.monotonic() - began_s - sum(times_s),
-        "step_s": step_s,
-        "steps": len(times_s),
-        "tokens_per_s": shape.tokens / step_s,
-        "tflop_per_s": shape.flop(numel) / step_s / 1e12,
-        "device_peak_bytes": torch.cuda.max_memory_allocated(),
-        "rss_bytes": psutil.Process().memory_info().rss,
+        return _Prepared(_torch(model), _numel(model))
+    if kind == "deepspeed":
+        return _Prepared(_deepspeed(model), _numel(model))
+    wanted = WANTED_BYTES * _numel(model)
+    # Whole chunks are a little more than their parameters.
+    device_memory = int(wanted * int(kind) / 100 * (1.03 if kind == "100" else 1))
+    return _hetero(
+        model,
+        backend="cuda",
+        placement_policy="auto",
+        device_memory=device_memory,
+        nvme_path=nvme,
+    )
+
+
+def _limited(shape: Shape, nvme: str | None) -> _Prepared:
+    """On a part of the GPU and of RAM; torch refuses what is more than the part of the GPU."""
+    import hetero
+
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, LIMITED_DEVICE_BYTES / total))
+    options: dict[str, Any] = {
+        "device_memory": int(LIMITED_DEVICE_BYTES * DEFAULT_SHARE),
+        "process_memory": LIMITED_RAM_BYTES,
+        "nvme_path": nvme,
     }
+    with hetero.ZeroInitContext(backend="cuda", placement_policy="auto", **options):
+        with quick_init():
+            model = Gpt(shape)
+        fill(model)
+    return _hetero(model)  # the context has said the options
 
 
-def _time(step: Callable[[torch.Tensor], object], shape: Shape) -> list[float]:
+def _numel(model: Gpt) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _time(prepared: _Prepared, shape: Shape) -> tuple[list[float], list[float]]:
+    """Seconds of steps, and what one moved."""
     generator = torch.Generator().manual_seed(1)
     size = (shape.batch_size, shape.seq_len)
     times_s: list[float] = []
+    before = prepared.moved()
     for number in range(WARM_UP + STEPS):
         tokens = torch.randint(0, VOCABULARY, size, generator=generator).cuda()
         torch.cuda.synchronize()
+        if number == WARM_UP:
+            before = prepared.moved()
         begin = time.perf_counter()
-        step(tokens)
+        prepared.step(tokens)
         torch.cuda.synchronize()
         if number >= WARM_UP:
             times_s.append(time.perf_counter() - begin)
         if sum(times_s) > ENOUGH_S:
             break
-    return times_s
+    after = prepared.moved()
+    return times_s, [(b - a) / len(times_s) for a, b in zip(before, after, strict=True)]
 
 
-def _hetero(
-    model: Gpt, numel: int, percent: int, facts: dict[str, Any]
-) -> Callable[[torch.Tensor], object]:
+def _hetero(model: Gpt, **options: Any) -> _Prepared:
     import hetero
 
-    wanted = WANTED_BYTES * numel
-    # Whole chunks are a little more than their parameters.
-    device_memory = int(wanted * percent / 100 * (1.03 if percent == 100 else 1))
+    numel = _numel(model)
     optimizer = hetero.HybridAdam(model.parameters(), lr=1e-4, weight_decay=0.01)
-    managed, optimizer = hetero.initialize(
-        model, optimizer, backend="cuda", placement_policy="auto", device_memory=device_memory
-    )
+    managed, optimizer = hetero.initialize(model, optimizer, **options)
     engine = optimizer.engine
     tiers = [tier.value for tier in engine.placement.param]
-    facts.update(
-        device_memory=device_memory,
-        chunks={tier: tiers.count(tier) for tier in ("device", "host", "disk")},
-        notes=engine.notes,
-    )
+    facts = {
+        "device_memory": engine.ledger.budget_bytes["device"],
+        "chunks": {tier: tiers.count(tier) for tier in ("device", "host", "disk")},
+        "notes": engine.notes,
+    }
     gc.collect()
 
     def step(tokens: torch.Tensor) -> None:
@@ -183,7 +271,11 @@ def _hetero(
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    def moved() -> tuple[int, int, int]:
+        traffic = engine.traffic
+        return traffic.h2d, traffic.d2h, traffic.disk_read + traffic.disk_write
+
+    return _Prepared(step, numel, moved, facts)
 
 
 def _torch(model: Gpt) -> Callable[[torch.Tensor], object]:
@@ -224,6 +316,8 @@ def _deepspeed(model: Gpt) -> Callable[[torch.Tensor], object]:
 
 def _name(row: dict[str, Any]) -> str:
     kind = row["contender"]
+    if kind == "80gb":
+        return "hetero, 80 GB"
     return f"hetero, {kind} %" if kind.isdigit() else kind
 
 
@@ -256,6 +350,9 @@ def _table(result: dict[str, Any]) -> list[str]:
         "",
         "TFLOP/s: (6 N + 6 L h s) FLOP a token, N all parameters, causal attention; 'of 100%': of",
         "hetero's tokens/s with all state on the GPU; shares are of 14 bytes a parameter.",
+        "",
+        "aims:",
+        *(Aim(**aim).line() for aim in result["aims"]),
     ]
     return lines
 

@@ -3,7 +3,7 @@
 Addresses are plain integers (host pointers); sizes are bytes unless the name says `numel`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from offload._native_io import Arena as Arena
@@ -45,6 +45,11 @@ def cpu_quota(root: str = "") -> float | None:
 
 def usable_cpus() -> int:
     """The CPUs that this process may run on, and no more than its quota pays for; at least 1."""
+
+def node_near(pci_device: str, root: str = "") -> int | None:
+    """The NUMA node, numbered as this process has them, that a PCI device ("0000:3b:00.0") is
+    attached to; None if that is not known, if the process may not use that node, or has one node
+    alone. `root` is put before /sys."""
 
 def threads() -> int:
     """Size of the worker pool; at first usable_cpus()."""
@@ -107,6 +112,50 @@ class Link:
         with `error` (default: EIO) and copy nothing."""
     def close(self) -> None:
         """Cancels all copies, joins the threads; idempotent."""
+
+class OffloadOp:
+    """One array of an OffloadQueue. A handle that goes before is cancel()led and waits."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None:
+        """Blocks until it has arrived, added if that was wanted; raises NativeLinkError, or an
+        OSError with the device's words, if a part of it did not (each time it is called)."""
+    def cancel(self) -> None:
+        """What is not copied yet is not needed: wait() may end early, then raises an OSError with
+        errno ECANCELED. Nothing if it has arrived. From any thread."""
+
+class OffloadQueue:
+    """Brings arrays from a device to RAM, in a thread and in their order. One that has the dtype of
+    its place, and replaces what is there, is copied there, whole. Another one comes to two buffers
+    in RAM, part by part, of which one is copied while the one before it is added or converted, by
+    the threads of the worker pool that are idle: in fp32, rounded once, as torch does."""
+
+    @staticmethod
+    def over_link(link: Link, buffers: int, buffer_bytes: int) -> OffloadQueue:
+        """From an emulated device. `buffers` is the address of two times `buffer_bytes`, which
+        outlive it. Raises ValueError if they have no room for an element."""
+    @staticmethod
+    def on_cuda(
+        functions: Mapping[str, int], context: int, stream: int, buffers: int, buffer_bytes: int
+    ) -> OffloadQueue:
+        """From a GPU, in a stream of a context (handles of CUDA's driver). `functions` are the
+        addresses of the driver's functions, by name; ValueError if one is missing, and as
+        over_link()."""
+    def submit(
+        self,
+        source: int,
+        source_dtype: DtypeName,
+        to: int,
+        dtype: DtypeName,
+        numel: int,
+        add: bool,
+        event: int = 0,
+    ) -> OffloadOp:
+        """Starts bringing `numel` elements from address `source`, on the device, to address `to`.
+        `add`: to what is there. `event` is the device's, after which they are computed; 0: they
+        are. All three stay until it is done. RuntimeError after close()."""
+    def close(self) -> None:
+        """Cancels all that is under way, joins the thread; idempotent."""
 
 class UpdateKind:
     """Which update: the rule and the dtypes of its arrays. Immutable; equal kinds hash equally.

@@ -52,6 +52,9 @@ class Arena:
         """Populates unused slots [first, first + slots): of each of the `arrays` (offset in a slot,
         bytes) the k-th of as many parts as there are NUMA nodes on node k, if the kernel lets it.
         Nothing on one node, and for over()'s. Raises ValueError for what is outside."""
+    def put_on_node(self, first: int, slots: int, node: int) -> None:
+        """Populates unused slots [first, first + slots) on one NUMA node, of node_near(), if the
+        kernel lets it. Nothing for over()'s. Raises ValueError for what is outside."""
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the pages wholly inside the range back to the system; they read zero afterwards.
         Raises RuntimeError for over()'s."""

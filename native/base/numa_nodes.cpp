@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <deque>
 #include <fstream>
 #include <sstream>
@@ -43,6 +44,10 @@ std::vector<int> read_list(const std::string& path) {
   std::ifstream file(path);
   std::getline(file, line);
   return parse_list(line);
+}
+
+std::vector<int> cpus_of_node(int node, const std::string& root) {
+  return read_list(root + "/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
 }
 
 bool has(const std::vector<int>& numbers, int number) {
@@ -129,6 +134,15 @@ std::size_t NumaNodes::node_of(int cpu) const {
   return node < count() ? node : 0;
 }
 
+std::optional<std::size_t> NumaNodes::node_with(const std::vector<int>& cpus) const {
+  if (count() == 1) return std::nullopt;
+  for (const int cpu : cpus) {
+    const auto number = static_cast<std::size_t>(cpu);
+    if (number < of_cpu_.size() && of_cpu_[number] < count()) return of_cpu_[number];
+  }
+  return std::nullopt;
+}
+
 std::size_t NumaNodes::node_of_thread(std::size_t i, std::size_t threads) const {
   if (count() == 1) return 0;
   // Of all CPUs, one after another, the one as far from the first as the thread from the first.
@@ -159,14 +173,24 @@ std::vector<std::vector<int>> usable_nodes(const std::vector<int>& cpus, const s
   std::vector<std::vector<int>> found;
   std::size_t known = 0;
   for (const int node : nodes_with_memory(root)) {
-    std::vector<int> of_node =
-        read_list(root + "/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
+    std::vector<int> of_node = cpus_of_node(node, root);
     std::erase_if(of_node, [&](int cpu) { return !has(cpus, cpu); });
     known += of_node.size();
     if (!of_node.empty()) found.push_back(std::move(of_node));
   }
   if (known != cpus.size()) found.clear();
   return found;
+}
+
+std::vector<int> cpus_near(const std::string& pci_device, const std::string& root) {
+  std::string name = pci_device;
+  // As the kernel writes hexadecimal digits.
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
+  std::ifstream file(root + "/sys/bus/pci/devices/" + name + "/numa_node");
+  int node = -1;  // as it is where the firmware does not say
+  if (!(file >> node) || node < 0) return {};
+  return cpus_of_node(node, root);
 }
 
 bool has_memory_policy() {

@@ -27,6 +27,9 @@ class NumaNodes {
   // The node of the CPU that the calling thread is on now; 0 if that belongs to no node.
   std::size_t here() const { return count() == 1 ? 0 : node_of(sched_getcpu()); }
 
+  // The node that has one of the CPUs; nothing if none has, or there is one node.
+  std::optional<std::size_t> node_with(const std::vector<int>& cpus) const;
+
   // The node of thread `i` of `threads` that are shared out in proportion to the nodes' CPUs.
   std::size_t node_of_thread(std::size_t i, std::size_t threads) const;
 
@@ -64,6 +67,10 @@ class OnNode {
 // node: then the nodes do not say where memory is near. `root` is put before /proc and /sys.
 std::vector<std::vector<int>> usable_nodes(const std::vector<int>& cpus,
                                            const std::string& root = "");
+
+// The CPUs of the kernel's node that a PCI device ("0000:3B:00.0") is attached to; none if that is
+// not known. `root` as above.
+std::vector<int> cpus_near(const std::string& pci_device, const std::string& root = "");
 
 // Whether the calling thread, and so the process that started it, was given a memory policy.
 bool has_memory_policy();

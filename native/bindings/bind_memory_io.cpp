@@ -106,6 +106,7 @@ void bind_memory(py::module_& module) {
             self.spread(first, slots, arrays);
           },
           "first"_a, "slots"_a, "arrays"_a, ReleaseGil())
+      .def("put_on_node", &Arena::put_on_node, "first"_a, "slots"_a, "node"_a, ReleaseGil())
       .def("wipe_on_fork", &Arena::wipe_on_fork, "offset"_a, "nbytes"_a, ReleaseGil())
       .def("discard", &Arena::discard, "offset"_a, "nbytes"_a, ReleaseGil());
 }

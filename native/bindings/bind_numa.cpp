@@ -1,8 +1,11 @@
-// NUMA nodes as tests see and change them: the functions of `_native.numa`.
+// NUMA nodes: which one is near to a device, and, as tests see and change them, the functions of
+// `_native.numa`.
 #include <pybind11/stl.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -26,6 +29,10 @@ std::vector<Part> bound_node_parts(std::uintptr_t address, std::size_t nbytes, s
   return found;
 }
 
+std::optional<std::size_t> node_near(const std::string& pci_device, const std::string& root) {
+  return numa_nodes().node_with(cpus_near(pci_device, root));
+}
+
 // Joins the workers before; no other thread may use the pool.
 void set_nodes(const std::vector<std::vector<int>>& cpus) {
   WorkerPool::instance().shutdown();
@@ -35,6 +42,7 @@ void set_nodes(const std::vector<std::vector<int>>& cpus) {
 }  // namespace
 
 void bind_numa(py::module_& module) {
+  module.def("node_near", &node_near, "pci_device"_a, "root"_a = "");
   py::module_ numa = module.def_submodule("numa");
   numa.def("usable_nodes", &usable_nodes, "cpus"_a, "root"_a = "");
   numa.def("has_memory_policy", &has_memory_policy);

@@ -13,6 +13,7 @@
 
 #include "base/usable_cpus.h"
 #include "base/worker_pool.h"
+#include "bindings/dtype_names.h"
 #include "bindings/python.h"
 #include "update/isa/isa.h"
 #include "update/reductions.h"
@@ -24,27 +25,10 @@ namespace {
 
 using Address = std::uintptr_t;
 
-constexpr const char* kDtypeNames[] = {"fp32", "bf16", "fp16"};
 constexpr const char* kStateDtypeNames[] = {"fp32", "bf16", "8bit"};
 constexpr const char* kRuleNames[] = {"adam", "lion", "adagrad", "sgd", "muon", "muon_momentum"};
 // What the split of bf16 masters does with the last state.
 constexpr const char* kCarrierNames[] = {"none", "sign", "lowest", "remainder"};
-
-// The value of the enum whose name stands at its number in `names`. Throws std::invalid_argument,
-// with `parameter` and the names.
-template <typename Enum, std::size_t count>
-Enum value_of(const char* const (&names)[count], const std::string& name, const char* parameter) {
-  std::string all;
-  for (std::size_t i = 0; i < count; ++i) {
-    if (name == names[i]) return static_cast<Enum>(i);
-    all += std::string(i == 0 ? "" : i + 1 == count ? " or " : ", ") + "'" + names[i] + "'";
-  }
-  throw std::invalid_argument(std::string(parameter) + " is '" + name + "', must be " + all);
-}
-
-Dtype parse_dtype(const std::string& name, const char* parameter = "dtype") {
-  return value_of<Dtype>(kDtypeNames, name, parameter);
-}
 
 const char* name_of(Rule rule) { return kRuleNames[static_cast<std::size_t>(rule)]; }
 

@@ -15,6 +15,7 @@ void bind_update(py::module_& module);
 void bind_numa(py::module_& module);
 void bind_pipeline(py::module_& module);
 void bind_link(py::module_& module);
+void bind_offload(py::module_& module);
 void bind_checksum(py::module_& module);
 void bind_cuda_sources(py::module_& module);
 
@@ -66,6 +67,7 @@ PYBIND11_MODULE(_native, module) {
   bind_numa(module);
   bind_pipeline(module);
   bind_link(module);
+  bind_offload(module);
   bind_checksum(module);
   bind_cuda_sources(module);
 }

@@ -264,6 +264,15 @@ void Arena::spread(std::size_t first, std::size_t slots,
   populate(parts);
 }
 
+void Arena::put_on_node(std::size_t first, std::size_t slots, std::size_t node) const {
+  if (!mapping_->ours) return;
+  const std::size_t offset = first * mapping_->slot_bytes, nbytes = slots * mapping_->slot_bytes;
+  check_range(offset, nbytes);
+  std::byte* const begin = mapping_->base + offset;
+  const NodePart all{begin, begin + nbytes, node};
+  populate({&all, 1});
+}
+
 void Arena::discard(std::size_t offset, std::size_t nbytes) {
   check_range(offset, nbytes);
   if (!mapping_->ours) {

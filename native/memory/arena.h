@@ -85,6 +85,11 @@ class Arena {
   void spread(std::size_t first, std::size_t slots,
               std::span<const std::pair<std::size_t, std::size_t>> arrays) const;
 
+  // Populates the pages of slots [first, first + slots), which nobody has used yet, all on one of
+  // numa_nodes(). Nothing for memory that is somebody else's. Throws std::invalid_argument for what
+  // is outside.
+  void put_on_node(std::size_t first, std::size_t slots, std::size_t node) const;
+
   // Gives the pages wholly inside the range back to the system; they read zero afterwards.
   // Throws std::logic_error while its pages are held, and for memory that is somebody else's.
   void discard(std::size_t offset, std::size_t nbytes);

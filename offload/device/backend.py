@@ -7,16 +7,26 @@ arena of DEVICE memory, and gradients are copied to RAM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload._native import Link, LinkOp, UpdateKind
+from offload._native import Link, LinkOp, OffloadOp, OffloadQueue, UpdateKind
 from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
 from offload.memory.operation import Operation
 from offload.memory.tiers import Account, Tier
+
+if TYPE_CHECKING:
+    from offload._native import DtypeName
+
+
+DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 
 
 class Backend:
@@ -85,6 +95,29 @@ class Backend:
 
         `after` is the event after which `source` is computed, of record_event(); by default, an
         event that is recorded now.
+        """
+        raise AssertionError("what is in RAM is where the CPU computes")
+
+    def offload_queue(self, buffers: HostArena) -> OffloadQueue:
+        """A queue of arrays that are added to what is in RAM, through `buffers`, two slots there.
+
+        The caller closes it, before the slots and the backend.
+        """
+        raise AssertionError("what is in RAM is where the CPU computes")
+
+    def offload(
+        self,
+        queue: OffloadQueue,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        add: bool,
+        after: Any = None,
+    ) -> Operation:
+        """Starts bringing `source`, on the device, to `to`, in RAM: flat, of dtypes of DTYPE_NAMES.
+
+        It is converted to the dtype of `to`; `add`: added to what is there. `after` is the event
+        after which `source` is computed, of record_event(). The caller keeps all three until that
+        is done. wait() raises an OSError if it failed.
         """
         raise AssertionError("what is in RAM is where the CPU computes")
 
@@ -163,6 +196,19 @@ class EmulatedBackend(Backend):
         op = self.link.copy("d2h", to.data_ptr(), source.data_ptr(), to.nbytes)
         return _Copy(op, to, source)
 
+    def offload_queue(self, buffers: HostArena) -> OffloadQueue:
+        return OffloadQueue.over_link(self.link, buffers.address(0), buffers.slot_bytes)
+
+    def offload(
+        self,
+        queue: OffloadQueue,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        add: bool,
+        after: Any = None,
+    ) -> Operation:
+        return submit(queue, to, source, add, 0)
+
     def close(self) -> None:
         self.link.close()
 
@@ -190,3 +236,16 @@ def check_sides(to: torch.Tensor, source: torch.Tensor) -> None:
     assert source.is_contiguous()
     assert to.dtype is source.dtype, (to.dtype, source.dtype)
     assert to.nbytes == source.nbytes, (to.nbytes, source.nbytes)
+
+
+def submit(
+    queue: OffloadQueue, to: torch.Tensor, source: torch.Tensor, add: bool, event: int
+) -> OffloadOp:
+    """Gives `queue` an array; `event` is the handle of the device's event, or 0."""
+    assert to.is_contiguous()
+    assert source.is_contiguous()
+    assert to.numel() == source.numel(), (to.numel(), source.numel())
+    names = DTYPE_NAMES[source.dtype], DTYPE_NAMES[to.dtype]
+    return queue.submit(
+        source.data_ptr(), names[0], to.data_ptr(), names[1], to.numel(), add, event
+    )

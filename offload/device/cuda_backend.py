@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload._native import UpdateKind
-from offload.device.backend import Backend, check_sides
-from offload.device.cuda_runtime import CudaRuntime, Event, Stream
+from offload._native import OffloadOp, OffloadQueue, UpdateKind
+from offload.device.backend import Backend, check_sides, submit
+from offload.device.cuda_runtime import CudaRuntime, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
+from offload.device.event_pool import Event
 from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
@@ -47,10 +48,10 @@ def cuda_available() -> bool:
     )
 
 
-def default_device_bytes() -> int:
-    """device_memory, if the user does not say."""
+def default_device_bytes(local_ranks: int = 1) -> int:
+    """device_memory of each of `local_ranks` on this machine, if the user does not say."""
     free, _ = torch.cuda.mem_get_info()
-    return int(free * DEFAULT_SHARE)
+    return int(free * DEFAULT_SHARE) // -(-local_ranks // torch.cuda.device_count())
 
 
 class CudaBackend(Backend):
@@ -108,13 +109,31 @@ class CudaBackend(Backend):
             self.h2d_bytes += to.nbytes
         return copy
 
-    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Event = None) -> _Copy:
+    def grad_offload(
+        self, to: torch.Tensor, source: torch.Tensor, after: Event | None = None
+    ) -> _Copy:
         check_sides(to, source)
         after = self.record_event() if after is None else after
         with self._lock:
             copy = self._start(self._draining, to, source, [after])
             self.d2h_bytes += to.nbytes
         return copy
+
+    def offload_queue(self, buffers: HostArena) -> OffloadQueue:
+        stream = self._draining.stream
+        return self.runtime.offload_queue(stream, buffers.address(0), buffers.slot_bytes)
+
+    def offload(
+        self,
+        queue: OffloadQueue,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        add: bool,
+        after: Event | None = None,
+    ) -> OffloadOp:
+        with self._lock:
+            self.d2h_bytes += source.nbytes
+        return submit(queue, to, source, add, 0 if after is None else self.runtime.handle(after))
 
     def _start(
         self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: compiled by NVRTC for one kind of update, and launched by CUDA's driver."""
+"""CUDA's driver, and kernels that it launches: compiled by NVRTC for one kind of update."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ THREADS = 256  # of a block, as native/update/cuda/update.cu has it
 _PROTOTYPES = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
@@ -33,6 +34,17 @@ _PROTOTYPES = {
     ),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
+# What native code calls to copy (native/link/cuda_copier.h).
+COPY_FUNCTIONS = (
+    "cuCtxSetCurrent",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuStreamWaitEvent",
+    "cuMemcpyDtoHAsync_v2",
+    "cuGetErrorString",
+)
 
 
 class CudaModule:
@@ -52,11 +64,11 @@ class CudaModule:
         self._functions: dict[str, c_void_p] = {}
         self._module = c_void_p()
         self._context = c_void_p()
-        self._check(self._driver.cuDevicePrimaryCtxRetain(byref(self._context), index), "context")
+        _check(self._driver.cuDevicePrimaryCtxRetain(byref(self._context), index), "context")
         try:
             with self._in_context():
                 loaded = self._driver.cuModuleLoadData(byref(self._module), code)
-                self._check(loaded, "loading kernels")
+                _check(loaded, "loading kernels")
         except BaseException:
             self.close()
             raise
@@ -75,12 +87,12 @@ class CudaModule:
             if kernel not in self._functions:
                 name, function = kernel.encode(), c_void_p()
                 found = self._driver.cuModuleGetFunction(byref(function), self._module, name)
-                self._check(found, kernel)
+                _check(found, kernel)
                 self._functions[kernel] = function
             launched = self._driver.cuLaunchKernel(
                 self._functions[kernel], *shape, handle, pointers, None
             )
-            self._check(launched, f"launching {kernel} with {blocks} blocks")
+            _check(launched, f"launching {kernel} with {blocks} blocks")
 
     def close(self) -> None:
         """Unloads them; none of them is running. Idempotent."""
@@ -96,18 +108,11 @@ class CudaModule:
     @contextmanager
     def _in_context(self) -> Iterator[None]:
         """The device's context is the thread's current one inside the block, and no longer."""
-        self._check(self._driver.cuCtxPushCurrent_v2(self._context), "context")
+        _check(self._driver.cuCtxPushCurrent_v2(self._context), "context")
         try:
             yield
         finally:
             self._driver.cuCtxPopCurrent_v2(byref(c_void_p()))
-
-    def _check(self, result: int, what: str) -> None:
-        if result:
-            text = c_char_p()
-            self._driver.cuGetErrorString(result, byref(text))
-            words = text.value.decode() if text.value else "unknown"
-            raise HeteroError(f"CUDA failed at {what}: {words} (error {result})")
 
 
 @cache
@@ -128,6 +133,40 @@ def compile_kernels(kind: UpdateKind, capability: tuple[int, int]) -> bytes:
     )
     source = sources.pop("update.cu")
     return Nvrtc.find().compile(source, "hetero's update", sources, options)
+
+
+def driver_functions(names: Sequence[str]) -> dict[str, int]:
+    """The addresses of the driver's functions. Raises AttributeError if it lacks one."""
+    driver = _driver()
+    return {name: ctypes.cast(getattr(driver, name), c_void_p).value or 0 for name in names}
+
+
+@cache
+def primary_context(index: int) -> int:
+    """The driver's handle of torch's context on device `index`; kept for the process's life.
+
+    Raises HeteroError.
+    """
+    context = c_void_p()
+    _check(_driver().cuDevicePrimaryCtxRetain(byref(context), index), "context")
+    return context.value or 0
+
+
+@cache
+def pci_device(index: int) -> str:
+    """Device `index` as PCI names it: "0000:3B:00.0". Raises HeteroError."""
+    name = ctypes.create_string_buffer(32)
+    _check(_driver().cuDeviceGetPCIBusId(name, len(name), index), "PCI address")
+    return name.value.decode()
+
+
+def _check(result: int, what: str) -> None:
+    """Raises HeteroError, with the driver's words, if `result` is an error's number."""
+    if result:
+        text = c_char_p()
+        _driver().cuGetErrorString(result, byref(text))
+        words = text.value.decode() if text.value else "unknown"
+        raise HeteroError(f"CUDA failed at {what}: {words} (error {result})")
 
 
 @cache

@@ -12,11 +12,17 @@ from typing import Any
 
 import torch
 
-from offload._native import UpdateKind
-from offload.device.cuda_module import CudaModule
+from offload._native import OffloadQueue, UpdateKind, node_near
+from offload.device.cuda_module import (
+    COPY_FUNCTIONS,
+    CudaModule,
+    driver_functions,
+    pci_device,
+    primary_context,
+)
+from offload.device.event_pool import Event, EventPool
 
 Stream = Any
-Event = Any
 
 
 class CudaRuntime:
@@ -27,6 +33,7 @@ class CudaRuntime:
         self._index = torch.cuda.current_device()
         self.device = torch.device("cuda", self._index)
         self.dlpack_device = (2, self._index)  # kDLCUDA
+        self._events = EventPool(lambda: torch.cuda.Event(blocking=True))  # who waits sleeps
 
     def new_stream(self) -> Stream:
         """A new stream."""
@@ -42,21 +49,21 @@ class CudaRuntime:
 
     def record(self, stream: Stream) -> Event:
         """An event that comes when all work that `stream` was given so far is done."""
-        event = torch.cuda.Event(blocking=True)  # who waits sleeps
-        event.record(stream)
+        event = self._events.take()
+        event.raw.record(stream)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What `stream` is given from now on is done after `event`; the host goes on."""
-        stream.wait_event(event)
+        stream.wait_event(event.raw)
 
     def done(self, event: Event) -> bool:
         """Whether the event has come. Raises RuntimeError if work on the device failed."""
-        return bool(event.query())
+        return bool(event.raw.query())
 
     def synchronize(self, event: Event) -> None:
         """The host sleeps until `event`. Raises RuntimeError as done()."""
-        event.synchronize()
+        event.raw.synchronize()
 
     def synchronize_all(self) -> None:
         """The host waits for all work on the device. Raises RuntimeError as done()."""
@@ -67,9 +74,29 @@ class CudaRuntime:
         with torch.no_grad(), torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
+    def handle(self, event: Event) -> int:
+        """The driver's handle of an event, for as long as the caller has the event."""
+        return int(event.raw.cuda_event)
+
+    def offload_queue(self, stream: Stream, buffers: int, buffer_bytes: int) -> OffloadQueue:
+        """A queue whose copies are in `stream`; the rest is as OffloadQueue.on_cuda() has it."""
+        context = primary_context(self._index)
+        functions = driver_functions(COPY_FUNCTIONS)
+        return OffloadQueue.on_cuda(functions, context, stream.cuda_stream, buffers, buffer_bytes)
+
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device. Raises RuntimeError (torch.cuda.OutOfMemoryError)."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def upload(self, content: bytes) -> torch.Tensor:
+        """`content` on the device, for what the current stream is given from now on."""
+        # Torch keeps the page-locked memory until the copy is done, and the host need not wait.
+        ram = torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
+        return ram.to(self.device, non_blocking=True)
+
+    def memory_node(self) -> int | None:
+        """The NUMA node that the device is attached to, as _native.node_near() numbers them."""
+        return node_near(pci_device(self._index))
 
     def register(self, address: int, nbytes: int) -> str | None:
         """Page-locks RAM, so that copies go on in the background.

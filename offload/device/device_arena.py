@@ -22,7 +22,8 @@ from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
 
 if TYPE_CHECKING:
-    from offload.device.cuda_runtime import CudaRuntime, Event, Stream
+    from offload.device.cuda_runtime import CudaRuntime, Stream
+    from offload.device.event_pool import Event
 
 
 def check_not_capturing(runtime: CudaRuntime) -> None:
@@ -50,8 +51,8 @@ class DeviceArena(HostArena):
         self._lock = threading.RLock()  # guards all below
         # Runs that are pinned, or were when last looked at: length, and the streams with work.
         self._used: dict[int, tuple[int, dict[Stream, None]]] = {}
-        # By slot, the events after which no work uses it, of pins that have ended.
-        self._unused_after: dict[int, list[Event]] = {}
+        # By slot and stream, the event after which no work uses it, of pins that have ended.
+        self._unused_after: dict[int, dict[Stream, Event]] = {}
         self._written: dict[int, tuple[int, Event]] = {}  # the last copy to a run that began here
         super().__init__(slots, slot_bytes, ledger, account, Tier.DEVICE)
 
@@ -62,9 +63,10 @@ class DeviceArena(HostArena):
             self._committed = [True] * self.slots
             # The allocator orders new uses of memory after old ones in the current stream alone;
             # copies are in another one.
-            allocated = self._runtime.record(self._runtime.current_stream())
+            stream = self._runtime.current_stream()
+            allocated = self._runtime.record(stream)
             with self._lock:
-                self._unused_after = {slot: [allocated] for slot in range(self.slots)}
+                self._unused_after = {slot: {stream: allocated} for slot in range(self.slots)}
             where = self._runtime.dlpack_device
             return Arena.over(block.data_ptr(), nbytes, *where, block, self.slot_bytes)
         except RuntimeError as error:
@@ -99,20 +101,28 @@ class DeviceArena(HostArena):
             return view
 
     def _note_unpinned(self) -> None:
-        """Records when work ends with runs whose pins are gone. Needs the lock."""
+        """Records when work ends with runs whose pins are gone. Needs the lock.
+
+        One event for each stream that any of them was used in; it comes after a stream's older
+        ones, which need not be kept.
+        """
+        events: dict[Stream, Event] = {}
         for first, (run, streams) in list(self._used.items()):
             if self.pins[first] == 0:
                 del self._used[first]
-                events = [self._runtime.record(stream) for stream in streams]
+                for stream in streams:
+                    if stream not in events:
+                        events[stream] = self._runtime.record(stream)
+                ended = {stream: events[stream] for stream in streams}
                 for slot in range(first, first + run):
-                    self._unused_after.setdefault(slot, []).extend(events)
+                    self._unused_after.setdefault(slot, {}).update(ended)
 
     def before_write(self, slot: int, run: int) -> list[Event]:
         """When the work is done that uses slots [slot, slot + run), which nothing pins."""
         with self._lock:
             self._note_unpinned()
-            slots = range(slot, slot + run)
-            return list(dict.fromkeys(e for s in slots for e in self._unused_after.pop(s, ())))
+            ended = (self._unused_after.pop(each, {}) for each in range(slot, slot + run))
+            return list(dict.fromkeys(event for of_slot in ended for event in of_slot.values()))
 
     def written(self, slot: int, run: int, event: Event) -> None:
         """A copy to slots [slot, slot + run) is done at `event`."""
@@ -135,7 +145,11 @@ class DeviceArena(HostArena):
 
 
 class PageLockedArena(HostArena):
-    """RAM whose committed slots are page-locked, and no others."""
+    """RAM whose committed slots are page-locked, and no others.
+
+    On several NUMA nodes all of it lies on the one that the device is attached to, whatever nodes
+    update it: copies are then as fast as the link, and in no other traffic's way.
+    """
 
     def __init__(
         self,
@@ -151,6 +165,7 @@ class PageLockedArena(HostArena):
         self._runtime = runtime
         self._notes = notes
         self._page_locked: dict[int, int] = {}  # first slot of a range -> its slots
+        self._node = runtime.memory_node()
         super().__init__(slots, slot_bytes, ledger, account, arrays=arrays)
 
     def commit(self, slot: int, run: int = 1) -> None:
@@ -159,6 +174,12 @@ class PageLockedArena(HostArena):
         super().commit(slot, run)
         for first, slots in fresh:
             self._page_lock(first, slots)
+
+    def _lay_out(self, slot: int, run: int) -> None:
+        if self._node is None:
+            super()._lay_out(slot, run)
+        else:
+            self.memory.put_on_node(slot, run, self._node)
 
     def _page_lock(self, slot: int, run: int) -> None:
         failure = self._runtime.register(self.address(slot), run * self.slot_bytes)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +19,8 @@ from offload.memory.operation import Operation, Worker
 from offload.memory.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.memory.tiers import Account, Tier
 
-BUFFERS = 2  # in RAM: one receives a tile while the one before it is added
+BUFFERS = 2  # in RAM: one receives a part of a gradient while the one before it is added
 _MOST_BUFFER_BYTES = 4 << 20
-# Elements that torch copies or adds in the calling thread. More would start a team of threads for
-# this one, on the same cores as compute's.
-_SERIAL_NUMEL = 1 << 14
 
 
 def buffer_bytes(largest_bytes: int) -> int:
@@ -40,27 +37,19 @@ class _Item:
     kept: torch.Tensor  # flat
     add: bool
     after: Any = None  # the device's event after which it is computed
-    op: Operation | None = None  # of a gradient that is copied straight to its place
+    op: Operation | None = None
     error: BaseException | None = None
-    begun: int = 0  # elements whose copies were started
-
-
-@dataclass(eq=False)
-class _Tile:
-    item: _Item
-    op: Operation | None
-    into: torch.Tensor | None = field(default=None, repr=False)  # of what is kept
-    buffer: torch.Tensor | None = field(default=None, repr=False)
-    last: bool = True
 
 
 class GradOffload:
-    """Copies gradients to where they are kept, or adds them to what is there, in a thread.
+    """Copies gradients to where they are kept, or adds them to what is there, in native threads.
 
-    A first gradient of the dtype that is kept is copied straight to its place. Another one comes to
-    a buffer in RAM, tile by tile, and is added there (or converted), in the dtype of what is
-    kept. Gradients of one owner arrive in the order in which they were given. Callers that read
-    what is kept call wait() first, which raises an error until the owner's gradient is replaced.
+    A first gradient of the dtype that is kept is copied straight to its place, whole. Another one
+    comes to buffers in RAM and is added there (or converted), in the dtype of what is kept: an
+    OffloadQueue does that, and Python has one thing to do for each gradient, whatever its size, to
+    wait for it. Gradients of one owner arrive in the order in which they were given. Callers that
+    read what is kept call wait() first, which raises an error until the owner's gradient is
+    replaced.
 
     A gradient's bytes are charged to the device until it has arrived, and limited: beyond the limit
     take() waits for the oldest one.
@@ -73,11 +62,9 @@ class GradOffload:
         self._backend = backend
         self._ledger = ledger
         self.limit_bytes = limit_bytes  # may change; 0: nothing is to come
-        self._buffers = buffers
-        self._next_buffer = 0
+        self._copies = backend.offload_queue(buffers)
         self._changed = threading.Condition()  # guards all below
-        self._queue: deque[_Item] = deque()
-        self._ahead: deque[_Tile] = deque()  # on their way, the one that is waited for first
+        self._queue: deque[_Item] = deque()  # under way, in their order
         self._in_flight_bytes = 0
         self._pending: dict[Hashable, int] = {}  # gradients under way, of those who have some
         self._errors: dict[Hashable, BaseException] = {}
@@ -93,7 +80,7 @@ class GradOffload:
         Both are held until that is done, and must not be changed by others. Raises BudgetError,
         with nothing begun, if the device's budget cannot hold it; `name` is the parameter's.
         """
-        grad, kept = grad.detach().contiguous().view(-1), kept.view(-1)
+        grad, kept = _plain(grad.detach()).view(-1), kept.view(-1)
         with self._changed:
             began_s = time.perf_counter()
             while self._in_flight_bytes and self._in_flight_bytes + grad.nbytes > self.limit_bytes:
@@ -115,9 +102,8 @@ class GradOffload:
                 if self._closing:
                     raise HeteroError("the engine was closed")
                 item.after = self._backend.record_event()
-                if straight:
-                    item.op = self._backend.grad_offload(kept, grad, item.after)
-                self._worker.do(self._work)
+                item.op = self._backend.offload(self._copies, kept, grad, add, item.after)
+                self._worker.do(self._finish_next)
             except BaseException:
                 self._ledger.release(Tier.DEVICE, Account.GRAD_SLOT, grad.nbytes)
                 raise
@@ -168,65 +154,25 @@ class GradOffload:
 
     # In the worker's thread
 
-    def _work(self) -> None:
-        """Finishes all that was taken; nothing, if a job for what was taken before has done so."""
-        while self._look_ahead():
-            self._finish(self._ahead[0])
-            with self._changed:
-                self._ahead.popleft()
-
-    def _look_ahead(self) -> bool:
-        """Starts tiles. False if there are none."""
-        # A function of its own, because a variable of _work() would hold the last item.
+    def _finish_next(self) -> None:
+        """Waits for the oldest gradient that is under way."""
         with self._changed:
-            while self._queue and len(self._ahead) < BUFFERS:
-                tile = self._start(self._queue[0])
-                if tile.last:
-                    self._queue.popleft()
-                self._ahead.append(tile)
-            return bool(self._ahead)
-
-    def _start(self, item: _Item) -> _Tile:
-        if item.op is not None:
-            return _Tile(item, item.op)
+            item = self._queue[0]
         try:
-            if self._closing:
-                raise HeteroError("the engine was closed")
-            if item.error is not None:
-                return _Tile(item, None)  # the rest of it does not matter
-            bytes_ = self._buffers.view(self._next_buffer, 1, torch.uint8)
-            self._next_buffer = (self._next_buffer + 1) % BUFFERS
-            part = slice(item.begun, item.begun + len(bytes_) // item.grad.itemsize)
-            source = item.grad[part]
-            buffer = bytes_[: source.nbytes].view(source.dtype)
-            op = self._backend.grad_offload(buffer, source, item.after)
+            assert item.op is not None
+            item.op.wait()
         except BaseException as error:
-            item.error = item.error or error
-            return _Tile(item, None)
-        item.begun += source.numel()
-        return _Tile(item, op, item.kept[part], buffer, item.begun >= item.grad.numel())
-
-    @torch.no_grad()
-    def _finish(self, tile: _Tile) -> None:
-        item = tile.item
-        try:
-            if tile.op is not None:
-                tile.op.wait()
-            if tile.into is not None and item.error is None:
-                assert tile.buffer is not None
-                _store(tile.into, tile.buffer, item.add)
-        except BaseException as error:
-            item.error = item.error or error
-        tile.op = tile.into = tile.buffer = None  # the pin ends before the waiting thread goes on
-        if tile.last:
-            with self._changed:
-                self._end(item)
+            item.error = error
+        with self._changed:
+            self._queue.popleft()
+            self._end(item)
 
     def _end(self, item: _Item) -> None:
         """Needs the lock."""
         nbytes = item.grad.nbytes
+        # Pins end before the waiting thread goes on.
         del item.grad, item.kept
-        item.op = None
+        item.op = item.after = None
         self._ledger.release(Tier.DEVICE, Account.GRAD_SLOT, nbytes)
         self._in_flight_bytes -= nbytes
         self._pending[item.owner] -= 1
@@ -242,18 +188,15 @@ class GradOffload:
         """Drops what is not in RAM yet and ends the thread; idempotent."""
         with self._changed:
             self._closing = True
-            for op in [tile.op for tile in self._ahead] + [item.op for item in self._queue]:
-                if op is not None:
-                    op.cancel()
+            for item in self._queue:
+                if item.op is not None:
+                    item.op.cancel()
         self._worker.close()
+        self._copies.close()
 
 
-def _store(into: torch.Tensor, values: torch.Tensor, add: bool) -> None:
-    """Copies or adds values of perhaps another dtype, in the calling thread."""
-    # (A function of its own: its variables are pins, which end before anybody is told.)
-    parts = zip(into.split(_SERIAL_NUMEL), values.split(_SERIAL_NUMEL), strict=True)
-    for to, part in parts:
-        if add:
-            to.add_(part)
-        else:
-            to.copy_(part)
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values, which are in its memory one after another."""
+    if grad.is_neg() or grad._is_zerotensor():  # the memory has other values, or there is none
+        grad = grad.clone()
+    return grad.contiguous()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from ctypes import c_char, c_uint32, c_uint64, c_void_p
+import itertools
+from collections.abc import Sequence
+from ctypes import c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 # As native/update/cuda/update.cu has them.
 _GROUP = 4
 _STATE_BLOCK_NUMEL = 64
-_MOST_SEGMENTS = 64
-_MOST_CONSTANTS = 16
-_CONSTANTS_BYTES = 64
 _LANES = 32
 _SUM_NUMEL = 32 * 1024
 
@@ -30,20 +28,19 @@ def _struct(**fields: Any) -> Any:
     return type("_Struct", (ctypes.Structure,), {"_fields_": tuple(fields.items())})
 
 
+_Arrays = _struct(param=c_void_p, grad=c_void_p, master=c_void_p, states=c_void_p * 2)
 _Segment = _struct(
-    first=c_uint64, numel=c_uint64, index=c_uint64, constants=c_uint32, first_block=c_uint32
+    first=c_uint64,
+    numel=c_uint64,
+    index=c_uint64,
+    constants=c_uint32,
+    tile=c_uint32,
+    first_block=c_uint32,
+    unused=c_uint32,
 )
-_Batch = _struct(
-    param=c_void_p,
-    grad=c_void_p,
-    master=c_void_p,
-    states=c_void_p * 2,
-    segments=c_uint64,
-    segment=_Segment * _MOST_SEGMENTS,
-    constants=c_char * (_CONSTANTS_BYTES * _MOST_CONSTANTS),
-)
+_Batch = _struct(tiles=c_void_p, constants=c_void_p, segment=c_void_p, segments=c_uint64)
 _SumSegment = _struct(values=c_void_p, numel=c_uint64, first_block=c_uint32, first_out=c_uint32)
-_SumBatch = _struct(lanes=c_void_p, segments=c_uint64, segment=_SumSegment * _MOST_SEGMENTS)
+_SumBatch = _struct(lanes=c_void_p, segment=c_void_p, segments=c_uint64)
 _SplitArrays = _struct(param=c_void_p, remainder=c_void_p, carrier=c_void_p)
 
 
@@ -94,64 +91,58 @@ class Updater:
             self._made = None
 
     def update(self, tasks: Sequence[DeviceTask], hypers: Sequence[Hyper]) -> None:
-        """Starts all updates."""
-        if not tasks:
+        """Starts all updates, in one launch."""
+        segments, blocks = [], 0
+        for tile, task in enumerate(tasks):
+            for first, numel, hyper, index in task.segments:
+                segments.append((first, numel, index, hyper, tile, blocks, 0))
+                blocks += -(-numel // (THREADS * self._thread_numel))
+        if not segments:
             return
-        constants = [update_constants(self._kind, hyper) for hyper in hypers]
+        arrays = [self._arrays(task) for task in tasks]
+        constants = b"".join(update_constants(self._kind, hyper) for hyper in hypers)
+        tables = (
+            bytes((_Arrays * len(arrays))(*arrays)),
+            constants,
+            bytes((_Segment * len(segments))(*segments)),
+        )
+        # (The memory may go before the launch comes: what gets it next is in the same stream.)
+        memory = self._runtime.upload(b"".join(tables))
+        at = list(itertools.accumulate((len(table) for table in tables), initial=memory.data_ptr()))
+        batch = _Batch(*at[: len(tables)], len(segments))
         stream = self._runtime.current_stream()
-        for task in tasks:
-            for segments in _batches(task.segments):
-                self._launch(task, segments, constants, stream)
-
-    def _launch(
-        self,
-        task: DeviceTask,
-        segments: Sequence[tuple[int, int, int, int]],
-        constants: Sequence[bytes],
-        stream: object,
-    ) -> None:
-        batch = _Batch()
-        batch.param, batch.grad = task.param, task.grad
-        batch.master = task.optim_state if self._has_master else None
-        for i, at in enumerate(self._state_at):
-            batch.states[i] = task.optim_state + at
-        number_of: dict[int, int] = {}
-        blocks = 0
-        for i, (first, numel, hyper, index) in enumerate(segments):
-            number = number_of.setdefault(hyper, len(number_of))
-            batch.segment[i] = _Segment(first, numel, index, number, blocks)
-            blocks += -(-numel // (THREADS * self._thread_numel))
-        batch.segments = len(segments)
-        packed = b"".join(constants[hyper] for hyper in number_of)
-        ctypes.memmove(ctypes.addressof(batch) + _Batch.constants.offset, packed, len(packed))
         self.prepare().launch("hetero_update", blocks, [batch], stream)
+
+    def _arrays(self, task: DeviceTask) -> tuple[int, int, int | None, tuple[int, ...]]:
+        master = task.optim_state if self._has_master else None
+        states = tuple(task.optim_state + at for at in self._state_at)
+        return task.param, task.grad, master, states
 
     def sums_of_squares(self, arrays: Sequence[tuple[int, int]]) -> list[float]:
         """Of each (address, numel) in the gradients' dtype, as the CPU sums them.
 
         Waits for the device: its numbers are wanted.
         """
+        if not arrays:
+            return []
+        segments, launched, out = [], 0, 0
+        for address, numel in arrays:
+            segments.append((address, numel, launched, out))
+            count = -(-numel // _SUM_NUMEL)
+            launched += max(1, -(-count // (THREADS // _LANES)))
+            out += count
         stream = self._runtime.current_stream()
-        totals = self._runtime.empty(8 * max(1, len(arrays))).view(torch.float64)
-        for begin in range(0, len(arrays), _MOST_SEGMENTS):
-            some = arrays[begin : begin + _MOST_SEGMENTS]
-            batch = _SumBatch()
-            together = THREADS // _LANES
-            launched = out = 0
-            for i, (address, numel) in enumerate(some):
-                batch.segment[i] = _SumSegment(address, numel, launched, out)
-                count = -(-numel // _SUM_NUMEL)
-                launched += max(1, -(-count // together))
-                out += count
-            batch.segments = len(some)
-            lanes = self._runtime.empty(8 * _LANES * max(1, out))
-            batch.lanes = lanes.data_ptr()
-            self.prepare().launch("hetero_lanes", launched, [batch], stream)
-            tree = [c_void_p(lanes.data_ptr()), c_uint64(out)]
-            self.prepare().launch("hetero_tree", -(-out // THREADS), tree, stream)
-            total = [batch, c_void_p(totals.data_ptr() + 8 * begin)]
-            self.prepare().launch("hetero_total", 1, total, stream)
-        return [float(value) for value in totals[: len(arrays)].tolist()]
+        table = self._runtime.upload(bytes((_SumSegment * len(segments))(*segments)))
+        lanes = self._runtime.empty(8 * _LANES * max(1, out))
+        totals = self._runtime.empty(8 * len(arrays)).view(torch.float64)
+        batch = _SumBatch(lanes.data_ptr(), table.data_ptr(), len(segments))
+        kernels = self.prepare()
+        kernels.launch("hetero_lanes", launched, [batch], stream)
+        tree = [c_void_p(lanes.data_ptr()), c_uint64(out)]
+        kernels.launch("hetero_tree", -(-out // THREADS), tree, stream)
+        total = [batch, c_void_p(totals.data_ptr())]
+        kernels.launch("hetero_total", -(-len(arrays) // THREADS), total, stream)
+        return [float(value) for value in totals.tolist()]
 
     def split(
         self,
@@ -180,19 +171,3 @@ class Updater:
     def _one_each(self, kernel: str, numel: int, arguments: Sequence[object]) -> None:
         blocks = -(-numel // THREADS)
         self.prepare().launch(kernel, blocks, arguments, self._runtime.current_stream())
-
-
-def _batches(
-    segments: Sequence[tuple[int, int, int, int]],
-) -> Iterator[list[tuple[int, int, int, int]]]:
-    """As many at a time as one launch can have, of segments and of their hyper-parameters."""
-    batch: list[tuple[int, int, int, int]] = []
-    hypers: set[int] = set()
-    for segment in segments:
-        hypers.add(segment[2])
-        if len(batch) == _MOST_SEGMENTS or len(hypers) > _MOST_CONSTANTS:
-            yield batch
-            batch, hypers = [], {segment[2]}
-        batch.append(segment)
-    if batch:
-        yield batch

@@ -60,7 +60,11 @@ class HostArena:
             self._ledger.charge(self.tier, self._account, nbytes)
             self._committed[slot : slot + run] = [True] * run
             for first, slots in fresh:
-                self.memory.spread(first, slots, self._arrays)
+                self._lay_out(first, slots)
+
+    def _lay_out(self, slot: int, run: int) -> None:
+        """Puts pages of slots that were just charged on NUMA nodes."""
+        self.memory.spread(slot, run, self._arrays)
 
     def _uncommitted(self, slot: int, run: int) -> list[tuple[int, int]]:
         """The runs of slots, first and number, in [slot, slot + run) that are not charged."""

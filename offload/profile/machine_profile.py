@@ -79,6 +79,8 @@ class Profile(Rates):
         threads: that updates on the CPU use.
         rank_bytes_per_s, node_bytes_per_s: what one device sends to others of its machine, and to
             other machines while all devices do.
+        rank_latency_s, node_latency_s: of a message between devices of the machine, and to other
+            machines. Files need not have them.
         matmul_flop_per_s: FLOP/s of one device (2 per multiply-add) by dtype, at a transformer's
             shapes, forward and backward.
         host_bytes, device_bytes, nvme_bytes: sizes of RAM, of one device's memory, and of the free
@@ -95,6 +97,8 @@ class Profile(Rates):
     host_bytes: int
     device_bytes: int | None
     nvme_bytes: int | None
+    rank_latency_s: float | None = None
+    node_latency_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -178,8 +182,10 @@ class Profile(Rates):
         form = content.pop("format", None)
         if form != FORMAT or isinstance(form, bool):
             raise ValueError(f"the profile {path} has format {form!r}; this version reads {FORMAT}")
-        known = {field.name for field in dataclasses.fields(cls)}
-        for what, names in (("unknown", content.keys() - known), ("no", known - content.keys())):
+        fields = dataclasses.fields(cls)
+        known = {field.name for field in fields}
+        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+        for what, names in (("unknown", content.keys() - known), ("no", needed - content.keys())):
             if names:
                 raise ValueError(f"the profile {path} has {what} field {sorted(names)[0]!r}")
         try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from bench import cuda, cuda_check
+from bench import cuda, cuda_aims, cuda_check
+from bench.kernels.cuda_copies import measure_copies
 from bench.work.gpt import SHAPES, VOCABULARY, Gpt, fill, quick_init
+from tests.support.native.fake_cuda import FakeRuntime
 
 
 def test_the_model_is_filled_and_learns() -> None:
@@ -29,7 +33,9 @@ def test_the_model_is_filled_and_learns() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("name", "billions"), [("gpt2-1.3b", 1.3), ("gpt-6b", 6.0)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("gpt2-1.3b", 1.3), ("gpt-6b", 6.0), ("gpt-14b", 14.0)]
+)
 def test_shapes(name: str, billions: float) -> None:
     shape = SHAPES[name]
     with torch.device("meta"):
@@ -67,9 +73,128 @@ def test_the_table_names_what_is_missing() -> None:
         "date": "d", "cpu": "c", "cores": 1, "isa": "i", "ram_bytes": 1, "kernel": "k",
         "torch": "t", "commit": None,
     }  # fmt: skip
-    text = "\n".join(
-        cuda._table({"machine": machine, "command": "x", "device": "GPU", "rows": rows})
-    )
+    found = {"machine": machine, "command": "x", "device": "GPU", "rows": rows}
+    met = cuda_aims.Aim("what is aimed at", 0.95, 0.9, True)
+    text = "\n".join(cuda._table({**found, "aims": [vars(met)]}))
+    assert "what is aimed at" in text
     assert "hetero, 10 %" in text
     assert " 80%" in text
     assert "not installed" in text
+
+
+COPIES = {
+    "status": "ok",
+    "h2d": 47e9,
+    "h2d_alone": 50e9,
+    "d2h": 46e9,
+    "d2h_alone": 50e9,
+    "d2h_added": 20e9,
+}
+
+
+def row(model: str, kind: str, step_s: float, **more: float) -> dict[str, Any]:
+    moved = {"h2d_bytes": 0, "d2h_bytes": 0, "disk_bytes": 0}
+    speed = {"step_s": step_s, "tokens_per_s": 1000 / step_s}
+    return {"model": model, "contender": kind, "status": "ok", **speed, **moved, **more}
+
+
+def figures(rows: list[dict[str, Any]], disk_bytes_per_s: float | None = None) -> dict[str, Any]:
+    found = cuda_aims.aims(rows, COPIES, disk_bytes_per_s)
+    return {aim.what: (aim.figure and round(aim.figure, 3), aim.met(), aim.note) for aim in found}
+
+
+def test_copies_have_their_share_of_the_link() -> None:
+    found = figures([])
+    assert found["H2D: bytes/s, of the link alone"] == (0.94, True, "47.0 of 50.0 GB/s")
+    assert found["D2H, added: bytes/s, of the link alone"][:2] == (0.4, False)
+
+
+def test_a_step_stands_beside_its_slowest_part() -> None:
+    rows = [
+        row("m", "100", 1.0),
+        row("m", "50", 1.1, h2d_bytes=25e9, d2h_bytes=20e9),
+        row("m", "25", 2.4, h2d_bytes=50e9, d2h_bytes=100e9),
+        row("m", "10", 4.0, h2d_bytes=50e9, d2h_bytes=100e9, disk_bytes=9e9),
+    ]
+    found = figures(rows, 2.5e9)
+    steps = [
+        found[f"m: step with {kind} %, of the slowest of compute, link, NVMe"][:2]
+        for kind in (100, 50, 25, 10)
+    ]
+    assert steps == [(1.0, True), (1.1, True), (1.2, False), (1.111, True)]
+    assert found["m: tokens/s with 25 % of the state on the GPU, of 100 %"][:2] == (0.417, False)
+    # A disk that was used and not measured is no reason to leave it out of the bound.
+    unmeasured = figures(rows)["m: step with 10 %, of the slowest of compute, link, NVMe"]
+    assert unmeasured == (None, None, "NVMe: not measured")
+
+
+def test_deepspeed_is_left_behind_or_not_there() -> None:
+    rows = [row("m", "10", 1.0), row("m", "deepspeed", 2.5)]
+    what = "m: tokens/s with 10 %, of DeepSpeed's offload"
+    assert figures(rows)[what][:2] == (2.5, True)
+    rows[1] = {"model": "m", "contender": "deepspeed", "status": "not installed"}
+    assert figures(rows)[what] == (None, None, "deepspeed: not installed")
+    assert figures(rows[:1])[what] == (None, None, "deepspeed: not run")
+
+
+def test_a_model_that_must_fit() -> None:
+    memory = {"device_reserved_bytes": 76e9, "rss_peak_bytes": 64 * 2**30}
+    fits = row(cuda_aims.LIMITED_MODEL, "80gb", 10.0, **memory)
+    (found,) = [v for k, v in figures([fits]).items() if cuda_aims.LIMITED_MODEL in k]
+    assert found[:2] == (0.95, True)
+    (found,) = [
+        v
+        for k, v in figures([{**fits, "rss_peak_bytes": 160 * 2**30}]).items()
+        if cuda_aims.LIMITED_MODEL in k
+    ]
+    assert found[:2] == (1.25, False)
+
+
+def test_a_link_that_was_not_measured_is_said() -> None:
+    found = cuda_aims.aims([row("m", "100", 1.0)], {"status": "no time left"}, None)
+    assert [aim.note for aim in found[:4]] == ["no time left"] * 3 + ["link: no time left"]
+    assert "- >= 0.90" in found[0].line()
+
+
+def test_copies_are_measured_as_training_makes_them() -> None:
+    runtime = FakeRuntime()
+    found = measure_copies(runtime, chunk_bytes=8192, chunks=3)  # type: ignore[arg-type]
+    assert set(found) == {"h2d", "h2d_alone", "d2h", "d2h_alone", "d2h_added"}
+    assert all(rate > 0 for rate in found.values())
+    assert runtime.page_locked == {}
+
+
+def test_every_contender_runs_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+
+    def run(one: str, nvme: str | None, deadline_s: float) -> dict[str, Any]:
+        started.append(one)
+        return {"status": "no time left"}
+
+    monkeypatch.setattr(cuda, "cuda_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(cuda, "_run", run)
+    assert cuda.main(["--models", "gpt2-1.3b,gpt-14b", "--contenders", "100,25,80gb"]) == 0
+    assert started == ["link", "gpt2-1.3b/100", "gpt2-1.3b/25", "gpt-14b/80gb"]
+    table = capsys.readouterr().out
+    for words in ("D2H, added: bytes/s", "gpt-14b: memory, of", "DeepSpeed's offload", "100 %: no"):
+        assert words in table
+    assert cuda.main(["--models", "gpt-14b", "--contenders", "80gb", "--json"]) == 0
+    assert cuda.main(["--models", "gpt-15b"]) == 2
+
+
+def test_a_step_is_timed_with_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    moved = [0, 0, 0]
+
+    def step(tokens: torch.Tensor) -> None:
+        # What is moved before the measured steps does not count.
+        moved[:] = (moved[0] + 10, moved[1] + 20, moved[2] + 30)
+
+    prepared = cuda._Prepared(step, 1, lambda: (moved[0], moved[1], moved[2]))
+    times_s, of_a_step = cuda._time(prepared, SHAPES["tiny"])
+    assert len(times_s) == cuda.STEPS
+    assert of_a_step == [10, 20, 30]

@@ -48,7 +48,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     """The device that Config's backend will be."""
     made = FakeRuntime()
     monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
-    monkeypatch.setattr("hetero.config.default_device_bytes", lambda: 64 << 20)
+    monkeypatch.setattr("hetero.config.default_device_bytes", lambda *_: 64 << 20)
     monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(made))
     return made
 

@@ -28,29 +28,28 @@ namespace hetero::cuda {
 
 inline constexpr unsigned kThreads = 256;  // of a block of threads
 inline constexpr unsigned kGroup = 4;      // elements that a thread reads at once, and updates
-inline constexpr unsigned kMostSegments = 64;
-inline constexpr unsigned kMostConstants = 16;
 
-// Elements [first, first + numel) of the arrays. `index` is the number of the first one, for its
-// random bits. Blocks of threads from `first_block` on are the segment's.
+// Elements [first, first + numel) of the arrays of a tile. `index` is the number of the first one,
+// for its random bits. Blocks of threads from `first_block` on are the segment's.
 struct UpdateSegment {
   std::uint64_t first;
   std::uint64_t numel;
   std::uint64_t index;
   std::uint32_t constants;
+  std::uint32_t tile;
   std::uint32_t first_block;
+  std::uint32_t unused;
 };
 
-// All that one launch gets; it fits into the parameters of a kernel.
+// All tiles that one launch updates: tables in the device's memory.
 struct UpdateBatch {
-  UpdateArrays at;
+  const UpdateArrays* tiles;
+  const UpdateConstants* constants;
+  const UpdateSegment* segment;
   std::uint64_t segments;
-  UpdateSegment segment[kMostSegments];
-  UpdateConstants constants[kMostConstants];
 };
-static_assert(sizeof(UpdateSegment) == 32 && sizeof(UpdateConstants) == 64);
-static_assert(sizeof(UpdateBatch) == 48 + 32 * kMostSegments + 64 * kMostConstants);
-static_assert(sizeof(UpdateBatch) <= 4096);
+static_assert(sizeof(UpdateArrays) == 40 && sizeof(UpdateConstants) == 64);
+static_assert(sizeof(UpdateSegment) == 40 && sizeof(UpdateBatch) == 32);
 
 // One array whose squares are summed, to `blocks` doubles from number `first_out` on.
 struct SumSegment {
@@ -61,11 +60,11 @@ struct SumSegment {
 };
 
 struct SumBatch {
-  double* lanes;  // kNormLanes of each block
+  double* lanes;              // kNormLanes of each block
+  const SumSegment* segment;  // a table in the device's memory, too
   std::uint64_t segments;
-  SumSegment segment[kMostSegments];
 };
-static_assert(sizeof(SumSegment) == 24 && sizeof(SumBatch) == 16 + 24 * kMostSegments);
+static_assert(sizeof(SumSegment) == 24 && sizeof(SumBatch) == 24);
 
 // The last segment that begins at `block` or before it.
 template <class Batch>
@@ -141,7 +140,7 @@ void update_state_block_thread(const UpdateBatch& batch, unsigned block, unsigne
   if (offset >= segment.numel) return;
   const std::uint64_t left = segment.numel - offset;
   const std::uint64_t at = segment.first + offset;
-  UpdateArrays arrays = batch.at;
+  UpdateArrays arrays = batch.tiles[segment.tile];
   arrays.param += at * kind.param_bytes();
   arrays.grad += at * element_bytes(kind.grad_dtype);
   arrays.master += at * kind.changed_master_bytes();
@@ -170,16 +169,18 @@ void update_group_thread(const UpdateBatch& batch, unsigned block, unsigned thre
   const bool whole = count == kGroup && segment.first % kGroup == 0;
   const std::uint64_t at = segment.first + offset;
 
+  const UpdateArrays tile = batch.tiles[segment.tile];
+
   Group<param_size> param;
   Group<grad_size> grad;
   Group<master_size> master;
   Group<state_size> first;
   Group<second_size> second;
-  param.load(batch.at.param + at * param_size, whole, count);
-  grad.load(batch.at.grad + at * grad_size, whole, count);
-  master.load(batch.at.master + at * master_size, whole, count);
-  first.load(batch.at.states[0] + at * state_size, whole, count);
-  second.load(batch.at.states[1] + at * second_size, whole, count);
+  param.load(tile.param + at * param_size, whole, count);
+  grad.load(tile.grad + at * grad_size, whole, count);
+  master.load(tile.master + at * master_size, whole, count);
+  first.load(tile.states[0] + at * state_size, whole, count);
+  second.load(tile.states[1] + at * second_size, whole, count);
 
   const UpdateConstants constants = batch.constants[segment.constants];
 #pragma unroll
@@ -190,10 +191,10 @@ void update_group_thread(const UpdateBatch& batch, unsigned block, unsigned thre
         random_bits);
   }
 
-  param.store(batch.at.param + at * param_size, whole, count);
-  master.store(batch.at.master + at * master_size, whole, count);
-  first.store(batch.at.states[0] + at * state_size, whole, count);
-  second.store(batch.at.states[1] + at * second_size, whole, count);
+  param.store(tile.param + at * param_size, whole, count);
+  master.store(tile.master + at * master_size, whole, count);
+  first.store(tile.states[0] + at * state_size, whole, count);
+  second.store(tile.states[1] + at * second_size, whole, count);
 }
 
 template <UpdateKind kind>

@@ -136,6 +136,36 @@ def test_who_has_a_memory_policy_has_one_node() -> None:
     assert found.split() == ["False", "True", "1"]
 
 
+def attach(root: str, device: str, node: str) -> None:
+    """A PCI device that is near to a node of the kernel's."""
+    folder = Path(root) / "sys/bus/pci/devices" / device
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text(node + "\n")
+
+
+@pytest.mark.parametrize(
+    ("node", "nodes", "found"),
+    [
+        pytest.param("0", [[0, 1], [4]], 0, id="first"),
+        pytest.param("8", [[0, 1], [4]], 1, id="numbered-without-gaps"),
+        pytest.param("8", [[4], [0]], 0, id="in-another-order"),
+        pytest.param("8", [[0], [1]], None, id="not-one-of-ours"),
+        pytest.param("9", [[0], [4]], None, id="unknown-node"),
+        pytest.param("-1", [[0], [4]], None, id="firmware-does-not-say"),
+        pytest.param("x", [[0], [4]], None, id="nonsense"),
+        pytest.param("0", [[0, 1, 4]], None, id="one-node"),
+    ],
+)
+def test_a_device_is_near_to_one_of_the_process_s_nodes(
+    tmp_path: Path, node: str, nodes: list[list[int]], found: int | None
+) -> None:
+    root = machine(tmp_path, {0: "0-3", 8: "4-7"}, "0,8", "0,8")
+    attach(root, "0000:3b:00.0", node)
+    with numa_nodes(nodes):
+        assert _native.node_near("0000:3B:00.0", root) == found
+        assert _native.node_near("0000:3C:00.0", root) is None
+
+
 @pytest.mark.parametrize("cpus", [[[0], []], [[0], [-1]], [[0], [1 << 20]]])
 def test_impossible_nodes_are_refused(cpus: list[list[int]]) -> None:
     before = _native.numa.count()

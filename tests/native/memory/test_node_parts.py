@@ -79,6 +79,28 @@ def test_slots_are_populated_and_threads_go_back(nodes: list[list[int]]) -> None
         assert ctypes.string_at(arena.address, 4 * HUGE) == bytes(4 * HUGE)
 
 
+def test_slots_are_populated_on_one_node() -> None:
+    arena = _native.Arena(4 * HUGE, HUGE)
+    with numa_nodes(TWO_NODES):
+        arena.put_on_node(1, 2, 1)
+    assert populated(arena) == [False, True, True, False]
+    ctypes.memset(arena.address, 7, arena.nbytes)
+    arena.put_on_node(0, 4, 0)
+    assert ctypes.string_at(arena.address, arena.nbytes) == b"\7" * arena.nbytes
+    with pytest.raises(ValueError, match="outside an arena"):
+        arena.put_on_node(3, 2, 0)
+
+
+@pytest.mark.skipif(_native.numa.count() == 1, reason="this machine has one node, or uses one")
+def test_what_is_put_on_a_node_is_there() -> None:
+    arena = _native.Arena(_native.numa.count() * HUGE, HUGE)
+    nodes = []
+    for node in range(_native.numa.count()):
+        arena.put_on_node(node, 1, node)
+        nodes += set(kernels_nodes(arena.address + node * HUGE, HUGE))
+    assert len(nodes) == len(set(nodes)) == _native.numa.count()
+
+
 def test_of_small_arrays_whole_pages_are_populated() -> None:
     page = mmap.PAGESIZE
     arena = _native.Arena(8 * page, 8 * page)

@@ -31,20 +31,49 @@ def test_same_bits_as_the_cpu(kind: _native.UpdateKind) -> None:
     check_update(FakeRuntime(), kind)
 
 
-def test_more_segments_and_hyper_parameters_than_a_launch_has() -> None:
+def test_many_tiles_segments_and_hyper_parameters_are_one_launch() -> None:
     kind = _native.UpdateKind("bf16", "bf16")
     runtime = FakeRuntime()
     updater = Updater(runtime, kind, TILE)
-    arrays, tile = Arrays(kind, masters(TILE)), Tile(runtime, kind)
     grad = gradients(TILE, "bf16", seed=1)
-    tile.take(arrays, grad)
     all_hypers = [Hyper(lr=1e-3 * (i + 1)) for i in range(40)]
-    segments = [(64 * i, 60, (i * i) % 40, 64 * i) for i in range(TILE // 64)]
-    for first, numel, hyper, _ in segments:
-        arrays.step(grad, all_hypers[hyper], first, first + numel)
-    addresses = tile.param.data_ptr(), tile.grad.data_ptr(), tile.optim_state.data_ptr()
-    updater.update([DeviceTask(*addresses, segments)], [native(h) for h in all_hypers])
-    assert tile.same(arrays)
+    tiles, tasks = [], []
+    for number in range(5):
+        arrays, tile = Arrays(kind, masters(TILE)), Tile(runtime, kind)
+        tile.take(arrays, grad)
+        segments = [(64 * i, 60, (i * i + number) % 40, 64 * i) for i in range(TILE // 64)]
+        for first, numel, hyper, _ in segments:
+            arrays.step(grad, all_hypers[hyper], first, first + numel)
+        addresses = tile.param.data_ptr(), tile.grad.data_ptr(), tile.optim_state.data_ptr()
+        tasks.append(DeviceTask(*addresses, segments))
+        tiles.append((tile, arrays))
+    before = runtime.launched
+    updater.update(
+        [*tasks[:2], DeviceTask(1, 1, 1, []), *tasks[2:]], [native(h) for h in all_hypers]
+    )
+    assert runtime.launched == before + 1
+    assert all(tile.same(arrays) for tile, arrays in tiles)
+    updater.update([], [])
+    assert runtime.launched == before + 1
+
+
+def test_launches_that_come_late_read_their_own_tables() -> None:
+    """Of several updates in one stream, whose tables' memory is given out again meanwhile."""
+    kind = _native.UpdateKind("fp32", "fp32")
+    runtime = FakeRuntime(eager=False)
+    updater = Updater(runtime, kind, TILE)
+    grad = gradients(TILE, "fp32", seed=1)
+    tiles = []
+    for number in range(3):
+        arrays, tile = Arrays(kind, masters(TILE)), Tile(runtime, kind)
+        tile.take(arrays, grad)
+        hyper = Hyper(lr=1e-3 * (number + 1))
+        arrays.step(grad, hyper)
+        addresses = tile.param.data_ptr(), tile.grad.data_ptr(), tile.optim_state.data_ptr()
+        updater.update([DeviceTask(*addresses, [(0, TILE, 0, 0)])], [native(hyper)])
+        tiles.append((tile, arrays))
+    runtime.synchronize_all()
+    assert all(tile.same(arrays) for tile, arrays in tiles)
 
 
 @pytest.mark.parametrize("special", [0.0, -0.0, 1e-45, 3e38, float("inf"), float("nan")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from offload._native import UpdateKind
 from offload.device import cuda_module
 from offload.errors import HeteroError
+from tests.support.native.fake_cuda import FakeRuntime
 
 KIND = UpdateKind("bf16", "bf16", "adam", "bf16")
 
@@ -40,6 +42,10 @@ class Driver:
     def do_cuDevicePrimaryCtxRetain(self, context: Any, index: int) -> None:
         self.retained += 1
         context._obj.value = self.PRIMARY
+
+    def do_cuDeviceGetPCIBusId(self, name: Any, length: int, index: int) -> None:
+        name.value = f"0000:3B:0{index}.0".encode()
+        assert len(name) == length
 
     def do_cuDevicePrimaryCtxRelease_v2(self, index: int) -> None:
         self.retained -= 1
@@ -102,3 +108,26 @@ def test_what_cannot_be_loaded_holds_nothing(driver: Driver) -> None:
         cuda_module.CudaModule(KIND, 1)
     assert driver.retained == 0
     assert driver.contexts == [1]
+
+
+def test_a_device_has_a_name_on_its_bus_and_a_context(driver: Driver) -> None:
+    cuda_module.pci_device.cache_clear()
+    cuda_module.primary_context.cache_clear()
+    assert cuda_module.pci_device(1) == "0000:3B:01.0"
+    assert cuda_module.primary_context(1) == Driver.PRIMARY
+    assert cuda_module.primary_context(1) == Driver.PRIMARY
+    assert driver.retained == 1
+    driver.failing = "cuDeviceGetPCIBusId"
+    with pytest.raises(HeteroError, match="PCI address"):
+        cuda_module.pci_device(0)
+    cuda_module.pci_device.cache_clear()
+    cuda_module.primary_context.cache_clear()
+
+
+def test_native_code_gets_the_addresses_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_module, "_driver", lambda: ctypes.CDLL(None))
+    found = cuda_module.driver_functions(["malloc", "free"])
+    assert sorted(found) == ["free", "malloc"]
+    assert 0 not in found.values()
+    # The fake has those that native code asks for.
+    assert set(cuda_module.COPY_FUNCTIONS) == set(FakeRuntime().driver.functions)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload import _native
 from offload.device.cuda_backend import CudaBackend
 from offload.device.device_arena import DeviceArena, PageLockedArena
 from offload.errors import BudgetError, HeteroError
@@ -61,7 +62,8 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
             # The work has the memory, not the pin: that ends on the host while work is waiting.
             alias = torch.from_dlpack(arena.memory.export(slot * SLOT, SLOT))
             expected = content[slot]
-            runtime.give(runtime.compute, lambda a=alias, e=expected: use(a, e))
+            memory = [(alias.data_ptr(), SLOT)]
+            runtime.give(runtime.compute, lambda a=alias, e=expected: use(a, e), reads=memory)
             if chance.random() < 0.3:
                 into = torch.zeros(SLOT, dtype=torch.uint8)
                 backend.grad_offload(into, alias, backend.record_event())
@@ -240,6 +242,30 @@ class TestPinned:
             )
             arena.commit(1, 2)
         assert found == [True]
+        arena.close()
+
+    def test_it_lies_where_the_device_is_attached(
+        self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All of it, and not only what updates divide among their threads."""
+        runtime.node = 1
+        placed = []
+        put_on_node = _native.Arena.put_on_node
+
+        def look(memory: _native.Arena, first: int, slots: int, node: int) -> None:
+            assert runtime.page_locked == {}
+            placed.append((first, slots, node))
+            put_on_node(memory, first, slots, node)
+
+        monkeypatch.setattr(_native.Arena, "put_on_node", look)
+        with numa_nodes(TWO_NODES):
+            arena = PageLockedArena(
+                runtime, [], 4, SLOT, Ledger({}), Account.PARAM, arrays=[(0, SLOT // 2)]
+            )
+            arena.commit(1, 2)
+            found = resident(arena.address(0), 4 * SLOT)
+        assert placed == [(1, 2, 1)]
+        assert found == [False, True, True, False]
         arena.close()
 
     def test_a_forked_child_has_none_of_it(self, runtime: FakeRuntime) -> None:

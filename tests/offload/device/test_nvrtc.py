@@ -43,7 +43,8 @@ def test_registers_hold_what_a_thread_works_on(compiler: Nvrtc) -> None:
     """Local memory, or loads byte by byte, would make the update many times slower."""
     sources = cuda_sources()
     source = sources.pop("update.cu")
-    options = ("--gpu-architecture=sm_90", "--std=c++20", "--fmad=false", "-DHETERO_KIND=8")
+    kind = f"-DHETERO_KIND={hash(UpdateKind('bf16', 'bf16', 'adam', 'bf16'))}"
+    options = ("--gpu-architecture=sm_90", "--std=c++20", "--fmad=false", kind)
     more = "--device-as-default-execution-space"
     text = compiler.compile(source, "update", sources, (*options, more), ptx=True).decode()
     update = text[text.index(".entry hetero_update") : text.index(".entry hetero_lanes")]

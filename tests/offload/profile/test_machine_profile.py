@@ -46,6 +46,17 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
 
 
+def test_a_file_without_latencies_is_loaded(tmp_path):
+    """Those that were saved before profiles had any."""
+    path = tmp_path / "profile.json"
+    content = profile().as_dict()
+    del content["rank_latency_s"], content["node_latency_s"]
+    path.write_text(json.dumps(content))
+    assert Profile.load(path) == profile()
+    whole = profile(rank_latency_s=1e-6, node_latency_s=5e-6)
+    assert whole.share(8).node_latency_s == 5e-6
+
+
 NUMBERS = [f.name for f in dataclasses.fields(Profile) if f.name not in ("name", "date", "source")]
 
 

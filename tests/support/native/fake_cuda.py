@@ -17,8 +17,13 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload import _native
 from offload._native import UpdateKind
+from offload.device.event_pool import Event, EventPool
+from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
+from tests.support.cuda.stream_order import HOST, Clock, StreamOrder
 from tests.support.native.native_build import BUILD, ROOT, succeed
 
 PAGE = 4096
@@ -32,11 +37,12 @@ class FakeStream:
         self.queue: deque[Callable[[], bool]] = deque()  # each says whether it could be done
 
 
-class FakeEvent:
+class Recording:
     """A moment in a stream."""
 
-    def __init__(self, stream: FakeStream) -> None:
+    def __init__(self, stream: FakeStream, before: Clock) -> None:
         self.stream = stream
+        self.before = before
         self.come = False
 
 
@@ -58,12 +64,19 @@ class FakeRuntime:
         self.page_locked: dict[int, int] = {}
         self.copying: list[tuple[int, int]] = []  # addresses and bytes of copies to come
         self.synchronized = 0  # how often the host waited
+        self.launched = 0  # kernels
         self.compute = FakeStream(eager)
         self.streams = [self.compute]
         self.failure: str | None = None  # of every copy from now on
+        self.node: int | None = None  # that it is attached to
         self.captures = False  # whether a graph is being captured
         self.freed: dict[int, torch.Tensor] = {}  # by bytes, the memory that was freed last
         self.lock = threading.RLock()
+        self.events = EventPool(FakeEvent)
+        # What was recorded as each event that somebody has.
+        self.recorded: weakref.WeakKeyDictionary[Event, Recording] = weakref.WeakKeyDictionary()
+        self.driver = FakeDriver(self)
+        self.order = StreamOrder()
 
     # Streams
 
@@ -77,42 +90,81 @@ class FakeRuntime:
     def capturing(self) -> bool:
         return self.captures
 
-    def give(self, stream: FakeStream, work: Callable[[], object]) -> None:
+    def give(
+        self,
+        stream: FakeStream,
+        work: Callable[[], object],
+        reads: Sequence[tuple[int, int]] = (),
+        writes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """`reads` and `writes`: what memory the work uses, as addresses and bytes."""
+
         def do() -> bool:
             work()
             return True
 
         with self.lock:
+            self.order.use(stream, reads, writes=False)
+            self.order.use(stream, writes, writes=True)
             stream.queue.append(do)
             if stream.eager:
                 self._grad_offload(stream)
 
-    def record(self, stream: FakeStream) -> FakeEvent:
-        event = FakeEvent(stream)
-        self.give(stream, lambda: setattr(event, "come", True))
+    def record(self, stream: FakeStream) -> Event:
+        event = self.events.take()
+        event.raw.last = self.recorded[event] = self.recording(stream)
         return event
 
-    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+    def recording(self, stream: FakeStream) -> Recording:
+        """The end of what `stream` has now."""
         with self.lock:
-            stream.queue.append(lambda: event.come)
+            recording = Recording(stream, self.order.now(stream))
+            self.give(stream, lambda: setattr(recording, "come", True))
+        return recording
+
+    def moment(self, event: Event) -> Recording:
+        """What the event stands for, which must be what was recorded as it."""
+        found = self.recorded[event]
+        assert event.raw.last is found, "an event was recorded anew that somebody has"
+        return found
+
+    def wait(self, stream: FakeStream, event: Event) -> None:
+        self.wait_for(stream, self.moment(event))
+
+    def wait_for(self, stream: FakeStream, recording: Recording) -> None:
+        """As wait(), for a moment."""
+        with self.lock:
+            self.order.after(stream, recording.before)
+            stream.queue.append(lambda: recording.come)
             if stream.eager:
-                self._reach(event)
+                self._reach(recording)
                 self._grad_offload(stream)
 
-    def done(self, event: FakeEvent) -> bool:
-        return event.come
+    def done(self, event: Event) -> bool:
+        recording = self.moment(event)
+        with self.lock:
+            if recording.come:
+                self.order.after(HOST, recording.before)
+            return recording.come
 
-    def synchronize(self, event: FakeEvent) -> None:
+    def synchronize(self, event: Event) -> None:
+        if not self.reach(self.moment(event)):
+            raise RuntimeError(self.failure)
+
+    def reach(self, recording: Recording) -> bool:
+        """The host waits for a moment; whether nothing has failed."""
         with self.lock:
             self.synchronized += 1
-            self._reach(event)
-            if self.failure is not None:
-                raise RuntimeError(self.failure)
+            self._reach(recording)
+            self.order.after(HOST, recording.before)
+            return self.failure is None
 
     def synchronize_all(self) -> None:
         with self.lock:
             while any(stream.queue for stream in self.streams):
                 assert any(self.step(stream) for stream in self.streams), "streams hang"
+            for stream in self.streams:
+                self.order.after(HOST, self.order.now(stream))
 
     def step(self, stream: FakeStream) -> bool:
         """Does the next thing of a stream, if it has one and can."""
@@ -122,10 +174,10 @@ class FakeRuntime:
                 return True
             return False
 
-    def _reach(self, event: FakeEvent) -> None:
-        while not event.come:
-            if not self.step(event.stream):  # it waits for other streams
-                others = [s for s in self.streams if s is not event.stream]
+    def _reach(self, recording: Recording) -> None:
+        while not recording.come:
+            if not self.step(recording.stream):  # it waits for other streams
+                others = [s for s in self.streams if s is not recording.stream]
                 assert any(self.step(s) for s in others), "streams hang"
 
     def _grad_offload(self, stream: FakeStream) -> None:
@@ -137,24 +189,52 @@ class FakeRuntime:
     # Copies
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
-        self._check_page_locked(to, source)
+        assert to.nbytes == source.nbytes
+        memory = [StorageWeakRef(side.untyped_storage()) for side in (to, source)]
+
+        def check() -> None:
+            assert not any(m.expired() for m in memory), "a copy's memory is gone before it is done"
+
+        self.copy_bytes(to.data_ptr(), source.data_ptr(), to.nbytes, stream, check)
+
+    def copy_bytes(
+        self,
+        to: int,
+        source: int,
+        nbytes: int,
+        stream: FakeStream,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Between addresses; `check` is called before it is done. The caller keeps the memory."""
+        sides = [(to, nbytes), (source, nbytes)]
+        self._check_page_locked(sides)
         if self.compute.eager:  # who reads it before it is there, reads this
-            to.view(torch.uint8).fill_(0xFF)
-        sides = [(side.data_ptr(), side.nbytes) for side in (to, source)]
-        self.copying += sides
+            ctypes.memset(to, 0xFF, nbytes)
+        with self.lock:
+            self.copying += sides
 
         def work() -> None:
-            to.copy_(source)
+            check()
+            ctypes.memmove(to, source, nbytes)
             for side in sides:
                 self.copying.remove(side)
 
-        self.give(stream, work)
+        self.give(stream, work, reads=[(source, nbytes)], writes=[(to, nbytes)])
 
-    def _check_page_locked(self, *sides: torch.Tensor) -> None:
+    def handle(self, event: Event) -> int:
+        return self.driver.handle(self.moment(event), event.raw)
+
+    def offload_queue(
+        self, stream: FakeStream, buffers: int, buffer_bytes: int
+    ) -> _native.OffloadQueue:
+        return _native.OffloadQueue.on_cuda(
+            self.driver.functions, CONTEXT, self.driver.handle(stream), buffers, buffer_bytes
+        )
+
+    def _check_page_locked(self, sides: Sequence[tuple[int, int]]) -> None:
         """One side is within one range of pinned RAM."""
         found = 0
-        for side in sides:
-            at, nbytes = side.data_ptr(), side.nbytes
+        for at, nbytes in sides:
             # (What autograd made counts as the device's.)
             for begin, length in self.page_locked.items():
                 if begin <= at < begin + length:
@@ -182,6 +262,12 @@ class FakeRuntime:
         weakref.finalize(block, self._free, block.data_ptr(), raw)
         return block
 
+    def upload(self, content: bytes) -> torch.Tensor:
+        block = self.empty(len(content))
+        address = block.data_ptr()
+        self.give(self.compute, lambda: ctypes.memmove(address, content, len(content)))
+        return block
+
     def memory_at(self, block: torch.Tensor) -> torch.Tensor:
         """The block's memory as work on the device has it: it does not keep the block."""
         raw = (ctypes.c_uint8 * block.nbytes).from_address(block.data_ptr())
@@ -190,6 +276,8 @@ class FakeRuntime:
     def _free(self, address: int, raw: torch.Tensor) -> None:
         with self.lock:
             nbytes = self.taken.pop(address, 0)
+            # Its next user's work is in the stream that it was taken for, which no copy is in.
+            assert not self._is_copied(address, nbytes), "memory was freed that a copy uses"
             self.cached += nbytes
             self.freed[nbytes] = raw
 
@@ -199,6 +287,9 @@ class FakeRuntime:
     def empty_cache(self) -> None:
         self.cached = 0
         self.freed.clear()
+
+    def memory_node(self) -> int | None:
+        return self.node
 
     def register(self, address: int, nbytes: int) -> str | None:
         assert address % PAGE == nbytes % PAGE == 0
@@ -212,9 +303,13 @@ class FakeRuntime:
         return None
 
     def unregister(self, address: int) -> None:
-        end = address + self.page_locked.pop(address)
+        nbytes = self.page_locked.pop(address)
         with self.lock:
-            assert not any(a < end and address < a + n for a, n in self.copying), "a copy uses it"
+            assert not self._is_copied(address, nbytes), "a copy uses it"
+
+    def _is_copied(self, address: int, nbytes: int) -> bool:
+        """Whether a copy that is not done uses a byte of the memory."""
+        return any(a < address + nbytes and address < a + n for a, n in self.copying)
 
     def memory(self) -> tuple[int, int]:
         with self.lock:
@@ -247,9 +342,14 @@ class HostKernels:
     def launch(
         self, kernel: str, blocks: int, arguments: Sequence[Any], stream: FakeStream
     ) -> None:
-        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
+        if blocks == 0:
+            return
+        self._runtime.launched += 1
+        # As the driver, it has the arguments' values from now on, whatever becomes of the objects.
+        copies = [type(one).from_buffer_copy(one) for one in arguments]
 
         def run() -> None:
+            pointers = (c_void_p * len(copies))(*(ctypes.addressof(one) for one in copies))
             failed = _library().hetero_on_host(hash(self._kind), kernel.encode(), blocks, pointers)
             assert not failed, kernel
 

@@ -126,3 +126,7 @@ class GatedBackend(EmulatedBackend):
     def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
         """As EmulatedBackend."""
         return self.gate.start(lambda: super(GatedBackend, self).grad_offload(to, source, after))
+
+    def offload(self, *arguments: Any) -> Any:
+        """As EmulatedBackend."""
+        return self.gate.start(lambda: super(GatedBackend, self).offload(*arguments))

@@ -1,0 +1,97 @@
+"""How fast hetero copies between page-locked RAM and a GPU, beside the link alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import torch
+
+from offload.device.cuda_backend import CudaBackend
+from offload.device.cuda_runtime import CudaRuntime
+from offload.device.grad_offload import BUFFERS, GradOffload, buffer_bytes
+from offload.memory.arena import HostArena
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account
+
+ROUNDS = 5
+CHUNK_BYTES = 32 << 20
+CHUNKS = 32
+WAYS = ("h2d", "d2h", "d2h_added")
+
+
+def measure_copies(
+    runtime: CudaRuntime | None = None, chunk_bytes: int = CHUNK_BYTES, chunks: int = CHUNKS
+) -> dict[str, float]:
+    """Bytes per second of each of WAYS, and of "h2d_alone" and "d2h_alone".
+
+    "h2d" fetches chunks to their slots, "d2h" brings first gradients to their homes, "d2h_added"
+    later ones, which are added in RAM; all as training does, one after another, until the host
+    knows that they are there. "alone" is one copy by CUDA of as many bytes, in the same memory.
+    They take turns; medians of ROUNDS after one of warm-up. Takes twice `chunk_bytes` times
+    `chunks` of RAM and of the device's memory.
+    """
+    backend, ledger = CudaBackend(runtime), Ledger({})
+    there = backend.arena(chunks, chunk_bytes, ledger, Account.GATHERED)
+    ram = backend.host_arena(chunks, chunk_bytes, ledger, Account.PARAM)
+    buffers = backend.host_arena(BUFFERS, buffer_bytes(chunk_bytes), ledger, Account.LINK)
+    with closing(backend), closing(there), closing(ram), closing(buffers):
+        ram.commit(0, chunks)
+        buffers.commit(0, BUFFERS)
+        ram.view(0, chunks, torch.uint8).zero_()
+        offload = GradOffload(backend, ledger, 1 << 62, buffers)
+        with closing(offload):
+            times_s: dict[str, list[float]] = {}
+            runs = _Copies(backend, offload, there, ram).runs()
+            for _ in range(ROUNDS + 1):
+                for name, run in runs.items():
+                    backend.runtime.synchronize_all()
+                    begin_s = time.perf_counter()
+                    run()
+                    times_s.setdefault(name, []).append(time.perf_counter() - begin_s)
+    nbytes = chunks * chunk_bytes
+    return {name: nbytes / statistics.median(some[1:]) for name, some in times_s.items()}
+
+
+class _Copies:
+    """What is measured, between all slots on the device and as many in RAM."""
+
+    def __init__(
+        self, backend: CudaBackend, offload: GradOffload, there: HostArena, ram: HostArena
+    ) -> None:
+        self._backend = backend
+        self._offload = offload
+        self._all = tuple(arena.view(0, arena.slots, torch.uint8) for arena in (there, ram))
+        self._chunks = [
+            (there.view(slot, 1, torch.uint8), ram.view(slot, 1, torch.uint8))
+            for slot in range(ram.slots)
+        ]
+        self._stream = backend.runtime.new_stream()
+
+    def runs(self) -> dict[str, Callable[[], None]]:
+        there, ram = self._all
+        return {
+            "h2d_alone": lambda: self._alone(there, ram),
+            "h2d": self._fetch,
+            "d2h_alone": lambda: self._alone(ram, there),
+            "d2h": lambda: self._bring(add=False),
+            "d2h_added": lambda: self._bring(add=True),
+        }
+
+    def _alone(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self._backend.runtime.copy(to, source, self._stream)
+        self._backend.runtime.synchronize_all()
+
+    def _fetch(self) -> None:
+        copies = [self._backend.fetch(there, ram) for there, ram in self._chunks]
+        for copy in copies:
+            copy.wait()
+
+    def _bring(self, add: bool) -> None:
+        for owner, (there, ram) in enumerate(self._chunks):
+            kept = ram.view(torch.bfloat16)
+            self._offload.take(owner, "", there.view(torch.bfloat16), kept, add)
+        for owner in range(len(self._chunks)):
+            self._offload.wait(owner, "")
