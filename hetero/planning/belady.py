@@ -8,7 +8,7 @@ Belady's rule: with chunks of one size no other gives fewer fetches.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.cache.use_order import NEVER
@@ -40,6 +40,26 @@ def fetches(
         found, left = _one_step(uses, next_use, slots_of, capacity, resident)
         resident = {c: use - len(uses) for c, use in left.items() if use != NEVER}
     return found
+
+
+def rounds(
+    uses: Sequence[int], slots_of: Mapping[int, int], capacity: int, kept: Collection[int] = ()
+) -> Iterator[list[PlannedFetch]]:
+    """The fetches of a step, as of fetches(), and then of each time that it uses chunks once more.
+
+    Copies last from one time to the next, because nothing has changed them.
+    """
+    next_use = _next_uses(uses, frozenset(kept))
+    resident: dict[int, int] = {}
+    for _ in range(2 if kept else 1):
+        found, left = _one_step(uses, next_use, slots_of, capacity, resident)
+        resident = {c: use - len(uses) for c, use in left.items() if use != NEVER}
+    yield found
+    again = _next_uses(uses, frozenset(uses))
+    first_use = {chunk: use for use, chunk in reversed(list(enumerate(uses)))}
+    while True:
+        found, left = _one_step(uses, again, slots_of, capacity, {c: first_use[c] for c in left})
+        yield found
 
 
 def _next_uses(uses: Sequence[int], kept: frozenset[int]) -> list[int]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero.overlap import OverlapUpdates
+from hetero.planning.collective_cost import Network
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement
-from hetero.planning.step_cost import CostModel, PhaseCost, Problem, StepCost
+from hetero.planning.step_cost import CostModel, StepCost
+from hetero.planning.step_timeline import PhaseCost, Problem
 from hetero.planning.trace import Computing, Trace, Work, expected_trace
 from offload.profile.machine_profile import Rates
 
@@ -38,6 +40,7 @@ def predict(
     prefetch: bool = True,
     overlap: OverlapUpdates = OverlapUpdates.NONE,
     grad_factors: bool = False,
+    network: Network | None = None,
     network_bytes_per_s: float | None = None,
     undoable_steps: bool = False,
 ) -> list[Plan]:
@@ -49,7 +52,8 @@ def predict(
         work: what it computes in a step.
         computing: seconds that computing takes, which are divided by numbers of elements; None:
             estimated from `work` and the profile's rate of products of matrices.
-        prefetch, overlap, grad_factors, network_bytes_per_s, undoable_steps: as `Problem` has them.
+        prefetch, overlap, grad_factors, network, undoable_steps: as `Problem` has them.
+        network_bytes_per_s: what a rank sends to any others, where no more is known of a network.
 
     Returns:
         A plan for each chunk group.
@@ -61,6 +65,9 @@ def predict(
     plans = []
     for group in groups:
         layout, dtypes = group.layout, group.dtypes
+        ranks = layout.shard.ranks * layout.shard.replicas
+        if network is None and network_bytes_per_s is not None:
+            network = Network.flat(ranks, network_bytes_per_s)
         if computing is None:
             flop_per_s = rates.rate("matmul_flop_per_s", dtypes.compute)
             trace = expected_trace(layout, work, flop_per_s)
@@ -76,7 +83,7 @@ def predict(
             prefetch=prefetch,
             overlap=overlap,
             grad_factors=grad_factors,
-            network_bytes_per_s=network_bytes_per_s,
+            network=network,
             undoable_steps=undoable_steps,
         )
         cost = CostModel(problem).cost(group.placement)

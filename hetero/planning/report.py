@@ -152,8 +152,14 @@ def _notes(plans: Sequence[Plan], step: StepCost, least: SmallestBudgets) -> str
     if any(p.problem.trace.expected for p in plans):
         notes.append("Computing is estimated from the profile; a traced step would tell better.")
     shard = plans[0].problem.layout.shard
-    if shard.ranks * shard.replicas > 1 and plans[0].problem.network_bytes_per_s is None:
-        notes.append("The profile says nothing about the network: it is not in the expected time.")
+    if shard.ranks * shard.replicas > 1:
+        network = plans[0].problem.network
+        if network is None:
+            notes.append(
+                "The profile says nothing about the network: it is not in the expected time."
+            )
+        elif not (network.node_latency_s if network.nodes > 1 else network.rank_latency_s):
+            notes.append("The profile has no latency of the network: collectives take longer.")
     return "\n".join(notes)
 
 

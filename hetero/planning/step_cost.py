@@ -1,14 +1,10 @@
 """What a training step takes under a placement: seconds by phase and resource, and bytes moved.
 
-A step is forward and backward of each micro-batch, then the update. Compute, the two directions of
-the link, disk and network work at once, each of them on one transfer after the other; a timeline of
-uses says when one waits for another. What the timeline knows:
+A step is forward and backward of each micro-batch, which `step_timeline.py` follows use by use,
+then the update. What the update knows:
 
-- A gathered chunk is fetched when a use begins, its room is free (`belady.py`) and it is among the
-  next PREFETCH_CHUNKS; from the file, from other ranks, then over the link, as far as it must.
-- A gradient leaves after its chunk's use in a backward: over the link, to other ranks, to the
-  file. The update begins when all are there.
-- The update goes through tiles, with a disk that reads and writes at once. Of T tiles whose
+- It begins when all gradients are there, and all ranks have agreed on the step.
+- It goes through tiles, with a disk that reads and writes at once. Of T tiles whose
   optimizer state or parameter is in the file, B buffers save min(B, T) reads and writes of
   optimizer states, and reads of parameters. What is on DEVICE is updated there meanwhile.
 - overlap_updates says whether update and backward overlap, or update and forward; with both
@@ -21,57 +17,37 @@ uses says when one waits for another. What the timeline knows:
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import ceil
 
-from hetero.chunks.dtypes import Dtypes
-from hetero.chunks.layout import Layout
 from hetero.overlap import STREAMING_BUFFERS, OverlapUpdates
-from hetero.planning.belady import PREFETCH_CHUNKS, PlannedFetch, fetches
+from hetero.planning.collective_cost import agreement_s
 from hetero.planning.placement import Placement, SlotBytes
-from hetero.planning.trace import Phase, Trace, use_order
+from hetero.planning.step_timeline import (
+    ALL_GATHERS,
+    COMPUTE,
+    CPU_UPDATE,
+    DEVICE_UPDATE,
+    MEANS,
+    NETWORK,
+    NODE_LINKS,
+    NVME,
+    RESOURCES,
+    Collectives,
+    PhaseCost,
+    Problem,
+    StepTimeline,
+    disk_rates,
+    segments,
+)
+from hetero.planning.trace import use_order
 from offload.memory.tiers import Tier
 from offload.profile.machine_profile import Rates
 
-COMPUTE, H2D, D2H, NVME, NETWORK = "compute", "link to device", "link to RAM", "NVMe", "network"
-CPU_UPDATE, DEVICE_UPDATE = "update in RAM", "update on device"
-RESOURCES = (COMPUTE, H2D, D2H, NVME, NETWORK, CPU_UPDATE, DEVICE_UPDATE)
 TRAFFIC = ("h2d", "d2h", "nvme_read", "nvme_written", "sent")  # the last one: to other ranks
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A chunk group's step whose seconds are to be predicted, whatever its placement."""
-
-    trace: Trace
-    layout: Layout
-    dtypes: Dtypes
-    profile: Rates  # of one rank's share of its machine
-    prefetch: bool = True  # parameters are fetched ahead of their use
-    overlap: OverlapUpdates = OverlapUpdates.NONE  # what updates overlap with
-    grad_factors: bool = False  # the norm of all gradients is taken before the update
-    network_bytes_per_s: float | None = None  # to other ranks; None: not known, and not counted
-    undoable_steps: bool = False  # what updates change is kept on NVMe until the next step
-
-
-@dataclass(frozen=True)
-class PhaseCost:
-    """Seconds that a phase takes, and for which each resource is busy in it."""
-
-    name: str
-    seconds: float
-    busy_s: Mapping[str, float]
-
-    def plus(self, other: PhaseCost, times: int = 1) -> PhaseCost:
-        """This phase and so many `times` another one, under this one's name."""
-        busy_s = {
-            name: self.busy_s.get(name, 0.0) + times * other.busy_s.get(name, 0.0)
-            for name in {**self.busy_s, **other.busy_s}
-        }
-        return PhaseCost(self.name, self.seconds + times * other.seconds, busy_s)
 
 
 @dataclass(frozen=True)
@@ -102,17 +78,6 @@ class StepCost:
         return max(busy, key=busy.__getitem__, default=COMPUTE)
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Forward or backward of a micro-batch, which comes `weight` times in a step."""
-
-    phase: Phase
-    weight: int
-    chunks: list[int]  # in the order of their uses
-    first: bool  # of the step's micro-batches
-    element_s: float  # of computing, per element
-
-
 class CostModel:
     """Predicts the steps of one problem under any placement."""
 
@@ -124,8 +89,7 @@ class CostModel:
         self.slots = {chunk.id: chunk.slots for chunk in chunks}
         self.numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
         self.trained = {chunk.id for chunk in chunks if chunk.trainable}
-        self.frozen = frozenset(self.slots) - self.trained
-        self.segments = _segments(problem.layout, problem.trace)
+        self.segments = segments(problem.layout, problem.trace)
 
     def cost(self, made: Placement) -> StepCost:
         """What a step takes under the placement `made`.
@@ -135,7 +99,8 @@ class CostModel:
         """
         totals: dict[str, PhaseCost] = {}
         traffic: Counter[str] = Counter()
-        for segment, (one, moved) in zip(self.segments, _Timeline(self, made).walk(), strict=True):
+        walked = StepTimeline(self.problem, made, self.gathered(made)).walk(self.segments)
+        for segment, (one, moved) in zip(self.segments, walked, strict=True):
             if segment.weight > 1:  # of several in a row none can leave work to what comes after
                 one = replace(one, seconds=max(one.seconds, *one.busy_s.values()))
             before = totals.get(one.name, PhaseCost(one.name, 0.0, {}))
@@ -243,14 +208,14 @@ class CostModel:
             tiles = ceil(max(cached - kept, grads))
             seconds += nvme_s * read / (read + written) / max(1, tiles)
         seconds = min(seconds, alone_s + nvme_s)
-        sent, network_s = self._averaged_at_end()
+        at_end_s, sent, busy_at_end_s = self._communicated_at_end()
         busy = {
             CPU_UPDATE: host_s + norm_s,
             NVME: nvme_s,
             DEVICE_UPDATE: device_s,
-            NETWORK: network_s,
+            **busy_at_end_s,
         }
-        total = network_s + norm_s + max(seconds, device_s)
+        total = at_end_s + norm_s + max(seconds, device_s)
         return (
             PhaseCost("update", total, busy),
             {"nvme_read": read, "nvme_written": written, "sent": sent},
@@ -315,156 +280,35 @@ class CostModel:
         on_cpu = sum(self.numel[c] for c in self.trained if made.optim_state[c] is not Tier.DEVICE)
         return max(nvme_s, update.busy_s[CPU_UPDATE] * self.numel[first] / on_cpu)
 
-    def _averaged_at_end(self) -> tuple[int, float]:
-        """Bytes and seconds of what ranks send around the update: stages 1 and 2, and replicas."""
-        problem, slot = self.problem, self.slot
-        shard = problem.layout.shard
-        trained = sum(self.slots[c] for c in self.trained)
-        nbytes = 0.0
-        if shard.ranks > 1:
-            others = (shard.ranks - 1) / shard.ranks
-            nbytes += 0 if shard.grads else trained * slot.bucket * others
-            nbytes += 0 if shard.params else trained * slot.gathered * others
-        if shard.replicas > 1:
-            nbytes += 2 * trained * slot.bucket / shard.ranks * (1 - 1 / shard.replicas)
-        rate = problem.network_bytes_per_s
-        return round(nbytes), nbytes / rate if rate else 0.0
+    def _communicated_at_end(self) -> tuple[float, int, dict[str, float]]:
+        """Seconds, bytes that this rank sends and busy seconds, of what ranks do around the update.
 
-
-class _Timeline:
-    """One step, use by use: when each resource is free, and what each segment has made it do."""
-
-    def __init__(self, model: CostModel, made: Placement) -> None:
-        self._model = model
-        self._made = made
-        self._problem = model.problem
-        self._profile = model.problem.profile
-        self._slot = model.slot
-        shard = model.problem.layout.shard
-        several = shard.ranks * shard.replicas > 1
-        self._net = model.problem.network_bytes_per_s if several else None
-        self._others = (shard.ranks - 1) / shard.ranks
-        self._now_s = 0.0  # of compute
-        self._free_s = dict.fromkeys((NVME, H2D, D2H, NETWORK), 0.0)
-        self._busy_s: dict[str, float] = {}
-        self._nbytes: Counter[str] = Counter()
-
-    def walk(self) -> Iterator[tuple[PhaseCost, Counter[str]]]:
-        """For each segment its seconds since the one before, and the bytes that it moved."""
-        model, made = self._model, self._made
-        gathered = model.gathered(made)
-        uses = [c for segment in model.segments for c in segment.chunks if c in gathered]
-        coming: deque[PlannedFetch] = deque()
-        if uses:
-            coming.extend(fetches(uses, model.slots, made.gathered_slots, model.frozen))
-        ready_s: dict[int, float] = {}
-        use = 0  # number of the next one of a gathered chunk
-        for segment in model.segments:
-            began_s = self._now_s
-            self._busy_s, self._nbytes = dict.fromkeys(RESOURCES, 0.0), Counter()
-            backward = segment.phase is Phase.BACKWARD
-            self._rates = _disk_rates(self._profile, backward and Tier.DISK in made.grad)
-            for chunk in segment.chunks:
-                if chunk in gathered:
-                    if coming and coming[0].use == use:
-                        coming.popleft()
-                        ready_s[use] = self._fetch(chunk)
-                    self._now_s = max(self._now_s, ready_s.pop(use, 0.0))
-                    # What comes next, as far as its room is free: nearest first.
-                    while coming and self._is_ahead(coming[0], use):
-                        fetch = coming.popleft()
-                        ready_s[fetch.use] = self._fetch(uses[fetch.use])
-                    use += 1
-                computing_s = model.numel[chunk] * segment.element_s
-                self._now_s += computing_s
-                self._busy_s[COMPUTE] += computing_s
-                if backward and chunk in model.trained:
-                    self._gradient(chunk, segment.first)
-            if segment is model.segments[-1]:
-                self._now_s = max(self._now_s, *self._free_s.values())
-            yield PhaseCost(segment.phase.value, self._now_s - began_s, self._busy_s), self._nbytes
-
-    def _is_ahead(self, fetch: PlannedFetch, use: int) -> bool:
-        near = fetch.use <= use + PREFETCH_CHUNKS
-        return self._problem.prefetch and near and fetch.after < use
-
-    def _fetch(self, chunk: int) -> float:
-        """Begins now; returns when the chunk is in its slot."""
-        profile, shard = self._profile, self._problem.layout.shard
-        home = self._made.param[chunk]
-        slots = self._model.slots[chunk]
-        whole = slots * self._slot.gathered
-        ready_s = self._now_s
-        if home is Tier.DISK:
-            nbytes = slots * self._slot.param
-            self._nbytes["nvme_read"] += nbytes
-            ready_s = self._move(NVME, nbytes / self._rates[0], ready_s)
-        if shard.ranks > 1 and shard.params:
-            ready_s = self._send(whole * self._others, ready_s)
-        if home is not Tier.DEVICE and profile.h2d_bytes_per_s is not None:
-            self._nbytes["h2d"] += whole
-            ready_s = self._move(H2D, whole / profile.h2d_bytes_per_s, ready_s)
-        return ready_s
-
-    def _gradient(self, chunk: int, first: bool) -> None:
-        """The chunk's gradient leaves; it is the `first` of the step, or added to those."""
-        profile, shard = self._profile, self._problem.layout.shard
-        slots = self._model.slots[chunk]
-        ready_s = self._now_s
-        home = self._made.grad[chunk]
-        if home is not Tier.DEVICE and profile.d2h_bytes_per_s is not None:
-            nbytes = self._model.numel[chunk] * self._problem.dtypes.param_bytes
-            self._nbytes["d2h"] += nbytes
-            ready_s = self._move(D2H, nbytes / profile.d2h_bytes_per_s, ready_s)
-        if shard.ranks > 1 and shard.grads:
-            ready_s = self._send(slots * self._slot.bucket * self._others, ready_s)
-        if home is Tier.DISK:
-            nbytes = slots * self._slot.grad
-            reading, writing = self._rates
-            self._nbytes["nvme_written"] += nbytes
-            seconds = nbytes / writing
-            if not first:
-                self._nbytes["nvme_read"] += nbytes
-                seconds += nbytes / reading
-            self._move(NVME, seconds, ready_s)
-
-    def _send(self, nbytes: float, ready_s: float) -> float:
-        self._nbytes["sent"] += round(nbytes)
-        return self._move(NETWORK, nbytes / self._net, ready_s) if self._net else ready_s
-
-    def _move(self, resource: str, seconds: float, ready_s: float) -> float:
-        """Keeps the resource busy from when it is free and all is `ready_s`; returns the end."""
-        self._free_s[resource] = max(self._free_s[resource], ready_s) + seconds
-        self._busy_s[resource] += seconds
-        return self._free_s[resource]
-
-
-def _disk_rates(profile: Rates, both: bool) -> tuple[float, float]:
-    """Of reads and of writes; without a disk nothing is ever divided by them."""
-    if both and profile.nvme_mixed_bytes_per_s:
-        return profile.nvme_mixed_bytes_per_s, profile.nvme_mixed_bytes_per_s
-    return profile.nvme_read_bytes_per_s or 1.0, profile.nvme_write_bytes_per_s or 1.0
+        They agree on the step, and average gradients (stage 1) and gather parameters (stages 1 and
+        2) that they have whole.
+        """
+        shard, network = self.problem.layout.shard, self.problem.network
+        total_s = 0.0 if network is None else agreement_s(network)
+        sent = 0.0
+        busy = dict.fromkeys((NODE_LINKS, NETWORK, ALL_GATHERS, MEANS), 0.0)
+        collectives = Collectives(self.problem)
+        for chunk in self.trained:
+            slots = self.slots[chunk]
+            costs = [] if shard.grads else [(MEANS, each) for each in collectives.mean(slots)]
+            if shard.ranks > 1 and not shard.params:
+                costs.append((ALL_GATHERS, collectives.gather(slots)))
+            for stream, cost in costs:
+                total_s += cost.seconds
+                sent += cost.bytes_sent
+                busy[stream] += cost.seconds
+                busy[NETWORK if cost.crosses_nodes else NODE_LINKS] += cost.transfer_s
+        return total_s, round(sent), busy
 
 
 def _nvme_seconds(profile: Rates, read: int, written: int) -> float:
     """As much of both as there is goes at the mixed rate, the rest alone."""
     if not read + written:
         return 0.0
-    reading, writing = _disk_rates(profile, False)
-    mixed, _ = _disk_rates(profile, True)
+    reading, writing = disk_rates(profile, False)
+    mixed, _ = disk_rates(profile, True)
     both = min(read, written)
     return 2 * both / mixed + (read - both) / reading + (written - both) / writing
-
-
-def _segments(layout: Layout, trace: Trace) -> list[_Segment]:
-    """Of many micro-batches, which are alike, three stand for all."""
-    count, order = trace.micro_batches, use_order(layout)
-    numel = layout.numel * max(1, count)
-    made: list[_Segment] = []
-    for number, weight in enumerate([1, count - 2, 1] if count > 3 else [1] * count):
-        first = number == 0
-        made += [
-            _Segment(Phase.FORWARD, weight, order, first, trace.forward_s / numel),
-            _Segment(Phase.BACKWARD, weight, order[::-1], first, trace.backward_s / numel),
-        ]
-    return made

@@ -15,6 +15,7 @@ from hetero.cli.commands.outcome import EXIT_OK
 from hetero.cli.job.options import TrainOptions, add_train_arguments
 from hetero.config import Config
 from hetero.planning.candidates import SmallestBudgets, smallest_budgets
+from hetero.planning.collective_cost import Network
 from hetero.planning.predict import Plan, predict
 from hetero.planning.profiles import find_profile, shipped_profiles
 from hetero.planning.report import as_dict, explain
@@ -70,6 +71,13 @@ def add_command(commands: Commands) -> None:
             name, type=int, default=1, metavar="N", help=f"{what} (default: %(default)s)"
         )
     command.add_argument(
+        "--shard-ranks",
+        type=int,
+        metavar="N",
+        help="hybrid sharding: so many ranks in a row share each chunk, parts of a machine or whole"
+        " machines, and the others are replicas of them (default: all ranks share)",
+    )
+    command.add_argument(
         "--checkpointing", action="store_true", help="backward computes forward once more"
     )
     command.add_argument(
@@ -107,6 +115,7 @@ class _Machine:
     profile: Profile
     rank_profile: Profile
     ranks: int
+    shard_ranks: int
     nodes: int
     policy: str
     host_bytes: int
@@ -123,6 +132,13 @@ class _Machine:
         if ranks % nodes:
             raise ValueError(
                 f"--ranks {ranks} cannot be spread evenly over --nodes {nodes}; choose a multiple"
+            )
+        shard_ranks = ranks if arguments.shard_ranks is None else arguments.shard_ranks
+        local = ranks // nodes
+        if shard_ranks < 1 or ranks % shard_ranks or (local % shard_ranks and shard_ranks % local):
+            raise ValueError(
+                f"--shard-ranks {shard_ranks}: parts of a machine's {local} ranks or whole machines"
+                f" share a chunk, and all of {ranks} ranks must be in such a group"
             )
         profile = _profile(arguments.profile)
         mine = profile.share(ranks // nodes)
@@ -142,7 +158,7 @@ class _Machine:
         if host is None:
             host = int(mine.host_bytes * _DEFAULT_SHARE)
         disk = _disk_bytes(arguments, mine, ranks // nodes)
-        return cls(profile, mine, ranks, nodes, policy, host, device, disk)
+        return cls(profile, mine, ranks, shard_ranks, nodes, policy, host, device, disk)
 
 
 def _plan(
@@ -165,9 +181,11 @@ def _plan(
     shape = build_shape(model_config(options))
 
     def arrange_within(host_bytes: int, device_bytes: int | None) -> Arrangement:
-        ranks, policy = Ranks(0, machine.ranks), machine.policy
+        ranks, replicas = Ranks(0, machine.shard_ranks), machine.ranks // machine.shard_ranks
         budgets = host_bytes, machine.disk_bytes, device_bytes
-        return arrange_shape(shape, options, config, ranks, *budgets, policy=policy)
+        return arrange_shape(
+            shape, options, config, ranks, *budgets, policy=machine.policy, replicas=replicas
+        )
 
     groups = arrange_within(machine.host_bytes, machine.device_bytes).chunk_groups
     profile = machine.rank_profile
@@ -176,16 +194,14 @@ def _plan(
         profile,
         Work(options.batch_size * options.seq_len, options.accumulate, checkpointing),
         overlap=options.overlap,
-        # What this rank sends to the others, at the slowest place.
-        network_bytes_per_s=(
-            profile.node_bytes_per_s if machine.nodes > 1 else profile.rank_bytes_per_s
-        ),
+        network=Network.of(profile, machine.ranks // machine.nodes, machine.nodes),
     )
     facts = {
         "params": sum(param.numel() for param in shape.parameters()),
         "policy": machine.policy,
         "profile": machine.profile.name,
         "ranks": machine.ranks,
+        "shard_ranks": machine.shard_ranks,
         "nodes": machine.nodes,
         "budget_bytes": {
             "device": machine.device_bytes,
@@ -205,6 +221,8 @@ def _title(facts: Mapping[str, Any]) -> str:
     ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
     if facts["nodes"] > 1:
         ranks += f" on {facts['nodes']} machines"
+    if facts["shard_ranks"] < facts["ranks"]:
+        ranks += f", {facts['shard_ranks']} of which share a chunk"
     chunks = [f"{each['count']} chunks of {each['numel']:,} elements" for each in facts["chunks"]]
     return (
         f"{facts['model']}: {facts['params']:,} parameters in {' and '.join(chunks)}, policy"

@@ -150,6 +150,20 @@ def test_ranks_and_machines_divide_what_there_is(
     assert one["smallest_budgets"]["device"] > 0
 
 
+def test_hybrid_sharding_sends_less_between_machines(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = ("--ranks", "64", "--nodes", "8")
+    whole = planned(capsys, *machines, profile="8xh200-node")
+    hybrid = planned(capsys, *machines, "--shard-ranks", "8", profile="8xh200-node")
+    assert (whole["shard_ranks"], hybrid["shard_ranks"]) == (64, 8)
+    assert hybrid["busy_s"]["network"] < whole["busy_s"]["network"]
+    assert hybrid["busy_s"]["links in a node"] > 0
+    assert "links in a node" not in whole["busy_s"]
+    assert plan(*machines, "--shard-ranks", "8", profile="8xh200-node") == 0
+    assert "64 ranks on 8 machines, 8 of which share a chunk" in capsys.readouterr().out
+
+
 def test_the_profile_of_this_machine_is_the_default(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +188,9 @@ def test_the_profile_of_this_machine_is_the_default(
         (("--nvme-capacity", "1GiB"), "of no use without --nvme-path"),
         (("--ranks", "0"), "--ranks must be at least 1"),
         (("--ranks", "3", "--nodes", "2"), "cannot be spread evenly"),
+        (("--ranks", "8", "--shard-ranks", "3"), "--shard-ranks 3: parts of a machine's 8 ranks"),
+        (("--ranks", "8", "--shard-ranks", "0"), "--shard-ranks 0"),
+        (("--ranks", "16", "--nodes", "4", "--shard-ranks", "6"), "--shard-ranks 6"),
         (("--seq-len", "1"), "--seq-len must be at least 2"),
         (("--zero-stage", "4"), "zero_stage must be one of"),
         (("--dtype", "fp8"), "dtype must be one of"),

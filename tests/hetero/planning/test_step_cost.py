@@ -8,15 +8,19 @@ from hypothesis import given, settings
 from hetero.chunks.layout import Shard
 from hetero.overlap import OverlapUpdates
 from hetero.planning.candidates import place
+from hetero.planning.collective_cost import AGREEMENTS, Network
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError, SlotBytes
-from hetero.planning.step_cost import (
+from hetero.planning.step_cost import CostModel
+from hetero.planning.step_timeline import (
+    ALL_GATHERS,
     COMPUTE,
     CPU_UPDATE,
     D2H,
     H2D,
+    MEANS,
     NETWORK,
+    NODE_LINKS,
     NVME,
-    CostModel,
     Problem,
 )
 from hetero.planning.trace import Trace
@@ -278,15 +282,74 @@ def test_ranks_send_what_the_others_need():
     shard = Shard(0, 2)
     layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
     whole = SlotBytes.of(layout, BF16)
-    sharded = make_problem(layout, network_bytes_per_s=whole.gathered / 2)
+    sharded = make_problem(layout, network=Network.flat(2, whole.gathered / 2))
     placed = place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1))
     cost = CostModel(sharded).cost(placed)
     gathers = 2 * CHUNKS - min(CHUNKS, placed.gathered_slots)
     half = whole.gathered // 2
     assert cost.traffic["sent"] == gathers * half + CHUNKS * whole.bucket // 2
     assert cost.busy_s[NETWORK] == pytest.approx(cost.traffic["sent"] / (whole.gathered / 2))
-    unknown = CostModel(replace(sharded, network_bytes_per_s=None)).cost(placed)
+    unknown = CostModel(replace(sharded, network=None)).cost(placed)
     assert NETWORK not in unknown.busy_s
+
+
+def test_replicas_average_their_shards_when_a_gradient_leaves() -> None:
+    shard = Shard(0, 2, replicas=2)
+    layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
+    network = Network(2, 2, 3.0, 1.0, 10.0, 100.0)
+    described = make_problem(layout, network=network)
+    cost = CostModel(described).cost(place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1)))
+    bucket = SlotBytes.of(layout, BF16).bucket
+    sharing, replicas = bucket / 2 / 3.0, 2 * bucket / 4 / 1.0
+    assert cost.busy_s[MEANS] == pytest.approx(CHUNKS * (sharing + 10.0 + replicas + 200.0))
+    assert cost.busy_s[NETWORK] == pytest.approx(CHUNKS * replicas)
+    forward, backward, update = cost.phases
+    assert MEANS not in {name for name, busy in forward.busy_s.items() if busy}
+    assert backward.busy_s[MEANS] == cost.busy_s[MEANS]
+    # Both levels of the tree that agrees, there and back.
+    alone = CostModel(replace(described, network=None)).cost(
+        place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1))
+    )
+    assert update.seconds - alone.phases[2].seconds == pytest.approx(AGREEMENTS * 2 * 110.0)
+
+
+def test_between_devices_only_shards_cross_the_link() -> None:
+    shard = Shard(0, 2)
+    layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
+    placed = placement((HOST,) * CHUNKS, (HOST,) * CHUNKS, (HOST,) * CHUNKS, slots=1)
+    traffic = [
+        CostModel(
+            make_problem(
+                layout, separate_profile(), network=Network(2, 1, 1.0, 1.0, between_devices=between)
+            )
+        )
+        .cost(placed)
+        .traffic
+        for between in (False, True)
+    ]
+    assert traffic[0]["sent"] == traffic[1]["sent"]
+    for way in ("h2d", "d2h"):
+        assert traffic[0][way] == 2 * traffic[1][way] > 0
+
+
+def test_a_network_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="the network is of 3 ranks, and the layout of 1 times 1"):
+        make_problem(LAYOUT, network=Network.flat(3, 1.0))
+
+
+def test_all_gathers_and_means_share_the_links() -> None:
+    """Either stream alone is hidden by compute, both together are not."""
+    layout = layout_of(*[2 * SLOT] * 32, shard=Shard(0, 2))
+    placed = placement((HOST,) * 32, (HOST,) * 32, (HOST,) * 32, slots=8)
+    described = make_problem(layout, network=Network(2, 1, 1.0, 1.0))
+    whole_s = SlotBytes.of(layout, BF16).bucket / 2
+    trace = replace(described.trace, forward_s=32 * whole_s, backward_s=1.5 * 32 * whole_s)
+    cost = CostModel(replace(described, trace=trace)).cost(placed)
+    backward = cost.phases[1]
+    assert backward.busy_s[ALL_GATHERS] < backward.busy_s[COMPUTE]
+    assert backward.busy_s[MEANS] < backward.busy_s[COMPUTE] < backward.busy_s[NODE_LINKS]
+    assert backward.seconds == pytest.approx(backward.busy_s[NODE_LINKS], rel=0.1)
+    assert backward.seconds >= backward.busy_s[NODE_LINKS]
 
 
 def test_frozen_chunks_have_neither_gradient_nor_update():
@@ -331,7 +394,7 @@ def test_what_backward_leaves_to_the_next_forward_keeps_the_network_busy():
         micro_batches=3,
         prefetch=False,
         overlap=OverlapUpdates.FORWARD,
-        network_bytes_per_s=1.0,
+        network=Network.flat(2, 1.0),
     )
     budgets = Budgets(393_216, 0, device=262_144, keep_optim_states=False, under_construction=False)
     trace = replace(described.trace, forward_s=24.0, backward_s=48.0)

@@ -1,0 +1,1 @@
+"""Training steps of many ranks on paper and in simulation."""

@@ -1,0 +1,286 @@
+"""bench/scaling: simulated steps that can be worked out by hand, and beside predicted ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.scaling.cases import Case, two_level_means
+from bench.scaling.schedule import Gather, Mean, Schedule, Use, schedule_of
+from bench.scaling.simulation import simulate
+from bench.scaling.stragglers import Stragglers
+from hetero.chunks.layout import Shard
+from hetero.overlap import OverlapUpdates
+from hetero.planning.belady import PREFETCH_CHUNKS
+from hetero.planning.candidates import place
+from hetero.planning.collective_cost import CollectiveCost, Network
+from hetero.planning.placement import Budgets
+from hetero.planning.profiles import find_profile
+from tests.support.training.planning import AMPLE, SLOT, layout_of, make_problem, make_spec
+
+CHUNKS = 12
+
+
+def cost(latency_s: float = 0.0, transfer_s: float = 0.0) -> CollectiveCost:
+    return CollectiveCost(latency_s, transfer_s, 1.0, crosses_nodes=True)
+
+
+def schedule(
+    ranks: int = 4,
+    replicas: int = 1,
+    gather: CollectiveCost | None = None,
+    mean: CollectiveCost | None = None,
+    replicas_s: float = 0.0,
+    end_s: float = 0.0,
+    buckets: int = CHUNKS,
+    ahead: int = PREFETCH_CHUNKS,
+) -> Schedule:
+    """CHUNKS chunks that compute 1 second in forward and 2 in backward, all gathered both times."""
+    uses = []
+    count = 2 * CHUNKS
+    for number in range(count):
+        # Gather 0 is demanded, and each use prefetches the one that comes `ahead` of it.
+        first = range(1, min(ahead, count - 1) + 1) if number == 0 else [number + ahead]
+        prefetched = tuple(each for each in first if each < count) if ahead else ()
+        demanded = (number,) if number == 0 or not ahead else ()
+        backward = number >= CHUNKS
+        uses.append(
+            Use(
+                2.0 if backward else 1.0,
+                number,
+                demanded,
+                prefetched,
+                number - CHUNKS if backward else None,
+            )
+        )
+    gathers = (Gather(0.0, 0.0, gather or cost(), 0.0),) * count
+    means = tuple(
+        Mean(number - buckets, 0.0, mean or cost(), replicas_s, 0.0, 0.0)
+        if number >= buckets
+        else Mean(-1, 0.0, mean or cost(), replicas_s, 0.0, 0.0)
+        for number in range(CHUNKS)
+    )
+    return Schedule(tuple(uses), gathers, means, ranks, replicas, end_s)
+
+
+def test_collectives_that_take_no_time_leave_compute_and_the_update() -> None:
+    made = schedule(end_s=5.0)
+    assert made.computing_s == 3 * CHUNKS
+    assert simulate(made).seconds == 3 * CHUNKS + 5.0
+
+
+@pytest.mark.parametrize("prefetch", [0, PREFETCH_CHUNKS])
+def test_gathers_that_take_longer_than_compute_come_one_after_the_other(prefetch: int) -> None:
+    made = schedule(gather=cost(latency_s=1.0, transfer_s=3.0), ahead=prefetch)
+    hidden = 0.0 if prefetch else made.computing_s - 2.0
+    # The last use computes when the last gather has come; what is gathered on demand hides nothing.
+    assert simulate(made).seconds == pytest.approx(2 * CHUNKS * 4.0 + 2.0 + hidden)
+
+
+def test_means_are_hidden_but_for_the_last_one() -> None:
+    made = schedule(mean=cost(0.5, 1.0))
+    assert simulate(made).seconds == pytest.approx(3 * CHUNKS + 1.5)
+
+
+def test_without_buckets_backward_waits_for_each_mean() -> None:
+    made = schedule(mean=cost(0.5, 1.0), buckets=1)
+    assert simulate(made).seconds == pytest.approx(3 * CHUNKS + CHUNKS * 1.5)
+    assert simulate(schedule(mean=cost(0.5, 1.0), buckets=2)).seconds == pytest.approx(
+        3 * CHUNKS + 1.5
+    )
+
+
+def test_two_streams_share_a_link_and_not_their_latency() -> None:
+    alone = schedule(gather=cost(0.0, 1.5), mean=cost(0.0, 0.0))
+    both = schedule(gather=cost(0.0, 1.5), mean=cost(0.0, 1.5))
+    latency = schedule(gather=cost(0.0, 1.5), mean=cost(1.5, 0.0))
+    assert simulate(both).seconds >= 3 * CHUNKS * 1.5
+    assert simulate(latency).seconds <= simulate(alone).seconds + 1.5
+    assert simulate(both).seconds > simulate(latency).seconds + 5.0
+
+
+def test_a_slower_rank_is_the_step_where_compute_is_all() -> None:
+    step = simulate(schedule(end_s=1.0), Stragglers(slower=0.25))
+    assert step.seconds == pytest.approx(1.25 * 3 * CHUNKS + 1.0)
+    assert step.computing_s == pytest.approx([1.25 * 3 * CHUNKS] + [3 * CHUNKS] * 3)
+
+
+def test_a_slower_rank_is_hidden_where_gathers_take_longer() -> None:
+    made = schedule(gather=cost(4.0))
+    slower = simulate(made, Stragglers(slower=0.25)).seconds
+    assert slower == pytest.approx(simulate(made).seconds + 0.5)  # the last use alone
+
+
+def test_a_rank_that_stands_still_holds_all_up() -> None:
+    made = schedule(ranks=4, replicas=2)
+    assert simulate(made, Stragglers(stall_s=7.0)).seconds == pytest.approx(3 * CHUNKS + 7.0)
+    # With all gathers there already the other ranks come as far as buckets allow.
+    step = simulate(schedule(gather=cost(0.5)), Stragglers(stall_s=7.0))
+    assert step.seconds == pytest.approx(3 * CHUNKS + 7.0 + 0.5)
+
+
+def test_replicas_wait_for_the_last_of_them() -> None:
+    made = schedule(ranks=2, replicas=3, replicas_s=0.25)
+    assert simulate(made).seconds == pytest.approx(3 * CHUNKS + 0.25)
+    slower = simulate(made, Stragglers(slower=0.5))
+    assert slower.seconds == pytest.approx(1.5 * 3 * CHUNKS + 0.25)
+    # Only the group of the slower rank gathers as late as it.
+    assert slower.ended_s.min() == slower.ended_s.max()
+
+
+def test_ranks_that_gather_on_demand_begin_each_use_together() -> None:
+    jitter = Stragglers(jitter=0.3)
+    demanded = schedule(ranks=64, ahead=0)
+    each_s = jitter.computing_s(demanded)
+    in_step_s = each_s.max(axis=1).sum()
+    assert simulate(demanded, jitter).seconds == pytest.approx(in_step_s)
+    # Prefetches let ranks drift apart, and without collectives only the step's end holds them up.
+    ahead_s = simulate(schedule(ranks=64), jitter).seconds
+    assert each_s.sum(axis=0).max() <= ahead_s < in_step_s
+    free = replace(demanded, gathers=(Gather(0.0, 0.0, None, 0.0),) * (2 * CHUNKS))
+    assert simulate(free, jitter).seconds == pytest.approx(each_s.sum(axis=0).max())
+
+
+def test_jitter_repeats_with_its_seed_and_has_its_size() -> None:
+    made = schedule(ranks=512)
+    seconds = [Stragglers(jitter=0.1, seed=seed).computing_s(made) for seed in (1, 1, 2)]
+    assert (seconds[0] == seconds[1]).all()
+    assert (seconds[0] != seconds[2]).any()
+    relative = seconds[0] / np.array([use.computing_s for use in made.uses])[:, None]
+    assert relative.mean() == pytest.approx(1.0, abs=0.01)
+    assert relative.std() == pytest.approx(0.1, abs=0.01)
+
+
+latencies = st.floats(0, 10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(latencies, latencies, latencies, st.integers(1, CHUNKS), st.integers(0, 5))
+def test_a_step_is_at_least_what_each_part_of_it_takes(
+    gather_s: float, mean_s: float, replicas_s: float, buckets: int, ahead: int
+) -> None:
+    made = schedule(
+        2,
+        2,
+        cost(gather_s / 2, gather_s / 2),
+        cost(mean_s / 2, mean_s / 2),
+        replicas_s,
+        buckets=buckets,
+        ahead=ahead,
+    )
+    seconds = simulate(made).seconds * (1 + 1e-9)
+    assert seconds >= made.computing_s
+    assert seconds >= 2 * CHUNKS * gather_s
+    assert seconds >= CHUNKS * (mean_s + replicas_s)
+    assert seconds >= 2 * CHUNKS * gather_s / 2 + CHUNKS * mean_s / 2
+    everything = 2 * CHUNKS * gather_s + CHUNKS * (mean_s + replicas_s) + made.computing_s
+    assert simulate(made).seconds <= everything * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.tuples(latencies, latencies, latencies),
+    st.tuples(latencies, latencies, latencies),
+    st.floats(0, 1),
+    st.integers(1, CHUNKS - 1),
+    st.integers(1, 4),
+)
+def test_more_latency_fewer_buckets_and_slower_ranks_take_no_less(
+    latency: tuple[float, float, float],
+    more: tuple[float, float, float],
+    slower: float,
+    buckets: int,
+    ahead: int,
+) -> None:
+    def seconds(of: tuple[float, ...], slower: float, buckets: int, ahead: int) -> float:
+        gather, mean, replicas_s = cost(of[0]), cost(of[1]), of[2]
+        made = schedule(2, 2, gather, mean, replicas_s, buckets=buckets, ahead=ahead)
+        return simulate(made, Stragglers(slower=slower)).seconds
+
+    first = seconds(latency, slower, buckets + 1, ahead + 1)
+    added = tuple(a + b for a, b in zip(latency, more, strict=True))
+    assert seconds(added, slower, buckets + 1, ahead + 1) >= first - 1e-6
+    assert seconds(latency, slower + 0.5, buckets + 1, ahead + 1) >= first - 1e-6
+    assert seconds(latency, slower, buckets, ahead + 1) >= first - 1e-6
+    assert seconds(latency, slower, buckets + 1, ahead) >= first - 1e-6
+
+
+def test_one_rank_computes_and_updates() -> None:
+    layout = layout_of(*[SLOT] * 4)
+    problem = make_problem(layout, micro_batches=3)
+    made = schedule_of(problem, place(make_spec(layout, Budgets(AMPLE, 0))))
+    update_s = made.end_s
+    assert update_s > 0
+    assert simulate(made).seconds == pytest.approx(
+        problem.trace.forward_s + problem.trace.backward_s + update_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"overlap": OverlapUpdates.BOTH}, "updates that overlap"),
+        ({"layout": layout_of(SLOT, shard=Shard(0, 2, params=False))}, "only stage 3"),
+        (
+            {
+                "layout": layout_of(SLOT, shard=Shard(0, 2, replicas=2)),
+                "network": Network.flat(4, 1.0),
+            },
+            "replicas of several machines",
+        ),
+    ],
+)
+def test_what_is_not_simulated_is_refused(change: dict[str, object], message: str) -> None:
+    layout = layout_of(SLOT)
+    problem = replace(make_problem(layout), **change)
+    made = place(make_spec(problem.layout, Budgets(AMPLE, 0)))
+    with pytest.raises(ValueError, match=message):
+        schedule_of(problem, made)
+
+
+PROFILE = find_profile("8xh200-node")
+# What the cost model may be away from the simulation of the same order, without stragglers.
+TOLERANCE = 0.05
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 64])
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama-7b", 1),
+        Case("llama-7b", 1, micro_batches=4),
+        Case("llama-7b", 1, chunk_numel=64 << 20),
+        Case("llama-13b", 1, sequences=4),
+        Case("llama-13b", 1, chunk_numel=1 << 20),
+        Case("llama-70b", 1),
+        Case("opt-30b", 1, device_bytes=20 << 30),
+        Case("llama-70b", 1, host_bytes=24 << 30, device_bytes=18 << 30, micro_batches=2),
+    ],
+    ids=str,
+)
+def test_predicted_steps_are_near_the_simulated_ones(case: Case, nodes: int, hybrid: bool) -> None:
+    plan = replace(case, nodes=nodes, hybrid=hybrid).plan(PROFILE)
+    simulated_s = simulate(schedule_of(plan.problem, plan.placement)).seconds
+    assert plan.cost.seconds == pytest.approx(simulated_s, rel=TOLERANCE)
+
+
+def test_means_in_two_levels_take_less_where_ranks_share_over_machines() -> None:
+    plan = Case("llama-7b", 8).plan(PROFILE)
+    made = schedule_of(plan.problem, plan.placement)
+    whole, levels = (each.means[0].shard_cost for each in (made, two_level_means(made, plan)))
+    assert whole is not None
+    assert levels is not None
+    assert levels.latency_s < whole.latency_s
+    # Eight ranks of a machine send an eighth of what they did to others, beside 7/8 inside.
+    inside_s = whole.bytes_sent * 64 / 63 * 7 / 8 / 400e9
+    assert levels.transfer_s == pytest.approx(whole.transfer_s / 8 + inside_s)
+    one = Case("llama-7b", 1).plan(PROFILE)
+    alone = schedule_of(one.problem, one.placement)
+    assert two_level_means(alone, one) is alone
+    assert math.isfinite(simulate(two_level_means(made, plan)).seconds)
