@@ -129,6 +129,10 @@ class Config:
             TensorShardStrategy or BucketTensorShardStrategy. The last two waste the rest of a slot.
         reduce_dtype: dtype in which gradients travel between ranks. Default: grad_dtype; in stage
             1 it must be that. Sums are made in fp32 anyway; "bf16" halves the traffic of fp32.
+        grad_reduce: "exact": ranks exchange parts of gradients and sum them in fp32, in rank order,
+            rounded once, so the bits do not depend on the network. "backend": the process group's
+            reduce-scatter sums, in reduce_dtype and an order of its own; gloo's moves twice the
+            bytes and takes many times as long.
         rank_timeout_s: seconds for which a rank waits for another before it gives it up with a
             PeerError that names it. Default: 600. Raise it if one rank may be that much slower.
         process_memory: limit of the whole process (RSS), activations and libraries included, or
@@ -166,6 +170,7 @@ class Config:
     zero_stage: int = 3
     shard_strategy: Any = "chunk"
     reduce_dtype: str | None = None
+    grad_reduce: Literal["exact", "backend"] = "exact"
     rank_timeout_s: float = 600.0
     initial_loss_scale: float | None = 65536.0
     loss_scale_window: int = 2000
@@ -199,6 +204,7 @@ class Config:
         strategy = getattr(self.shard_strategy, "name", self.shard_strategy)
         _check_choice("shard_strategy", strategy, get_args(StrategyName))
         self._set("shard_strategy", strategy)
+        _check_choice("grad_reduce", self.grad_reduce, ("exact", "backend"))
         if self.reduce_dtype is not None:
             reduce = check_dtype(self.reduce_dtype, "reduce_dtype")
             self._set("reduce_dtype", reduce)
@@ -302,11 +308,15 @@ class Config:
 
     @property
     def device_bytes(self) -> int | None:
-        """device_memory, or its default now, if DEVICE has memory of its own; else None."""
+        """device_share() of one rank."""
+        return self.device_share(1)
+
+    def device_share(self, local_ranks: int) -> int | None:
+        """device_memory, or its default now for each of `local_ranks`; None if DEVICE is RAM."""
         if self.backend == "cpu":
             return None
         given = self.budget(Tier.DEVICE)
-        return default_device_bytes() if given is None else given
+        return default_device_bytes(local_ranks) if given is None else given
 
     def make_backend(self) -> Backend:
         """The backend that `backend` names."""

@@ -43,6 +43,7 @@ class Shape:
 SHAPES = {
     "gpt2-1.3b": Shape(layers=24, width=2048, heads=16, seq_len=1024, batch_size=8),
     "gpt-6b": Shape(layers=28, width=4096, heads=32, seq_len=1024, batch_size=4),
+    "gpt-14b": Shape(layers=44, width=5120, heads=40, seq_len=1024, batch_size=4),
     "tiny": Shape(layers=2, width=64, heads=2, seq_len=32, batch_size=2),
 }
 

@@ -18,12 +18,12 @@ from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import SlotBytes, link_bytes
+from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
-from hetero.state.all_gather import Gathering
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.grad_buckets import ReduceBuffers
-from hetero.state.grad_reduce import GradReducer
+from hetero.state.gathering.all_gather import Gathering
+from hetero.state.gathering.param_shards import ParamShards
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
@@ -35,8 +35,9 @@ from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.memory.spare_extents import SpareExtents
 from hetero.state.memory.state_files import StateFiles
 from hetero.state.optimizer_state import OptimizerState
-from hetero.state.param_shards import ParamShards
 from hetero.state.params import CopyCache, ParamCopies, Params
+from hetero.state.reduction.grad_buckets import ReduceBuffers
+from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import UpdateKind
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
@@ -253,7 +254,7 @@ class _ChunkGroupBuilder:
         self, memory: StateMemory, updates: ChunkUpdates, optim_states: OptimizerState
     ) -> tuple[Params, Gathering | None]:
         homes, arenas = memory.homes[StateKind.PARAM], memory.arenas
-        order, versions = UseOrder(), Versions(len(self._layout.chunks))
+        order, versions, news = UseOrder(), Versions(len(self._layout.chunks)), GatherNews()
         chunks, dtype = self._layout.chunks, self._dtypes.torch_compute
         shard_cache = self._file_cache(
             memory,
@@ -269,10 +270,15 @@ class _ChunkGroupBuilder:
         shards = ParamShards(homes, shared_shards, updates)
         gathering: Gathering | None = None
         if peers is not None:
-            server = ShardServer(peers, self._layout, versions, shards.open, optim_states.open_raw)
+            server = ShardServer(
+                peers, self._layout, versions, shards.open, optim_states.open_raw, news
+            )
             self.resources.callback(server.close)
             in_ram = arenas.staged if self._backend.separate else arenas.gathered
-            gathering = Gathering(self._layout, server, shards, in_ram, dtype)
+            gathering = Gathering(
+                self._layout, peers, server, shards, versions, news, in_ram, dtype
+            )
+            self.resources.callback(gathering.stream.close)
         copies = self._make_copies(arenas, homes, shard_cache, shared_shards, gathering, order)
         params = Params(
             self._layout,
@@ -283,8 +289,11 @@ class _ChunkGroupBuilder:
             config.prefetch,
             versions,
             gathering,
+            news,
             updates,
         )
+        if params.agreed_gathers is not None:
+            self.world.while_waiting.add(params.agreed_gathers)
         return params, gathering
 
     def _make_copies(
@@ -329,6 +338,7 @@ class _ChunkGroupBuilder:
                 in_ram,
                 {c.id: c.slots for c in chunks},
                 {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
+                stay_in_order=() if gathering is None else gathering.expected,
             )
             self.resources.callback(fetches.close)
             cache = self._cache(arenas.gathered, fetches, order)
@@ -374,7 +384,8 @@ class _ChunkGroupBuilder:
         bucket_bytes = SlotBytes.of(layout, self._dtypes).bucket
 
         def arena(slots: int, nbytes: int = bucket_bytes) -> HostArena:
-            made = HostArena(slots, nbytes, self._ledger, Account.BUCKET)
+            # (Gradients come to buckets from the device.)
+            made = self._backend.host_arena(slots, nbytes, self._ledger, Account.BUCKET)
             self.resources.callback(made.close)  # also if there is no room for its slots
             return made
 
@@ -389,7 +400,11 @@ class _ChunkGroupBuilder:
             buckets = SlotPool(arena(max(trained_slots, slots)), slots)
         slots = placement.receive_slots
         buffers = ReduceBuffers(
-            self._dtypes.torch_reduce, buckets, SlotPool(arena(slots), slots), between_replicas
+            self._dtypes.torch_reduce,
+            buckets,
+            SlotPool(arena(slots), slots),
+            between_replicas,
+            by_backend=self.shared.config.grad_reduce == "backend",
         )
         grad_reducer = GradReducer(
             layout,

@@ -12,9 +12,8 @@ from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import RequestKind
-from hetero.state.all_gather import Gathering
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.grad_reduce import GradReducer
+from hetero.state.gathering.all_gather import Gathering
 from hetero.state.grads import Grads
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
@@ -22,6 +21,7 @@ from hetero.state.memory.scratch_space import DiskParts, ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.optimizer_state import OptimizerState, TileState
 from hetero.state.params import Params
+from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import StepPipeline
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
+from hetero.ranks.communicator import Communicator
 from hetero.ranks.failed_ranks import name_error
-from hetero.ranks.messages import Communicator
 from hetero.state.managed_param import ManagedParam
 from offload.errors import PeerError
 
@@ -131,12 +131,7 @@ class MuonDirections:
         """Sends each rank its `parts`, and returns what each has sent, of these `lengths`."""
         sends = [_joined(some) for some in parts]
         receives = [torch.empty(sum(some), dtype=torch.bfloat16) for some in lengths]
-        receives[shard.rank] = sends[shard.rank]
-        shard.all_to_all(
-            [some if some.numel() else None for some in sends],
-            [some if some.numel() else None for some in receives],
-            what,
-        ).wait()
+        shard.exchange(sends, receives, what)
         return [some.split(list(sizes)) for some, sizes in zip(receives, lengths, strict=True)]
 
 

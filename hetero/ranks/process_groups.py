@@ -8,14 +8,16 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from hetero.ranks.communicator import Communicator
 from hetero.ranks.failed_ranks import FailedRanks, name_error
 from hetero.ranks.meeting import absent, meet
-from hetero.ranks.messages import Communicator
+from hetero.ranks.waiting import WhileWaiting
 from offload.errors import HeteroError, PeerError
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class ProcessGroups:
         everyone: all ranks.
         local_ranks: how many of them run on this machine.
         failures: the ranks that are known to have failed.
+        while_waiting: what this rank does in waits for others.
 
     A group of this rank alone is None.
     """
@@ -65,6 +68,7 @@ class ProcessGroups:
         self._members = _Members(shard, [one[place] for one in replicas], everyone)
         self._timeout_s = timeout_s
         self.failures = FailedRanks()
+        self.while_waiting = WhileWaiting()
         self.shard: Communicator | None = None
         self.replicas: Communicator | None = None
         self.everyone: Communicator | None = None
@@ -97,7 +101,7 @@ class ProcessGroups:
         All ranks must call it. Raises PeerError.
         """
         # Over the old connections, where it is seen if a rank is gone.
-        self.all_gather(torch.zeros(1), "making further connections")
+        self.meet("making further connections")
         made = copy.copy(self)
         made._connect(self._met_as)
         return made
@@ -118,7 +122,9 @@ class ProcessGroups:
                     return None
                 name = f"{name}/{'-'.join(map(str, ranks))}"
                 store = dist.distributed_c10d.PrefixStore(name, meeting.store)
-                return Communicator(ranks, self._timeout_s, self.failures, store, meeting.look)
+                return Communicator(
+                    ranks, self._timeout_s, self.failures, self.while_waiting, store, meeting.look
+                )
 
             self.shard = connect("shard", members.shard)
             self.replicas = connect("replicas", members.replicas)
@@ -131,13 +137,20 @@ class ProcessGroups:
         found = {id(g): g for g in (self.shard, self.replicas, self.everyone) if g is not None}
         return list(found.values())
 
-    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """Every rank's `tensor`; shape and dtype must be the same. Raises PeerError."""
-        return [tensor] if self.everyone is None else self.everyone.all_gather(tensor, what)
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Every rank's `tensor`, stacked; shape and dtype must be the same. Raises PeerError."""
+        if self.everyone is None:
+            return tensor.unsqueeze(0)
+        return self.everyone.all_gather(tensor, what)
+
+    def meet(self, what: str) -> None:
+        """Until all ranks have come; `what` says what they are about to do. Raises PeerError."""
+        if self.everyone is not None:
+            self.everyone.announce(what, 0)
 
     def agree(self, value: int, choose: Callable[[Iterable[int]], int], what: str) -> int:
         """Applies `choose` to all ranks' values; `what` names it in errors. Raises PeerError."""
-        return choose(int(v) for v in self.all_gather(torch.tensor([value]), what))
+        return choose(self.all_gather(torch.tensor([value]), what).view(-1).tolist())
 
     def all_or_none(
         self,
@@ -167,14 +180,15 @@ class ProcessGroups:
             number = next((i for i, c in enumerate(same_class) if isinstance(failure, c)), -1)
             is_effect = isinstance(failure, PeerError)
             mine = f"{is_effect:d}\0{number}\0{type(failure).__name__}: {failure}"
+        flag = torch.tensor([bool(mine)], dtype=torch.uint8)
+        if not self.everyone.any(flag, f"the agreement to {what}"):
+            return
         found = self.everyone.all_gather_bytes(mine.encode(), f"the agreement to {what}")
         failures = []
         for peer, theirs in enumerate(found):
             if theirs:
                 effect, number_text, text = theirs.decode().split("\0", 2)
                 failures.append((effect == "1", peer, int(number_text), text))
-        if not failures:
-            return
         # A PeerError is the effect of another rank's failure: causes first, in order of ranks.
         only_effects, peer, number, text = min(failures)
         if failure is not None and (only_effects or not isinstance(failure, PeerError)):
@@ -190,6 +204,9 @@ class ProcessGroups:
         if self.everyone is None:
             return
         content = "\0".join(f"{key}\1{value}" for key, value in facts.items()).encode()
+        digest = torch.frombuffer(bytearray(blake2b(content).digest()), dtype=torch.int64)
+        if self.everyone.are_same(digest, what):
+            return
         for peer, other in enumerate(self.everyone.all_gather_bytes(content, what)):
             if other != content:
                 theirs = dict(line.split("\1", 1) for line in other.decode().split("\0"))

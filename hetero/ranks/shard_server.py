@@ -23,7 +23,9 @@ from functools import partial
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.messages import Communicator, Reply
+from hetero.ranks.failed_ranks import name_error
+from hetero.ranks.gather_news import GatherNews
+from hetero.ranks.messages import Reply, Requests
 from hetero.ranks.waiting import join_all, start_thread
 from offload.errors import HeteroError, PeerError
 from offload.interrupts import deliver_signals
@@ -38,6 +40,8 @@ class RequestKind(enum.IntEnum):
     PARAM = 1  # the shard of a chunk's parameters
     OPTIM_STATE = 2  # one tile's optimizer state
     BYE = 3  # none: the rank that sends it makes no more requests
+    WANTED = 4  # none: it waits for other ranks in an all-gather of all; how many it has started
+    FAILED = 5  # nothing: it has no values for an all-gather of all; the chunk, and which gather
 
 
 class Versions:
@@ -95,18 +99,21 @@ class ShardServer:
 
     def __init__(
         self,
-        peers: Communicator,
+        peers: Requests,
         layout: Layout,
         versions: Versions,
         param: Callable[[Chunk], AbstractContextManager[torch.Tensor]],
         optim_state: Callable[[Chunk, int], AbstractContextManager[torch.Tensor]],
+        news: GatherNews,
     ) -> None:
         """Starts answering the `peers`, the ranks of the shard group.
 
         `param` makes a context with this rank's shard of a chunk's parameters, flat; `optim_state`
-        one with the bytes of one tile's optimizer state.
+        one with the bytes of one tile's optimizer state. `news` gets what others tell about
+        all-gathers.
         """
         self.peers = peers
+        self._news = news
         self._layout = layout
         self._versions = versions
         self._param = param
@@ -122,11 +129,32 @@ class ShardServer:
     ) -> Reply:
         """Starts a request to `peer` for values of the version that this rank has.
 
-        `tile` is its number in `peer`'s shard, for OPTIM_STATE; `into`, flat, is where the content
-        goes. Returns the answer on its way. Raises PeerError if `peer` is gone.
+        `tile` is its number in `peer`'s shard, for OPTIM_STATE, or an all-gather's, for FAILED;
+        `into`, flat, is where the content goes. Returns the answer on its way. Raises PeerError if
+        `peer` is gone.
         """
         header = torch.tensor([kind, chunk.id, tile, self._versions[chunk], 0])
         return self.peers.request(peer, header, into, f"gathering {chunk.name}")
+
+    def tell_wanted(self, gathers: int) -> None:
+        """Tells the others that this rank, which has started so many, waits in an all-gather."""
+        for peer in self.peers.others:
+            with contextlib.suppress(PeerError):  # it is gone, which the wait meets
+                self.peers.say(peer, torch.tensor([RequestKind.WANTED, 0, gathers, 0, 0]))
+
+    def tell_failed_gather(self, chunk: Chunk, gather: int, error: BaseException) -> None:
+        """Tells the others that this rank has no values for an all-gather, and why.
+
+        Returns when all know it, so that they do not use what this rank gives instead.
+        """
+        why = f"{self.peers.name(self.peers.rank)} could not give {chunk.name}: {name_error(error)}"
+        self.peers.tell_text(f"gather/{gather}", why)
+        nothing = [torch.empty(1, dtype=torch.uint8) for _ in self.peers.others]
+        for reply in [
+            self.request(RequestKind.FAILED, chunk, gather, peer, into)
+            for peer, into in zip(self.peers.others, nothing, strict=True)
+        ]:
+            reply.wait()
 
     def _serve(self, peer: int) -> None:
         header = torch.zeros(_HEADER, dtype=torch.int64)
@@ -139,6 +167,9 @@ class ShardServer:
                 return
             if header[0] == RequestKind.BYE:
                 return
+            if header[0] == RequestKind.WANTED:
+                self._news.want(int(header[2]))
+                continue
             try:
                 self._answer(peer, header)
             except PeerError:
@@ -147,11 +178,16 @@ class ShardServer:
     def _answer(self, peer: int, header: torch.Tensor) -> None:
         kind, chunk_id, tile, version, _ = header.tolist()
         chunk = self._layout.chunks[chunk_id]
+        if kind == RequestKind.FAILED:
+            self._news.fail(tile, self.peers.text_of(peer, f"gather/{tile}"))
+            self.peers.reply(peer, header, torch.zeros(1, dtype=torch.uint8), "an error")
+            return
         try:
             self._versions.wait_for(chunk, version)
             is_param = kind == RequestKind.PARAM
             with self._param(chunk) if is_param else self._optim_state(chunk, tile) as content:
-                self.peers.reply(peer, header, content, f"giving {chunk.name}")
+                # (gloo sends from RAM; what is at home on a device is copied.)
+                self.peers.reply(peer, header, content.cpu(), f"giving {chunk.name}")
         except PeerError:
             raise
         except Exception as error:  # any error at all must reach the rank that asked

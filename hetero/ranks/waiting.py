@@ -19,11 +19,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from offload.interrupts import deliver_signals
-from offload.memory.operation import THREAD_PREFIX
+from offload.memory.operation import THREAD_PREFIX, in_background
 
 LOOK_S = 0.1  # how often a wait looks whether it is in vain
+SOON_S = 0.002  # the same where other ranks were in need of this one a moment ago
+_HELPED_S = 1.0  # so long that moment is
 _IDLE_S = 1.0  # after which the thread that waits ends; the next wait starts another
 _END_S = 5.0  # for a thread whose connections are broken off to end
 _threads: dict[threading.Thread, Callable[[], object]] = {}  # each with what ends its waits
@@ -49,6 +52,39 @@ def start_thread(
     _threads[thread] = end
     thread.start()
     return thread
+
+
+class WhileWaiting:
+    """What this rank does for other ranks while it waits for them.
+
+    A rank that waits may have what the others need to come to where it waits.
+    """
+
+    def __init__(self) -> None:
+        self._helps: weakref.WeakSet[Helps] = weakref.WeakSet()
+        self._helped_until_s = 0.0
+
+    def add(self, helps: Helps) -> None:
+        """`helps.help()` is called in each wait, again and again, as long as `helps` lives."""
+        self._helps.add(helps)
+
+    def __call__(self) -> None:
+        if not in_background():  # whose work this rank may need for it
+            for helps in list(self._helps):
+                if helps.help():
+                    self._helped_until_s = time.monotonic() + _HELPED_S
+
+    @property
+    def look_s(self) -> float:
+        """How often to look: soon again after this rank could help."""
+        return SOON_S if time.monotonic() < self._helped_until_s else LOOK_S
+
+
+class Helps(Protocol):
+    """What can do something for other ranks."""
+
+    def help(self) -> bool:
+        """Does what other ranks need from this one now; returns whether there was anything."""
 
 
 def join_all(threads: Iterable[threading.Thread]) -> None:
@@ -146,10 +182,11 @@ def wait_interruptibly(
     wait: Callable[[], object],
     look: Callable[[], object],
     end: Callable[[BaseException], object],
+    look_s: Callable[[], float] = lambda: LOOK_S,
 ) -> None:
     """Calls `wait()`, which another rank may let wait, and raises what that raises.
 
-    In the main thread signals are handled meanwhile, and every LOOK_S seconds `look()` is called,
+    In the main thread signals are handled meanwhile, and every look_s() seconds `look()` is called,
     which may raise. If either raises, `end` gets the error; it must make `wait()` fail, because
     the memory of what is waited for may have another use afterwards.
     """
@@ -160,7 +197,7 @@ def wait_interruptibly(
     try:
         _waiter.do(job)
         is_given = True
-        while not job.ends_within(LOOK_S):
+        while not job.ends_within(look_s()):
             deliver_signals()
             look()
     except BaseException as error:

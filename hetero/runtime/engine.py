@@ -16,7 +16,7 @@ from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement
 from hetero.planning.predict import Plan
-from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
+from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.gradients.grad_factors import GradFactors
 from hetero.runtime.gradients.grad_hook import GradHook
 from hetero.runtime.gradients.grad_intake import GradIntake
@@ -116,9 +116,11 @@ class Engine:
                 self.hooks,
             )
             self._model_hooks.append(self._module_hooks)
-            self.tracer = StepTracer(model, self.chunk_groups, beside, self.hooks)
+            self.tracer = StepTracer(
+                model, self.chunk_groups, beside, self.params.note_forward, self.hooks
+            )
             self.hooks.callback(beside.close)
-            relocation = Relocation(self.chunk_groups, shared, self._pause, self.homes_moved)
+            relocation = Relocation(self.params, shared, self._pause, self.homes_moved)
             self.budget_moves = BudgetMoves(relocation, beside)
             self.predictions = StepPredictions(
                 self.chunk_groups, shared, self.budget_moves.group_plans, self.tracer
@@ -142,10 +144,11 @@ class Engine:
         assert self._added_params is not None
         return self._added_params
 
-    def take_over(self, chunk_groups: Iterable[ChunkGroup]) -> None:
+    def take_over(self, chunk_groups: Sequence[ChunkGroup]) -> None:
         """Manages further chunk groups, whose values are there: their parameters move to them."""
         for chunk_group in chunk_groups:
             self._take_over(chunk_group)
+        self.params.begin_gathers(chunk_groups)
         move_rest(self.model, self.params.managed, self.backend.device)
         self.homes_moved()
 
@@ -271,7 +274,7 @@ class Engine:
         groups = [(options, self.grad_intake.of(members)) for options, members in listed]
         members = [m for _, some in groups for m in some]
         overflow = self.loss_scale.dynamic and self.grad_factors.any_non_finite(members)
-        self.params.finish_transfers()
+        self.params.finish_transfers("optimizer.step()", ends_step=True)
         meet_with_same(groups, managed, optimizer.options, optimizer.lr_scale_of, self.world)
         if overflow and self.loss_scale.value <= 1:
             raise NonFiniteError(
@@ -306,8 +309,8 @@ class Engine:
         Raises PeerError if a rank does not come; `what` says what they are about to do.
         """
         self.schedule.wait_all()
-        self.params.finish_transfers()
-        self.world.all_gather(torch.zeros(1), what)
+        self.params.finish_transfers(what)
+        self.world.meet(what)
 
     # Calls of the model
 
@@ -481,10 +484,7 @@ class Engine:
         try:
             self.before_close.close()
         finally:
-            if self.world.everyone is not None:
-                self.world.leave(error_that_ends_this_rank())
-                for chunk_group in self.chunk_groups:
-                    chunk_group.leave()
+            self.params.leave(self.world)
 
     def _free(self) -> None:
         if os.getpid() != self._process:  # threads, locks and connections are the parent's

@@ -120,7 +120,7 @@ class LastStep:
         NativeIoError if old state cannot be read, after which the engine refuses further steps.
         """
         self._schedule.wait_all()
-        self._params.finish_transfers()
+        self._params.finish_transfers("optimizer.undo_last_step()")
         states = list(OldState)
         mine = states.index(self._can_undo(optimizer))
         found = states[self._world.agree(mine, max, "optimizer.undo_last_step()")]

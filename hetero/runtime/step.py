@@ -69,7 +69,10 @@ def meet_with_same(
         return
     name_of = {m.slice.param.index: m.name for m in managed}
     params = max(name_of) + 1
-    facts = everyone.all_gather(_facts(groups, params, options, lr_scale_of), "optimizer.step()")
+    mine = _facts(groups, params, options, lr_scale_of)
+    if everyone.are_same(mine.view(torch.int64), "optimizer.step()"):
+        return
+    facts = everyone.all_gather(mine, "optimizer.step()")
     for peer, theirs in enumerate(facts):
         places = (theirs.view(torch.int64) != facts[0].view(torch.int64)).nonzero()
         if len(places):

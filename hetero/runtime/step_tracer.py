@@ -95,15 +95,18 @@ class StepTracer:
         model: torch.nn.Module,
         chunk_groups: Sequence[ChunkGroup],
         memory: Callable[[], tuple[int, int]],
+        note_forward: Callable[[bool], object],
         hooks: ExitStack,
     ) -> None:
         """Puts hooks on the model, which `hooks` takes off; more `chunk_groups` may come.
 
         `memory` tells the bytes beside the model state now, (in RAM, on DEVICE), in some 20 us.
+        `note_forward` is told when a forward with gradients begins (True) and ends (False).
         """
         self.latest: MeasuredStep | None = None
         self.step_clock = StepClock(memory, lambda: sum(group.wait_s for group in chunk_groups))
         self._memory = memory
+        self._note_forward = note_forward
         self._depth = 0
         self._with_grad = False  # the forward at hand
         self._in_backward = False
@@ -123,6 +126,7 @@ class StepTracer:
         if self._depth == 1:
             self._in_backward = False
             self._with_grad = torch.is_grad_enabled()
+            self._note_forward(self._with_grad)
             if self._with_grad:
                 self.step_clock.begin(Phase.FORWARD)
 
@@ -131,6 +135,7 @@ class StepTracer:
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return
+        self._note_forward(False)
         if self._with_grad:
             self.step_clock.begin(None)
             for tensor in _tensors(output)[:_MOST_OUTPUTS]:

@@ -257,6 +257,7 @@ class UpdateSchedule:
         finally:  # other ranks that ask are told of a failure, too
             for chunk in chunk_group.updates.under_way:
                 chunk_group.params.publish(chunk)
+            chunk_group.params.begin_gathers(chunk_group.updates.under_way)
 
     def end_step(self) -> None:
         """step() is over, with or without an update: the next backward is of another step."""

@@ -42,15 +42,7 @@ class ConstructionArena:
     """
 
     def __init__(self, config: Config, world: ProcessGroups) -> None:
-        """An arena without parameters; all ranks of `world` make one.
-
-        Raises ValueError if the backend does not work with so many ranks.
-        """
-        if config.backend == "cuda" and world.size > 1:
-            raise ValueError(
-                f"backend='cuda' computes with one rank, and there are {world.size}; several ranks "
-                f"compute with backend='cpu' or 'emulated' by now"
-            )
+        """An arena without parameters; all ranks of `world` make one."""
         self.config = config
         self.world = world
 
@@ -61,7 +53,7 @@ class ConstructionArena:
         self.host_bytes = agreed(self.process_share.host_bytes)
         self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
         # None unless DEVICE has memory of its own.
-        device_bytes = config.device_bytes
+        device_bytes = config.device_share(world.local_ranks)
         self.device_bytes = None if device_bytes is None else agreed(device_bytes)
         self.ledger = Ledger(
             {
@@ -361,7 +353,7 @@ class ConstructionArena:
         shard = self.world.shard
         assert shard is not None
         number = torch.tensor([record.number])
-        if any(not torch.equal(n, number) for n in shard.all_gather(number, "building the model")):
+        if not shard.are_same(number, "building the model"):
             raise HeteroError(
                 "the ranks need different parameters while they build the model; inside "
                 "ZeroInitContext all ranks must run the same code on all parameters"
@@ -375,12 +367,7 @@ class ConstructionArena:
             mine = self._part_in_file(record)
         sends = [_common(mine, kept[shard.rank], wanted[rank]) for rank in range(shard.size)]
         receives = [_common(into, wanted[shard.rank], kept[rank]) for rank in range(shard.size)]
-        shard.all_to_all(
-            [part if part.numel() else None for part in sends],
-            [part if part.numel() else None for part in receives],
-            "building the model",
-        ).wait()
-        receives[shard.rank].copy_(sends[shard.rank])
+        shard.exchange(sends, receives, "building the model")
 
     def _part_in_file(self, record: Record) -> torch.Tensor:
         """Reads this rank's part of an offloaded parameter."""

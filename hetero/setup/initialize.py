@@ -341,6 +341,7 @@ def _build(
     engine = Engine(model, chunk_groups, shared, first_number, optimizers)
     resources.pop_all()
     resources.callback(engine.close)
+    engine.params.begin_gathers()
     return engine
 
 

@@ -7,7 +7,7 @@ import zlib
 import torch
 
 from hetero.planning.group_plans import Arrangement
-from hetero.ranks.messages import Communicator
+from hetero.ranks.communicator import Communicator
 from hetero.setup.construction import ConstructionArena
 from hetero.stand_ins.parameter_classes import memory_in
 
@@ -42,7 +42,7 @@ def start_alike(
     params = [p for p in model.parameters() if p.numel() and not construction.is_offloaded(p)]
     sums = torch.tensor([_checksum(p, construction) for p in params], dtype=torch.int64)
     found = everyone.all_gather(sums, "the comparison of first values")
-    differs = torch.stack(found).ne(found[0]).any(dim=0)
+    differs = found.ne(found[0]).any(dim=0)
     for param, different in zip(params, differs.tolist(), strict=True):
         if different:
             take_from_first(memory_in(param), everyone)

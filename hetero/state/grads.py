@@ -164,7 +164,10 @@ class Grads:
         flat = self._to_write(chunk, members, any(m in kept for m in members))
         for m in members:
             part, _ = m.in_shard(self._layout)
-            self._sums.put(m, mean[part], flat[part], m in kept)
+            if self._is_summed_on_device(chunk):
+                put_grad(m, mean[part].to(flat.device), flat[part], m in kept, None)
+            else:
+                self._sums.put(m, mean[part], flat[part], m in kept)
         if chunk not in self.homes:
             self._cache.write_back(chunk.id)
 

@@ -13,17 +13,21 @@ import torch
 
 from hetero.chunks.layout import Chunk, Layout
 from hetero.planning.belady import PREFETCH_CHUNKS
+from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.shard_server import Versions
-from hetero.state.all_gather import Gather, Gathering
 from hetero.state.chunk_updates import ChunkUpdates, Speculation
+from hetero.state.gathering.agreed_gathers import AgreedGathers
+from hetero.state.gathering.all_gather import Gathering
+from hetero.state.gathering.gather_stream import CommonGather
+from hetero.state.gathering.param_shards import ParamShards
 from hetero.state.managed_param import ManagedParam, ParamState
 from hetero.state.memory.homes import Homes
-from hetero.state.param_shards import ParamShards
 from offload import timeline
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.errors import StaleGraphError
 from offload.memory.arena import HostArena
+from offload.memory.operation import wait_quietly
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,14 @@ class Params:
         prefetch: bool,
         versions: Versions,
         gathering: Gathering | None,
+        news: GatherNews,
         updates: ChunkUpdates,
     ) -> None:
         """Access to one chunk group's parameters; none has values yet.
 
         `prefetch`: the chunks that are expected next are gathered ahead of their use. `versions`
-        tell other ranks of changes. `gathering` is None for one rank.
+        tell other ranks of changes. `gathering` is None for one rank; `news` is what other ranks
+        tell about gathers.
         """
         self._layout = layout
         self._members: dict[int, list[ManagedParam]] = {}  # by chunk id, in the chunk's order
@@ -116,6 +122,14 @@ class Params:
         self._chunk_of_slot: dict[int, Chunk] = {}
         self._used: dict[int, _UsedCopy] = {}  # by chunk id
         self._lock = threading.RLock()  # several threads may run forwards and backwards at once
+        # The all-gathers of all ranks; None where nothing is gathered from ranks for its use.
+        self.agreed_gathers: AgreedGathers | None = None
+        if gathering is not None and not homes.whole:
+            self.agreed_gathers = AgreedGathers(
+                layout, gathering, self.is_resident, copies.cache, news, self._lock, prefetch
+            )
+        # Where homes are whole: gathers of new values, by chunk id.
+        self._whole_gathers: dict[int, CommonGather] = {}
         self._updates = updates
         # In state UPDATING, by chunk id, but for those of speculative updates.
         self._updating: dict[int, Sequence[ManagedParam]] = {}
@@ -155,21 +169,26 @@ class Params:
             PeerError, NativeIoError: it cannot be made.
         """
         with self._lock:
+            if self.is_resident(chunk) or chunk.id in self._used:
+                self._wait_usable(chunk)
+                home = self.home(chunk)
+                return self._used[chunk.id].copy if home is None else home
+            if self.agreed_gathers is not None:
+                # First, because other ranks wait for this one; its own shard waits for its update.
+                self.agreed_gathers.note(chunk)
             self._wait_usable(chunk)
-            home, used = self.home(chunk), self._used.get(chunk.id)
-            if home is not None:
-                return home
-            return self._gather(chunk) if used is None else used.copy
+            return self._gather(chunk)
 
     def _gather(self, chunk: Chunk) -> torch.Tensor:
         self.order.note(chunk.id)
+        agreed = self.agreed_gathers
         with timeline.span("gather"):
             self._cache.get(chunk.id)
         slot = self._arena.slot_of(self._cache.address(chunk.id))
         assert slot is not None
         self._chunk_of_slot[slot] = chunk
         copy = self._cache.tensor(chunk.id, self._dtype)
-        if self._prefetch:
+        if self._prefetch and not (agreed is not None and agreed.leads):
             # Not chunks whose update is not written yet: starting to read one waits until it is.
             self._cache.prefetch(PREFETCH_CHUNKS, self._is_being_updated)
         return copy
@@ -179,7 +198,6 @@ class Params:
         with self._lock:
             copy: torch.Tensor | None = None
             if not managed.uses:
-                self._wait_usable(managed.chunk)
                 flat = self.flat(managed.chunk)
                 if not self.is_resident(managed.chunk):
                     managed.require_unwritten()
@@ -230,7 +248,8 @@ class Params:
         self.drop_copies(chunk)
         self._shards.filled(chunk)
         self.versions.publish(chunk)
-        self._gather_whole([chunk])
+        self.begin_gathers([chunk])
+        self._finish_gathers([chunk])
 
     def keep_written(self, managed: ManagedParam, values: torch.Tensor) -> None:
         """Brings what user code has made of the parameter home. For one rank.
@@ -324,7 +343,8 @@ class Params:
 
     def finish_undo(self, chunks: Iterable[Chunk]) -> None:
         """Returns when the old values are everywhere, after undo_update() of all chunks."""
-        self._gather_whole(chunks)
+        self.begin_gathers(chunks)
+        self._finish_gathers(chunks)
 
     def publish(self, chunk: Chunk) -> None:
         """The update is submitted: other ranks may ask for new values, and wait for it here."""
@@ -338,7 +358,7 @@ class Params:
         chunks = [chunk for chunk in chunks if self._updates.is_under_way(chunk)]
         for chunk in chunks:
             self._updates.wait_updated(chunk)
-        self._gather_whole(chunks)
+        self._finish_gathers(chunks)
         for chunk in chunks:
             self._end_update(chunk)
             self._updates.finish(chunk)  # last, so that all of it is done again after Ctrl-C
@@ -367,17 +387,27 @@ class Params:
             return self._updates.is_under_way(chunk) or self._updates.is_speculative(chunk)
         return not self._updates.is_readable(chunk)
 
-    def _gather_whole(self, chunks: Iterable[Chunk]) -> None:
-        """Where homes are whole (stages 1 and 2), the other ranks' new shards come in."""
-        if self._gathering is None or not self._homes.whole:
-            return
-        under_way: list[Gather] = []
+    def begin_gathers(self, chunks: Iterable[Chunk]) -> None:
+        """Where homes are whole (stages 1 and 2) the other ranks' new values start to come in.
+
+        They come when the updates are made. All ranks call this with the same chunks.
+        """
+        if self._gathering is not None and self._homes.whole:
+            for chunk in sorted(chunks, key=lambda chunk: chunk.id):
+                whole = self._homes.flat(chunk)
+                self._whole_gathers[chunk.id] = self._gathering.stream.start(chunk, whole)
+
+    def _finish_gathers(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
-            under_way.append(self._gathering.gather(chunk, self._homes.flat(chunk)))
-            if len(under_way) == PREFETCH_CHUNKS:
-                under_way.pop(0).wait()
-        for gather in under_way:
-            gather.wait()
+            gather = self._whole_gathers.get(chunk.id)
+            if gather is not None:
+                gather.wait()
+                self._whole_gathers.pop(chunk.id, None)
+
+    def wait_gathers_quietly(self) -> None:
+        """Waits until what begin_gathers() has started is made, or has failed."""
+        for gather in self._whole_gathers.values():
+            wait_quietly(gather)
 
     def finish_transfers(self) -> None:
         """Waits until nothing that was asked of other ranks is under way."""
@@ -447,6 +477,8 @@ class Params:
 
     def stop(self) -> None:
         """Ends what is under way; nothing can be gathered any more."""
+        if self._gathering is not None:
+            self._gathering.stream.abandon()
         self._cache.close()
 
     def close(self) -> None:

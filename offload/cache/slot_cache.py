@@ -65,6 +65,12 @@ class SlotCache:
         self._name_of = name_of
         self._entries: dict[int, _Entry] = {}
         self.wait_s = 0.0  # for transfers that were to be done by now
+        self.is_making_room = False
+
+    @property
+    def slots(self) -> int:
+        """How many there are without those that are used only while RAM is free."""
+        return self._least
 
     def holds(self, chunk: int) -> bool:
         """Whether the chunk has slots now."""
@@ -178,6 +184,26 @@ class SlotCache:
                     return
                 self._start_read(chunk, self._take(slot, self._runs[chunk]))
 
+    def begin(self, chunk: int, must: bool) -> bool:
+        """Starts reading a chunk that is not held, as get() does, or else as prefetch() does.
+
+        Returns False if that is not a `must` and there is no room that is not needed sooner. Raises
+        BudgetError if it is one and pins leave no room.
+        """
+        if must:
+            self._start_read(chunk, self._room_for(chunk))
+            return True
+        slot = self._slots_until(chunk)
+        if slot is None:
+            return False
+        self._start_read(chunk, self._take(slot, self._runs[chunk]))
+        return True
+
+    def is_pinned(self, chunk: int) -> bool:
+        """Whether the slots of the chunk, which must be held, are in use."""
+        slot = self._table.slot_of(chunk)
+        return any(map(self._table.is_pinned, range(slot, slot + self._runs[chunk])))
+
     def clear(self) -> None:
         """Forgets all copies; those that home does not have are written first.
 
@@ -287,8 +313,12 @@ class SlotCache:
             self._arena.decommit(self._limit, 1)
 
     def _take(self, slot: int, run: int) -> int:
-        self._give_up(self._table.owners(slot, run))
-        self._arena.commit(slot, run)
+        self.is_making_room = True
+        try:
+            self._give_up(self._table.owners(slot, run))
+            self._arena.commit(slot, run)
+        finally:
+            self.is_making_room = False
         return slot
 
     def _give_up(self, chunks: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import copy
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +73,7 @@ class FetchQueue:
         in_ram: SharedCache,
         runs: Mapping[int, int],
         used_bytes: Mapping[int, int],
+        stay_in_order: Container[int] = (),
     ) -> None:
         """
         Args:
@@ -80,6 +81,7 @@ class FetchQueue:
             home: The whole chunk, flat, if its home is in RAM; else None.
             in_ram: Brings the other chunks to RAM.
             runs, used_bytes: How many slots a chunk takes, and how many bytes of them are copied.
+            stay_in_order: Chunks that do not overtake others although somebody waits for them.
         """
         self._arena = arena
         self._backend = backend
@@ -87,6 +89,7 @@ class FetchQueue:
         self._in_ram = in_ram
         self._runs = runs
         self._used_bytes = used_bytes
+        self._stay_in_order = stay_in_order
         self._changed = threading.Condition()  # reentrant; guards all below, and fetches
         self._queue: deque[ChunkFetch] = deque()
         self._under_way = 0  # fetches STAGING or COPYING
@@ -182,9 +185,9 @@ class FetchQueue:
                 fetch.chain.cancel()
 
     def finish(self, fetch: ChunkFetch) -> None:
-        """For ChunkFetch: until it is done; it is the next to get room."""
+        """For ChunkFetch: until it is done; it gets room next, unless it stays in order."""
         with self._changed:
-            if fetch in self._queue:
+            if fetch in self._queue and fetch.chunk not in self._stay_in_order:
                 self._queue.remove(fetch)
                 self._queue.appendleft(fetch)
                 self._start_queued()

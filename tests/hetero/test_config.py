@@ -163,7 +163,7 @@ def test_a_backend_that_is_not_there():
 
 def test_the_devices_memory_has_a_default_on_cuda(monkeypatch):
     monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
-    monkeypatch.setattr("hetero.config.default_device_bytes", lambda: 1234)
+    monkeypatch.setattr("hetero.config.default_device_bytes", lambda *_: 1234)
     config = Config(backend="auto")
     assert (config.backend, config.device_bytes) == ("cuda", 1234)
     assert Config(backend="cuda", device_memory="1KiB").device_bytes == 1024

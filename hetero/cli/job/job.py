@@ -121,19 +121,21 @@ def arrange_shape(
     disk_bytes: int,
     device_bytes: int | None,
     policy: str | None = None,
+    replicas: int = 1,
 ) -> Arrangement:
     """What goes where of a model on the meta device; budgets and `policy` as arrange() has them.
 
-    Raises PlacementError.
+    Chunks are shared by `ranks`, and by as many in each of the `replicas`. Raises PlacementError.
     """
     stage = config.zero_stage
+    sharded = {"grads": stage >= 2, "params": stage >= 3}
     return arrange(
         shape,
         config,
         make_optimizer(options, shape).dtypes(config),
         host_bytes,
         disk_bytes,
-        shard=Shard(ranks.rank, ranks.count, grads=stage >= 2, params=stage >= 3),
+        shard=Shard(ranks.rank, ranks.count, replicas=replicas, **sharded),
         device_bytes=device_bytes,
         policy=policy,
     )

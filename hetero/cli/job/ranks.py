@@ -82,7 +82,7 @@ ALONE = Ranks()
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun started, joined over gloo and left at the end.
+    """The ranks that torchrun started, joined over gloo and left at the end; each gets a GPU.
 
     What is initialized already is used and stays. Without WORLD_SIZE in the environment this
     process is alone. Raises ValueError if ranks are missing, or the environment says too little.
@@ -97,6 +97,9 @@ def joined_ranks() -> Iterator[Ranks]:
                 f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}; all of them"
                 f" must be started (torchrun does): {str(error).splitlines()[0]}"
             ) from error
+    if joins and torch.cuda.is_available():
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(place % torch.cuda.device_count())
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size()) if _initialized() else ALONE
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hetero.chunk_groups.build import Shared
-from hetero.ranks.messages import Communicator
+from hetero.ranks.communicator import Communicator
 from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.runtime.modules.all_params import AllParams
 from hetero.state.grads import Grads
@@ -80,7 +80,7 @@ class GradFactors:
         mine = torch.tensor(values, dtype=torch.float64)
         if self._shard is None:
             return mine.unsqueeze(0)
-        return torch.stack(self._shard.all_gather(mine, "the gradients' norms"))
+        return self._shard.all_gather(mine, "the gradients' norms")
 
     def any_non_finite(self, members: Members) -> bool:
         """Whether an element is infinite or NaN."""
@@ -102,12 +102,7 @@ class GradFactors:
             layout = self._params.group(managed.chunk).layout
             whole = torch.empty(managed.numel, dtype=mine.dtype)
             parts = [whole[managed.in_shard(layout, rank)[1]] for rank in range(shard.size)]
-            parts[shard.rank].copy_(mine)
-            shard.all_to_all(
-                [mine if mine.numel() else None] * shard.size,
-                [part if part.numel() else None for part in parts],
-                f"reading the gradient of {managed.name}",
-            ).wait()
+            shard.exchange([mine] * shard.size, parts, f"reading the gradient of {managed.name}")
             mine = whole
         mine = mine.view(managed.param.shape).to(managed.param.device)
         return mine.float().mul_(managed.grad_factor)

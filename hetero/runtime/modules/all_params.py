@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -10,6 +10,9 @@ import torch
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.written_params import keep_written
 from hetero.chunks.layout import Chunk
+from hetero.ranks.process_groups import ProcessGroups, error_that_ends_this_rank
+from hetero.state.gathering.agreed_gathers import AgreedGathers
+from hetero.state.gathering.agreement import agree_on_gathers, begin_gathers
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import ClosedError, HeteroError
 from offload.interrupts import Damage
@@ -131,10 +134,60 @@ class AllParams:
             if resident and managed.changed_unnoticed and chunk_group.world.everyone is None:
                 keep_written(chunk_group, managed, None)
 
-    def finish_transfers(self) -> None:
-        """Waits until nothing that was asked of other ranks is under way."""
+    def finish_transfers(self, what: str, ends_step: bool = False) -> None:
+        """Waits until nothing that was asked of other ranks is under way. All ranks call it.
+
+        Args:
+            what: names the call in errors.
+            ends_step: the next uses of parameters are another step's.
+
+        Raises:
+            PeerError: another rank failed, or did not come.
+            HeteroError: the ranks have gathered different chunks, so what they computed is wrong.
+        """
+        shard = self.chunk_groups[0].world.shard
+        if shard is not None and self._agreed_gathers:
+            agree_on_gathers(self._agreed_gathers, shard, ends_step, what)
         for chunk_group in self.chunk_groups:
             chunk_group.params.finish_transfers()
+
+    def leave(self, world: ProcessGroups) -> None:
+        """This rank makes nothing more with the others, but answers them until they leave, too."""
+        if world.everyone is None:
+            return
+        error = error_that_ends_this_rank()
+        if error is None:
+            for chunk_group in self.chunk_groups:
+                chunk_group.params.wait_gathers_quietly()
+        world.leave(error)
+        for chunk_group in self.chunk_groups:
+            chunk_group.leave()
+
+    def note_forward(self, begins: bool) -> None:
+        """A forward of the whole model with gradients begins, or ends."""
+        for gathers in self._agreed_gathers:
+            gathers.note_forward(begins)
+
+    @property
+    def _agreed_gathers(self) -> list[AgreedGathers]:
+        found = (chunk_group.params.agreed_gathers for chunk_group in self.chunk_groups)
+        return [gathers for gathers in found if gathers is not None]
+
+    def forget_gathers(self) -> None:
+        """Homes and slots are about to change: each rank gathers alone. All ranks call it."""
+        for gathers in self._agreed_gathers:
+            gathers.forget()
+
+    def begin_gathers(self, chunk_groups: Sequence[ChunkGroup] | None = None) -> None:
+        """Homes and slots have changed, of all chunk groups or of some, or these are new.
+
+        The ranks gather their chunks together from now on. All ranks call it.
+        """
+        shard = self.chunk_groups[0].world.shard
+        found = self.chunk_groups if chunk_groups is None else chunk_groups
+        agreed = [g for group in found if (g := group.params.agreed_gathers) is not None]
+        if shard is not None and agreed:
+            begin_gathers(agreed, shard)
 
     def pinned_copies(self) -> int:
         """Gathered copies that some tensor views now."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero.chunk_groups.build import Shared
-from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.planning.placement import Placement
+from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.relocation.migration import InUseError, Migration
 from offload.errors import BudgetError
 from offload.memory.sizes import format_bytes
@@ -50,7 +50,7 @@ class Relocation:
 
     def __init__(
         self,
-        chunk_groups: Sequence[ChunkGroup],
+        params: AllParams,
         shared: Shared,
         pause: Callable[[], None],
         homes_moved: Callable[[], None],
@@ -58,13 +58,14 @@ class Relocation:
         """Nothing has moved yet.
 
         Args:
-            chunk_groups: whose homes move; more of them may come.
+            params: whose homes move; more of them may come.
             pause: waits until no update is under way. Raises InUseError while a forward is running.
             homes_moved: called when homes are elsewhere; whatever knows of them must look again.
         """
-        self.chunk_groups = chunk_groups
+        self.chunk_groups = params.chunk_groups
         self.shared = shared
-        self.world = chunk_groups[0].world
+        self.world = self.chunk_groups[0].world
+        self._params = params
         self._pause = pause
         self._homes_moved = homes_moved
 
@@ -84,6 +85,7 @@ class Relocation:
         before = {tier: ledger.budget_bytes[tier.value] for tier in wanted}
         self._pause()
         self._together(None)  # nobody asks for anything any more
+        self._params.forget_gathers()
         for chunk_group in self.chunk_groups:
             chunk_group.params.shrink()  # copies beyond the plan, of one rank perhaps, need RAM
         for tier, nbytes in wanted.items():
@@ -126,6 +128,7 @@ class Relocation:
             except BudgetError as error:
                 failure = failure or error
         self._together(failure)
+        self._params.begin_gathers()
         return moved
 
     def _prepare(self, migrations: Sequence[Migration]) -> None:
@@ -148,8 +151,7 @@ class Relocation:
     def _together(self, failure: BaseException | None) -> None:
         """Returns when no rank has met a failure; raises as ProcessGroups.all_or_none()."""
         if self.world.everyone is not None:
-            for chunk_group in self.chunk_groups:
-                chunk_group.params.finish_transfers()
+            self._params.finish_transfers("moving homes")
         self.world.all_or_none(failure, "move homes", (InUseError,))
 
 

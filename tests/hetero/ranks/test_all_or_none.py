@@ -23,27 +23,30 @@ def groups(others: list[bytes]) -> ProcessGroups:
 
     made = ProcessGroups(1.0)
     everyone: Any = SimpleNamespace(
-        all_gather_bytes=all_gather_bytes, name=lambda peer: f"rank {peer}"
+        any=lambda flag, what: bool(flag) or any(others),
+        all_gather_bytes=all_gather_bytes,
+        name=lambda peer: f"rank {peer}",
     )
     made.everyone = everyone
     return made
 
 
-def sent(failure: BaseException | None) -> bytes:
+def sent(failure: BaseException) -> bytes:
     """What a rank that met `failure` sends."""
     said: list[bytes] = []
 
     def all_gather_bytes(content: bytes, what: str) -> list[bytes]:
         said.append(content)
-        return []
+        return [content]
 
     made = groups([])
     made.everyone.all_gather_bytes = all_gather_bytes  # type: ignore[method-assign, union-attr]
-    made.all_or_none(failure, "move homes", (_InUseError,))
+    with pytest.raises(type(failure)):
+        made.all_or_none(failure, "move homes", (_InUseError,))
     return said[0]
 
 
-NOTHING = sent(None)
+NOTHING = b""
 
 
 def test_nothing_is_raised_if_no_rank_failed() -> None:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import hetero
+from hetero.ranks.communicator import Communicator
 from hetero.ranks.meeting import Meeting
-from hetero.ranks.messages import Communicator
+from hetero.ranks.peers import Peers
 from hetero.ranks.polled_store import PolledStore
 from hetero.ranks.shard_server import ShardServer
 from hetero.runtime import engine
@@ -139,15 +140,21 @@ def _train(
 def _say_when_waiting(place: Place, where: str) -> None:
     """Says "waiting" when this rank comes to wait at `where`."""
     patch = pytest.MonkeyPatch()
-    wait, is_needed, meet = Communicator.wait, ShardServer._is_needed, Meeting._wait_for_all
+    wait, finish = Peers.wait, Communicator.finish
+    is_needed, meet = ShardServer._is_needed, Meeting._wait_for_all
 
-    def wait_and_say(self: Communicator, wait_for: Any, peer: int, what: str, *more: Any) -> None:
+    def wait_and_say(self: Peers, wait_for: Any, peer: int, what: str) -> None:
         def say_and_wait(limit: Any) -> None:  # when this rank is inside of the wait
             if WAITS.get(where, "(elsewhere)") in what:
                 place.say("waiting")
             wait_for(limit)
 
-        wait(self, say_and_wait, peer, what, *more)
+        wait(self, say_and_wait, peer, what)
+
+    def finish_and_say(self: Communicator, work: Any, operation: Any, what: str) -> None:
+        if WAITS.get(where, "(elsewhere)") in what:
+            place.say("waiting")
+        finish(self, work, operation, what)
 
     def close_and_say(self: ShardServer) -> bool:
         place.say("waiting")
@@ -162,7 +169,8 @@ def _say_when_waiting(place: Place, where: str) -> None:
     elif where == "construction":
         patch.setattr(Meeting, "_wait_for_all", meet_and_say)
     else:
-        patch.setattr(Communicator, "wait", wait_and_say)
+        patch.setattr(Peers, "wait", wait_and_say)
+        patch.setattr(Communicator, "finish", finish_and_say)
 
 
 def _answer_only_after(place: Place, word: str) -> None:
@@ -208,7 +216,7 @@ def end_while_connecting(rank: int, place: Place, number: int, how: str) -> None
     """
     join(place)
     dist.barrier()
-    patch, connect = pytest.MonkeyPatch(), Communicator._connect
+    patch, connect = pytest.MonkeyPatch(), Peers._connect
     numbers = itertools.count()
 
     def kill(*_: object) -> None:
@@ -225,14 +233,14 @@ def end_while_connecting(rank: int, place: Place, number: int, how: str) -> None
         else:
             place.hold("never")
 
-    def connect_or_end(self: Communicator, look: Callable[[], None]) -> Any:
+    def connect_or_end(self: Peers, look: Callable[[], None]) -> Any:
         now = next(numbers)
         place.say(f"rank {rank} connects {now}")
         if rank == 1 and now == number:
             end()
         return connect(self, look)
 
-    patch.setattr(Communicator, "_connect", connect_or_end)
+    patch.setattr(Peers, "_connect", connect_or_end)
     make(dtype="bf16", keep_fp32=["layers.0.*"])  # two chunk groups, with connections of their own
 
 

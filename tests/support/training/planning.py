@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import WHOLE, Layout, ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
+from hetero.planning.collective_cost import Network
 from hetero.planning.placement import Budgets, GroupSpec, SlotBytes
-from hetero.planning.step_cost import Problem
+from hetero.planning.step_timeline import Problem
 from hetero.planning.trace import Work, expected_trace
 from offload.profile.machine_profile import Profile
 
@@ -120,6 +121,22 @@ profiles = st.builds(
 )
 
 
+def networks_of(shard: Shard) -> st.SearchStrategy[Network | None]:
+    """Networks of the ranks that have the shards; None where none is known."""
+    ranks = shard.ranks * shard.replicas
+    seconds = st.floats(0, 10)
+    shapes = [(local, ranks // local) for local in range(1, ranks + 1) if ranks % local == 0]
+    return st.none() | st.builds(
+        lambda shape, *rest: Network(*shape, *rest),
+        st.sampled_from(shapes),
+        rates,
+        rates,
+        seconds,
+        seconds,
+        st.booleans(),
+    )
+
+
 @st.composite
 def placed_problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto")):
     """(what to place, its step), with budgets from far too small to more than enough."""
@@ -144,7 +161,7 @@ def placed_problems(draw, most_chunks: int = 10, policies=("cpu", "nvme", "auto"
         micro_batches=draw(st.sampled_from([1, 1, 2, 3, 7])),
         prefetch=draw(st.booleans()),
         overlap=draw(st.sampled_from(OverlapUpdates)),
-        network_bytes_per_s=draw(st.none() | rates),
+        network=draw(networks_of(shard)),
     )
     spec = make_spec(
         layout,

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from torch.amp import GradScaler
 
-from hetero.state.all_gather import Gathering
+from hetero.state.gathering.all_gather import Gathering
 from offload.cache.slot_cache import SlotCache
 from offload.disk.backing import FileBacking, Operation
 from tests.support.ranks.rank_training import inputs, make
@@ -39,7 +39,7 @@ class Counts:
 @contextmanager
 def counted(backing: type[Gathering] | type[FileBacking]) -> Iterator[list[Gathers]]:
     """Counts what `backing` reads to the last of the Gathers, to which the block may append."""
-    read, get = backing.read, SlotCache.get
+    read, get, begin = backing.read, SlotCache.get, SlotCache.begin
     found = [Gathers()]
     needed = threading.local()  # the chunk that get() is called for
 
@@ -56,7 +56,18 @@ def counted(backing: type[Gathering] | type[FileBacking]) -> Iterator[list[Gathe
         finally:
             needed.chunk = before
 
-    with patch.object(backing, "read", reading), patch.object(SlotCache, "get", getting):
+    def beginning(self: SlotCache, chunk: int, must: bool) -> bool:
+        needed.chunk = chunk if must else None
+        try:
+            return begin(self, chunk, must)
+        finally:
+            needed.chunk = None
+
+    with (
+        patch.object(backing, "read", reading),
+        patch.object(SlotCache, "get", getting),
+        patch.object(SlotCache, "begin", beginning),
+    ):
         yield found
 
 

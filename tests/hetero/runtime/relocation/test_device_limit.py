@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr("hetero.config.cuda_available", lambda: True)
     monkeypatch.setattr(
-        "hetero.config.default_device_bytes", lambda: int(0.5 * made.runtime.memory()[0])
+        "hetero.config.default_device_bytes", lambda *_: int(0.5 * made.runtime.memory()[0])
     )
     monkeypatch.setattr("hetero.config.CudaBackend", lambda: CudaBackend(made.runtime))
     return made

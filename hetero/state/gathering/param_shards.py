@@ -33,11 +33,18 @@ class ParamShards:
         Raises what the update met, BudgetError if there is no room, NativeIoError if the shard
         cannot be read.
         """
-        self.updates.revoke(chunk)
-        self.updates.wait_computed(chunk)
+        self.wait_computed(chunk)
         if chunk in self.homes:
             return nullcontext(self.homes.shard(chunk))
         return self.slots.open(chunk.id)
+
+    def wait_computed(self, chunk: Chunk) -> None:
+        """Until the update that makes the shard's values is made; a speculative one is taken back.
+
+        Raises what the update met.
+        """
+        self.updates.revoke(chunk)
+        self.updates.wait_computed(chunk)
 
     def fill(self, chunk: Chunk) -> AbstractContextManager[torch.Tensor]:
         """Flat memory for new values of the whole shard; call filled() in the block when they are

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,15 +18,17 @@ from hypothesis import strategies as st
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, ParamSpec, Shard, pack
 from hetero.overlap import OverlapUpdates
+from hetero.ranks.communicator import Communicator
 from hetero.ranks.failed_ranks import FailedRanks
-from hetero.ranks.messages import Communicator
+from hetero.ranks.peers import Channel
+from hetero.ranks.waiting import WhileWaiting
 from hetero.state.chunk_updates import ChunkUpdates
-from hetero.state.grad_buckets import ReduceBuffers
-from hetero.state.grad_reduce import GradReducer
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.homes import Homes
+from hetero.state.reduction.grad_buckets import ReduceBuffers
+from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import sum_of_squares
 from offload.cache.slot_cache import SlotCache
 from offload.device.backend import CpuBackend, EmulatedBackend
@@ -40,41 +43,37 @@ PATIENCE_S = 5.0
 
 
 class Network:
-    """Messages between threads. A send is complete when its bytes were copied, as gloo's is."""
+    """Collectives of ranks that are threads; each is made when the last rank has come to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._sends: dict[Any, list[Any]] = {}
-        self._receives: dict[Any, list[Any]] = {}
+        self._begun: dict[Any, list[ThreadWork]] = {}
         self.broken: BaseException | None = None
 
-    def post(self, key: Any, tensor: torch.Tensor, sends: bool) -> Any:
-        """A work whose wait() returns when it has met its counterpart."""
-        mine, theirs = (self._sends, self._receives) if sends else (self._receives, self._sends)
-        done = [False]
+    def post(self, key: Any, size: int, work: ThreadWork) -> ThreadWork:
+        """Adds a rank's part of the collective `key`; the last of so many ranks makes it."""
         with self._lock:
-            waiting = theirs.get(key)
-            if waiting:
-                other, other_done = waiting.pop(0)
-                source, target = (tensor, other) if sends else (other, tensor)
-                assert source.numel() == target.numel(), (key, source.numel(), target.numel())
-                target.copy_(source)
-                done[0] = other_done[0] = True
+            works = self._begun.setdefault(key, [])
+            works.append(work)
+            if len(works) == size:
+                del self._begun[key]
+                works.sort(key=lambda each: each.rank)
+                for each in works:
+                    assert torch.equal(each.snapshot, each.source), f"changed on its way: {key}"
+                for each, made in zip(works, work.make(works), strict=True):
+                    each.into.copy_(made)
+                    each.is_made = True
                 self._lock.notify_all()
-            else:
-                mine.setdefault(key, []).append((tensor, done))
-        snapshot = tensor.clone() if sends else None
+        return work
 
-        def wait(timeout: Any = None) -> None:
-            with self._lock:
-                if not self._lock.wait_for(lambda: done[0] or self.broken, PATIENCE_S):
-                    raise RuntimeError(f"timed out: {key}")
-                if not done[0]:
-                    raise RuntimeError(f"another rank failed: {self.broken!r}")
-            if snapshot is not None:
-                assert torch.equal(snapshot, tensor), f"changed on its way: {key}"
-
-        return SimpleNamespace(wait=wait)
+    def wait(self, work: ThreadWork) -> None:
+        """Until it is made. As torch's, RuntimeError for one that is not made in time."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: work.is_made or self.broken, PATIENCE_S):
+                self.broken = RuntimeError("a rank did not come")
+            if not work.is_made:
+                work.has_failed = True
+                raise RuntimeError(f"another rank failed: {self.broken!r}")
 
     def fail(self, error: BaseException) -> None:
         """Ends all waits."""
@@ -83,17 +82,72 @@ class Network:
             self._lock.notify_all()
 
 
+@dataclass(eq=False)
+class ThreadWork:
+    """One rank's part of a collective; `make` gives what each rank gets of all parts."""
+
+    network: Network
+    rank: int
+    into: torch.Tensor
+    source: torch.Tensor
+    make: Callable[[list[ThreadWork]], Sequence[torch.Tensor]]
+    is_made: bool = False
+    has_failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.snapshot = self.source.clone()
+
+    def wait(self, timeout: Any = None) -> None:
+        self.network.wait(self)
+
+    def is_completed(self) -> bool:
+        return self.is_made or self.has_failed
+
+
 class ThreadGroup:
     """What Communicator uses of a process group."""
 
-    def __init__(self, network: Network, name: Any, rank: int) -> None:
-        self._network, self._name, self._rank = network, name, rank
+    def __init__(self, network: Network, name: Any, rank: int, size: int) -> None:
+        self._network, self._name, self._rank, self._size = network, name, rank, size
+        self._numbers = itertools.count()
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        return self._network.post((self._name, self._rank, peer, tag), tensors[0], True)
+    def _post(self, into: torch.Tensor, source: torch.Tensor, make: Any) -> ThreadWork:
+        work = ThreadWork(self._network, self._rank, into, source, make)
+        return self._network.post((self._name, next(self._numbers)), self._size, work)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> ThreadWork:
+        def largest(works: list[ThreadWork]) -> list[torch.Tensor]:
+            return [torch.stack([each.snapshot for each in works]).amax(0)] * self._size
+
+        return self._post(tensors[0], tensors[0], largest)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> ThreadWork:
+        root = options.rootRank
+        first = lambda works: [works[root].snapshot] * self._size  # noqa: E731
+        return self._post(tensors[0], tensors[0], first)
+
+    def _allgather_base(self, into: torch.Tensor, part: torch.Tensor) -> ThreadWork:
+        def joined(works: list[ThreadWork]) -> list[torch.Tensor]:
+            return [torch.cat([each.snapshot for each in works])] * self._size
+
+        return self._post(into, part, joined)
+
+    def alltoall_base(
+        self, into: torch.Tensor, parts: torch.Tensor, *lengths: list[int]
+    ) -> ThreadWork:
+        assert lengths == ([], [])
+
+        def dealt(works: list[ThreadWork]) -> list[torch.Tensor]:
+            table = [each.snapshot.reshape(self._size, -1) for each in works]
+            return [
+                torch.cat([row[peer] for row in table]).view(works[peer].into.shape)
+                for peer in range(self._size)
+            ]
+
+        return self._post(into, parts, dealt)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        return self._network.post((self._name, peer, self._rank, tag), tensors[0], False)
+        raise RuntimeError("timed out")  # by which connections are broken off
 
 
 class ThreadCommunicator(Communicator):
@@ -101,13 +155,17 @@ class ThreadCommunicator(Communicator):
 
     def __init__(self, network: Network, name: Any, ranks: list[int], me: int) -> None:
         self._network, self._name, self._me = network, name, me
-        super().__init__(ranks, PATIENCE_S, FailedRanks(), dist.HashStore(), look=lambda: None)
+        store = dist.HashStore()
+        super().__init__(ranks, PATIENCE_S, FailedRanks(), WhileWaiting(), store, lambda: None)
 
     def _world_rank(self) -> int:
         return self._me
 
-    def _connect(self, look: Any) -> tuple[Any, Any]:
-        return ThreadGroup(self._network, self._name, self.rank), None
+    def _connect(self, look: Any) -> dict[Channel, Any]:
+        return {
+            channel: ThreadGroup(self._network, (self._name, channel), self.rank, self.size)
+            for channel in Channel
+        }
 
 
 def communicator_of(network: Network, name: Any, ranks: list[int], me: int) -> Communicator | None:

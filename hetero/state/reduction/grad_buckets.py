@@ -22,12 +22,14 @@ class ReduceBuffers:
             and are the buckets.
         received: slots for what other ranks of the shard group send, one whole chunk at a time.
         replicas: slots for what other replicas of this shard send; None without replicas.
+        by_backend: the backend's reduce-scatter makes the sums (Config.grad_reduce).
     """
 
     dtype: torch.dtype
     buckets: SlotPool | None
     received: SlotPool
     replicas: HostArena | None
+    by_backend: bool = False
 
 
 class BucketState(enum.Enum):

@@ -1,6 +1,6 @@
 """What ranks tell each other about a round of gradients: its beginning, its order, its end.
 
-hetero/state/grad_reduce.py says what a round is.
+hetero/state/reduction/grad_reduce.py says what a round is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from hetero.chunks.layout import Chunk
-from hetero.ranks.messages import Channel, Communicator
+from hetero.ranks.communicator import Communicator
+from hetero.ranks.peers import Channel
 
 
 class RoundBegin:
@@ -20,24 +21,22 @@ class RoundBegin:
     def __init__(self, everyone: Communicator, sends_in_backward: bool) -> None:
         """Sends this rank's word to `everyone` and starts receiving theirs."""
         self._sends_in_backward = sends_in_backward
-        mine = torch.tensor([sends_in_backward], dtype=torch.uint8)
-        self._words = [torch.zeros_like(mine) for _ in range(everyone.size)]
-        self._words[everyone.rank] = mine
-        sends = [mine] * everyone.size
-        self._messages = everyone.all_to_all(sends, self._words, "a backward", Channel.ROUNDS)
+        self._any = torch.tensor([sends_in_backward], dtype=torch.uint8)
+        self._words = everyone.begin_any(self._any, "a backward", Channel.ROUNDS)
 
     def any_in_backward(self) -> bool:
         """Whether some rank sends chunks before the round ends, so that all walk the order.
 
         Waits for the others only if this rank does not. Raises PeerError.
         """
-        if not self._sends_in_backward:
-            self._messages.wait()
-        return bool(torch.cat(self._words).any())
+        if self._sends_in_backward:
+            return True
+        self._words.wait()
+        return bool(self._any)
 
     def wait(self) -> None:
         """Returns when all ranks have begun the round. Raises PeerError."""
-        self._messages.wait()
+        self._words.wait()
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,8 @@ class RoundEnd:
         members, chunks = len(self.arrived), len(self.unsent)
         # As bytes first: setting an element of a tensor takes about a microsecond.
         content = bytearray((*self.arrived, *self.cleared, *self.unsent, *self.had_turn, self.busy))
-        found = everyone.all_gather(
-            torch.frombuffer(content, dtype=torch.uint8), "the end of backward"
-        )
-        flags = torch.stack(found).amax(dim=0).bool()
+        mine = torch.frombuffer(content, dtype=torch.uint8)
+        flags = everyone.any(mine, "the end of backward")
         arrived, cleared, unsent, had_turn, busy = (
             part.tolist() for part in flags.split([members, members, chunks, chunks, 1])
         )

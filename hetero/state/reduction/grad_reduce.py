@@ -14,6 +14,7 @@ on all ranks.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +23,14 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.mean import RankMean
-from hetero.ranks.messages import Communicator
+from hetero.ranks.communicator import Communicator
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.ranks.rounds import RoundBegin, RoundEnd, SendOrder
-from hetero.state.grad_buckets import Bucket, BucketState, ReduceBuffers
 from hetero.state.grads import Grads, put_grad
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
+from hetero.state.reduction.grad_buckets import Bucket, BucketState, ReduceBuffers
+from hetero.state.reduction.mean import RankMean
+from hetero.state.reduction.rounds import RoundBegin, RoundEnd, SendOrder
 from offload.device.grad_offload import GradOffload
 from offload.errors import BudgetError, HeteroError
 
@@ -45,6 +46,7 @@ class _Sending:
     chunk: Chunk
     bucket: Bucket | None  # None: this rank has no gradient of it, and sends zeros
     received_slot: int
+    received: torch.Tensor
     mean: RankMean
 
 
@@ -65,6 +67,14 @@ class _Round:
     arrived: set[ManagedParam] = field(default_factory=set)
     synced: dict[ManagedParam, None] = field(default_factory=dict)
     sent: set[ManagedParam] = field(default_factory=set)
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that are only read and take no memory: the system maps the same page everywhere."""
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    nbytes = numel * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=dtype)
 
 
 class GradReducer:
@@ -109,6 +119,8 @@ class GradReducer:
         self._no_sync_depth = 0  # no_sync() blocks that are open
         self._loss_scale = loss_scale
         self._round = _Round()
+        longest = max((c.slots for c in self._order.chunks), default=0)
+        self._zeros = _zeros(longest * layout.slot_numel, buffers.dtype)
 
     @property
     def is_idle(self) -> bool:
@@ -432,10 +444,15 @@ class GradReducer:
                     self._round.sent.add(m)
                 else:
                     m.part_of(bucket.flat).zero_()
-        flat = None if bucket is None else bucket.flat
+        flat = self._zeros[: received.numel()] if bucket is None else bucket.flat
         what = f"the gradient of {chunk.name}"
-        mean = RankMean(self._world, flat, received, self._memory.replicas, what)
-        self._sending.append(_Sending(chunk, bucket, slot, mean))
+        between, by_backend = self._memory.replicas, self._memory.by_backend
+        mean = RankMean(self._world, flat, received, between, what, by_backend)
+        self._sending.append(_Sending(chunk, bucket, slot, received, mean))
+
+    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a chunk's whole gradient."""
+        return whole[self._layout.shard.range(whole.numel())]
 
     def _wait_for_gradients(self, chunk: Chunk, bucket: Bucket) -> None:
         """Returns when no gradient of the chunk is on its way from the device.
@@ -463,12 +480,15 @@ class GradReducer:
         members = self._grads.members(oldest.chunk)
         if self._memory.buckets is None:
             assert oldest.bucket is not None
-            sums = oldest.mean.compute_parts(self._grads.parts(oldest.chunk))
+            mean = self._own_part(oldest.bucket.flat)
+            sums = oldest.mean.compute_parts(mean, self._grads.parts(oldest.chunk))
             oldest.bucket.state = BucketState.MEAN
             oldest.bucket.filled.clear()
             self._grads.note_means(oldest.chunk, sums)
         else:
-            mean = oldest.mean.compute()
+            # In memory that nobody needs any more.
+            mean = self._own_part(oldest.bucket.flat if oldest.bucket else oldest.received)
+            oldest.mean.compute(mean)
             accumulated = {m for m in members if m in self._accumulated and m.has_grad}
             for m in accumulated:
                 self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)

@@ -1,0 +1,145 @@
+"""The collectives of gloo that gathers and means of gradients could be made of, over loopback.
+
+usage: python -m bench.kernels.collectives [--ranks 2] [--size 64MiB] [--rounds N] [--json]
+
+"hetero's gather" and "hetero's mean" are what training uses: all-to-alls of pieces, and one
+all-to-all with an own sum in fp32. They take turns; a turn is one call of warm-up and --repeats
+timed ones. Bytes are those that the loopback device counted, of all ranks together, over the
+tensor's. Each rank computes with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+
+from bench.harness.machine import describe_machine
+from bench.harness.program import add_json_argument, command_line, print_header, run_program
+from bench.peers.world import free_port
+from offload.memory.sizes import parse_bytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 2 when something about the input is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels.collectives",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument(
+        "--size", default="64MiB", help="of the whole tensor (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed calls per turn (default: %(default)s)"
+    )
+    add_json_argument(parser)
+    arguments = parser.parse_args(argv)
+
+    def measure() -> dict[str, Any]:
+        ranks, nbytes = arguments.ranks, parse_bytes(arguments.size)
+        if ranks < 2:
+            raise ValueError(f"--ranks must be at least 2, not {ranks}")
+        nbytes -= nbytes % (4 * ranks)
+        if nbytes <= 0:
+            raise ValueError(f"--size {arguments.size} is too small for {ranks} ranks")
+        given = ranks, free_port(), nbytes, arguments.rounds, arguments.repeats
+        queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn(_rank, args=(*given, queue), nprocs=ranks)
+        command = command_line("bench.kernels.collectives", argv)
+        return {"machine": describe_machine(), "command": command, "calls": queue.get()}
+
+    return run_program("bench.kernels.collectives", measure, _show, arguments.json)
+
+
+def _rank(
+    rank: int, ranks: int, port: int, nbytes: int, rounds: int, repeats: int, queue: Any
+) -> None:
+    """One rank; the first one puts the result on the queue."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+    seconds: dict[str, list[float]] = {}
+    loopback: dict[str, list[float]] = {}
+    for name, call in [*_calls(rank, ranks, nbytes).items()] * rounds:
+        call()
+        dist.barrier()
+        bytes_before, began_s = _loopback_bytes(), time.perf_counter()
+        for _ in range(repeats):
+            call()
+        dist.barrier()
+        seconds.setdefault(name, []).append((time.perf_counter() - began_s) / repeats)
+        moved = (_loopback_bytes() - bytes_before) / repeats / nbytes
+        loopback.setdefault(name, []).append(moved)
+    if rank == 0:
+        queue.put(
+            {
+                name: {"s": statistics.median(some), "bytes": statistics.median(loopback[name])}
+                for name, some in seconds.items()
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _calls(rank: int, ranks: int, nbytes: int) -> dict[str, Callable[[], object]]:
+    """What is measured, by name; all of it in fp32."""
+    from hetero.ranks.communicator import GatheredParts
+    from hetero.ranks.peers import Channel
+    from hetero.ranks.process_groups import ProcessGroups
+    from hetero.state.reduction.mean import RankMean
+
+    whole, received = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
+    part = whole.chunk(ranks)[rank].clone()
+    world = ProcessGroups(300.0)
+    assert world.shard is not None
+    gather = world.shard.gather_parts
+
+    def mean() -> None:
+        made = RankMean(world, whole, received, None, "a gradient")
+        made.wait()
+        made.compute(part)
+
+    return {
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, part),
+        "hetero's gather": lambda: gather(part, GatheredParts(whole, ranks), "it", Channel.GATHERS),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_to_all_single": lambda: dist.all_to_all_single(received, whole),
+        "hetero's mean": mean,
+    }
+
+
+def _loopback_bytes() -> int:
+    """What the loopback device has received so far; 0 where nobody counts."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.strip().startswith("lo:"))
+
+
+def _show(result: dict[str, Any], console: Console) -> None:
+    print_header(result, console)
+    table = Table("call", "ms", "bytes on loopback / tensor")
+    for name, found in result["calls"].items():
+        table.add_row(name, f"{1e3 * found['s']:.1f}", f"{found['bytes']:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

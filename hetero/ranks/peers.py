@@ -1,0 +1,356 @@
+"""The members of a group of ranks, the connections to them, and how waits for them fail.
+
+gloo carries all that ranks tell each other on the CPU, over connections that no other code uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hetero.ranks.failed_ranks import FailedRanks, name_error
+from hetero.ranks.waiting import WhileWaiting, wait_interruptibly
+from offload.errors import PeerError
+
+AT_ONCE = timedelta(milliseconds=1)
+_NOTICE_S = 0.5  # for the shard servers' threads to see that a connection is broken
+_NEVER_SENT = (1 << 29) + 1  # a tag without messages
+
+
+class Channel(enum.IntEnum):
+    """An independent sequence of common operations, over connections of its own.
+
+    Within a channel all ranks make the same operations in the same order. The order between
+    operations of different channels may differ between ranks.
+    """
+
+    CALLS = 0  # calls of the program; each is headed by what it is, so that a mismatch is an error
+    GRADIENTS = 1  # gradients of chunks, in a round's order of sending
+    ROUNDS = 2  # the beginning of a round
+    GATHERS = 3  # all-gathers of chunks, in the order that the ranks have agreed on
+
+
+class Operation(NamedTuple):
+    """A common operation: its channel, and how many that channel had before it."""
+
+    channel: Channel
+    number: int
+
+
+@dataclass(frozen=True)
+class End:
+    """What a rank told when it ended or left.
+
+    Attributes:
+        attempt: FailedRanks.attempt at that time.
+        made: how many operations it had made, by channel; it makes no others.
+        why: a sentence.
+    """
+
+    attempt: int
+    made: Sequence[int]
+    why: str
+
+
+class Peers:
+    """The members of one group of ranks, seen from this one.
+
+    `rank`, `size` and every `peer` count within the group; `ranks` are the members' ranks in the
+    world, as users know them.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        failures: FailedRanks,
+        while_waiting: WhileWaiting,
+        store: Any,
+        look: Callable[[], None],
+    ) -> None:
+        """Connects the members. All of them must call this, after they have met.
+
+        Args:
+            ranks: the members' ranks in the world; this process is one of them.
+            timeout_s: limit of each wait for another member.
+            failures: where failed ranks are noted.
+            while_waiting: what is done in waits for other members.
+            store: torch.distributed's, with a prefix that nothing else has had.
+            look: raises PeerError if a member has failed or is gone, and so will never be
+                connected.
+
+        Raises PeerError if a member is not there any more.
+        """
+        self.ranks = tuple(ranks)
+        self.size = len(ranks)
+        self.rank = self.ranks.index(self._world_rank())
+        self.others = [peer for peer in range(self.size) if peer != self.rank]
+        self.failures = failures
+        self.timeout_s = timeout_s
+        self._while_waiting = while_waiting
+        self._store = store
+        self._is_broken_off = False
+        self._given_up: set[Channel] = set()  # channels that this rank has broken off alone
+        self._begun = dict.fromkeys(Channel, 0)  # common operations
+        self._groups: Mapping[Channel, Any] = self._connect(look)
+        failures.add(self)
+
+    def _world_rank(self) -> int:
+        return dist.get_rank()
+
+    def _connect(self, look: Callable[[], None]) -> dict[Channel, Any]:
+        """Makes the connections of each channel."""
+        from hetero.ranks.polled_store import PolledStore  # torch may be built without any store
+
+        made: dict[Channel, Any] = {}
+        # Kept, because gloo may ask it later.
+        waiting = self._polled_store = PolledStore(self._store, self.timeout_s, look)
+
+        def connect() -> None:
+            # Made directly: groups by dist.new_group() have names that are used again after they
+            # were destroyed, with the addresses of the old ones still in the store.
+            for channel in Channel:
+                store = dist.distributed_c10d.PrefixStore(channel.name, waiting)
+                timeout = timedelta(seconds=self.timeout_s)
+                made[channel] = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+
+        def end(error: BaseException) -> None:
+            waiting.end()
+            self._end_by(error)
+
+        started = time.perf_counter()
+        try:
+            wait_interruptibly(connect, look, end)
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+                look()  # it knows which rank is gone
+            waited_s = time.perf_counter() - started
+            # gloo calls it a timeout, too, when nothing listens any more.
+            why = "broken off" if waited_s < self.timeout_s / 2 else str(error)
+            raise self.failure(self.others[0], "hetero's start", why, waited_s) from error
+        waiting.connected()
+        return made
+
+    def name(self, peer: int) -> str:
+        """A member's name as users know it: "rank 3" of the world."""
+        return f"rank {self.ranks[peer]}"
+
+    def connection(self, channel: Channel, what: str) -> Any:
+        """A channel's process group. Raises PeerError after close(), or if it is broken off."""
+        if self.failures.own_end is not None:
+            raise PeerError(f"{self.failures.own_end}; {what} needs other ranks")
+        if not self._groups:
+            raise PeerError(f"{what} needs other ranks, and this engine's connections are closed")
+        return self._groups[channel]
+
+    # Failures
+
+    def wait(self, wait: Callable[[timedelta], object], peer: int, what: str) -> None:
+        """Calls `wait` for one transfer with `peer`, which `what` names in the error.
+
+        It gets the time limit, and raises RuntimeError if the transfer fails. Raises PeerError. If
+        a signal handler raises meanwhile, as Ctrl-C's does, this rank ends for the others.
+        """
+        started = time.perf_counter()
+        try:
+            if self._is_broken_off:
+                raise RuntimeError("the connections are broken off")
+            limit = timedelta(seconds=self.timeout_s)
+            wait_interruptibly(
+                partial(wait, limit),
+                self._while_waiting,
+                self._end_by,
+                lambda: self._while_waiting.look_s,
+            )
+        except RuntimeError as error:
+            waited_s = time.perf_counter() - started
+            raise self.failure(peer, what, str(error), waited_s) from error
+
+    def failure(self, peer: int, what: str, why: str, waited_s: float = 0.0) -> PeerError:
+        """The error for a failed transfer with `peer`; it names the first failure too, if known."""
+        if self.failures.own_end is not None:
+            return PeerError(f"{self.failures.own_end}; {what} needs other ranks")
+        if self._is_broken_off:
+            return self._given_up_error(what)
+        end = self._end_of(peer)
+        if end is not None:
+            fact = f"{end.why} ({self.name(self.rank)} needed it for {what})"
+        elif "imed out" in why:
+            fact = (
+                f"{self.name(peer)} did not take part in {what} within {waited_s:.0f} s; "
+                f"{self._whereabouts(peer)}. All ranks must make the same calls; raise "
+                f"rank_timeout_s (now {self.timeout_s:g}) if it is only slow"
+            )
+        else:
+            fact = f"{self.name(peer)} is gone (during {what}): look at its own error"
+        self.failures.note(self.ranks[peer], fact)
+        first = self.failures.first
+        assert first is not None
+        cause = "" if first[0] == self.ranks[peer] else f"; before that: {first[1]}"
+        return PeerError(f"{fact}{cause}")
+
+    def _given_up_error(self, what: str) -> PeerError:
+        """The error after this rank has broken off connections, which no other rank has caused."""
+        first = self.failures.first
+        cause = "" if first is None else f", because {first[1]}"
+        return PeerError(f"{self.name(self.rank)} has given up {what}{cause}")
+
+    def failure_of_all(
+        self, operation: Operation, what: str, why: str, waited_s: float = 0.0
+    ) -> PeerError:
+        """The error for a common operation that failed; it names a rank that did not take part."""
+        if operation.channel in self._given_up:
+            return self._given_up_error(what)
+        if self.failures.own_end is None:
+            if "imed out" in why:
+                return self.failure(self._missing(operation), what, why, waited_s)
+            peer = self._broken_peer(operation.channel)
+            if peer is not None:
+                return self.failure(peer, what, why, waited_s)
+        return self.failure(self.others[0], what, why, waited_s)
+
+    def _broken_peer(self, channel: Channel) -> int | None:
+        """A member whose connection is broken: the first that is known, else one that told its end,
+        else one that nothing more can be received from."""
+        until = time.monotonic() + _NOTICE_S
+        while self.failures.first is None and time.monotonic() < until:
+            time.sleep(0.01)
+        first = self.failures.first
+        if first is not None and first[0] in self.ranks:
+            return self.ranks.index(first[0])
+        ended = [peer for peer in self.others if self._end_of(peer) is not None]
+        if ended:
+            return ended[0]
+        return next((p for p in self.others if self._is_unreachable(p, channel)), None)
+
+    def _is_unreachable(self, peer: int, channel: Channel) -> bool:
+        """Whether the connection is closed on its side. It is of no use afterwards in any case."""
+        try:
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._groups[channel].recv([nothing], peer, _NEVER_SENT).wait(AT_ONCE)
+        except RuntimeError as error:
+            return "imed out" not in str(error)
+        return False
+
+    # Where each member waits, for the error of the first one whose patience ends.
+
+    def tell_wait(self, operation: Operation, what: str) -> None:
+        """Tells the other members that this one waits for them in a common operation."""
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            place = [operation.channel, operation.number, what]
+            self._store.set(f"wait/{self.rank}", json.dumps(place))
+
+    def end_wait(self) -> None:
+        """It does not wait there any more."""
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(f"wait/{self.rank}")
+
+    def _wait_of(self, peer: int) -> tuple[Operation, str] | None:
+        """The common operation in which `peer` waits, if it has told that."""
+        key = f"wait/{peer}"
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                channel, number, what = json.loads(self._store.get(key))
+                return Operation(Channel(channel), number), what
+        return None
+
+    def _missing(self, operation: Operation) -> int:
+        """A member that does not wait in the operation: rather one that waits nowhere."""
+        waits = {peer: self._wait_of(peer) for peer in self.others}
+        for peer, wait in waits.items():
+            if wait is None:
+                return peer
+        for peer, wait in waits.items():
+            assert wait is not None
+            # (An all-gather is made in several operations.)
+            is_same = wait[0] == operation or operation.channel is Channel.GATHERS
+            if wait[0].channel is not operation.channel or not is_same:
+                return peer
+        return self.others[0]
+
+    def _whereabouts(self, peer: int) -> str:
+        """Where a member is that did not come."""
+        wait = self._wait_of(peer)
+        if wait is None:
+            return f"it hangs, is much slower, or runs other code than {self.name(self.rank)}"
+        return f"it waits in {wait[1]}"
+
+    def tell_text(self, key: str, text: str) -> None:
+        """Leaves a text for the other members, which they find by this rank and `key`."""
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            self._store.set(f"text/{self.rank}/{key}", text)
+
+    def text_of(self, peer: int, key: str) -> str:
+        """The text that `peer` has left; empty if it cannot be had."""
+        key = f"text/{peer}/{key}"
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                return str(self._store.get(key).decode())
+        return f"{self.name(peer)} failed"
+
+    # The end
+
+    def tell_end(self, why: str) -> None:
+        """Tells the other members that this one makes no more common operations, and why.
+
+        A wait for one that it has not made ends then. What it has made, and answers to requests,
+        arrive as before.
+        """
+        end = End(self.failures.attempt, [self._begun[channel] for channel in Channel], why)
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            self._store.set(f"end/{self.rank}", json.dumps(asdict(end)))
+            self._store.set("ended", "")
+
+    def _end_of(self, peer: int) -> End | None:
+        """What `peer` told, if it has ended."""
+        key = f"end/{peer}"
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            if self._store.check([key]):
+                end = End(**json.loads(self._store.get(key)))
+                return end if end.attempt == self.failures.attempt else None
+        return None
+
+    def look(self, operation: Operation, what: str) -> None:
+        """Raises PeerError if a wait for a common operation is in vain; does what can be done."""
+        self._while_waiting()
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            if not self._store.check(["ended"]):
+                return
+        for peer in self.others:
+            end = self._end_of(peer)
+            if end is not None and end.made[operation.channel] <= operation.number:
+                raise self.failure(peer, what, end.why)
+
+    def _end_by(self, error: BaseException) -> None:
+        self.failures.end(f"{self.name(self.rank)} ended by {name_error(error)}")
+
+    def break_off(self, only: Channel | None = None) -> None:
+        """Ends transfers and waits, of all channels or of one, here and on the other members.
+
+        Idempotent.
+        """
+        if only is None:
+            self._is_broken_off = True
+        else:
+            self._given_up.add(only)
+        for channel, group in self._groups.items():
+            if only is None or only is channel:
+                # gloo closes all connections of a group of which one transfer has timed out; it
+                # has no other way to end what waits for them.
+                with contextlib.suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    group.recv([nothing], self.others[0], _NEVER_SENT).wait(AT_ONCE)
+
+    def close(self) -> None:
+        """Drops the connections."""
+        self._groups = {}

@@ -1,0 +1,1 @@
+"""Chunks that are divided over ranks become whole where they are used."""

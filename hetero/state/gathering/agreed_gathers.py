@@ -1,0 +1,290 @@
+"""Which all-gathers all ranks make in a training step, and when this rank takes part in them.
+
+All ranks know one order of uses (hetero/state/gathering/agreed_order.py). As this rank makes the
+uses, it starts the all-gathers that belong to them and to the next few, so all ranks start the same
+ones in the same order, and none waits for another one but in an all-gather. A rank that does not
+use a chunk starts its gather when it uses a later one.
+
+What the order does not expect (another module, a lone evaluation, values that something else looks
+at) the rank reads one-sided. At the end of a step all ranks catch up with the one that has started
+most; a rank that waits before that asks the others to. So a rank may make other uses than the
+others, or more forwards and backwards, and goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hetero.chunks.layout import Chunk, Layout
+from hetero.planning.belady import PREFETCH_CHUNKS
+from hetero.ranks.gather_news import GatherNews
+from hetero.state.gathering.agreed_order import (
+    AgreedOrder,
+    CommonFetch,
+    Progress,
+    Use,
+    fingerprint,
+    merge,
+    without_repeats,
+)
+from hetero.state.gathering.all_gather import Gathering
+from offload.cache.slot_cache import SlotCache
+from offload.errors import BudgetError
+
+_MOST_ORDERS = 8  # of which it is remembered which one followed
+_MOST_USES = 1 << 14  # of one step; steps with more gather one-sided
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one rank tells the others at the end of a step, or before values change.
+
+    Attributes:
+        started: how many all-gathers it has started since the last step's end.
+        uses: the order of uses that it proposes for the next step like this one.
+        slots: it has so many for gathered copies.
+    """
+
+    started: int
+    uses: tuple[Use, ...]
+    slots: int
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """What is told first; instead of `uses` a number that others do not have."""
+        return self.started, fingerprint(self.uses), self.slots
+
+
+class AgreedGathers:
+    """This rank's part in the all-gathers of one chunk group.
+
+    Callers hold the lock of the chunk group's Params; so does help().
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        gathering: Gathering,
+        is_resident: Callable[[Chunk], bool],
+        cache: SlotCache,
+        news: GatherNews,
+        lock: threading.RLock,
+        prefetch: bool,
+    ) -> None:
+        """Nothing is agreed on before begin(): the rank gathers one-sided.
+
+        Args:
+            gathering: starts the all-gathers.
+            is_resident: whether a chunk is used where its home is.
+            cache: the slots of gathered copies.
+            news: what other ranks have told.
+            lock: guards this object.
+            prefetch: all-gathers are started ahead of their use.
+        """
+        self._layout = layout
+        self._gathering = gathering
+        self._is_resident = is_resident
+        self._cache = cache
+        self._news = news
+        self._lock = lock
+        self._ahead = PREFETCH_CHUNKS if prefetch else 0
+        self._slots = 0  # that every rank has at least
+        self._kept: Collection[int] = frozenset(c.id for c in layout.chunks if not c.trainable)
+        self._slots_of: Mapping[int, int] = {c.id: c.slots for c in layout.chunks}
+        self._progress: Progress | None = None
+        self._first = 0  # the stream's number of the step's first all-gather
+        self._started = 0  # in this step
+        self._record: list[Use] = []
+        self._last_order: AgreedOrder | None = None  # of the step before this one
+        self._next: dict[tuple[Use, ...], AgreedOrder] = {}  # which step has followed which
+        self._in_forward = False
+        self._is_starting = False
+        # Whether the last use was expected, so that the order, and not this rank alone, says what
+        # is gathered ahead of its use.
+        self.leads = False
+
+    # Uses
+
+    def note_forward(self, begins: bool) -> None:
+        """A forward of the whole model with gradients begins, or ends."""
+        self._in_forward = begins
+
+    def note(self, chunk: Chunk) -> None:
+        """The chunk is about to be used where it has to be gathered.
+
+        Starts the all-gathers that all ranks make up to here, and ahead.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and not self._in_forward:
+            self.leads = False
+            return
+        use = Use(chunk.id, in_backward)
+        if self._record and self._record[-1] == use:
+            return
+        if len(self._record) < _MOST_USES:
+            self._record.append(use)
+        progress = self._progress
+        self.leads = (
+            progress is not None
+            # If the others do not come, what is started only takes slots.
+            and not self._gathering.stream.is_stalled
+            and progress.note(use)
+        )
+        if progress is not None and self.leads:
+            self._start_up_to(progress.order, progress.passed - 1)
+
+    def _start_up_to(self, order: AgreedOrder, place: int) -> None:
+        """Starts the all-gathers of the uses up to `place`, and those ahead that have room."""
+        while (gather := self._next_gather()) is not None:
+            must = gather.place <= place
+            # (Whether another round follows, or the step ends, nobody knows.)
+            farthest = min(place + self._ahead, order.last_of_round(place))
+            if not must and (gather.place > farthest or gather.after >= place):
+                return
+            if not self._start(gather, must):
+                return
+
+    def _next_gather(self) -> CommonFetch | None:
+        return None if self._progress is None else self._progress.order.gather(self._started)
+
+    def _start(self, gather: CommonFetch, must: bool) -> bool:
+        """Starts the next all-gather. Returns False if that is not a `must` and there is no room.
+
+        If this rank cannot keep the chunk, or has it, it takes part for the others alone.
+        """
+        chunk = self._layout.chunks[gather.chunk]
+        self._is_starting = True
+        try:
+            if self._cache.holds(chunk.id) and not self._cache.is_pinned(chunk.id):
+                self._cache.drop(chunk.id)
+            if self._cache.holds(chunk.id) or not self._begin(chunk.id, must):
+                if not must and not self._cache.holds(chunk.id):
+                    return False
+                self._gathering.stream.start(chunk, None)
+        finally:
+            self._is_starting = False
+        self._started += 1
+        return True
+
+    def _begin(self, chunk: int, must: bool) -> bool:
+        """Starts bringing the chunk to slots, with all ranks; False if there is no room."""
+        self._gathering.expected.add(chunk)  # which the backing of the slots takes away
+        has_begun = False
+        try:
+            has_begun = self._cache.begin(chunk, must)
+        except BudgetError:
+            pass  # who needs it in a moment, and not only other ranks, meets it again
+        finally:
+            if not has_begun:
+                self._gathering.expected.discard(chunk)
+        return has_begun
+
+    # Other ranks
+
+    def help(self) -> bool:
+        """Takes part in all-gathers in which another rank waits for this one, which waits, too.
+
+        Returns whether there were any.
+        """
+        started = self._gathering.stream.started
+        if self._news.wanted <= started or self._is_starting:
+            return False
+        if self._cache.is_making_room or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._catch_up(self._news.wanted - self._first)
+        finally:
+            self._lock.release()
+        return self._gathering.stream.started > started
+
+    def _catch_up(self, started: int) -> None:
+        """Starts all-gathers until so many of the step's are started."""
+        while self._started < started and (gather := self._next_gather()) is not None:
+            self._start(gather, must=True)
+
+    def step_record(self) -> StepRecord:
+        """What this rank tells the others now."""
+        progress, uses = self._progress, without_repeats(self._record)
+        if progress is not None and (progress.is_as_expected or not uses):
+            uses = progress.order.uses
+        return StepRecord(self._started, uses, self._cache.slots)
+
+    def level(self, started: int) -> None:
+        """Starts what another rank has started, and waits for all; all ranks then have the same.
+
+        Raises PeerError.
+        """
+        self._catch_up(started)
+        self._cache.finish_transfers()
+        self._gathering.stream.wait_all()
+
+    def end_step(self, records: Collection[tuple[Use, ...]], slots: int) -> None:
+        """A step is over, and values are going to change.
+
+        Args:
+            records: those of all ranks, in their order; those that are the same may be one.
+            slots: every rank has at least so many.
+        """
+        made = self._make_order(merge(list(records)), slots)
+        self._progress = None
+        if made is not None:
+            if self._last_order is not None:
+                self._next[self._last_order.uses] = made
+                while len(self._next) > _MOST_ORDERS:
+                    del self._next[next(iter(self._next))]
+            self._last_order = made
+            self._progress = Progress(self._next.get(made.uses, made))
+        self._slots = slots
+        self._record.clear()
+        self._first += self._started
+        self._started = 0
+        self._in_forward = self.leads = False
+
+    def _make_order(self, uses: tuple[Use, ...], slots: int) -> AgreedOrder | None:
+        """The order of these uses; None if nothing was used, or it cannot be followed."""
+        if not uses or len(uses) >= _MOST_USES:
+            return None
+        if slots != self._slots:
+            self._next.clear()
+            self._last_order = None
+        elif self._progress is not None and uses == self._progress.order.uses:
+            return self._progress.order
+        return AgreedOrder(uses, self._slots_of, slots, self._kept)
+
+    def begin(self, slots: int) -> None:
+        """Expects chunks in the order of registration, and back: all that ranks know at first.
+
+        All ranks call it; each has at least so many `slots`.
+        """
+        self.forget()
+        gathered = [c for c in self._layout.chunks if not self._is_resident(c)]
+        forward = [Use(chunk.id, False) for chunk in gathered]
+        backward = [Use(chunk.id, True) for chunk in reversed(gathered)]
+        self._slots = slots
+        if gathered and len(gathered) < _MOST_USES // 2:
+            order = AgreedOrder(forward + backward, self._slots_of, slots, self._kept)
+            self._progress = Progress(order)
+
+    @property
+    def slots(self) -> int:
+        """This rank has so many for gathered copies."""
+        return self._cache.slots
+
+    def forget(self) -> None:
+        """Slots are about to change: nothing is gathered together until begin(), or a step's end.
+
+        All ranks call it.
+        """
+        self._progress = self._last_order = None
+        self._next.clear()
+        self._record.clear()
+        self._first += self._started
+        self._started = 0
+
+    def digest(self) -> int:
+        """A number that is the same on all ranks that have made the same all-gathers."""
+        return self._gathering.stream.digest()

@@ -1,0 +1,254 @@
+"""All-gathers that all ranks of a shard group make, one after the other, in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+
+import torch
+
+from hetero.chunks.layout import Chunk, Layout
+from hetero.ranks.communicator import Communicator, GatheredParts
+from hetero.ranks.gather_news import GatherNews
+from hetero.ranks.peers import Channel, Operation
+from hetero.ranks.shard_server import ShardServer, Versions
+from hetero.ranks.waiting import LOOK_S, SOON_S
+from hetero.state.gathering.param_shards import ParamShards
+from offload.interrupts import deliver_signals
+from offload.memory.operation import Worker, cancelled
+
+# A rank that others have not followed for so long reads the shards it needs one-sided: they are
+# in code of the user's, and nobody knows whether they will ever come.
+STALL_S = 5.0
+_END_S = 2.0  # for the thread to find out that it has no values, and to tell that
+_OFTEN_TOLD = 16  # gathers: one who had to tell the others so few ago has to again, probably
+
+
+class CommonGather:
+    """A chunk that all ranks gather: what GatherStream.start() returns."""
+
+    def __init__(
+        self, stream: GatherStream, number: int, chunk: Chunk, whole: torch.Tensor | None
+    ) -> None:
+        """`whole` gets the chunk, flat; None: this rank takes part for the others alone."""
+        self._stream = stream
+        self.number = number
+        self.chunk = chunk
+        self.error: BaseException | None = None
+        self._whole = whole
+        self.parts = GatheredParts(whole, stream.ranks)
+        self._waiting = threading.Lock()
+
+    def wait(self) -> None:
+        """Until the chunk is whole.
+
+        If the other ranks do not come for long, their shards are read one-sided.
+
+        Raises PeerError, what opening this rank's shard raises, and an OSError after cancel().
+        """
+        with self._waiting:
+            if self._whole is None:
+                return self._raise_error()
+            began_s = time.perf_counter()
+            try:
+                if not self._stream.wait(self):
+                    self._stream.read(self.chunk, self._whole)
+            finally:
+                self._stream.wait_s += time.perf_counter() - began_s
+                self._let_go(self.error)
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            # A copy: what is raised has the caller's frames, and with them tensors that pin slots.
+            raise copy.copy(self.error)
+
+    def cancel(self) -> None:
+        """The chunk is not needed. This rank takes part nevertheless; nothing is stored."""
+        self._let_go(cancelled())
+
+    def _let_go(self, error: BaseException | None) -> None:
+        """Nothing is written to the memory any more."""
+        self.parts.let_go()
+        if self._whole is not None:
+            self.error = error
+        self._whole = None
+
+
+class GatherStream:
+    """Makes all-gathers in the order in which they are started, the same on all ranks."""
+
+    def __init__(
+        self,
+        peers: Communicator,
+        server: ShardServer,
+        shards: ParamShards,
+        versions: Versions,
+        news: GatherNews,
+        layout: Layout,
+        dtype: torch.dtype,
+        read: Callable[[Chunk, torch.Tensor], None],
+    ) -> None:
+        """Nothing is gathered yet.
+
+        Args:
+            peers: the ranks of the shard group.
+            server: tells them that one of them is waited for, or has failed.
+            shards: this rank's.
+            versions: of the chunks' values.
+            news: what the others have told.
+            layout: of the chunks.
+            dtype: of parameters.
+            read: brings a whole chunk from the other ranks one-sided.
+        """
+        self._peers = peers
+        self._server = server
+        self._shards = shards
+        self._versions = versions
+        self._news = news
+        self._slot_numel = layout.slot_numel
+        self._dtype = dtype
+        self.ranks = peers.size
+        self.read = read
+        self._worker = Worker("gathers")
+        self.started = 0
+        self.made = 0  # of those; they end in their order
+        self._has_made = threading.Condition()
+        self._prepared = 0  # of those that were started this rank has values, or has told why not
+        self._told = -_OFTEN_TOLD  # the others were told that so many were started
+        self._stalled_at = -1  # how many were made when this rank gave up waiting
+        self.wait_s = 0.0  # seconds of waiting for them
+        self._digest = blake2b(digest_size=7)
+
+    def start(self, chunk: Chunk, whole: torch.Tensor | None) -> CommonGather:
+        """Starts gathering `chunk` to `whole`, flat, where this rank's shard may be already.
+
+        Without `whole` this rank takes part for the others alone.
+        """
+        gather = CommonGather(self, self.started, chunk, whole)
+        self.started += 1
+        version = self._versions[chunk]
+        self._digest.update(f"{chunk.id} {version};".encode())
+        self._worker.do(lambda: self._make(gather))
+        return gather
+
+    def digest(self) -> int:
+        """A number that is the same on all ranks that have started the same gathers."""
+        return int.from_bytes(self._digest.digest(), "little")
+
+    def _make(self, gather: CommonGather) -> None:
+        """In the worker's thread."""
+        try:
+            error = self._find_failure(gather)
+            what = f"gathering {gather.chunk.name}"
+            # Shards that are on NVMe have few slots, which other ranks' one-sided reads need, too.
+            # So none is held while this rank waits for the others to come.
+            flag = torch.zeros(1, dtype=torch.uint8)
+            self._peers.begin_any(flag, what, Channel.GATHERS).wait()
+            with contextlib.ExitStack() as opened:
+                part = self._nothing(gather.chunk)
+                if error is None:
+                    try:
+                        part = opened.enter_context(self._shards.open(gather.chunk))
+                    except Exception as failure:
+                        error = self._tell_failure(gather, failure)
+                self._peers.gather_parts(part, gather.parts, what, Channel.GATHERS)
+            error = error or self._news.failure_of(gather.number)
+        except Exception as failure:
+            error = failure.with_traceback(None)
+        if error is not None:
+            gather.error = error
+        with self._has_made:
+            self.made = gather.number + 1
+            self._has_made.notify_all()
+
+    def _find_failure(self, gather: CommonGather) -> BaseException | None:
+        """Why this rank has no values: the update that makes them has failed. The others know it
+        then."""
+        try:
+            self._shards.wait_computed(gather.chunk)
+        except Exception as failure:
+            return self._tell_failure(gather, failure)
+        finally:
+            with self._has_made:
+                self._prepared = gather.number + 1
+                self._has_made.notify_all()
+        return None
+
+    def _tell_failure(self, gather: CommonGather, failure: Exception) -> BaseException:
+        """The others must know it before they get something else than values."""
+        self._server.tell_failed_gather(gather.chunk, gather.number, failure)
+        return failure.with_traceback(None)
+
+    def _nothing(self, chunk: Chunk) -> torch.Tensor:
+        """As many elements as this rank's shard has."""
+        return torch.zeros(chunk.slots * self._slot_numel // self.ranks, dtype=self._dtype)
+
+    def wait(self, gather: CommonGather) -> bool:
+        """For CommonGather: until it is made. Returns False if the others do not come."""
+        began_s = time.monotonic()
+        while not self._is_made_soon(gather.number):
+            self._tell_wanted()
+            if self.is_stalled or time.monotonic() - began_s > STALL_S:
+                self._stalled_at = self.made
+                return False
+        return True
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether this rank has given up waiting for others, and none has come since."""
+        return self._stalled_at == self.made < self.started
+
+    def _is_made_soon(self, number: int) -> bool:
+        """Waits for a moment: a short one if other ranks had to be told a moment ago."""
+        patience_s = SOON_S if self.started - self._told < _OFTEN_TOLD else LOOK_S
+        with self._has_made:
+            if self._has_made.wait_for(lambda: self.made > number, patience_s):
+                return True
+        deliver_signals()
+        return False
+
+    def _tell_wanted(self) -> None:
+        """Tells the other ranks, once, that this one waits for what it has started."""
+        if self._told < self.started:
+            self._told = self.started
+            self._server.tell_wanted(self.started)
+
+    def wait_for(self, number: int) -> None:
+        """Until the gather of this number is made by all ranks, or has failed.
+
+        Raises PeerError if another rank did not come in time.
+        """
+        began_s = time.monotonic()
+        while number < self.started and not self._is_made_soon(number):
+            self._tell_wanted()
+            waited_s = time.monotonic() - began_s
+            if waited_s > self._peers.timeout_s:
+                what = "the gathers of a step"
+                operation = Operation(Channel.GATHERS, number)
+                raise self._peers.failure_of_all(operation, what, "timed out", waited_s)
+
+    def wait_all(self) -> None:
+        """Until all that were started are made."""
+        self.wait_for(self.started - 1)
+
+    def abandon(self) -> None:
+        """Ends those that are under way, in which other ranks may not take part; idempotent.
+
+        If this rank has no values for one, the others are told that first.
+        """
+        with self._has_made:
+            self._has_made.wait_for(
+                lambda: max(self.made, self._prepared) > min(self.made, self.started - 1), _END_S
+            )
+        if self.made < self.started:
+            self._peers.break_off(Channel.GATHERS)
+
+    def close(self) -> None:
+        """abandon(), and ends the thread; idempotent."""
+        self.abandon()
+        self._worker.close()

@@ -1,0 +1,1 @@
+"""Gradients of one rank on their way to the mean over all ranks."""

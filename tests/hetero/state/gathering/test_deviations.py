@@ -1,0 +1,50 @@
+"""Ranks that do not use parameters alike: nothing hangs, and bits are those of whole homes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.gathering import deviating
+from tests.support.ranks.processes import RankPool
+
+TIGHT = {"host_memory": "1900KiB"}
+ALONE = ["evaluates alone", "forward alone", "looks at weights", "waits elsewhere"]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("how", ["alike", "accumulating", "uneven", "in turns", *ALONE])
+def test_masters_are_those_of_ranks_that_gather_nothing(ranks2: RankPool, how: str) -> None:
+    whole = ranks2.run(deviating.train, {"zero_stage": 2}, how)
+    found = ranks2.run(deviating.train, {"zero_stage": 3, **TIGHT}, how)
+    for (masters, reads), (right, no_reads) in zip(found, whole, strict=True):
+        assert same(masters, right)
+        assert not any(no_reads)
+        if how in ("alike", "accumulating", "uneven"):
+            assert not any(reads), reads
+    if how in ALONE and how != "forward alone":  # (for which the others, in step(), help)
+        assert any(any(reads) for _, reads in found)
+
+
+def test_four_ranks_of_which_one_goes_on_alone(ranks4: RankPool) -> None:
+    whole = ranks4.run(deviating.train, {"zero_stage": 2}, "waits elsewhere")
+    found = ranks4.run(deviating.train, {"zero_stage": 3}, "waits elsewhere")
+    for (masters, _), (right, _) in zip(found, whole, strict=True):
+        assert same(masters, right)
+
+
+def test_all_are_told_of_a_shard_that_one_cannot_read(ranks2: RankPool) -> None:
+    (mine, first), (theirs, second) = ranks2.run(deviating.unreadable_shard)
+    assert len(mine) == len(theirs) == 1
+    assert "rank 1 could not give" in mine[0]
+    assert "a bad sector" in mine[0]
+    assert theirs[0].startswith("OSError: [Errno 5] a bad sector")
+    assert same(first, second)
+
+
+def test_gathers_that_differ_between_ranks_are_an_error(ranks2: RankPool) -> None:
+    for told in ranks2.run(deviating.other_gathers):
+        assert "the ranks have gathered different chunks" in told
