@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.ranks.messages import Requests
+from hetero.ranks.messages import Requests, as_bytes, padded, text_in
+from hetero.ranks.peer_memory import PartsFromPeers, connect_peer_memory
 from hetero.ranks.peers import Channel, Operation
 from offload.errors import HeteroError, PeerError
 from offload.interrupts import deliver_signals
@@ -29,7 +30,6 @@ _END_S = 5.0  # for an operation whose connections are broken off to end
 # gloo's all-gather takes more than twice as long as its all-to-all of as many bytes
 # (docs/benchmarks.md), so this rank's part is sent by all-to-alls, in pieces of so many bytes.
 _PIECE_BYTES = 4 << 20
-_FEW_RANKS = 4
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class GatheredParts:
     def __init__(self, whole: torch.Tensor | None, size: int) -> None:
         """`whole`, flat, is for the parts of `size` members; None: what comes is not kept."""
         self.lock = threading.Lock()  # guards `rows`, and what is in it
-        self.rows = None if whole is None else _bytes(whole).view(size, -1)
+        self.rows = None if whole is None else as_bytes(whole).view(size, -1)
 
     def let_go(self) -> None:
         """Nothing is written to the memory any more."""
@@ -83,6 +83,7 @@ class Communicator(Requests):
         """Connects the members, as Peers does with these arguments."""
         self._pieces: dict[Channel, list[torch.Tensor]] = {}
         super().__init__(*connection)
+        self._memory = connect_peer_memory(self)
 
     def begin(
         self,
@@ -166,14 +167,14 @@ class Communicator(Requests):
         key = int.from_bytes(blake2b(title.encode(), digest_size=7).digest(), "little")
         if self._are_same(torch.tensor([key]), what):
             return
-        mine = _padded(title, _TITLE_BYTES)
+        mine = padded(title, _TITLE_BYTES)
         titles = mine.new_empty(self.size, _TITLE_BYTES)
         self._all_gather(titles, mine, what)
         for peer in self.others:
             if not torch.equal(titles[peer], mine):
                 raise HeteroError(
-                    f"{self.name(peer)} is at {_text(titles[peer])} while {self.name(self.rank)} "
-                    f"is at {_text(mine)}; all ranks must make the same calls"
+                    f"{self.name(peer)} is at {text_in(titles[peer])} while {self.name(self.rank)} "
+                    f"is at {text_in(mine)}; all ranks must make the same calls"
                 )
 
     def are_same(self, numbers: torch.Tensor, what: str) -> bool:
@@ -214,7 +215,7 @@ class Communicator(Requests):
         return found
 
     def _all_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
-        into, own = _bytes(whole), _bytes(part.contiguous())
+        into, own = as_bytes(whole), as_bytes(part.contiguous())
         if into.numel():
             gather: Callable[[Any], Any] = lambda g: g._allgather_base(into, own)  # noqa: E731
             self.begin(Channel.CALLS, what, gather, into, own).wait()
@@ -232,14 +233,14 @@ class Communicator(Requests):
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> None:
         """Overwrites every member's `tensor` by that of member `root`. Raises PeerError."""
         self.announce(what, tensor.nbytes)
-        content = _bytes(tensor).cpu()
+        content = as_bytes(tensor).cpu()
         if not content.numel():
             return
         options = dist.BroadcastOptions()
         options.rootRank = root
         self.begin(Channel.CALLS, what, lambda g: g.broadcast([content], options), content).wait()
         if tensor.device.type != "cpu":
-            _bytes(tensor).copy_(content)
+            as_bytes(tensor).copy_(content)
 
     def exchange(
         self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], what: str
@@ -254,10 +255,10 @@ class Communicator(Requests):
         Raises PeerError, and HeteroError if a member sends another length than is received.
         """
         self.announce(what, 0)
-        outgoing = torch.cat([_bytes(part.contiguous()).cpu() for part in sends])
+        outgoing = torch.cat([as_bytes(part.contiguous()).cpu() for part in sends])
         lengths = torch.tensor([part.nbytes for part in sends])
         coming = torch.empty_like(lengths)
-        self._all_to_all(coming, lengths, what)
+        self._all_to_all(coming, lengths, what).wait()
         expected = [part.nbytes for part in receives]
         if coming.tolist() != expected:
             peer = next(p for p in range(self.size) if int(coming[p]) != expected[p])
@@ -267,42 +268,42 @@ class Communicator(Requests):
                 f"calls"
             )
         incoming = outgoing.new_empty(sum(expected))
-        self._all_to_all(incoming, outgoing, what, expected, lengths.tolist())
+        to_all = self._all_to_all
+        to_all(incoming, outgoing, what, Channel.CALLS, expected, lengths.tolist()).wait()
         for part, into in zip(incoming.split(expected), receives, strict=True):
             if into.numel():
-                _bytes(into).copy_(part)
+                as_bytes(into).copy_(part)
 
     def _all_to_all(
         self,
         into: torch.Tensor,
         parts: torch.Tensor,
         what: str,
+        channel: Channel = Channel.CALLS,
         into_lengths: Sequence[int] = (),
         lengths: Sequence[int] = (),
-    ) -> None:
+    ) -> Collective:
+        """Starts it; without lengths all parts are as long as each other."""
+
         def start(group: Any) -> Any:
             return group.alltoall_base(into, parts, list(into_lengths), list(lengths))
 
-        self.begin(Channel.CALLS, what, start, into, parts).wait()
+        return self.begin(channel, what, start, into, parts)
 
     # Chunks and their gradients, whose sizes are the same on all ranks
 
     def begin_all_to_all(
         self, into: torch.Tensor, parts: torch.Tensor, what: str, channel: Channel
-    ) -> Collective:
+    ) -> Collective | PartsFromPeers:
         """Starts sending each member its part of `parts`, and receiving this rank's parts.
 
-        Both are flat and divided into as many equal parts as there are members, in their order;
-        `into` gets this rank's own part, too. Raises PeerError.
+        Both are flat and divided into as many equal parts as there are members, in their order.
+        Whether `into` gets this rank's own part, too, is not said. Raises PeerError.
         """
         self._count(parts.nbytes)
-        return self.begin(
-            channel,
-            what,
-            lambda g: g.alltoall_base(_bytes(into), _bytes(parts), [], []),
-            into,
-            parts,
-        )
+        if self._memory is not None:
+            return self._memory.begin_all_to_all(into, parts, what, channel)
+        return self._all_to_all(as_bytes(into), as_bytes(parts), what, channel)
 
     def begin_reduce_scatter(
         self, into: torch.Tensor, parts: torch.Tensor, what: str, channel: Channel
@@ -319,16 +320,12 @@ class Communicator(Requests):
     def gather_parts(
         self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel
     ) -> None:
-        """Puts every member's `part`, flat, into `parts`, in pieces. Raises PeerError.
-
-        Few members send each other theirs without a copy, one member after the other; many at once,
-        so that the number of calls does not depend on theirs.
-        """
-        if self.size <= _FEW_RANKS and part.device.type == "cpu":
-            self._gather_from_few(_bytes(part), parts, what, channel)
-            return
+        """Puts every member's `part`, flat, in RAM or on a device, into `parts`. Raises PeerError."""
         self._count(part.nbytes * self.size)
-        own = _bytes(part)  # on a device perhaps, from which its pieces are copied
+        if self._memory is not None:
+            self._memory.gather(as_bytes(part).cpu(), parts, what, channel)
+            return
+        own = as_bytes(part)
         length = min(len(own), max(1, _PIECE_BYTES // self.size))
         count = 2 if length < len(own) else 1  # one is on its way while another is stored
         buffers = self._piece_buffers(channel, count, self.size * length)
@@ -345,30 +342,10 @@ class Communicator(Requests):
             buffer = buffers[number % count][:, : self.size * len(mine)]
             sent, received = buffer[0].view(self.size, -1), buffer[1].view(self.size, -1)
             sent.copy_(mine.expand_as(sent))
-            begun = self._begin_pieces(received, sent, what, channel)
+            begun = self._all_to_all(received, sent, what, channel)
             under_way.append((begun, number * length, received))
         while under_way:
             store_first()
-
-    def _gather_from_few(
-        self, own: torch.Tensor, parts: GatheredParts, what: str, channel: Channel
-    ) -> None:
-        self._count(own.nbytes * self.size)
-        with parts.lock:
-            if parts.rows is not None and parts.rows[self.rank].data_ptr() != own.data_ptr():
-                parts.rows[self.rank].copy_(own)
-        spare = self._piece_buffers(channel, 1, min(len(own), _PIECE_BYTES))[0][0]
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            for number, piece in enumerate(own.split(_PIECE_BYTES)):
-                sends, receives = [0] * self.size, [0] * self.size
-                sends[to] = receives[source] = len(piece)
-                begin = number * _PIECE_BYTES
-                with parts.lock:  # until the piece is there: all ranks are here, so that is soon
-                    into = spare[: len(piece)]
-                    if parts.rows is not None:
-                        into = parts.rows[source, begin : begin + len(piece)]
-                    self._begin_pieces(into, piece, what, channel, receives, sends).wait()
 
     def _piece_buffers(self, channel: Channel, count: int, length: int) -> list[torch.Tensor]:
         """So many buffers for the bytes of a piece, as it is sent and as it is received.
@@ -380,20 +357,6 @@ class Communicator(Requests):
             kept[:] = [torch.empty(2, length, dtype=torch.uint8) for _ in range(count)]
         return kept[:count]
 
-    def _begin_pieces(
-        self,
-        into: torch.Tensor,
-        parts: torch.Tensor,
-        what: str,
-        channel: Channel,
-        into_lengths: Sequence[int] = (),
-        lengths: Sequence[int] = (),
-    ) -> Collective:
-        def start(group: Any) -> Any:
-            return group.alltoall_base(into, parts, list(into_lengths), list(lengths))
-
-        return self.begin(channel, what, start, into, parts)
-
     def _count(self, whole_bytes: int) -> None:
         """Counts what a rank sends, and receives, of as many bytes of all ranks together."""
         nbytes = whole_bytes * (self.size - 1) // self.size
@@ -401,17 +364,8 @@ class Communicator(Requests):
             self.sent_bytes += nbytes
             self.received_bytes += nbytes
 
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, because gloo does not know every dtype."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _padded(text: str, nbytes: int) -> torch.Tensor:
-    """`text` as so many bytes, cut or followed by zeros."""
-    content = text.encode()[:nbytes].ljust(nbytes, b"\0")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _text(padded: torch.Tensor) -> str:
-    return padded.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    def close(self) -> None:
+        """Drops the connections."""
+        if self._memory is not None:
+            self._memory.close()
+        super().close()

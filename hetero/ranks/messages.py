@@ -63,7 +63,7 @@ class Reply:
         """
         self.status.wait()
         self.request = None
-        refusal = _text(self.refusal)
+        refusal = text_in(self.refusal)
         if refusal:
             raise PeerError(f"{self.status.peers.name(self.status.peer)} refused: {refusal}")
         self.content.wait()
@@ -96,7 +96,7 @@ class Requests(Peers):
             self._replies += 1
             self.received_bytes += into.nbytes
         header[-1] = tag
-        refusal = _padded("", _REFUSAL_BYTES)
+        refusal = padded("", _REFUSAL_BYTES)
         status = self._receive(refusal, peer, tag, what)
         content = self._receive(into, peer, tag + 1, what)
         return Reply(self._ask(peer, header), status, refusal, content)
@@ -105,7 +105,7 @@ class Requests(Peers):
         """Waits without a limit for a request of `peer`. Raises RuntimeError if `peer` is gone."""
         if not self._groups:
             raise RuntimeError("the connections are closed")
-        self._groups[_REQUESTS].recv([_bytes(header)], peer, 0).wait(_FOREVER)
+        self._groups[_REQUESTS].recv([as_bytes(header)], peer, 0).wait(_FOREVER)
 
     def say(self, peer: int, header: torch.Tensor) -> None:
         """Sends `peer` a request that needs no answer. Raises PeerError."""
@@ -119,13 +119,13 @@ class Requests(Peers):
         with self._lock:
             self.sent_bytes += content.nbytes
         tag = int(header[-1])
-        status = self._send(_padded("", _REFUSAL_BYTES), peer, tag, what)
+        status = self._send(padded("", _REFUSAL_BYTES), peer, tag, what)
         self._send(content, peer, tag + 1, what).wait()
         status.wait()
 
     def refuse(self, peer: int, header: torch.Tensor, why: str) -> None:
         """Answers the request `header` with an error. Raises PeerError."""
-        self._send(_padded(why, _REFUSAL_BYTES), peer, int(header[-1]), "an answer").wait()
+        self._send(padded(why, _REFUSAL_BYTES), peer, int(header[-1]), "an answer").wait()
 
     def _start(
         self,
@@ -138,7 +138,7 @@ class Requests(Peers):
     ) -> Message:
         group = self.connection(connection, what)
         try:
-            work = getattr(group, way)([_bytes(tensor)], peer, tag)
+            work = getattr(group, way)([as_bytes(tensor)], peer, tag)
         except RuntimeError as error:
             raise self.failure(peer, what, str(error)) from error
         return Message(self, work, tensor, peer, what)
@@ -152,16 +152,16 @@ class Requests(Peers):
         super().close()
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, because gloo does not know every dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _padded(text: str, nbytes: int) -> torch.Tensor:
+def padded(text: str, nbytes: int) -> torch.Tensor:
     """`text` as so many bytes, cut or followed by zeros."""
     content = text.encode()[:nbytes].ljust(nbytes, b"\0")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _text(padded: torch.Tensor) -> str:
+def text_in(padded: torch.Tensor) -> str:
     return padded.numpy().tobytes().rstrip(b"\0").decode(errors="replace")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.ranks.failed_ranks import FailedRanks, name_error
-from hetero.ranks.waiting import WhileWaiting, wait_interruptibly
+from hetero.ranks.waiting import Job, WhileWaiting, wait_for_job, wait_interruptibly
 from offload.errors import PeerError
 
 AT_ONCE = timedelta(milliseconds=1)
@@ -175,6 +175,14 @@ class Peers:
         except RuntimeError as error:
             waited_s = time.perf_counter() - started
             raise self.failure(peer, what, str(error), waited_s) from error
+
+    def wait_for_job(self, job: Job) -> None:
+        """Until a thread of this rank has run a job in which it waits for the other members.
+
+        Raises what the job raised. A signal handler's exception is as in wait().
+        """
+        look_s = lambda: self._while_waiting.look_s  # noqa: E731
+        wait_for_job(job, self._while_waiting, self._end_by, look_s)
 
     def failure(self, peer: int, what: str, why: str, waited_s: float = 0.0) -> PeerError:
         """The error for a failed transfer with `peer`; it names the first failure too, if known."""

@@ -13,6 +13,7 @@ brought to their end before the interpreter's.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import time
@@ -108,7 +109,7 @@ weakref.finalize(_end_threads, _end_threads)
 os.register_at_fork(after_in_child=_threads.clear)  # they are the parent's
 
 
-class _Job:
+class Job:
     """A wait that another thread makes."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
@@ -140,10 +141,10 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def do(self, job: _Job) -> None:
+    def do(self, job: Job) -> None:
         """Runs the job, after those before it."""
         with self._lock:
             self._jobs.put(job)
@@ -178,6 +179,26 @@ def _make_waiter() -> None:
 os.register_at_fork(after_in_child=_make_waiter)
 
 
+def wait_for_job(
+    job: Job,
+    look: Callable[[], object],
+    end: Callable[[BaseException], object],
+    look_s: Callable[[], float],
+) -> None:
+    """Until another thread has run `job`; raises what that raised. Else as wait_interruptibly()."""
+    try:
+        while not job.ends_within(look_s()):
+            deliver_signals()
+            look()
+    except BaseException as error:
+        end(error)
+        job.ends_within(_END_S)
+        raise
+    if job.failure is not None:
+        # A copy: what is raised has the caller's frames, and with them tensors.
+        raise copy.copy(job.failure)
+
+
 def wait_interruptibly(
     wait: Callable[[], object],
     look: Callable[[], object],
@@ -193,7 +214,7 @@ def wait_interruptibly(
     if threading.current_thread() is not threading.main_thread():
         wait()
         return
-    job, is_given = _Job(wait), False
+    job, is_given = Job(wait), False
     try:
         _waiter.do(job)
         is_given = True

@@ -1,4 +1,5 @@
-// Arena, Pins, IoEngine and IoOp as Python sees them, and the exceptions of failed transfers.
+// Arena, Pins, peers' memory, IoEngine and IoOp as Python sees them, and the exceptions of failed
+// transfers.
 #include <pybind11/stl.h>
 
 #include <cstring>
@@ -15,6 +16,7 @@
 #include "io/io_engine.h"
 #include "io/stripe_map.h"
 #include "memory/arena.h"
+#include "memory/peer_memory.h"
 
 namespace hetero {
 
@@ -80,6 +82,14 @@ std::shared_ptr<Arena> arena_over(std::uintptr_t address, std::size_t nbytes, in
 }
 
 void bind_memory(py::module_& module) {
+  module.def("permit_peers_to_read", &permit_peers_to_read);
+  module.def(
+      "read_peer_memory",
+      [](pid_t process, std::uintptr_t from, std::uintptr_t into, std::size_t nbytes) {
+        read_peer_memory(process, from, reinterpret_cast<std::byte*>(into), nbytes);
+      },
+      "process"_a, "source"_a, "into"_a, "nbytes"_a, ReleaseGil());
+
   py::class_<Pins, std::shared_ptr<Pins>>(module, "Pins")
       .def(py::init<std::size_t>(), "slots"_a)
       .def("__len__", &Pins::size)

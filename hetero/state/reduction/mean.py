@@ -8,6 +8,7 @@ import torch
 
 from hetero.chunks.dtypes import check_dtype
 from hetero.ranks.communicator import Collective, Communicator, GatheredParts
+from hetero.ranks.peer_memory import PartsFromPeers
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from offload import _native
@@ -52,7 +53,7 @@ class RankMean:
         self._flat = flat
         self._received = received
         self._what = what
-        self._sending: Collective | None = None
+        self._sending: Collective | PartsFromPeers | None = None
         shard = world.shard
         if shard is not None and by_backend:
             own = received.chunk(shard.size)[0]
@@ -77,7 +78,7 @@ class RankMean:
             size = self._world.shard.size
             torch.div(self._received.chunk(size)[0], size, out=into)
         else:
-            _average(self._world.shard, self._received, into)
+            _average(self._world.shard, self._received, self._flat, into)
         replicas, arena = self._world.replicas, self._replica_arena
         if replicas is None:
             return
@@ -85,7 +86,7 @@ class RankMean:
         received = arena.view(0, arena.slots, into.dtype)[: into.numel()]
         replicas.begin_all_to_all(received, into, self._what, Channel.GRADIENTS).wait()
         own = into.chunk(replicas.size)[replicas.rank]
-        _average(replicas, received, own)
+        _average(replicas, received, into, own)
         parts = GatheredParts(into, replicas.size)
         replicas.gather_parts(own, parts, self._what, Channel.GRADIENTS)
 
@@ -109,19 +110,24 @@ class RankMean:
         assert self._world.shard is not None
         return _native.mean_and_sums(
             check_dtype(str(into.dtype), "dtype"),
-            _addresses(self._world.shard, self._received),
+            _addresses(self._world.shard, self._received, self._flat),
             into.data_ptr(),
             [(part.start, part.stop - part.start) for part in parts],
         )
 
 
-def _average(group: Communicator, received: torch.Tensor, into: torch.Tensor) -> None:
-    """Writes the mean of the parts in `received`, one of each member of `group`, to `into`."""
-    addresses = _addresses(group, received)
+def _average(
+    group: Communicator, received: torch.Tensor, flat: torch.Tensor, into: torch.Tensor
+) -> None:
+    """Writes the mean of the parts of all members of `group` to `into`."""
+    addresses = _addresses(group, received, flat)
     _native.mean(check_dtype(str(into.dtype), "dtype"), addresses, into.data_ptr(), into.numel())
 
 
-def _addresses(group: Communicator, received: torch.Tensor) -> list[int]:
-    """Where the members' parts begin, in the members' order."""
+def _addresses(group: Communicator, received: torch.Tensor, flat: torch.Tensor) -> list[int]:
+    """Where the members' parts are, in the members' order: this rank's own in `flat`."""
     part_bytes = received.nbytes // group.size
-    return [received.data_ptr() + peer * part_bytes for peer in range(group.size)]
+    return [
+        (flat if peer == group.rank else received).data_ptr() + peer * part_bytes
+        for peer in range(group.size)
+    ]

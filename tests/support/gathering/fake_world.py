@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import hetero.ranks.communicator
 import hetero.ranks.process_groups
 import hetero.ranks.shard_server
 from hetero.ranks.communicator import Communicator
@@ -90,6 +91,8 @@ def fake_world(size: int) -> Iterator[Counts]:
             patch.object(hetero.ranks.process_groups, "meet", meet),
             patch.object(Peers, "_connect", connect),
             patch.object(Communicator, "exchange", lambda *_: None),
+            # Ranks of other machines, as most of many are.
+            patch.object(hetero.ranks.communicator, "connect_peer_memory", lambda _: None),
             patch.object(hetero.ranks.shard_server, "start_thread", _no_thread),
         ):
             yield counts
