@@ -85,6 +85,11 @@ class Communicator(Requests):
         super().__init__(*connection)
         self._memory = connect_peer_memory(self)
 
+    @property
+    def reads_memory(self) -> bool:
+        """Whether chunks and gradients are read from the members' memory; else gloo sends them."""
+        return self._memory is not None
+
     def begin(
         self,
         channel: Channel,
@@ -320,7 +325,7 @@ class Communicator(Requests):
     def gather_parts(
         self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel
     ) -> None:
-        """Puts every member's `part`, flat, in RAM or on a device, into `parts`. Raises PeerError."""
+        """Puts every member's `part`, flat, on any device, into `parts`. Raises PeerError."""
         self._count(part.nbytes * self.size)
         if self._memory is not None:
             self._memory.gather(as_bytes(part).cpu(), parts, what, channel)

@@ -1,0 +1,64 @@
+"""Ranks of one machine read each other's memory; where they cannot, gloo brings the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gathering import peer_memory
+from tests.support.ranks.processes import RankPool
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"zero_stage": stage, "dtype": dtype}, id=f"stage {stage}, {dtype}")
+        for stage in (1, 2, 3)
+        for dtype in ("fp32", "bf16")
+    ],
+)
+def test_the_same_bits_with_and_without(pool: RankPool, options: dict[str, Any]) -> None:
+    read = pool.run(peer_memory.train, options, "read")
+    sent = pool.run(peer_memory.train, options, "sent")
+    for ours, theirs in zip(read, sent, strict=True):
+        assert (ours["reads"], theirs["reads"]) == (True, False)
+        assert torch.equal(ours["losses"], theirs["losses"])
+        for a, b in zip(ours["masters"], theirs["masters"], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_if_the_system_refuses_one_rank_all_send() -> None:
+    """A rank that may not read makes all of them use gloo: none waits for what never comes."""
+    with RankPool(2) as pool:
+        refused = pool.run(peer_memory.train, {}, "refused")
+        read = pool.run(peer_memory.train, {}, "read")
+    assert [found["reads"] for found in refused] == [False, False]
+    for a, b in zip(refused[0]["masters"], read[0]["masters"], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_hybrid_sharding() -> None:
+    """Replicas read each other's parts, too."""
+    with RankPool(4) as pool:
+        read = pool.run(peer_memory.train, {}, "read", 2)
+        sent = pool.run(peer_memory.train, {}, "sent", 2)
+    for ours, theirs in zip(read, sent, strict=True):
+        assert ours["reads"]
+        for a, b in zip(ours["masters"], theirs["masters"], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_memory_is_the_owners_when_all_have_read() -> None:
+    """What a rank writes right after a gather or a mean no other rank has got."""
+    with RankPool(2) as pool:
+        for wrong in pool.run(peer_memory.write_afterwards):
+            assert wrong == 0
