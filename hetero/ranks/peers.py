@@ -275,16 +275,14 @@ class Peers:
     def _missing(self, operation: Operation) -> int:
         """A member that does not wait in the operation: rather one that waits nowhere."""
         waits = {peer: self._wait_of(peer) for peer in self.others}
-        for peer, wait in waits.items():
-            if wait is None:
-                return peer
-        for peer, wait in waits.items():
-            assert wait is not None
-            # (An all-gather is made in several operations.)
-            is_same = wait[0] == operation or operation.channel is Channel.GATHERS
-            if wait[0].channel is not operation.channel or not is_same:
-                return peer
-        return self.others[0]
+        nowhere = [peer for peer, wait in waits.items() if wait is None]
+
+        def is_here(there: Operation) -> bool:  # (an all-gather is made in several operations)
+            is_gather = operation.channel is there.channel is Channel.GATHERS
+            return is_gather or there == operation
+
+        elsewhere = [peer for peer, wait in waits.items() if wait and not is_here(wait[0])]
+        return [*nowhere, *elsewhere, *self.others][0]
 
     def _whereabouts(self, peer: int) -> str:
         """Where a member is that did not come."""
@@ -299,7 +297,7 @@ class Peers:
             self._store.set(f"text/{self.rank}/{key}", text)
 
     def text_of(self, peer: int, key: str) -> str:
-        """The text that `peer` has left; empty if it cannot be had."""
+        """The text that `peer` has left; where that cannot be had, that it failed."""
         key = f"text/{peer}/{key}"
         with contextlib.suppress(RuntimeError):
             if self._store.check([key]):
