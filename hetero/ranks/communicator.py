@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.ranks.failed_ranks import name_error
 from hetero.ranks.messages import Requests, as_bytes, padded, text_in
 from hetero.ranks.peer_memory import PartsFromPeers, connect_peer_memory
 from hetero.ranks.peers import Channel, Operation
@@ -126,7 +127,9 @@ class Communicator(Requests):
                 if waited_s > _TELL_S and not has_told:
                     self.tell_wait(operation, what)
                     has_told = True
-        except PeerError:
+        except PeerError as error:
+            # Told first: the others would take this rank for the cause of what breaks now.
+            self.failures.tell(f"{self.name(self.rank)} gave up: {name_error(error)}")
             self._abandon(work)
             raise
         except BaseException as error:  # a signal's: the memory may have another use afterwards
