@@ -18,12 +18,17 @@ from hetero.chunk_groups.update_tasks import UpdateTasks
 from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import SlotBytes, link_bytes
+from hetero.ranks.communicator import Communicator
+from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.gathering.all_gather import Gathering
+from hetero.state.gathering.device_transport import DeviceGathers, DeviceTransport
+from hetero.state.gathering.gather_stream import GatherStream
 from hetero.state.gathering.param_shards import ParamShards
+from hetero.state.gathering.transport import GatherTransport, RamTransport
 from hetero.state.grads import Grads
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
@@ -42,6 +47,7 @@ from offload._native import UpdateKind
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend
+from offload.device.cuda_backend import CudaBackend
 from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.device.home_copy import HomeCopier
@@ -270,15 +276,15 @@ class _ChunkGroupBuilder:
         shards = ParamShards(homes, shared_shards, updates)
         gathering: Gathering | None = None
         if peers is not None:
+            transport = self._make_transport(peers, homes, arenas)
             server = ShardServer(
                 peers, self._layout, versions, shards.open, optim_states.open_raw, news
             )
             self.resources.callback(server.close)
+            stream = GatherStream(peers, server, shards, versions, news, transport)
+            self.resources.callback(stream.close)
             in_ram = arenas.staged if self._backend.separate else arenas.gathered
-            gathering = Gathering(
-                self._layout, peers, server, shards, versions, news, in_ram, dtype
-            )
-            self.resources.callback(gathering.stream.close)
+            gathering = Gathering(self._layout, server, shards, stream, in_ram, dtype)
         copies = self._make_copies(arenas, homes, shard_cache, shared_shards, gathering, order)
         params = Params(
             self._layout,
@@ -296,6 +302,22 @@ class _ChunkGroupBuilder:
             self.world.while_waiting.add(params.agreed_gathers)
         return params, gathering
 
+    def _make_transport(
+        self, peers: Communicator, homes: Homes, arenas: SlotArenas
+    ) -> GatherTransport:
+        """What carries parameters from rank to rank, as all ranks have decided alike."""
+        if not self._gathers_between_devices:
+            return RamTransport(peers, self._layout, self._dtypes.torch_compute)
+        assert isinstance(self._backend, CudaBackend)
+        group = DeviceGroup(peers, self._backend)
+        self.resources.callback(group.close)  # after the shard server: all ranks are done then
+        return DeviceTransport(peers, group, self._backend, self._layout, homes, arenas.unkept)
+
+    @property
+    def _gathers_between_devices(self) -> bool:
+        """Whether parameters go from device to device. What every rank has whole RAM brings."""
+        return self._layout.shard.between_devices and self._layout.shard.params
+
     def _make_copies(
         self,
         arenas: SlotArenas,
@@ -308,7 +330,8 @@ class _ChunkGroupBuilder:
         """The copies that compute uses, and what fills their slots.
 
         If compute happens in RAM, the file fills them (one rank), or all ranks' shards do; if not,
-        they are copied from RAM, where the file or the ranks bring the chunks.
+        they are copied from RAM, where the file or the ranks bring the chunks, or the ranks'
+        devices fill them.
         """
         dtype = self._dtypes.torch_compute
         caches: tuple[CopyCache, ...] = ()
@@ -341,7 +364,10 @@ class _ChunkGroupBuilder:
                 stay_in_order=() if gathering is None else gathering.expected,
             )
             self.resources.callback(fetches.close)
-            cache = self._cache(arenas.gathered, fetches, order)
+            backing: Backing = fetches
+            if gathering is not None and self._gathers_between_devices:
+                backing = DeviceGathers(gathering, arenas.gathered, self._layout, fetches)
+            cache = self._cache(arenas.gathered, backing, order)
             caches = (cache, fetches, *caches)
             drops = (cache.drop, fetches.wait_home_read, *drops)
         return ParamCopies(

@@ -79,6 +79,8 @@ class Shard:
         grads: GRAD is sharded (ZeRO stages 2 and 3); else each rank keeps it whole.
         params: PARAM is sharded (ZeRO stage 3); else each rank keeps it whole.
         replicas: the number of groups of ranks that have all shards each.
+        between_devices: each rank has a DEVICE of its own, and these gather parameters from each
+            other's memory (NCCL); else RAM does (gloo).
 
     OPTIM_STATE is always sharded.
     """
@@ -88,6 +90,7 @@ class Shard:
     grads: bool = True
     params: bool = True
     replicas: int = 1
+    between_devices: bool = False
 
     @property
     def slot_multiple(self) -> int:

@@ -275,6 +275,9 @@ class PlacementCandidates:
         # Also shards at home on DEVICE are gathered in RAM.
         staged = separate and elsewhere
         staged_slots = self._ranked_without(0).longest + more_gathered if staged else 0
+        # Where devices gather by themselves each has memory for all that comes.
+        unkept = staged and shard.between_devices
+        unkept_slots = self._ranked_without(0).longest if unkept else 0
         grad_slots = rest.longest_trained + more_grad if grad_on_disk else 0
         bucket_slots = receive_slots = 0
         if averaged:
@@ -302,7 +305,7 @@ class PlacementCandidates:
             device_bytes += trained * (slot.grad + slot.optim_state)
             if rest.trained:
                 grad_offload_bytes = self._largest_grad_bytes * (2 if more_gathered else 1)
-            device_bytes += grad_offload_bytes + gathered_slots * slot.gathered
+            device_bytes += grad_offload_bytes + (gathered_slots + unkept_slots) * slot.gathered
             # More slots on DEVICE only save fetches: they take nothing from anything else.
             all_slots = (everything if elsewhere else rest).slots[-1]
             spare = (self._device - device_bytes) // slot.gathered
@@ -319,6 +322,7 @@ class PlacementCandidates:
             bucket_slots=bucket_slots,
             receive_slots=receive_slots,
             staged_slots=staged_slots,
+            unkept_slots=unkept_slots,
             grad_offload_bytes=grad_offload_bytes,
             pool_bytes=pools,
             host_bytes=in_ram + pools,

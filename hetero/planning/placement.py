@@ -139,6 +139,7 @@ class PoolSizes:
     bucket_slots: int = 0  # for whole gradients until they are averaged over the ranks
     receive_slots: int = 0  # for other ranks' gradients while they are averaged
     staged_slots: int = 0  # of RAM, for copies of several ranks' shards on their way to DEVICE
+    unkept_slots: int = 0  # of DEVICE, for chunks that this rank gathers for other ranks alone
     grad_offload_bytes: int = 0  # of DEVICE, for gradients on their way to RAM
     pool_bytes: int = 0  # of RAM, slots and buffers without homes
     host_bytes: int = 0  # of RAM, homes and pools together

@@ -113,7 +113,7 @@ def _bytes(groups: Sequence[ChunkGroupPlan]) -> dict[Tier, dict[str, int]]:
                     found[tier][kind] += chunk.slots * nbytes
         found[Tier.HOST]["pools"] += made.pool_bytes
         if group.spec.budgets.device is not None:
-            slots_bytes = made.gathered_slots * slot.gathered
+            slots_bytes = (made.gathered_slots + made.unkept_slots) * slot.gathered
             found[Tier.DEVICE]["pools"] += slots_bytes + made.grad_offload_bytes
     return found
 

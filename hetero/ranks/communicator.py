@@ -62,10 +62,11 @@ class GatheredParts:
         self.lock = threading.Lock()  # guards `rows`, and what is in it
         self.rows = None if whole is None else as_bytes(whole).view(size, -1)
 
-    def let_go(self) -> None:
-        """Nothing is written to the memory any more."""
+    def let_go(self) -> bool:
+        """Nothing is written to the memory any more, so that parts may be missing: True."""
         with self.lock:
             self.rows = None
+        return True
 
     def store(self, begin: int, pieces: torch.Tensor) -> None:
         """Takes bytes of all members' parts, a row each, from byte `begin` of the parts on."""

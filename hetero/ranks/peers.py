@@ -102,6 +102,7 @@ class Peers:
         self._is_broken_off = False
         self._given_up: set[Channel] = set()  # channels that this rank has broken off alone
         self._begun = dict.fromkeys(Channel, 0)  # common operations
+        self._polled_stores: list[Any] = []
         self._groups: Mapping[Channel, Any] = self._connect(look)
         failures.add(self)
 
@@ -110,13 +111,9 @@ class Peers:
 
     def _connect(self, look: Callable[[], None]) -> dict[Channel, Any]:
         """Makes the connections of each channel."""
-        from hetero.ranks.polled_store import PolledStore  # torch may be built without any store
-
         made: dict[Channel, Any] = {}
-        # Kept, because gloo may ask it later.
-        waiting = self._polled_store = PolledStore(self._store, self.timeout_s, look)
 
-        def connect() -> None:
+        def connect(waiting: Any) -> None:
             # Made directly: groups by dist.new_group() have names that are used again after they
             # were destroyed, with the addresses of the old ones still in the store.
             for channel in Channel:
@@ -124,13 +121,42 @@ class Peers:
                 timeout = timedelta(seconds=self.timeout_s)
                 made[channel] = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
+        self._connect_by(connect, look)
+        return made
+
+    def connect_devices(self, make: Callable[[Any, int, int], Any]) -> Any:
+        """The process group of the members' devices, which `make(store, rank, size)` makes.
+
+        All members must call it, once. Raises PeerError.
+        """
+        made: list[Any] = []
+
+        def connect(waiting: Any) -> None:
+            store = dist.distributed_c10d.PrefixStore("DEVICES", waiting)
+            made.append(make(store, self.rank, self.size))
+
+        self._connect_by(connect, self.look_for_failures)
+        return made[0]
+
+    def look_for_failures(self) -> None:
+        """Raises PeerError if a rank has failed, and so will never come."""
+        if self.failures.first is not None:
+            raise PeerError(self.failures.first[1])
+
+    def _connect_by(self, connect: Callable[[Any], None], look: Callable[[], None]) -> None:
+        """Calls `connect` with a store whose waits end if `look` raises. Raises PeerError."""
+        from hetero.ranks.polled_store import PolledStore  # torch may be built without any store
+
+        waiting = PolledStore(self._store, self.timeout_s, look)
+        self._polled_stores.append(waiting)  # because process groups may ask it later
+
         def end(error: BaseException) -> None:
             waiting.end()
             self._end_by(error)
 
         started = time.perf_counter()
         try:
-            wait_interruptibly(connect, look, end)
+            wait_interruptibly(partial(connect, waiting), look, end)
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
                 look()  # it knows which rank is gone
@@ -139,7 +165,6 @@ class Peers:
             why = "broken off" if waited_s < self.timeout_s / 2 else str(error)
             raise self.failure(self.others[0], "hetero's start", why, waited_s) from error
         waiting.connected()
-        return made
 
     def name(self, peer: int) -> str:
         """A member's name as users know it: "rank 3" of the world."""

@@ -22,6 +22,7 @@ from hetero.durable.commits import DurableState
 from hetero.durable.state_folder import StateFolder
 from hetero.planning.group_plans import Arrangement, arrange
 from hetero.planning.placement import PlacementError
+from hetero.ranks.device_group import can_gather_between_devices
 from hetero.runtime.engine import Engine
 from hetero.runtime.to_device import move_rest
 from hetero.runtime.update_schedule import OptimizerView
@@ -35,6 +36,7 @@ from hetero.stand_ins.parameter_classes import AbsentParameter, memory_in
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from hetero.state.memory.state_files import StateFiles
+from offload.device.backend import Backend
 from offload.errors import HeteroError
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -112,12 +114,15 @@ def initialize(
             for param in model.parameters():
                 construction.adopt(param)
             views = [each.view(made) for each in optimizers]
+            backend = made.make_backend()
+            resources.callback(backend.close)
             shard = Shard(
                 world.rank,
                 world.ranks,
                 grads=made.zero_stage >= 2,
                 params=made.zero_stage >= 3,
                 replicas=world.size // world.ranks,
+                between_devices=can_gather_between_devices(world, backend),
             )
             try:
                 arrangement = arrange(
@@ -136,7 +141,7 @@ def initialize(
             resources.enter_context(construction.placing())
             construction.keep_own_parts()
             files = None if folder is None else folder.files
-            engine = _build(model, arrangement, construction, views, files, resources)
+            engine = _build(model, arrangement, construction, views, files, backend, resources)
             engine.attach(StateDictHooks(model, engine), AddedParams(engine))
             resources.pop_all()
     except BaseException:
@@ -303,6 +308,7 @@ def _build(
     construction: ConstructionArena,
     optimizers: Sequence[OptimizerView],
     state_files: StateFiles | None,
+    backend: Backend,
     resources: ExitStack,
 ) -> Engine:
     """Builds the chunk groups and the engine; until it is there `resources` close them."""
@@ -318,8 +324,6 @@ def _build(
     loss_scale = LossScale()
     if config.dtype == "fp16" and config.initial_loss_scale is not None:
         loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
-    backend = config.make_backend()
-    resources.callback(backend.close)
     shared = Shared(config, backend, construction.ledger, notes, loss_scale, state_files)
     chunk_groups: list[ChunkGroup] = []
     # Placed last first, and made in the same order, for which the plans have reckoned.

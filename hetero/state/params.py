@@ -395,7 +395,7 @@ class Params:
         if self._gathering is not None and self._homes.whole:
             for chunk in sorted(chunks, key=lambda chunk: chunk.id):
                 whole = self._homes.flat(chunk)
-                self._whole_gathers[chunk.id] = self._gathering.stream.start(chunk, whole)
+                self._whole_gathers[chunk.id] = self._gathering.start(chunk, whole)
 
     def _finish_gathers(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:

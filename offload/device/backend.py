@@ -121,6 +121,10 @@ class Backend:
         """
         raise AssertionError("what is in RAM is where the CPU computes")
 
+    def collective_device(self) -> str | None:
+        """The device's name on this machine, if devices of ranks can gather by themselves."""
+        return None
+
     def updater(self, kind: UpdateKind, tile_numel: int) -> Updater | None:
         """The updater of homes on DEVICE, of tiles of `tile_numel` elements; None: the CPU's."""
         return None

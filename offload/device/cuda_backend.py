@@ -1,8 +1,8 @@
 """Computes on a GPU.
 
-Compute runs in the current stream, as in torch; copies to the device and copies from it have a
-stream each. The streams wait for each other's events. The host waits only for copies that read or
-fill RAM, before that RAM has another use.
+Compute runs in the current stream, as in torch; copies to the device, copies from it and gathers
+from other devices have a stream each. The streams wait for each other's events. The host waits only
+for copies that read or fill RAM, before that RAM has another use.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -70,6 +71,7 @@ class CudaBackend(Backend):
         self.device = self.runtime.device
         self._fetching = _Way("from RAM to the device", self.runtime.new_stream())
         self._draining = _Way("from the device to RAM", self.runtime.new_stream())
+        self._gathering = self.runtime.new_stream()  # between devices
         # Reentrant: the garbage collector may close what it finds at any time.
         self._lock = threading.RLock()  # guards all below, and the order in the two streams
         self._arenas: weakref.WeakSet[DeviceArena] = weakref.WeakSet()
@@ -134,6 +136,51 @@ class CudaBackend(Backend):
         with self._lock:
             self.d2h_bytes += source.nbytes
         return submit(queue, to, source, add, 0 if after is None else self.runtime.handle(after))
+
+    def collective_device(self) -> str | None:
+        return self.runtime.name() if self.runtime.has_collectives else None
+
+    def gather(
+        self,
+        group: Any,
+        whole: torch.Tensor,
+        own: torch.Tensor,
+        source: torch.Tensor,
+        after: Event | None,
+    ) -> Event:
+        """Starts gathering `whole` from the equal parts that the devices of a group have.
+
+        Copies to it, and work with pinned views of its slots, then follow by themselves.
+
+        Args:
+            group: runtime.process_group()'s.
+            whole: flat bytes, in slots of an arena.
+            own: the place of this device's part in `whole`.
+            source: what belongs there. The caller keeps it until the gather is done.
+            after: the event after which `source`, on this device, is computed; None: it is in RAM,
+                and copied to its place first.
+
+        Returns the event at which it is done.
+        """
+        with self._lock:
+            arena, slot, run = self._find(whole)
+            stream = self._gathering
+            waits = arena.before_write(slot, run)
+            if after is None:
+                check_sides(own, source)
+                # In the stream of copies, so that the next one's is made during this gather.
+                waits.append(self._start(self._fetching, own, source, waits).event)
+                self.h2d_bytes += own.nbytes
+            else:
+                own = source
+                waits.append(after)
+            for event in waits:
+                self.runtime.wait(stream, event)
+            with self.runtime.on(stream):
+                group._allgather_base(whole, own).wait()
+            done = self.runtime.record(stream)
+            arena.written(slot, run, done)
+        return done
 
     def _start(
         self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]

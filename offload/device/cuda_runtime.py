@@ -7,7 +7,8 @@ wait.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from offload.device.cuda_module import (
     primary_context,
 )
 from offload.device.event_pool import Event, EventPool
+from offload.device.nccl import has_nccl, nccl_group
 
 Stream = Any
+_POLL_S = 0.0005  # CUDA knows no wait for an event with a limit
 
 
 class CudaRuntime:
@@ -43,6 +46,10 @@ class CudaRuntime:
         """The stream that gets the calling thread's work."""
         return torch.cuda.current_stream(self.device)
 
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Inside the block `stream` is the calling thread's current one."""
+        return torch.cuda.stream(stream)
+
     def capturing(self) -> bool:
         """Whether what this thread gives the current stream is captured in a CUDA graph."""
         return bool(torch.cuda.is_current_stream_capturing())
@@ -60,6 +67,15 @@ class CudaRuntime:
     def done(self, event: Event) -> bool:
         """Whether the event has come. Raises RuntimeError if work on the device failed."""
         return bool(event.raw.query())
+
+    def comes_within(self, event: Event, seconds: float) -> bool:
+        """Whether `event` comes; the host waits so long at most. Raises RuntimeError as done()."""
+        until_s = time.monotonic() + seconds
+        while not self.done(event):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def synchronize(self, event: Event) -> None:
         """The host sleeps until `event`. Raises RuntimeError as done()."""
@@ -93,6 +109,23 @@ class CudaRuntime:
         # Torch keeps the page-locked memory until the copy is done, and the host need not wait.
         ram = torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
         return ram.to(self.device, non_blocking=True)
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether process_group() can be called."""
+        return has_nccl()
+
+    def name(self) -> str:
+        """The device's name, which no other device of this machine has."""
+        return pci_device(self._index)
+
+    def process_group(self, store: Any, rank: int, size: int) -> Any:
+        """torch.distributed's group of the devices of `size` ranks; all of them call this.
+
+        Its collectives begin when the current stream has done what it has; that of the work's
+        wait(), and not the host, then waits for their end. Raises RuntimeError.
+        """
+        return nccl_group(store, rank, size, self.device)
 
     def memory_node(self) -> int | None:
         """The NUMA node that the device is attached to, as _native.node_near() numbers them."""

@@ -53,7 +53,7 @@ class DeviceArena(HostArena):
         self._used: dict[int, tuple[int, dict[Stream, None]]] = {}
         # By slot and stream, the event after which no work uses it, of pins that have ended.
         self._unused_after: dict[int, dict[Stream, Event]] = {}
-        self._written: dict[int, tuple[int, Event]] = {}  # the last copy to a run that began here
+        self._written: dict[int, tuple[int, Event]] = {}  # the last write to a run that began here
         super().__init__(slots, slot_bytes, ledger, account, Tier.DEVICE)
 
     def _map(self, nbytes: int) -> Arena:
@@ -92,9 +92,8 @@ class DeviceArena(HostArena):
         with self._lock:
             self._note_unpinned()  # of other slots, before more work comes to their streams
             stream = self._runtime.current_stream()
-            for first, (length, event) in self._written.items():
-                if first < slot + run and slot < first + length:
-                    self._runtime.wait(stream, event)
+            for event in self._writes(slot, run):
+                self._runtime.wait(stream, event)
             view = super().view(slot, run, dtype, pinned)
             _, streams = self._used.get(slot, (0, {}))
             self._used[slot] = run, {**streams, stream: None}
@@ -118,14 +117,23 @@ class DeviceArena(HostArena):
                     self._unused_after.setdefault(slot, {}).update(ended)
 
     def before_write(self, slot: int, run: int) -> list[Event]:
-        """When the work is done that uses slots [slot, slot + run), which nothing pins."""
+        """When the work is done that uses slots [slot, slot + run), which nothing pins.
+
+        Also what writes to them: another stream may have been given that.
+        """
         with self._lock:
             self._note_unpinned()
             ended = (self._unused_after.pop(each, {}) for each in range(slot, slot + run))
-            return list(dict.fromkeys(event for of_slot in ended for event in of_slot.values()))
+            events = [event for of_slot in ended for event in of_slot.values()]
+            return list(dict.fromkeys([*events, *self._writes(slot, run)]))
+
+    def _writes(self, slot: int, run: int) -> list[Event]:
+        """The last writes to slots [slot, slot + run). Needs the lock."""
+        written = self._written.items()
+        return [e for first, (n, e) in written if first < slot + run and slot < first + n]
 
     def written(self, slot: int, run: int, event: Event) -> None:
-        """A copy to slots [slot, slot + run) is done at `event`."""
+        """A copy, or a gather, to slots [slot, slot + run) is done at `event`."""
         with self._lock:
             for first, (length, _) in list(self._written.items()):
                 if first < slot + run and slot < first + length:

@@ -1,4 +1,7 @@
-"""Ranks on CUDA, of which several may share a GPU: one result for every stage and placement."""
+"""Ranks on CUDA: one result for every stage and placement, and whatever carries bytes between them.
+
+With two GPUs or more each rank has one, and NCCL gathers; else ranks share one, and gloo does.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from offload.device.cuda_backend import CudaBackend
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account
 from tests.support.cuda.ranks import train_on_gpu
 from tests.support.ranks.processes import RankPool
 
@@ -51,3 +58,26 @@ def test_same_bits_for_every_stage_and_placement(
     for found, wanted in zip(pool.run(train_on_gpu, options), everything_gathered, strict=True):
         assert len(found) == len(wanted)
         assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
+def test_a_group_of_one_device_gathers_its_part() -> None:
+    backend = CudaBackend()
+    ledger = Ledger({})
+    device = backend.arena(4, 1 << 20, ledger, Account.GATHERED)
+    ram = backend.host_arena(1, 4 << 20, ledger, Account.PARAM)
+    ram.commit(0)
+    source = ram.view(0, 1, torch.uint8)
+    group = backend.runtime.process_group(dist.HashStore(), 0, 1)
+    try:
+        for value in range(20):
+            source.fill_(value)
+            whole = device.view(0, 4, torch.uint8)
+            done = backend.gather(group, whole, whole, source, None)
+            assert bool((device.view(0, 4, torch.uint8, pinned=True) == value).all())
+            assert backend.runtime.comes_within(done, 60.0)
+    finally:
+        group.abort()
+        backend.close()
+        ram.close()
+        device.close()

@@ -40,10 +40,11 @@ def on_cpu(pool: RankPool, stage: int, *more: Any) -> list[dict[str, Any]]:
     return pool.run(ranks.train, options, *more)
 
 
+@pytest.mark.parametrize("nccl", [False, True], ids=["gloo", "nccl"])
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_same_bits_as_ranks_on_the_cpu(
-    ranks2: RankPool, stage: int, settings: dict[str, Any], tmp_path: Path
+    ranks2: RankPool, stage: int, settings: dict[str, Any], nccl: bool, tmp_path: Path
 ) -> None:
     if stage == 1 and settings["placement_policy"] in ("auto", "cuda"):
         with pytest.raises(RankFailure, match="averages gradients in RAM"):
@@ -55,11 +56,11 @@ def test_same_bits_as_ranks_on_the_cpu(
     }  # fmt: skip
     if settings["placement_policy"] == "nvme" and stage < 3:
         options["host_memory"] = "3MiB"
-    found = ranks2.run(ranks.train, options, 2)
+    found = ranks2.run(ranks.train, options, 2, 1, nccl)
     check(found, on_cpu(ranks2, stage, 2))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_hybrid_sharding(ranks4: RankPool, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "nccl"), [(1, False), (3, False), (3, True)])
+def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool) -> None:
     options = {"device_memory": "400KiB", "dtype": "bf16", "zero_stage": stage}
-    check(ranks4.run(ranks.train, options, 1, 2), on_cpu(ranks4, stage, 1, 2))
+    check(ranks4.run(ranks.train, options, 1, 2, nccl), on_cpu(ranks4, stage, 1, 2))

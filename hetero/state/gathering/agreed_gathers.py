@@ -164,7 +164,7 @@ class AgreedGathers:
             if self._cache.holds(chunk.id) or not self._begin(chunk.id, must):
                 if not must and not self._cache.holds(chunk.id):
                     return False
-                self._gathering.stream.start(chunk, None)
+                self._gathering.stream.start(chunk)
         finally:
             self._is_starting = False
         self._started += 1

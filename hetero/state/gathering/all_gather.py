@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.communicator import Communicator
-from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.messages import Reply
-from hetero.ranks.shard_server import RequestKind, ShardServer, Versions
-from hetero.state.gathering.gather_stream import GatherStream
+from hetero.ranks.shard_server import RequestKind, ShardServer
+from hetero.state.gathering.gather_stream import CommonGather, GatherStream
 from hetero.state.gathering.param_shards import ParamShards
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation
@@ -72,11 +70,9 @@ class Gathering:
     def __init__(
         self,
         layout: Layout,
-        peers: Communicator,
         server: ShardServer,
         shards: ParamShards,
-        versions: Versions,
-        news: GatherNews,
+        stream: GatherStream,
         arena: HostArena,
         dtype: torch.dtype,
     ) -> None:
@@ -84,11 +80,9 @@ class Gathering:
 
         Args:
             layout: the chunk group's.
-            peers: the ranks of the shard group.
-            server: of the same ranks.
+            server: of the ranks of the shard group.
             shards: this rank's.
-            versions: of the chunks' values.
-            news: what other ranks have told about all-gathers.
+            stream: of the same ranks.
             arena: has the slots of gathered copies, in RAM: none in stages 1 and 2.
             dtype: of parameters.
         """
@@ -98,9 +92,7 @@ class Gathering:
         self._arena = arena
         self._dtype = dtype
         self.one_sided_wait_s = 0.0
-        self.stream = GatherStream(
-            peers, server, shards, versions, news, layout, dtype, self._read_alone
-        )
+        self.stream = stream
         self.expected: set[int] = set()
 
     @property
@@ -112,10 +104,19 @@ class Gathering:
         """Starts gathering a chunk into the slots from `slot` on, with all ranks if expected."""
         found = self._layout.chunks[chunk]
         whole = self._arena.view(slot, found.slots, self._dtype)
-        if chunk in self.expected:
-            self.expected.discard(chunk)
-            return self.stream.start(found, whole)
+        if self.take_expected(chunk):
+            return self.start(found, whole)
         return self.read_alone(found, whole)
+
+    def take_expected(self, chunk: int) -> bool:
+        """Whether all ranks are about to gather the chunk; it is not expected again."""
+        is_expected = chunk in self.expected
+        self.expected.discard(chunk)
+        return is_expected
+
+    def start(self, chunk: Chunk, whole: torch.Tensor) -> CommonGather:
+        """Starts gathering a chunk to `whole`, flat and in RAM, with all ranks."""
+        return self.stream.start(chunk, whole, lambda: self.read_alone(chunk, whole).wait())
 
     def write(self, chunk: int, slot: int) -> Operation:
         """Not used: gathered copies are never changed."""
@@ -129,9 +130,6 @@ class Gathering:
             for peer in self.server.peers.others
         ]
         return OneSidedGather(self, chunk, whole, replies)
-
-    def _read_alone(self, chunk: Chunk, whole: torch.Tensor) -> None:
-        self.read_alone(chunk, whole).wait()
 
     def copy_own(self, chunk: Chunk, whole: torch.Tensor) -> None:
         """For OneSidedGather: copies this rank's shard to its place in `whole`. Raises as that."""

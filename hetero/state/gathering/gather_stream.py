@@ -11,13 +11,15 @@ from hashlib import blake2b
 
 import torch
 
-from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.communicator import Communicator, GatheredParts
+from hetero.chunks.layout import Chunk
+from hetero.ranks.communicator import Communicator
 from hetero.ranks.gather_news import GatherNews
 from hetero.ranks.peers import Channel, Operation
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.ranks.waiting import LOOK_S, SOON_S
 from hetero.state.gathering.param_shards import ParamShards
+from hetero.state.gathering.transport import GatherTransport
+from offload.errors import PeerError
 from offload.interrupts import deliver_signals
 from offload.memory.operation import Worker, cancelled
 
@@ -32,31 +34,42 @@ class CommonGather:
     """A chunk that all ranks gather: what GatherStream.start() returns."""
 
     def __init__(
-        self, stream: GatherStream, number: int, chunk: Chunk, whole: torch.Tensor | None
+        self,
+        stream: GatherStream,
+        number: int,
+        chunk: Chunk,
+        whole: torch.Tensor | None,
+        read: Callable[[], object],
     ) -> None:
-        """`whole` gets the chunk, flat; None: this rank takes part for the others alone."""
+        """`whole` gets the chunk, flat; None: this rank takes part for the others alone.
+
+        `read` brings it there one-sided.
+        """
         self._stream = stream
         self.number = number
         self.chunk = chunk
         self.error: BaseException | None = None
-        self._whole = whole
-        self.parts = GatheredParts(whole, stream.ranks)
+        self.target = stream.transport.target(chunk, whole)
+        self._is_kept = whole is not None
+        self._read = read
         self._waiting = threading.Lock()
 
     def wait(self) -> None:
-        """Until the chunk is whole.
+        """Until the chunk is whole for what is computed next.
 
         If the other ranks do not come for long, their shards are read one-sided.
 
         Raises PeerError, what opening this rank's shard raises, and an OSError after cancel().
         """
         with self._waiting:
-            if self._whole is None:
+            if not self._is_kept:
                 return self._raise_error()
             began_s = time.perf_counter()
             try:
-                if not self._stream.wait(self):
-                    self._stream.read(self.chunk, self._whole)
+                while not self._stream.wait(self):
+                    if self.target.let_go():
+                        self._read()
+                        break
             finally:
                 self._stream.wait_s += time.perf_counter() - began_s
                 self._let_go(self.error)
@@ -73,10 +86,10 @@ class CommonGather:
 
     def _let_go(self, error: BaseException | None) -> None:
         """Nothing is written to the memory any more."""
-        self.parts.let_go()
-        if self._whole is not None:
+        self.target.let_go()
+        if self._is_kept:
             self.error = error
-        self._whole = None
+        self._is_kept = False
 
 
 class GatherStream:
@@ -89,9 +102,7 @@ class GatherStream:
         shards: ParamShards,
         versions: Versions,
         news: GatherNews,
-        layout: Layout,
-        dtype: torch.dtype,
-        read: Callable[[Chunk, torch.Tensor], None],
+        transport: GatherTransport,
     ) -> None:
         """Nothing is gathered yet.
 
@@ -101,19 +112,14 @@ class GatherStream:
             shards: this rank's.
             versions: of the chunks' values.
             news: what the others have told.
-            layout: of the chunks.
-            dtype: of parameters.
-            read: brings a whole chunk from the other ranks one-sided.
+            transport: brings the shards together.
         """
         self._peers = peers
         self._server = server
         self._shards = shards
         self._versions = versions
         self._news = news
-        self._slot_numel = layout.slot_numel
-        self._dtype = dtype
-        self.ranks = peers.size
-        self.read = read
+        self.transport = transport
         self._worker = Worker("gathers")
         self.started = 0
         self.made = 0  # of those; they end in their order
@@ -124,12 +130,18 @@ class GatherStream:
         self.wait_s = 0.0  # seconds of waiting for them
         self._digest = blake2b(digest_size=7)
 
-    def start(self, chunk: Chunk, whole: torch.Tensor | None) -> CommonGather:
+    def start(
+        self,
+        chunk: Chunk,
+        whole: torch.Tensor | None = None,
+        read: Callable[[], object] = lambda: None,
+    ) -> CommonGather:
         """Starts gathering `chunk` to `whole`, flat, where this rank's shard may be already.
 
-        Without `whole` this rank takes part for the others alone.
+        Without `whole` this rank takes part for the others alone. `read` brings the chunk there
+        one-sided, if others do not come.
         """
-        gather = CommonGather(self, self.started, chunk, whole)
+        gather = CommonGather(self, self.started, chunk, whole, read)
         self.started += 1
         version = self._versions[chunk]
         self._digest.update(f"{chunk.id} {version};".encode())
@@ -150,13 +162,13 @@ class GatherStream:
             flag = torch.zeros(1, dtype=torch.uint8)
             self._peers.begin_any(flag, what, Channel.GATHERS).wait()
             with contextlib.ExitStack() as opened:
-                part = self._nothing(gather.chunk)
+                shard: torch.Tensor | None = None
                 if error is None:
                     try:
-                        part = opened.enter_context(self._shards.open(gather.chunk))
+                        shard = opened.enter_context(self._shards.open(gather.chunk))
                     except Exception as failure:
                         error = self._tell_failure(gather, failure)
-                self._peers.gather_parts(part, gather.parts, what, Channel.GATHERS)
+                self.transport.gather(gather.target, shard, what, opened)
             error = error or self._news.failure_of(gather.number)
         except Exception as failure:
             error = failure.with_traceback(None)
@@ -183,10 +195,6 @@ class GatherStream:
         """The others must know it before they get something else than values."""
         self._server.tell_failed_gather(gather.chunk, gather.number, failure)
         return failure.with_traceback(None)
-
-    def _nothing(self, chunk: Chunk) -> torch.Tensor:
-        """As many elements as this rank's shard has."""
-        return torch.zeros(chunk.slots * self._slot_numel // self.ranks, dtype=self._dtype)
 
     def wait(self, gather: CommonGather) -> bool:
         """For CommonGather: until it is made. Returns False if the others do not come."""
@@ -233,8 +241,9 @@ class GatherStream:
                 raise self._peers.failure_of_all(operation, what, "timed out", waited_s)
 
     def wait_all(self) -> None:
-        """Until all that were started are made."""
+        """Until all that were started are made, by devices, too. Raises PeerError."""
         self.wait_for(self.started - 1)
+        self.transport.finish()
 
     def abandon(self) -> None:
         """Ends those that are under way, in which other ranks may not take part; idempotent.
@@ -252,3 +261,5 @@ class GatherStream:
         """abandon(), and ends the thread; idempotent."""
         self.abandon()
         self._worker.close()
+        with contextlib.suppress(PeerError):  # whoever needs them has met it
+            self.transport.finish()

@@ -51,6 +51,9 @@ class SlotArenas:
         # Where compute happens.
         self.gathered = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.gathered.close)
+        # There, too: what this rank gathers for other ranks alone.
+        self.unkept = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
+        resources.callback(self.unkept.close)
         self._pipeline: StepPipeline | None = None
         # Changes whenever the pipeline has lost what it was told to read ahead.
         self.read_ahead_epoch = 0
@@ -85,6 +88,7 @@ class SlotArenas:
         )
         for arena, slots, nbytes in (
             (self.staged, made.staged_slots, slot.gathered),
+            (self.unkept, made.unkept_slots, slot.gathered),
             (self.shards, made.shard_slots, slot.param),
             (self.grads, made.grad_slots, slot.grad),
             (self.buffers, made.buffers, StepPipeline.buffer_bytes(*shape)),
@@ -129,7 +133,8 @@ class SlotArenas:
         """
         self._close_pipeline()
         disk = self._file.parts
-        for arena in (self.gathered, self.staged, self.shards, self.grads, self.buffers):
+        made = self.staged, self.shards, self.grads, self.buffers
+        for arena in (self.gathered, self.unkept, *made):
             if disk is not None and arena.slots and arena.tier is Tier.HOST:
                 disk.io.unregister(arena.memory)
             arena.resize(0)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 from offload.device.cuda_backend import CudaBackend
+from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.ranks.rank_training import inputs, make
 
@@ -19,9 +24,9 @@ STEPS = 4
 
 
 @contextmanager
-def fake_device() -> Iterator[FakeRuntime]:
-    """Inside the block backend="cuda" is a fake device of this rank's own."""
-    made = FakeRuntime()
+def fake_device(nccl: bool = False) -> Iterator[FakeRuntime]:
+    """Inside the block backend="cuda" is a fake device of this rank's own; `nccl`: with NCCL."""
+    made = FakeRuntime(nccl=nccl)
     with (
         patch("hetero.config.cuda_available", lambda: True),
         patch("hetero.config.default_device_bytes", lambda *_: 64 << 20),
@@ -31,17 +36,22 @@ def fake_device() -> Iterator[FakeRuntime]:
 
 
 def train(
-    rank: int, world: int, options: dict[str, Any], accumulate: int = 1, replicas: int = 1
+    rank: int,
+    world: int,
+    options: dict[str, Any],
+    accumulate: int = 1,
+    replicas: int = 1,
+    nccl: bool = False,
 ) -> dict[str, Any]:
     """Trains on the fake device, or where `options` say; clips every other step.
 
-    Returns losses, masters, and what the device had at most.
+    Returns losses, masters, what the device had at most, and the link's traffic.
     """
     where: dict[str, Any] = {}
     if replicas > 1:
         where["mesh"] = init_device_mesh("cpu", (replicas, world // replicas))
     options = {"backend": "cuda", "chunk_numel": 16384, "rank_timeout_s": 60.0} | options
-    with fake_device() as runtime:
+    with fake_device(nccl) as runtime:
         model, optimizer = make("layers", options, **where)
         engine = optimizer.engine
         losses = []
@@ -54,17 +64,62 @@ def train(
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
             optimizer.zero_grad()
+        crossed = engine.traffic.h2d, engine.traffic.d2h
         found = {
             "losses": losses,
             "masters": hetero.masters(model.parameters()),
             "state": {name: t.clone() for name, t in model.state_dict().items()},
             "peak": engine.ledger.peak_bytes["device"],
             "budget": engine.ledger.budget_bytes["device"],
-            "h2d": engine.traffic.h2d,
+            "h2d": crossed[0],
+            "d2h": crossed[1],
         }
         engine.close()
         found["left"] = (dict(engine.ledger.in_use_bytes), dict(runtime.page_locked))
     return found
+
+
+def with_nccl(rank: int, world: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` of a rank returns where backend="cuda" is a fake device with NCCL."""
+    with fake_device(nccl=True):
+        return function(rank, world, *args)
+
+
+def without_other(rank: int, world: int, how: str) -> str:
+    """Rank 1's device does not send what rank 0's waits for: what rank 0 is told.
+
+    Rank 1 "dies" before its device is told to gather, when all ranks have come for that; or it
+    "hangs" until rank 0 was told.
+    """
+    options = {"backend": "cuda", "chunk_numel": 16384, "device_memory": "1MiB"}
+    options["rank_timeout_s"] = 60.0 if how == "dies" else 2.0
+    store, give, begins = dist.distributed_c10d._get_default_store(), FakeNccl._give, [False]
+
+    def lost(self: FakeNccl, *args: Any) -> Any:
+        if begins[0] and how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if begins[0]:
+            store.get("rank 0 was told")
+        return give(self, *args)
+
+    with fake_device(nccl=True), contextlib.ExitStack() as patches:
+        if rank == 1:
+            patches.enter_context(patch.object(FakeNccl, "_give", lost))
+        model, optimizer = make("layers", options)
+        model(inputs(rank, 0, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        begins[0] = True
+        told = ""
+        try:
+            model(inputs(rank, 1, 128)).square().mean().backward()
+            optimizer.step()
+        except hetero.PeerError as error:
+            told = str(error)
+        store.set("rank 0 was told", "")
+        with contextlib.suppress(hetero.HeteroError):
+            optimizer.engine.close()
+    return told
 
 
 def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:

@@ -69,9 +69,11 @@ def train(
     return masters, reads
 
 
-def unreadable_shard(rank: int, world: int) -> tuple[list[str], list[torch.Tensor]]:
+def unreadable_shard(
+    rank: int, world: int, options: dict[str, Any]
+) -> tuple[list[str], list[torch.Tensor]]:
     """Rank 1 cannot read a shard once; all are told, and train on. The errors, and the masters."""
-    model, optimizer = make("layers", OPTIONS)
+    model, optimizer = make("layers", OPTIONS | options)
     opened, failing = ParamShards.open, [False]
 
     def open_or_fail(self: ParamShards, chunk: Any) -> Any:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_char_p, c_uint, c_void_p
 from functools import cache
 from typing import Any
@@ -23,6 +25,7 @@ from offload import _native
 from offload._native import UpdateKind
 from offload.device.event_pool import Event, EventPool
 from tests.support.cuda.fake_driver import CONTEXT, FakeDriver, FakeEvent
+from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.cuda.stream_order import HOST, Clock, StreamOrder
 from tests.support.native.native_build import BUILD, ROOT, succeed
 
@@ -53,10 +56,15 @@ class FakeRuntime:
     dlpack_device = (1, 0)  # kDLCPU
 
     def __init__(
-        self, total: int = 1 << 30, page_lockable: bool = True, eager: bool = True
+        self,
+        total: int = 1 << 30,
+        page_lockable: bool = True,
+        eager: bool = True,
+        nccl: bool = False,
     ) -> None:
-        """`total` bytes of memory; not `eager`: compute is given by give()."""
+        """`total` bytes of memory; not `eager`: compute is given by give(); `nccl`: it has that."""
         self.total = total
+        self.has_collectives = nccl
         self.page_lockable = page_lockable
         self.taken: dict[int, int] = {}  # by address, of tensors that live
         self.cached = 0  # given back by tensors, and not to the device
@@ -72,6 +80,10 @@ class FakeRuntime:
         self.captures = False  # whether a graph is being captured
         self.freed: dict[int, torch.Tensor] = {}  # by bytes, the memory that was freed last
         self.lock = threading.RLock()
+        # Told when other devices have sent something, for which a stream here may wait.
+        self.arrived = threading.Condition(self.lock)
+        self.collectives = 0  # under way with other devices
+        self.current = threading.local()
         self.events = EventPool(FakeEvent)
         # What was recorded as each event that somebody has.
         self.recorded: weakref.WeakKeyDictionary[Event, Recording] = weakref.WeakKeyDictionary()
@@ -85,7 +97,16 @@ class FakeRuntime:
         return self.streams[-1]
 
     def current_stream(self) -> FakeStream:
-        return self.compute
+        return getattr(self.current, "stream", self.compute)
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current_stream()
+        self.current.stream = stream
+        try:
+            yield
+        finally:
+            self.current.stream = before
 
     def capturing(self) -> bool:
         return self.captures
@@ -103,10 +124,20 @@ class FakeRuntime:
             work()
             return True
 
+        self.give_when(stream, do, reads, writes)
+
+    def give_when(
+        self,
+        stream: FakeStream,
+        work: Callable[[], bool],
+        reads: Sequence[tuple[int, int]] = (),
+        writes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """As give(), for work that says whether it could be done."""
         with self.lock:
             self.order.use(stream, reads, writes=False)
             self.order.use(stream, writes, writes=True)
-            stream.queue.append(do)
+            stream.queue.append(work)
             if stream.eager:
                 self._grad_offload(stream)
 
@@ -147,6 +178,14 @@ class FakeRuntime:
                 self.order.after(HOST, recording.before)
             return recording.come
 
+    def comes_within(self, event: Event, seconds: float) -> bool:
+        recording, until_s = self.moment(event), time.monotonic() + seconds
+        with self.lock:
+            while not recording.come and time.monotonic() < until_s:
+                if not any(self.step(stream) for stream in (recording.stream, *self.streams)):
+                    self.arrived.wait(max(0.0, until_s - time.monotonic()))
+        return self.done(event)
+
     def synchronize(self, event: Event) -> None:
         if not self.reach(self.moment(event)):
             raise RuntimeError(self.failure)
@@ -159,10 +198,15 @@ class FakeRuntime:
             self.order.after(HOST, recording.before)
             return self.failure is None
 
+    def reach_quietly(self, recording: Recording) -> None:
+        """The device comes to a moment, of which the host does not know. Needs the lock."""
+        self._reach(recording)
+
     def synchronize_all(self) -> None:
         with self.lock:
             while any(stream.queue for stream in self.streams):
-                assert any(self.step(stream) for stream in self.streams), "streams hang"
+                if not any(self.step(stream) for stream in self.streams):
+                    self._wait_for_others()
             for stream in self.streams:
                 self.order.after(HOST, self.order.now(stream))
 
@@ -176,15 +220,23 @@ class FakeRuntime:
 
     def _reach(self, recording: Recording) -> None:
         while not recording.come:
-            if not self.step(recording.stream):  # it waits for other streams
-                others = [s for s in self.streams if s is not recording.stream]
-                assert any(self.step(s) for s in others), "streams hang"
+            self._step_one(recording.stream)
 
     def _grad_offload(self, stream: FakeStream) -> None:
         while stream.queue:
-            if not self.step(stream):
-                others = [s for s in self.streams if s is not stream]
-                assert any(self.step(s) for s in others), "streams hang"
+            self._step_one(stream)
+
+    def _step_one(self, stream: FakeStream) -> None:
+        """Does the next thing of a stream, or of those that it waits for. Needs the lock."""
+        if not self.step(stream):
+            others = [s for s in self.streams if s is not stream]
+            if not any(self.step(s) for s in others):
+                self._wait_for_others()
+
+    def _wait_for_others(self) -> None:
+        """Until other devices have sent something. Needs the lock, which it gives up."""
+        assert self.collectives, "streams hang"
+        self.arrived.wait()
 
     # Copies
 
@@ -290,6 +342,14 @@ class FakeRuntime:
 
     def memory_node(self) -> int | None:
         return self.node
+
+    # Other devices
+
+    def name(self) -> str:
+        return str(os.getpid())
+
+    def process_group(self, store: Any, rank: int, size: int) -> FakeNccl:
+        return FakeNccl(self, store, rank, size)
 
     def register(self, address: int, nbytes: int) -> str | None:
         assert address % PAGE == nbytes % PAGE == 0

@@ -37,7 +37,7 @@ def test_four_ranks_of_which_one_goes_on_alone(ranks4: RankPool) -> None:
 
 
 def test_all_are_told_of_a_shard_that_one_cannot_read(ranks2: RankPool) -> None:
-    (mine, first), (theirs, second) = ranks2.run(deviating.unreadable_shard)
+    (mine, first), (theirs, second) = ranks2.run(deviating.unreadable_shard, {})
     assert len(mine) == len(theirs) == 1
     assert "rank 1 could not give" in mine[0]
     assert "a bad sector" in mine[0]

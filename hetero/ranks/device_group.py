@@ -1,0 +1,126 @@
+"""The members of a communicator whose devices exchange bytes by themselves.
+
+A device that waits in a collective for a rank that has died waits for ever, and with it all that is
+to be computed afterwards. So all members first meet by a common operation in RAM, and a thread
+looks after every collective that a device was given: if it is in vain, it is aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hetero.ranks.communicator import Communicator
+from hetero.ranks.peers import Operation
+from hetero.ranks.process_groups import ProcessGroups
+from hetero.ranks.waiting import LOOK_S
+from offload.device.backend import Backend
+from offload.device.cuda_backend import CudaBackend
+from offload.device.event_pool import Event
+from offload.errors import PeerError
+from offload.interrupts import deliver_signals
+from offload.memory.operation import Worker
+
+_LOOKS = 3  # in vain after another rank's failure is known: the collective may not need that rank
+
+
+def can_gather_between_devices(world: ProcessGroups, backend: Backend) -> bool:
+    """Whether each rank has a device of its own, and these can exchange bytes by themselves.
+
+    The one place where it is decided what carries parameters from rank to rank: else RAM does, by
+    gloo. All ranks must call it; it is the same on all. Raises PeerError.
+    """
+    if world.everyone is None:
+        return False
+    name = backend.collective_device()
+    mine = b"" if name is None else f"{socket.gethostname()}/{name}".encode()
+    names = world.everyone.all_gather_bytes(mine, "hetero's start")
+    return all(names) and len(set(names)) == len(names)
+
+
+class DeviceGroup:
+    """NCCL's process group of a communicator's members, and the thread that looks after it.
+
+    Members must give it the same collectives, in one order.
+    """
+
+    def __init__(self, peers: Communicator, backend: CudaBackend) -> None:
+        """Connects the members' devices. All of them must call it. Raises PeerError."""
+        self._peers = peers
+        self._runtime = backend.runtime
+        self.group: Any = peers.connect_devices(backend.runtime.process_group)
+        self._watch = Worker("devices")
+        self._ended = threading.Condition()
+        self._under_way = 0
+        self._failure: PeerError | None = None
+
+    def look_after(
+        self, done: Event, operation: Operation, what: str, on_end: Callable[[], object]
+    ) -> None:
+        """A collective was given to the device.
+
+        Args:
+            done: comes when the device has done it.
+            operation: by which the members have met before it.
+            what: names it in errors.
+            on_end: is called, in another thread, when the device does not do it any more.
+        """
+        with self._ended:
+            self._under_way += 1
+        self._watch.do(partial(self._wait, done, operation, what, on_end))
+
+    def check(self) -> None:
+        """Raises PeerError if a collective has failed: what devices got since has no meaning."""
+        if self._failure is not None:
+            raise PeerError(*self._failure.args)
+
+    def wait_all(self) -> None:
+        """Until the device has done all collectives that it was given. Raises PeerError."""
+        with self._ended:
+            while not self._ended.wait_for(lambda: not self._under_way, LOOK_S):
+                deliver_signals()
+        self.check()
+
+    def _wait(
+        self, done: Event, operation: Operation, what: str, on_end: Callable[[], object]
+    ) -> None:
+        """In the thread."""
+        began_s, looks = time.monotonic(), 0
+        try:
+            while self._failure is None and not self._runtime.comes_within(done, LOOK_S):
+                failures = self._peers.failures
+                has_failed = failures.first is not None or failures.own_end is not None
+                looks = looks + 1 if has_failed else 0
+                waited_s = time.monotonic() - began_s
+                if waited_s > self._peers.timeout_s or looks == _LOOKS:
+                    why = "broken off" if has_failed else "timed out"
+                    self._failure = self._peers.failure_of_all(operation, what, why, waited_s)
+                    self._abort()
+        except RuntimeError as error:  # the device's, which its next use meets, too
+            self._failure = PeerError(f"the device failed in {what}: {error}")
+        on_end()
+        with self._ended:
+            self._under_way -= 1
+            self._ended.notify_all()
+
+    def _abort(self) -> None:
+        """The device goes on with what it has; what others sent has no meaning from now on."""
+        with contextlib.suppress(RuntimeError):
+            self.group.abort()
+        self._peers.break_off()
+
+    def close(self) -> None:
+        """Ends the thread, when nothing is under way, and the connections; idempotent.
+
+        Other members' devices must have done what this one takes part in.
+        """
+        self._watch.close()
+        group, self.group = self.group, None
+        if group is not None and self._failure is None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()  # (shutdown() would wait for other ranks.)

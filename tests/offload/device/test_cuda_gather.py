@@ -1,0 +1,110 @@
+"""CudaBackend.gather: what comes before a gather on the device, and what comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offload.device.cuda_backend import CudaBackend
+from offload.device.device_arena import DeviceArena
+from offload.device.event_pool import Event
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account
+from tests.support.cuda.fake_nccl import FakeNccl
+from tests.support.native.fake_cuda import FakeRuntime
+
+SLOT = 4096
+NO_ORDER = "none waits for the other's event"
+
+
+class Rig:
+    """A device of one rank; compute is what the test gives it."""
+
+    def __init__(self) -> None:
+        self.runtime = FakeRuntime(page_lockable=False, eager=False, nccl=True)
+        self.backend = CudaBackend(self.runtime)
+        made = self.backend.arena(2, SLOT, Ledger({}), Account.GATHERED)
+        assert isinstance(made, DeviceArena)
+        self.arena = made
+        self.group: FakeNccl = self.runtime.process_group(dist.HashStore(), 0, 1)
+
+    def gather(self, value: int, computed: Event | None = None) -> Event:
+        whole = self.arena.view(0, 1, torch.uint8)
+        source = torch.full((SLOT,), value, dtype=torch.uint8)
+        return self.backend.gather(self.group, whole, whole, source, computed)
+
+    def use(self) -> list[int]:
+        """Work that reads the slot, in the current stream; what it finds, once it is done."""
+        alias, found = torch.from_dlpack(self.arena.memory.export(0, SLOT)), list[int]()
+        self.runtime.give(
+            self.runtime.current_stream(),
+            lambda: found.append(int(alias[SLOT // 2])),
+            reads=[(alias.data_ptr(), SLOT)],
+        )
+        return found
+
+    def close(self) -> None:
+        self.backend.synchronize()
+        self.group.abort()
+        self.backend.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def test_work_with_a_pinned_view_follows_the_gather(rig: Rig) -> None:
+    for value in (7, 8):
+        done = rig.gather(value)
+        pin = rig.arena.view(0, 1, torch.uint8, pinned=True)
+        found = rig.use()
+        del pin
+        assert not rig.runtime.done(done)  # the host has waited for nothing
+    rig.runtime.synchronize_all()
+    assert found == [8]
+
+
+def test_other_work_does_not(rig: Rig) -> None:
+    rig.gather(7)
+    with pytest.raises(AssertionError, match=NO_ORDER):
+        rig.use()
+
+
+def test_a_copy_to_the_same_slot_follows_the_gather(rig: Rig) -> None:
+    rig.gather(7)
+    rig.backend.fetch(rig.arena.view(0, 1, torch.uint8), torch.full((SLOT,), 9, dtype=torch.uint8))
+    pin = rig.arena.view(0, 1, torch.uint8, pinned=True)
+    found = rig.use()
+    del pin
+    rig.runtime.synchronize_all()
+    assert found == [9]
+
+
+def test_a_part_that_the_device_computes_is_gathered_after_that(rig: Rig) -> None:
+    source = torch.zeros(SLOT, dtype=torch.uint8)
+    memory = [(source.data_ptr(), SLOT)]
+    rig.runtime.give(rig.runtime.compute, lambda: source.fill_(5), writes=memory)
+    whole = rig.arena.view(0, 1, torch.uint8)
+    computed = rig.backend.record_event()
+    rig.backend.gather(rig.group, whole, whole, source, computed)
+    assert rig.backend.h2d_bytes == 0
+    pin = rig.arena.view(0, 1, torch.uint8, pinned=True)
+    found = rig.use()
+    del pin
+    rig.runtime.synchronize_all()
+    assert found == [5]
+
+
+def test_the_host_waits_for_an_event_so_long_at_most(rig: Rig) -> None:
+    event = rig.runtime.record(rig.runtime.compute)
+    assert rig.runtime.comes_within(event, 60.0)
+    rig.runtime.compute.queue.append(lambda: False)  # which is never done
+    assert not rig.runtime.comes_within(rig.runtime.record(rig.runtime.compute), 0.01)
+    rig.runtime.compute.queue.clear()

@@ -1,0 +1,96 @@
+"""Gathers between fake devices, one for each rank: what crosses the link, and what goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.cuda import ranks
+from tests.support.gathering import deviating
+from tests.support.ranks.processes import RankFailure, RankPool
+
+CHUNK_BYTES = 16384 * 2  # in bf16
+SLOTS = 5
+GRADS_BYTES = 2 * CHUNK_BYTES  # on their way to RAM
+
+
+def device_memory(slots: int) -> str:
+    return str(GRADS_BYTES + slots * CHUNK_BYTES)
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("settings", [{"placement_policy": "cpu"}, {"placement_policy": "nvme"}])
+def test_of_a_chunk_one_shard_crosses_the_link(
+    ranks2: RankPool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"dtype": "bf16", "nvme_path": str(tmp_path), "zero_stage": 3, **settings}
+    # One slot more is for what is gathered for other ranks alone.
+    in_ram = ranks2.run(ranks.train, options | {"device_memory": device_memory(SLOTS)})
+    between = options | {"device_memory": device_memory(SLOTS + 1)}
+    for mine, other in zip(ranks2.run(ranks.train, between, 1, 1, True), in_ram, strict=True):
+        assert other["h2d"] % CHUNK_BYTES == 0
+        assert mine["h2d"] == other["h2d"] // 2
+        assert mine["peak"] == other["peak"] + CHUNK_BYTES
+        assert same(mine["masters"], other["masters"])
+
+
+def test_what_is_at_home_on_the_device_does_not_cross_the_link(ranks2: RankPool) -> None:
+    options = {"placement_policy": "cuda", "device_memory": "64MiB", "dtype": "bf16"}
+    for mine in ranks2.run(ranks.train, options, 2, 1, True):
+        assert mine["h2d"] == 0
+
+
+def test_a_budget_without_room_for_what_is_not_kept_is_refused(ranks2: RankPool) -> None:
+    # A slot, and a gradient on its way.
+    options = {"placement_policy": "cpu", "device_memory": str(2 * CHUNK_BYTES), "dtype": "bf16"}
+    ranks2.run(ranks.train, options)
+    with pytest.raises(RankFailure, match="device_memory is .*smallest that works is 96.0 KiB"):
+        ranks2.run(ranks.train, options, 1, 1, True)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "alike",
+        "uneven",
+        "in turns",
+        "evaluates alone",
+        "forward alone",
+        "looks at weights",
+        "waits elsewhere",
+    ],
+)
+def test_ranks_that_do_not_use_parameters_alike(ranks2: RankPool, how: str) -> None:
+    whole = ranks2.run(deviating.train, {"zero_stage": 2}, how)
+    options = {"backend": "cuda", "zero_stage": 3, "device_memory": "600KiB"}
+    found = ranks2.run(ranks.with_nccl, deviating.train, options, how)
+    for (masters, _), (right, _) in zip(found, whole, strict=True):
+        assert same(masters, right)
+
+
+def test_all_are_told_of_a_shard_that_one_cannot_read(ranks2: RankPool) -> None:
+    (mine, first), (theirs, second) = ranks2.run(
+        ranks.with_nccl, deviating.unreadable_shard, {"backend": "cuda", "device_memory": "600KiB"}
+    )
+    assert len(mine) == len(theirs) == 1
+    assert "rank 1 could not give" in mine[0]
+    assert "a bad sector" in mine[0]
+    assert theirs[0].startswith("OSError: [Errno 5] a bad sector")
+    assert same(first, second)
+
+
+def test_a_rank_that_dies_where_a_device_waits_for_it(ranks2: RankPool) -> None:
+    waits, died = ranks2.run_to_the_end(ranks.without_other, "dies")
+    assert died.failure is not None
+    assert "rank 1 is gone" in waits.result
+
+
+def test_a_rank_whose_device_hangs(ranks2: RankPool) -> None:
+    waits, _ = ranks2.run_to_the_end(ranks.without_other, "hangs")
+    assert "rank 1 did not take part in gathering" in waits.result
