@@ -1,7 +1,7 @@
 """Requests of one rank to another, as messages between the two; their errors name the other one.
 
 Only what one rank needs alone goes this way. What all ranks do alike are common operations
-(hetero/ranks/communicator.py).
+(hetero/ranks/collectives.py).
 """
 
 from __future__ import annotations

@@ -13,21 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from hetero.ranks.collectives import Collectives
+from hetero.ranks.gathered_parts import GatheredParts
 from hetero.ranks.messages import as_bytes
 from hetero.ranks.peers import Channel
 from hetero.ranks.waiting import Job
 from offload import _native
 from offload.memory.operation import Worker
 
-if TYPE_CHECKING:
-    from hetero.ranks.communicator import Communicator, GatheredParts
 
-
-def connect_peer_memory(peers: Communicator) -> PeerMemory | None:
+def connect_peer_memory(peers: Collectives) -> PeerMemory | None:
     """The members' memory; None on all of them unless each can read that of each other one.
 
     They cannot if they run on several machines, in containers that do not see each other's
@@ -58,7 +56,7 @@ def _place() -> int:
 class PeerMemory:
     """Memory that the members of a group lend each other."""
 
-    def __init__(self, peers: Communicator, processes: list[int]) -> None:
+    def __init__(self, peers: Collectives, processes: list[int]) -> None:
         """`processes` are the members' numbers in the system."""
         self._peers = peers
         self._processes = processes
@@ -87,7 +85,7 @@ class PeerMemory:
     def begin_all_to_all(
         self, into: torch.Tensor, parts: torch.Tensor, what: str, channel: Channel
     ) -> PartsFromPeers:
-        """Communicator.begin_all_to_all(), in a thread, of which this rank's own part is left out.
+        """As Communicator.begin_all_to_all(), in a thread; this rank's own part is left out.
 
         What goes wrong, wait() of what this returns raises.
         """
@@ -137,7 +135,7 @@ class PeerMemory:
 class PartsFromPeers:
     """Parts that other members lend this one, on their way."""
 
-    def __init__(self, peers: Communicator, exchange: Callable[[], None]) -> None:
+    def __init__(self, peers: Collectives, exchange: Callable[[], None]) -> None:
         """`exchange` brings them; `job` calls it."""
         self._peers = peers
         self.job = Job(exchange)

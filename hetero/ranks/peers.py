@@ -145,7 +145,9 @@ class Peers:
 
     def _connect_by(self, connect: Callable[[Any], None], look: Callable[[], None]) -> None:
         """Calls `connect` with a store whose waits end if `look` raises. Raises PeerError."""
-        from hetero.ranks.polled_store import PolledStore  # torch may be built without any store
+        from hetero.ranks.start.polled_store import (
+            PolledStore,  # torch may be built without any store
+        )
 
         waiting = PolledStore(self._store, self.timeout_s, look)
         self._polled_stores.append(waiting)  # because process groups may ask it later

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.failed_ranks import FailedRanks, name_error
-from hetero.ranks.meeting import absent, meet
+from hetero.ranks.start.meeting import absent, meet
 from hetero.ranks.waiting import WhileWaiting
 from offload.errors import HeteroError, PeerError
 

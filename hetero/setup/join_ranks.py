@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.config import Config
 from hetero.cpu_threads import share_threads
-from hetero.ranks.default_group import init_default_group
 from hetero.ranks.process_groups import ProcessGroups, is_distributed, tell_absence
+from hetero.ranks.start.default_group import init_default_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

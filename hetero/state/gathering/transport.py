@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from hetero.chunks.layout import Chunk, Layout
-from hetero.ranks.communicator import Communicator, GatheredParts
+from hetero.ranks.communicator import Communicator
+from hetero.ranks.gathered_parts import GatheredParts
 from hetero.ranks.peers import Channel
 
 

@@ -1,4 +1,4 @@
-"""hetero/ranks/meeting: ranks that come at different times."""
+"""hetero/ranks/start/meeting: ranks that come at different times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hetero/ranks/polled_store: waits that end."""
+"""hetero/ranks/start/polled_store: waits that end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hetero.ranks.polled_store import PolledStore
+from hetero.ranks.start.polled_store import PolledStore
 from offload.errors import PeerError
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 import hetero.ranks.communicator
-from hetero.ranks.communicator import GatheredParts
+from hetero.ranks.gathered_parts import GatheredParts
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.reduction.mean import RankMean

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import hetero
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.meeting import Meeting
 from hetero.ranks.peers import Peers
-from hetero.ranks.polled_store import PolledStore
 from hetero.ranks.shard_server import ShardServer
+from hetero.ranks.start.meeting import Meeting
+from hetero.ranks.start.polled_store import PolledStore
 from hetero.runtime import engine
 from tests.support.ranks.rank_training import Experts, Layers, inputs
 from tests.support.ranks.scripts import Place

@@ -1,0 +1,264 @@
+"""Common operations: what all ranks of a group do together, in one order.
+
+They are torch.distributed's collectives, so what Python does for one does not depend on the number
+of ranks. A wait for one is limited, ends when a rank has said that it will not come, and names a
+rank that did not take part.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.ranks.failed_ranks import name_error
+from hetero.ranks.messages import Requests, as_bytes, padded, text_in
+from hetero.ranks.peers import Channel, Operation
+from offload.errors import HeteroError, PeerError
+from offload.interrupts import deliver_signals
+
+_TITLE_BYTES = 160  # of the text that says what a call is
+_TELL_S = 1.0  # after which a rank tells the others in what it waits for them
+_END_S = 5.0  # for an operation whose connections are broken off to end
+
+
+@dataclass(eq=False)
+class Collective:
+    """A common operation that is under way; it keeps its tensors alive until wait()."""
+
+    peers: Collectives
+    operation: Operation
+    what: str
+    work: Any  # torch.distributed's
+    tensors: Sequence[torch.Tensor]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def wait(self) -> None:
+        """Returns when all ranks have taken part. Raises PeerError; idempotent."""
+        with self._lock:
+            if self.work is not None:
+                try:
+                    self.peers.finish(self.work, self.operation, self.what)
+                finally:
+                    self.work, self.tensors = None, ()
+
+
+class Collectives(Requests):
+    """What the members of a group of ranks do together.
+
+    Common operations must be called by all members, those of a channel in the same order.
+    """
+
+    def begin(
+        self,
+        channel: Channel,
+        what: str,
+        start: Callable[[Any], Any],
+        *tensors: torch.Tensor,
+    ) -> Collective:
+        """Starts a collective: `start` is called with the channel's process group.
+
+        It returns torch.distributed's work. `what` names the operation in errors. No one of
+        `tensors` may be used otherwise until wait(). Raises PeerError.
+        """
+        group = self.connection(channel, what)
+        operation = Operation(channel, self._begun[channel])
+        try:
+            work = start(group)
+        except RuntimeError as error:
+            raise self.failure_of_all(operation, what, str(error)) from error
+        self._begun[channel] += 1
+        return Collective(self, operation, what, work, tensors)
+
+    def finish(self, work: Any, operation: Operation, what: str) -> None:
+        """For Collective: returns when the work is done. Raises PeerError."""
+        started = time.monotonic()
+        has_told = False
+        try:
+            while not self._is_done_soon(work, operation, what):
+                deliver_signals()
+                self.look(operation, what)
+                waited_s = time.monotonic() - started
+                # (Of all-gathers those who need one limit their waits.)
+                if waited_s > self.timeout_s and operation.channel is not Channel.GATHERS:
+                    raise self.failure_of_all(operation, what, "timed out", waited_s)
+                if waited_s > _TELL_S and not has_told:
+                    self.tell_wait(operation, what)
+                    has_told = True
+        except PeerError as error:
+            # Told first: the others would take this rank for the cause of what breaks now.
+            self.failures.tell(f"{self.name(self.rank)} gave up: {name_error(error)}")
+            self._abandon(work)
+            raise
+        except BaseException as error:  # a signal's: the memory may have another use afterwards
+            self._end_by(error)
+            self._abandon(work)
+            raise
+        finally:
+            if has_told:
+                self.end_wait()
+
+    def _is_done_soon(self, work: Any, operation: Operation, what: str) -> bool:
+        """Waits for a moment. Raises PeerError if the work has failed."""
+        if self._is_broken_off:
+            raise self.failure(self.others[0], what, "the connections are broken off")
+        try:
+            work.wait(timedelta(seconds=self._while_waiting.look_s))
+            return True
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+        try:  # it has failed, or was done just after its time
+            work.wait()
+        except RuntimeError as error:
+            raise self.failure_of_all(operation, what, str(error)) from error
+        return True
+
+    def _abandon(self, work: Any) -> None:
+        """Until work that cannot be done any more has let go of its memory."""
+        self.break_off()
+        until = time.monotonic() + _END_S
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.001)
+
+    # Calls of the program
+
+    def announce(self, what: str, nbytes: int) -> None:
+        """Compares this rank's call, which brings so many bytes, with that of the other members.
+
+        (gloo ends the process that gets more bytes than it expects.) Raises HeteroError, naming a
+        rank, if they are not the same.
+        """
+        title = f"{what} ({nbytes} bytes)"
+        key = int.from_bytes(blake2b(title.encode(), digest_size=7).digest(), "little")
+        if self._are_same(torch.tensor([key]), what):
+            return
+        mine = padded(title, _TITLE_BYTES)
+        titles = mine.new_empty(self.size, _TITLE_BYTES)
+        self._all_gather(titles, mine, what)
+        for peer in self.others:
+            if not torch.equal(titles[peer], mine):
+                raise HeteroError(
+                    f"{self.name(peer)} is at {text_in(titles[peer])} while {self.name(self.rank)} "
+                    f"is at {text_in(mine)}; all ranks must make the same calls"
+                )
+
+    def are_same(self, numbers: torch.Tensor, what: str) -> bool:
+        """Whether all members have the same `numbers`, int64 and flat. Raises PeerError."""
+        self.announce(what, numbers.nbytes)
+        return self._are_same(numbers, what)
+
+    def _are_same(self, numbers: torch.Tensor, what: str) -> bool:
+        # The largest number and the largest complement, which is that of the smallest number.
+        both = torch.cat([numbers, ~numbers])
+        self._reduce_max(both, what, Channel.CALLS).wait()
+        largest, smallest = both.chunk(2)
+        return torch.equal(largest, ~smallest)
+
+    def any(self, flags: torch.Tensor, what: str) -> torch.Tensor:
+        """By element whether some member's flag (uint8, flat) is not zero. Raises PeerError."""
+        self.announce(what, flags.nbytes)
+        self._reduce_max(flags, what, Channel.CALLS).wait()
+        return flags.bool()
+
+    def begin_any(self, flag: torch.Tensor, what: str, channel: Channel) -> Collective:
+        """Starts making `flag`, uint8, the largest of all members'. Raises PeerError."""
+        return self._reduce_max(flag, what, channel)
+
+    def _reduce_max(self, numbers: torch.Tensor, what: str, channel: Channel) -> Collective:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return self.begin(channel, what, lambda g: g.allreduce([numbers], options), numbers)
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Every member's `tensor`, stacked in their order, in RAM. All have its shape and dtype.
+
+        Raises PeerError, and HeteroError if another member makes a different call (as all calls).
+        """
+        self.announce(what, tensor.nbytes)
+        found = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        self._all_gather(found, tensor.cpu(), what)
+        return found
+
+    def _all_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+        into, own = as_bytes(whole), as_bytes(part.contiguous())
+        if into.numel():
+            gather: Callable[[Any], Any] = lambda g: g._allgather_base(into, own)  # noqa: E731
+            self.begin(Channel.CALLS, what, gather, into, own).wait()
+
+    def all_gather_bytes(self, content: bytes, what: str) -> list[bytes]:
+        """Every member's `content`, in their order, of any length. Raises PeerError."""
+        lengths = self.all_gather(torch.tensor([len(content)]), what).view(-1).tolist()
+        longest = max(1, *lengths)
+        padded = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
+        found = self.all_gather(padded, what)
+        return [
+            part.numpy().tobytes()[:length] for part, length in zip(found, lengths, strict=True)
+        ]
+
+    def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> None:
+        """Overwrites every member's `tensor` by that of member `root`. Raises PeerError."""
+        self.announce(what, tensor.nbytes)
+        content = as_bytes(tensor).cpu()
+        if not content.numel():
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self.begin(Channel.CALLS, what, lambda g: g.broadcast([content], options), content).wait()
+        if tensor.device.type != "cpu":
+            as_bytes(tensor).copy_(content)
+
+    def exchange(
+        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], what: str
+    ) -> None:
+        """Sends each member a tensor of its own, and receives one from each.
+
+        Args:
+            sends: by member, what it gets; of any length, also none.
+            receives: by member, where its tensor goes, flat. Also this rank's own.
+            what: names the call in errors.
+
+        Raises PeerError, and HeteroError if a member sends another length than is received.
+        """
+        self.announce(what, 0)
+        outgoing = torch.cat([as_bytes(part.contiguous()).cpu() for part in sends])
+        lengths = torch.tensor([part.nbytes for part in sends])
+        coming = torch.empty_like(lengths)
+        self._all_to_all(coming, lengths, what).wait()
+        expected = [part.nbytes for part in receives]
+        if coming.tolist() != expected:
+            peer = next(p for p in range(self.size) if int(coming[p]) != expected[p])
+            raise HeteroError(
+                f"{self.name(peer)} sends {int(coming[peer])} bytes in {what}, and "
+                f"{self.name(self.rank)} expects {expected[peer]}; all ranks must make the same "
+                f"calls"
+            )
+        incoming = outgoing.new_empty(sum(expected))
+        to_all = self._all_to_all
+        to_all(incoming, outgoing, what, Channel.CALLS, expected, lengths.tolist()).wait()
+        for part, into in zip(incoming.split(expected), receives, strict=True):
+            if into.numel():
+                as_bytes(into).copy_(part)
+
+    def _all_to_all(
+        self,
+        into: torch.Tensor,
+        parts: torch.Tensor,
+        what: str,
+        channel: Channel = Channel.CALLS,
+        into_lengths: Sequence[int] = (),
+        lengths: Sequence[int] = (),
+    ) -> Collective:
+        """Starts it; without lengths all parts are as long as each other."""
+
+        def start(group: Any) -> Any:
+            return group.alltoall_base(into, parts, list(into_lengths), list(lengths))
+
+        return self.begin(channel, what, start, into, parts)
