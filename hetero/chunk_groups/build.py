@@ -44,6 +44,7 @@ from hetero.state.params import CopyCache, ParamCopies, Params
 from hetero.state.reduction.grad_buckets import ReduceBuffers
 from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import UpdateKind
+from offload.cache.shared_cache import SharedCache
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend
@@ -51,7 +52,6 @@ from offload.device.cuda_backend import CudaBackend
 from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
 from offload.device.home_copy import HomeCopier
-from offload.device.shared_cache import SharedCache
 from offload.device.updater import Updater
 from offload.disk.backing import Backing, FileBacking
 from offload.memory.arena import HostArena

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.cache.shared_cache import HostCopy, SharedCache
 from offload.device.backend import Backend
-from offload.device.shared_cache import HostCopy, SharedCache
 from offload.memory.arena import HostArena
 from offload.memory.operation import Chain, Operation, Worker, wait_quietly
 

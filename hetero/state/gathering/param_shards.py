@@ -10,7 +10,7 @@ import torch
 from hetero.chunks.layout import Chunk
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.memory.homes import Homes
-from offload.device.shared_cache import SharedCache
+from offload.cache.shared_cache import SharedCache
 
 
 @dataclass(frozen=True, eq=False)

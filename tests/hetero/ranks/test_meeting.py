@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero.ranks import meeting
+from hetero.ranks.start import meeting
 from tests.support.ranks.processes import RankPool
 from tests.support.waiting import until
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import _native
+from offload.cache.shared_cache import HostCopy, SharedCache
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.fetch_queue import FetchQueue
-from offload.device.shared_cache import HostCopy, SharedCache
 from offload.disk.backing import Extent, FileBacking
 from offload.disk.scratch_file import ScratchFile
 from offload.errors import BudgetError

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -97,14 +98,14 @@ class FakeNccl:
         return FakeWork(runtime, end)
 
     def _forget(self, given: _Collective) -> None:
-        """Who reads before all is there reads this, but for what is sent in place."""
+        """What is received; what is sent in place stays."""
         first = given.source - given.to
         if not 0 <= first < given.to_bytes:
-            ctypes.memset(given.to, 0xFF, given.to_bytes)
+            self._runtime.forget(given.to, given.to_bytes)
             return
         after = first + given.source_bytes
-        ctypes.memset(given.to, 0xFF, first)
-        ctypes.memset(given.to + after, 0xFF, given.to_bytes - after)
+        self._runtime.forget(given.to, first)
+        self._runtime.forget(given.to + after, given.to_bytes - after)
 
     def _store(self, given: _Collective) -> bool:
         """In the stream: whether all has come, or will not."""
@@ -141,7 +142,10 @@ class FakeNccl:
                 work.wait(_LOOK)
                 return True
             except RuntimeError:
-                if work.is_completed():
+                if work.is_completed():  # it has failed, or was done just after its time
+                    with suppress(RuntimeError):
+                        work.wait()
+                        return True
                     return False
         return False
 

@@ -260,9 +260,9 @@ class FakeRuntime:
         """Between addresses; `check` is called before it is done. The caller keeps the memory."""
         sides = [(to, nbytes), (source, nbytes)]
         self._check_page_locked(sides)
-        if self.compute.eager:  # who reads it before it is there, reads this
-            ctypes.memset(to, 0xFF, nbytes)
         with self.lock:
+            if self.compute.eager:
+                self.forget(to, nbytes)
             self.copying += sides
 
         def work() -> None:
@@ -272,6 +272,14 @@ class FakeRuntime:
                 self.copying.remove(side)
 
         self.give(stream, work, reads=[(source, nbytes)], writes=[(to, nbytes)])
+
+    def forget(self, address: int, nbytes: int) -> None:
+        """Who reads the memory before what is on its way is there, reads this. Needs the lock.
+
+        Not where something that was given before, and is still to be done, needs what is there.
+        """
+        if not self._is_copied(address, nbytes):
+            ctypes.memset(address, 0xFF, nbytes)
 
     def handle(self, event: Event) -> int:
         return self.driver.handle(self.moment(event), event.raw)
