@@ -395,6 +395,10 @@ class Communicator(Requests):
 
         return self.begin(channel, what, start, into, parts)
 
+    def note_exchanged(self, whole_bytes: int) -> None:
+        """Devices exchange so many bytes, of all members together, by themselves."""
+        self._count(whole_bytes)
+
     def _count(self, whole_bytes: int) -> None:
         """Counts what a rank sends, and receives, of as many bytes of all ranks together."""
         nbytes = whole_bytes * (self.size - 1) // self.size
