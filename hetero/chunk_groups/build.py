@@ -21,6 +21,7 @@ from hetero.planning.placement import SlotBytes, link_bytes
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.gather_news import GatherNews
+from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.state.chunk_updates import ChunkUpdates
@@ -41,6 +42,7 @@ from hetero.state.memory.spare_extents import SpareExtents
 from hetero.state.memory.state_files import StateFiles
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.params import CopyCache, ParamCopies, Params
+from hetero.state.reduction.device_means import DeviceMeans
 from hetero.state.reduction.grad_buckets import ReduceBuffers
 from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import UpdateKind
@@ -48,6 +50,7 @@ from offload.cache.shared_cache import SharedCache
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
 from offload.device.backend import Backend
+from offload.device.collective.device_pool import DevicePool
 from offload.device.cuda_backend import CudaBackend
 from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -309,7 +312,7 @@ class _ChunkGroupBuilder:
         if not self._gathers_between_devices:
             return RamTransport(peers, self._layout, self._dtypes.torch_compute)
         assert isinstance(self._backend, CudaBackend)
-        group = DeviceGroup(peers, self._backend)
+        group = DeviceGroup(peers, Channel.GATHERS, self._backend)
         self.resources.callback(group.close)  # after the shard server: all ranks are done then
         return DeviceTransport(peers, group, self._backend, self._layout, homes, arenas.unkept)
 
@@ -419,19 +422,27 @@ class _ChunkGroupBuilder:
         if self.world.replicas is not None and placement.longest_trained:
             between_replicas = arena(placement.longest_trained, bucket_bytes // layout.shard.ranks)
             between_replicas.commit(0, placement.longest_trained)
-        buckets: SlotPool | None = None
-        if layout.shard.grads:
-            trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
-            slots = placement.bucket_slots
-            buckets = SlotPool(arena(max(trained_slots, slots)), slots)
-        slots = placement.receive_slots
-        buffers = ReduceBuffers(
-            self._dtypes.torch_reduce,
-            buckets,
-            SlotPool(arena(slots), slots),
-            between_replicas,
-            by_backend=self.shared.config.grad_reduce == "backend",
-        )
+        by_backend = self.shared.config.grad_reduce == "backend"
+        dtype, received = self._dtypes.torch_reduce, placement.receive_slots
+        if self.plan.spec.averages_on_device and placement.longest_trained:
+            grad_offload = None
+            in_ram = arena(received, bucket_bytes // layout.shard.ranks)
+            in_ram.commit(0, received)
+            buffers = ReduceBuffers(
+                dtype,
+                DevicePool(self._device_buckets, placement.bucket_slots),
+                DevicePool(self._device_buckets, received),
+                between_replicas,
+                device=self._make_device_means(grads, in_ram, between_replicas, by_backend),
+            )
+        else:
+            buckets: SlotPool | None = None
+            if layout.shard.grads:
+                trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
+                slots = placement.bucket_slots
+                buckets = SlotPool(arena(max(trained_slots, slots)), slots)
+            pool = SlotPool(arena(received), received)
+            buffers = ReduceBuffers(dtype, buckets, pool, between_replicas, by_backend)
         grad_reducer = GradReducer(
             layout,
             self._trained,
@@ -444,3 +455,32 @@ class _ChunkGroupBuilder:
         if self.plan.spec.reduce_at_end:
             self.resources.enter_context(grad_reducer.no_sync())
         return grad_reducer
+
+    def _device_buckets(self, slots: int) -> HostArena:
+        """Slots of the device for whole gradients."""
+        nbytes = SlotBytes.of(self._layout, self._dtypes).bucket
+        made = self._backend.arena(slots, nbytes, self._ledger, Account.BUCKET)
+        self.resources.callback(made.close)
+        return made
+
+    def _make_device_means(
+        self, grads: Grads, in_ram: HostArena, between_replicas: HostArena | None, by_backend: bool
+    ) -> DeviceMeans:
+        assert isinstance(self._backend, CudaBackend)
+        assert self.world.shard is not None
+        group = DeviceGroup(self.world.shard, Channel.GRADIENTS, self._backend)
+        self.resources.callback(group.close)
+        longest = self._placement.longest_trained
+        zeros = self._device_buckets(longest).view(0, longest, self._dtypes.torch_reduce)
+        means = DeviceMeans(
+            self.world,
+            group,
+            self._backend,
+            grads.homes,
+            zeros,
+            in_ram,
+            between_replicas,
+            by_backend,
+        )
+        self.resources.callback(means.close)
+        return means

@@ -136,9 +136,10 @@ class ChunkGroup:
         slots = sum(c.slots for c in self.layout.chunks if c.trainable)
         more = max(0, slots - made.bucket_slots)
         more_bytes = more * SlotBytes.of(self.layout, self.dtypes).bucket
-        return replace(
-            made, bucket_slots=made.bucket_slots + more, host_bytes=made.host_bytes + more_bytes
-        )
+        made = replace(made, bucket_slots=made.bucket_slots + more)
+        if self.plan.spec.averages_on_device:
+            return replace(made, device_bytes=made.device_bytes + more_bytes)
+        return replace(made, host_bytes=made.host_bytes + more_bytes)
 
     def begin_reducing_at_end(self) -> None:
         """Keeps gradients whole until the end of backward from now on; idempotent.

@@ -292,7 +292,13 @@ class PlacementCandidates:
 
         pools = grad_slots * slot.grad + shard_slots * slot.param + staged_slots * slot.gathered
         pools += self._link_bytes
-        pools += (bucket_slots + receive_slots) * slot.bucket + buffers * buffer_bytes
+        pools += buffers * buffer_bytes
+        reduce_bytes = (bucket_slots + receive_slots) * slot.bucket
+        if self._spec.averages_on_device:
+            pools += receive_slots * slot.bucket // shard.ranks  # means on their way home
+            reduce_bytes += self._longest_trained * slot.bucket  # zeros
+        else:
+            pools += reduce_bytes
         if averaged and shard.replicas > 1:
             pools += self._longest_trained * slot.bucket // shard.ranks
         device_bytes = grad_offload_bytes = 0
@@ -303,7 +309,9 @@ class PlacementCandidates:
             device_bytes = (everything.slots[-1] - rest.slots[-1]) * slot.param
             trained = everything.trained_slots[-1] - rest.trained_slots[-1]
             device_bytes += trained * (slot.grad + slot.optim_state)
-            if rest.trained:
+            if self._spec.averages_on_device:
+                device_bytes += reduce_bytes
+            elif rest.trained:
                 grad_offload_bytes = self._largest_grad_bytes * (2 if more_gathered else 1)
             device_bytes += grad_offload_bytes + (gathered_slots + unkept_slots) * slot.gathered
             # More slots on DEVICE only save fetches: they take nothing from anything else.

@@ -121,6 +121,12 @@ class GroupSpec:
         """The sizes of its slots."""
         return SlotBytes.of(self.layout, self.dtypes)
 
+    @property
+    def averages_on_device(self) -> bool:
+        """Whether gradients become means on DEVICE: where they are sharded, by the devices."""
+        shard = self.layout.shard
+        return shard.between_devices and shard.grads and shard.ranks > 1
+
     def within(self, budgets: Budgets) -> GroupSpec:
         """The same chunk group with other budgets."""
         return replace(self, budgets=budgets)
@@ -136,6 +142,7 @@ class PoolSizes:
     grad_slots: int = 0  # for DISK-homed gradients on their way
     buffers: int = 0  # of the optimizer pipeline
     shard_slots: int = 0  # for shards of DISK-homed parameters on their way to other ranks
+    # On DEVICE where the ranks' devices average, else in RAM.
     bucket_slots: int = 0  # for whole gradients until they are averaged over the ranks
     receive_slots: int = 0  # for other ranks' gradients while they are averaged
     staged_slots: int = 0  # of RAM, for copies of several ranks' shards on their way to DEVICE

@@ -101,6 +101,10 @@ class Communicator(Collectives):
             kept[:] = [torch.empty(2, length, dtype=torch.uint8) for _ in range(count)]
         return kept[:count]
 
+    def note_exchanged(self, whole_bytes: int) -> None:
+        """Devices exchange so many bytes, of all members together, by themselves."""
+        self._count(whole_bytes)
+
     def _count(self, whole_bytes: int) -> None:
         """Counts what a rank sends, and receives, of as many bytes of all ranks together."""
         nbytes = whole_bytes * (self.size - 1) // self.size

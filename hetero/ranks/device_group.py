@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from hetero.ranks.communicator import Communicator
-from hetero.ranks.peers import Operation
+from hetero.ranks.peers import Channel, Operation
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.ranks.waiting import LOOK_S
 from offload.device.backend import Backend
-from offload.device.cuda_backend import CudaBackend
+from offload.device.cuda_backend import CudaBackend, DeviceStreams
 from offload.device.event_pool import Event
 from offload.errors import PeerError
 from offload.interrupts import deliver_signals
@@ -49,11 +48,15 @@ class DeviceGroup:
     Members must give it the same collectives, in one order.
     """
 
-    def __init__(self, peers: Communicator, backend: CudaBackend) -> None:
-        """Connects the members' devices. All of them must call it. Raises PeerError."""
+    def __init__(self, peers: Communicator, channel: Channel, backend: CudaBackend) -> None:
+        """Connects the members' devices. All of them must call it. Raises PeerError.
+
+        `channel` is that of the operations by which they meet before each collective.
+        """
         self._peers = peers
         self._runtime = backend.runtime
-        self.group: Any = peers.connect_devices(backend.runtime.process_group)
+        group = peers.connect_devices(channel, backend.runtime.process_group)
+        self.streams: DeviceStreams | None = backend.connect(group)
         self._watch = Worker("devices")
         self._ended = threading.Condition()
         self._under_way = 0
@@ -74,10 +77,15 @@ class DeviceGroup:
             self._under_way += 1
         self._watch.do(partial(self._wait, done, operation, what, on_end))
 
-    def check(self) -> None:
-        """Raises PeerError if a collective has failed: what devices got since has no meaning."""
+    def check(self) -> DeviceStreams:
+        """The streams for a collective.
+
+        Raises PeerError if one has failed: what devices got since has no meaning.
+        """
         if self._failure is not None:
             raise PeerError(*self._failure.args)
+        assert self.streams is not None, "the connections are closed"
+        return self.streams
 
     def wait_all(self) -> None:
         """Until the device has done all collectives that it was given. Raises PeerError."""
@@ -110,8 +118,9 @@ class DeviceGroup:
 
     def _abort(self) -> None:
         """The device goes on with what it has; what others sent has no meaning from now on."""
+        assert self.streams is not None
         with contextlib.suppress(RuntimeError):
-            self.group.abort()
+            self.streams.group.abort()
         self._peers.break_off()
 
     def close(self) -> None:
@@ -120,7 +129,7 @@ class DeviceGroup:
         Other members' devices must have done what this one takes part in.
         """
         self._watch.close()
-        group, self.group = self.group, None
-        if group is not None and self._failure is None:
+        streams, self.streams = self.streams, None
+        if streams is not None and self._failure is None:
             with contextlib.suppress(RuntimeError):
-                group.abort()  # (shutdown() would wait for other ranks.)
+                streams.group.abort()  # (shutdown() would wait for other ranks.)

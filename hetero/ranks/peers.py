@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from hetero.ranks.failed_ranks import FailedRanks, name_error
 from hetero.ranks.waiting import Job, WhileWaiting, wait_for_job, wait_interruptibly
 from offload.errors import PeerError
+from offload.interrupts import deliver_signals
 
 AT_ONCE = timedelta(milliseconds=1)
 _NOTICE_S = 0.5  # for the shard servers' threads to see that a connection is broken
@@ -124,15 +126,16 @@ class Peers:
         self._connect_by(connect, look)
         return made
 
-    def connect_devices(self, make: Callable[[Any, int, int], Any]) -> Any:
+    def connect_devices(self, channel: Channel, make: Callable[[Any, int, int], Any]) -> Any:
         """The process group of the members' devices, which `make(store, rank, size)` makes.
 
-        All members must call it, once. Raises PeerError.
+        It is for what the operations of `channel` prepare. All members must call it, once for each
+        channel. Raises PeerError.
         """
         made: list[Any] = []
 
         def connect(waiting: Any) -> None:
-            store = dist.distributed_c10d.PrefixStore("DEVICES", waiting)
+            store = dist.distributed_c10d.PrefixStore(f"{channel.name}-DEVICES", waiting)
             made.append(make(store, self.rank, self.size))
 
         self._connect_by(connect, self.look_for_failures)
@@ -363,6 +366,22 @@ class Peers:
             end = self._end_of(peer)
             if end is not None and end.made[operation.channel] <= operation.number:
                 raise self.failure(peer, what, end.why)
+
+    def wait_for(self, has_ended: threading.Event, operation: Operation, what: str) -> None:
+        """Until another thread of this rank has ended what began with a common operation.
+
+        Does for other ranks what can be done meanwhile. Raises PeerError if the wait is in vain.
+        """
+        try:
+            while not has_ended.wait(self._while_waiting.look_s):
+                deliver_signals()
+                self.look(operation, what)
+        except PeerError:
+            self.break_off()
+            raise
+        except BaseException as error:  # a signal's: the memory may have another use afterwards
+            self._end_by(error)
+            raise
 
     def _end_by(self, error: BaseException) -> None:
         self.failures.end(f"{self.name(self.rank)} ended by {name_error(error)}")

@@ -1,8 +1,8 @@
 """Computes on a GPU.
 
-Compute runs in the current stream, as in torch; copies to the device, copies from it and gathers
-from other devices have a stream each. The streams wait for each other's events. The host waits only
-for copies that read or fill RAM, before that RAM has another use.
+Compute runs in the current stream, as in torch; copies to the device and copies from it have a
+stream each, and the collectives of each group of devices two. The streams wait for each other's
+events. The host waits only for copies that read or fill RAM, before that RAM has another use.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from offload._native import OffloadOp, OffloadQueue, UpdateKind
 from offload.device.backend import Backend, check_sides, submit
+from offload.device.collective.mean_kernel import MeanKernel
 from offload.device.cuda_runtime import CudaRuntime, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
 from offload.device.event_pool import Event
@@ -71,7 +72,8 @@ class CudaBackend(Backend):
         self.device = self.runtime.device
         self._fetching = _Way("from RAM to the device", self.runtime.new_stream())
         self._draining = _Way("from the device to RAM", self.runtime.new_stream())
-        self._gathering = self.runtime.new_stream()  # between devices
+        self._ways = [self._fetching, self._draining]
+        self._mean_kernel: MeanKernel | None = None
         # Reentrant: the garbage collector may close what it finds at any time.
         self._lock = threading.RLock()  # guards all below, and the order in the two streams
         self._arenas: weakref.WeakSet[DeviceArena] = weakref.WeakSet()
@@ -140,47 +142,114 @@ class CudaBackend(Backend):
     def collective_device(self) -> str | None:
         return self.runtime.name() if self.runtime.has_collectives else None
 
+    def connect(self, group: Any) -> DeviceStreams:
+        """Streams for the collectives of runtime.process_group()'s `group`."""
+        with self._lock:
+            copies = _Way(self._fetching.words, self.runtime.new_stream())
+            self._ways.append(copies)
+        return DeviceStreams(group, copies, self.runtime.new_stream())
+
+    def unused_after(self, whole: torch.Tensor) -> list[Event]:
+        """The events after which no work given so far uses `whole`, in slots of an arena."""
+        with self._lock:
+            arena, slot, run = self._find(whole)
+            return arena.before_write(slot, run)
+
     def gather(
         self,
-        group: Any,
+        streams: DeviceStreams,
         whole: torch.Tensor,
         own: torch.Tensor,
         source: torch.Tensor,
-        after: Event | None,
+        computed: Event | None,
+        unused: Sequence[Event],
     ) -> Event:
         """Starts gathering `whole` from the equal parts that the devices of a group have.
 
         Copies to it, and work with pinned views of its slots, then follow by themselves.
 
         Args:
-            group: runtime.process_group()'s.
+            streams: the group's.
             whole: flat bytes, in slots of an arena.
             own: the place of this device's part in `whole`.
             source: what belongs there. The caller keeps it until the gather is done.
-            after: the event after which `source`, on this device, is computed; None: it is in RAM,
-                and copied to its place first.
+            computed: the event after which `source`, on this device, has its values; None: it is in
+                RAM, and copied to its place first.
+            unused: unused_after(), of when the gather was begun. A gather that waited for work that
+                was given later could wait for itself, by way of what other devices wait for.
 
         Returns the event at which it is done.
         """
         with self._lock:
             arena, slot, run = self._find(whole)
-            stream = self._gathering
-            waits = arena.before_write(slot, run)
-            if after is None:
+            waits = list(unused)
+            if computed is None:
                 check_sides(own, source)
-                # In the stream of copies, so that the next one's is made during this gather.
-                waits.append(self._start(self._fetching, own, source, waits).event)
+                # In a stream of copies, so that the next one's is made during this gather.
+                waits.append(self._start(streams.copies, own, source, unused).event)
                 self.h2d_bytes += own.nbytes
             else:
                 own = source
-                waits.append(after)
+                waits.append(computed)
             for event in waits:
-                self.runtime.wait(stream, event)
-            with self.runtime.on(stream):
-                group._allgather_base(whole, own).wait()
-            done = self.runtime.record(stream)
+                self.runtime.wait(streams.collectives, event)
+            with self.runtime.on(streams.collectives):
+                streams.group._allgather_base(whole, own).wait()
+            done = self.runtime.record(streams.collectives)
             arena.written(slot, run, done)
         return done
+
+    def prepare_means(self) -> None:
+        """Makes what average() needs. Raises HeteroError if its kernel cannot be compiled."""
+        if self._mean_kernel is None:
+            self._mean_kernel = MeanKernel(self.runtime)
+
+    def average(
+        self,
+        streams: DeviceStreams,
+        flat: torch.Tensor,
+        received: torch.Tensor,
+        after: Iterable[Event],
+        mean: torch.Tensor | None,
+        by_group: bool = False,
+    ) -> tuple[torch.Tensor, Event]:
+        """Starts making the mean of this device's parts of what the devices of a group have.
+
+        Args:
+            streams: of a group of n devices.
+            flat: what this device has, of n equal parts. The caller keeps it until that is done.
+            received: as many elements in slots of an arena, for the parts that are sent to it.
+            after: the events after which `flat` is computed.
+            mean: memory in RAM for the mean; None: it stays on the device.
+            by_group: the group sums, in the dtype of `flat` and an order of its own.
+
+        Returns the mean, and the event at which it is there.
+        """
+        assert self._mean_kernel is not None
+        with self._lock:
+            arena, slot, run = self._find(received)
+            stream, group = streams.collectives, streams.group
+            for event in (*after, *arena.before_write(slot, run)):
+                self.runtime.wait(stream, event)
+            with self.runtime.on(stream):
+                size = group.size()
+                if by_group:
+                    parts = received.chunk(size)[0]
+                    group._reduce_scatter_base(parts, flat).wait()
+                else:
+                    parts = received
+                    group.alltoall_base(
+                        parts.view(torch.uint8), flat.view(torch.uint8), [], []
+                    ).wait()
+                found = self._mean_kernel.launch(parts, len(received) // size, size)
+            done = self.runtime.record(stream)
+            if mean is not None:
+                check_sides(mean, found)
+                done = self._start(self._draining, mean, found, [done]).event
+                self.d2h_bytes += mean.nbytes
+                found = mean
+            arena.written(slot, run, done)
+        return found, done
 
     def _start(
         self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]
@@ -196,7 +265,7 @@ class CudaBackend(Backend):
 
     def _forget_done(self) -> None:
         """Needs the lock."""
-        for way in (self._fetching, self._draining):
+        for way in self._ways:
             while way.under_way and way.under_way[0].done():
                 way.under_way.popleft()
 
@@ -248,17 +317,20 @@ class CudaBackend(Backend):
         self.runtime.empty_cache()
 
     def close(self) -> None:
-        for way in (self._fetching, self._draining):
+        for way in self._ways:
             for copy in list(way.under_way):
                 with suppress(OSError):
                     copy.wait()
             way.under_way.clear()
-        if self._updaters:
+        if self._updaters or self._mean_kernel is not None:
             with suppress(RuntimeError):
                 self.runtime.synchronize_all()  # until no kernel is running
         for updater in self._updaters.values():
             updater.close()
         self._updaters.clear()
+        if self._mean_kernel is not None:
+            self._mean_kernel.close()
+            self._mean_kernel = None
 
 
 @dataclass
@@ -268,6 +340,19 @@ class _Way:
     words: str
     stream: Stream
     under_way: deque[_Copy] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceStreams:
+    """The streams of one group of devices: `copies` to what is gathered, and its `collectives`.
+
+    No other group's are in them. These may come in another order on another device: two in one
+    stream would wait for each other.
+    """
+
+    group: Any  # torch.distributed's
+    copies: _Way
+    collectives: Stream
 
 
 class _Copy:

@@ -1,4 +1,4 @@
-"""CUDA's driver, and kernels that it launches: compiled by NVRTC for one kind of update."""
+"""CUDA's driver, and kernels that it launches: compiled by NVRTC, of updates for one kind each."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ COPY_FUNCTIONS = (
 
 
 class CudaModule:
-    """The kernels of native/update/cuda/update.cu, for one kind, on one device.
+    """The kernels of native/update/cuda/update.cu, for one kind, or of mean.cu, on one device.
 
     Any thread may launch them, whatever its current device.
     """
 
-    def __init__(self, kind: UpdateKind, index: int) -> None:
-        """Compiles them for device `index`, in half a second.
+    def __init__(self, kind: UpdateKind | None, index: int) -> None:
+        """Compiles them for device `index`, in half a second; None: those of means.
 
         Raises HeteroError with the compiler's messages.
         """
@@ -116,8 +116,11 @@ class CudaModule:
 
 
 @cache
-def compile_kernels(kind: UpdateKind, capability: tuple[int, int]) -> bytes:
-    """Machine code for a GPU of compute capability `capability`. Raises HeteroError."""
+def compile_kernels(kind: UpdateKind | None, capability: tuple[int, int]) -> bytes:
+    """Machine code for a GPU of compute capability `capability`, as CudaModule says.
+
+    Raises HeteroError.
+    """
     sources = cuda_sources()
     options = (
         f"--gpu-architecture=sm_{capability[0]}{capability[1]}",
@@ -129,10 +132,12 @@ def compile_kernels(kind: UpdateKind, capability: tuple[int, int]) -> bytes:
         "--ftz=false",
         "--prec-div=true",
         "--prec-sqrt=true",
-        f"-DHETERO_KIND={hash(kind)}",
+        "-DHETERO_NVRTC" if kind is None else f"-DHETERO_KIND={hash(kind)}",
     )
-    source = sources.pop("update.cu")
-    return Nvrtc.find().compile(source, "hetero's update", sources, options)
+    texts = {name: sources.pop(name) for name in ("update.cu", "mean.cu")}
+    source = texts["mean.cu" if kind is None else "update.cu"]
+    what = "hetero's mean" if kind is None else "hetero's update"
+    return Nvrtc.find().compile(source, what, sources, options)
 
 
 def driver_functions(names: Sequence[str]) -> dict[str, int]:

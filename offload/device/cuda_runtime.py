@@ -173,6 +173,9 @@ class CudaRuntime:
         """Gives memory back to CUDA that torch has reserved and no tensor uses."""
         torch.cuda.empty_cache()
 
-    def kernels(self, kind: UpdateKind) -> CudaModule:
-        """The kernels of one kind of update. Raises HeteroError if they cannot be compiled."""
+    def kernels(self, kind: UpdateKind | None) -> CudaModule:
+        """The kernels of one kind of update; None: of means.
+
+        Raises HeteroError if they cannot be compiled.
+        """
         return CudaModule(kind, self._index)

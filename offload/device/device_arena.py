@@ -119,11 +119,12 @@ class DeviceArena(HostArena):
     def before_write(self, slot: int, run: int) -> list[Event]:
         """When the work is done that uses slots [slot, slot + run), which nothing pins.
 
-        Also what writes to them: another stream may have been given that.
+        Also what writes to them: another stream may have been given that. A write that waits for
+        all this is told by written().
         """
         with self._lock:
             self._note_unpinned()
-            ended = (self._unused_after.pop(each, {}) for each in range(slot, slot + run))
+            ended = (self._unused_after.get(each, {}) for each in range(slot, slot + run))
             events = [event for of_slot in ended for event in of_slot.values()]
             return list(dict.fromkeys([*events, *self._writes(slot, run)]))
 
@@ -139,6 +140,8 @@ class DeviceArena(HostArena):
                 if first < slot + run and slot < first + length:
                     del self._written[first]
             self._written[slot] = run, event
+            for each in range(slot, slot + run):
+                self._unused_after.pop(each, None)
 
     def close(self) -> None:
         """Waits until no work uses the memory, and gives it back; idempotent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from offload.memory.arena import HostArena
 
 
@@ -30,6 +32,10 @@ class SlotPool:
                 self._taken[first : first + run] = [True] * run
                 return first
         return None
+
+    def view(self, first: int, run: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor over a run that take() allocated; it is no pin."""
+        return self.arena.view(first, run, dtype)
 
     def reserve(self, more: int) -> None:
         """Raises the limit by `more` slots. Raises BudgetError, with nothing changed."""

@@ -69,11 +69,13 @@ def test_a_group_of_one_device_gathers_its_part() -> None:
     ram.commit(0)
     source = ram.view(0, 1, torch.uint8)
     group = backend.runtime.process_group(dist.HashStore(), 0, 1)
+    streams = backend.connect(group)
     try:
         for value in range(20):
             source.fill_(value)
             whole = device.view(0, 4, torch.uint8)
-            done = backend.gather(group, whole, whole, source, None)
+            unused = backend.unused_after(whole)
+            done = backend.gather(streams, whole, whole, source, None, unused)
             assert bool((device.view(0, 4, torch.uint8, pinned=True) == value).all())
             assert backend.runtime.comes_within(done, 60.0)
     finally:

@@ -8,6 +8,7 @@ it there.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -28,11 +29,18 @@ from offload.memory.operation import Operation
 class _OnDevice:
     """GatherTarget: slots of the device, until the device was told to gather."""
 
-    def __init__(self, chunk: Chunk, whole: torch.Tensor | None, computed: Event | None) -> None:
-        """`computed`: the event after which a shard at home on the device has its values."""
+    def __init__(
+        self,
+        chunk: Chunk,
+        whole: torch.Tensor | None,
+        computed: Event | None,
+        unused: Sequence[Event],
+    ) -> None:
+        """As CudaBackend.gather() has it."""
         self.chunk = chunk
         self.whole = whole
         self.computed = computed
+        self.unused = unused
         self.is_begun = False
         self.lock = threading.Lock()  # guards `whole` and `is_begun`
 
@@ -75,12 +83,14 @@ class DeviceTransport:
 
     def target(self, chunk: Chunk, whole: torch.Tensor | None) -> _OnDevice:
         on_device = self._homes.on_device(chunk)
-        return _OnDevice(chunk, whole, self._backend.record_event() if on_device else None)
+        computed = self._backend.record_event() if on_device else None
+        unused = [] if whole is None else self._backend.unused_after(whole)
+        return _OnDevice(chunk, whole, computed, unused)
 
     def gather(
         self, target: _OnDevice, shard: torch.Tensor | None, what: str, opened: ExitStack
     ) -> None:
-        self._group.check()
+        streams = self._group.check()
         # No device waits for a rank that has nothing to give.
         lacking = torch.tensor([shard is None], dtype=torch.uint8)
         meeting = self._peers.begin_any(lacking, what, Channel.GATHERS)
@@ -88,18 +98,18 @@ class DeviceTransport:
         if shard is None or bool(lacking):
             return
         with target.lock:
-            whole = target.whole
+            whole, unused = target.whole, target.unused
             if whole is None:
                 whole = self._unkept.view(0, target.chunk.slots, torch.uint8)
-            done = self._give(whole.view(torch.uint8), shard.view(torch.uint8), target.computed)
+                unused = self._backend.unused_after(whole)
+            own = whole[self._shard.range(whole.numel())]
+            source = shard.view(torch.uint8)
+            done = self._backend.gather(streams, whole, own, source, target.computed, unused)
             target.is_begun = True
+        self._peers.note_exchanged(whole.nbytes)
         # The shard is needed until the device has read it.
         kept = opened.pop_all()
         self._group.look_after(done, meeting.operation, what, kept.close)
-
-    def _give(self, whole: torch.Tensor, shard: torch.Tensor, computed: Event | None) -> Event:
-        own = whole[self._shard.range(whole.numel())]
-        return self._backend.gather(self._group.group, whole, own, shard, computed)
 
     def finish(self) -> None:
         self._group.wait_all()

@@ -14,7 +14,6 @@ on all ranks.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.grads import Grads, put_grad
 from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
+from hetero.state.reduction.device_means import DeviceMean
 from hetero.state.reduction.grad_buckets import Bucket, BucketState, ReduceBuffers
 from hetero.state.reduction.mean import RankMean
 from hetero.state.reduction.rounds import RoundBegin, RoundEnd, SendOrder
@@ -47,7 +47,7 @@ class _Sending:
     bucket: Bucket | None  # None: this rank has no gradient of it, and sends zeros
     received_slot: int
     received: torch.Tensor
-    mean: RankMean
+    mean: RankMean | DeviceMean
 
 
 @dataclass
@@ -67,14 +67,6 @@ class _Round:
     arrived: set[ManagedParam] = field(default_factory=set)
     synced: dict[ManagedParam, None] = field(default_factory=dict)
     sent: set[ManagedParam] = field(default_factory=set)
-
-
-def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that are only read and take no memory: the system maps the same page everywhere."""
-    if not numel:
-        return torch.empty(0, dtype=dtype)
-    nbytes = numel * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=dtype)
 
 
 class GradReducer:
@@ -119,8 +111,6 @@ class GradReducer:
         self._no_sync_depth = 0  # no_sync() blocks that are open
         self._loss_scale = loss_scale
         self._round = _Round()
-        longest = max((c.slots for c in self._order.chunks), default=0)
-        self._zeros = _zeros(longest * layout.slot_numel, buffers.dtype)
 
     @property
     def is_idle(self) -> bool:
@@ -156,10 +146,7 @@ class GradReducer:
 
     def resize(self, bucket_slots: int, received_slots: int) -> None:
         """Gives the pools other numbers of slots, while idle. Raises BudgetError."""
-        pool, received = self._memory.buckets, self._memory.received
-        if pool is not None:
-            pool.refit(max(pool.arena.slots, bucket_slots), bucket_slots)
-        received.refit(received_slots, received_slots)
+        self._memory.resize(bucket_slots, received_slots)
 
     def reserve(self, slots: int) -> None:
         """Adds bucket slots to those that are charged all the time.
@@ -209,6 +196,8 @@ class GradReducer:
         if grad_offload is not None and not grad_offload.limit_bytes:
             grad_offload = None
         put_grad(managed, grad, into, accumulate, grad_offload)
+        if self._memory.device is not None:
+            bucket.computed.append(self._memory.device.record())
         bucket.filled.add(managed)
         managed.param.grad = managed.absent_grad
         self._round.arrived.add(managed)
@@ -278,7 +267,7 @@ class GradReducer:
                     f"is no room for that of {chunk.name}: {error}, or leave out no_sync()"
                 ) from None
         assert slot is not None
-        return Bucket(pool.arena.view(slot, chunk.slots, self._memory.dtype), slot)
+        return Bucket(pool.view(slot, chunk.slots, self._memory.dtype), slot)
 
     def _reclaim_bucket(self) -> bool:
         """Waits for one chunk's mean, if one is being sent or may be sent; returns whether."""
@@ -436,7 +425,7 @@ class GradReducer:
         while slot is None:
             self._finish_oldest()
             slot = pool.take(chunk.slots)
-        received = pool.arena.view(slot, chunk.slots, self._memory.dtype)
+        received = pool.view(slot, chunk.slots, self._memory.dtype)
         if bucket is not None:
             bucket.state = BucketState.SENDING
             for m in self._grads.members(chunk):
@@ -444,10 +433,8 @@ class GradReducer:
                     self._round.sent.add(m)
                 else:
                     m.part_of(bucket.flat).zero_()
-        flat = self._zeros[: received.numel()] if bucket is None else bucket.flat
         what = f"the gradient of {chunk.name}"
-        between, by_backend = self._memory.replicas, self._memory.by_backend
-        mean = RankMean(self._world, flat, received, between, what, by_backend)
+        mean = self._memory.begin_mean(self._world, chunk, bucket, received, slot, what)
         self._sending.append(_Sending(chunk, bucket, slot, received, mean))
 
     def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -480,15 +467,18 @@ class GradReducer:
         members = self._grads.members(oldest.chunk)
         if self._memory.buckets is None:
             assert oldest.bucket is not None
+            assert isinstance(oldest.mean, RankMean)
             mean = self._own_part(oldest.bucket.flat)
             sums = oldest.mean.compute_parts(mean, self._grads.parts(oldest.chunk))
             oldest.bucket.state = BucketState.MEAN
             oldest.bucket.filled.clear()
             self._grads.note_means(oldest.chunk, sums)
         else:
-            # In memory that nobody needs any more.
-            mean = self._own_part(oldest.bucket.flat if oldest.bucket else oldest.received)
-            oldest.mean.compute(mean)
+            if isinstance(oldest.mean, DeviceMean):
+                mean = oldest.mean.compute()
+            else:  # in memory that nobody needs any more
+                mean = self._own_part(oldest.bucket.flat if oldest.bucket else oldest.received)
+                oldest.mean.compute(mean)
             accumulated = {m for m in members if m in self._accumulated and m.has_grad}
             for m in accumulated:
                 self._grads.set_factor(m, self._loss_scale.grad_factor, accumulate=True)

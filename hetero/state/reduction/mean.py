@@ -81,16 +81,8 @@ class RankMean:
             torch.div(self._received.chunk(size)[0], size, out=into)
         else:
             _average(self._world.shard, self._received, self._flat, into)
-        replicas, arena = self._world.replicas, self._replica_arena
-        if replicas is None:
-            return
-        assert arena is not None
-        received = arena.view(0, arena.slots, into.dtype)[: into.numel()]
-        replicas.begin_all_to_all(received, into, self._what, Channel.GRADIENTS).wait()
-        own = into.chunk(replicas.size)[replicas.rank]
-        _average(replicas, received, into, own)
-        parts = GatheredParts(into, replicas.size)
-        replicas.gather_parts(own, parts, self._what, Channel.GRADIENTS)
+        if self._replica_arena is not None:
+            average_over_replicas(self._world, self._replica_arena, into, self._what)
 
     def compute_parts(self, into: torch.Tensor, parts: Sequence[slice]) -> list[float] | None:
         """compute() for some elements of this rank's part of the gradient; others have no meaning.
@@ -116,6 +108,29 @@ class RankMean:
             into.data_ptr(),
             [(part.start, part.stop - part.start) for part in parts],
         )
+
+
+def average_over_replicas(
+    world: ProcessGroups, arena: HostArena, into: torch.Tensor, what: str
+) -> None:
+    """Makes of a shard group's mean that of all ranks; all replicas of the shard must call it.
+
+    Args:
+        world: the ranks.
+        arena: holds what other replicas send.
+        into: the mean of this rank's shard group, flat and in RAM, which becomes that of all.
+        what: names the gradient in errors.
+
+    Raises PeerError.
+    """
+    replicas = world.replicas
+    assert replicas is not None
+    received = arena.view(0, arena.slots, into.dtype)[: into.numel()]
+    replicas.begin_all_to_all(received, into, what, Channel.GRADIENTS).wait()
+    own = into.chunk(replicas.size)[replicas.rank]
+    _average(replicas, received, into, own)
+    parts = GatheredParts(into, replicas.size)
+    replicas.gather_parts(own, parts, what, Channel.GRADIENTS)
 
 
 def _average(

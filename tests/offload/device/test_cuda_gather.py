@@ -30,11 +30,16 @@ class Rig:
         assert isinstance(made, DeviceArena)
         self.arena = made
         self.group: FakeNccl = self.runtime.process_group(dist.HashStore(), 0, 1)
+        self.streams = self.backend.connect(self.group)
 
-    def gather(self, value: int, computed: Event | None = None) -> Event:
-        whole = self.arena.view(0, 1, torch.uint8)
+    def gather(self, value: int) -> Event:
         source = torch.full((SLOT,), value, dtype=torch.uint8)
-        return self.backend.gather(self.group, whole, whole, source, computed)
+        return self.gather_from(source, None)
+
+    def gather_from(self, source: torch.Tensor, computed: Event | None) -> Event:
+        whole = self.arena.view(0, 1, torch.uint8)
+        unused = self.backend.unused_after(whole)
+        return self.backend.gather(self.streams, whole, whole, source, computed, unused)
 
     def use(self) -> list[int]:
         """Work that reads the slot, in the current stream; what it finds, once it is done."""
@@ -91,9 +96,7 @@ def test_a_part_that_the_device_computes_is_gathered_after_that(rig: Rig) -> Non
     source = torch.zeros(SLOT, dtype=torch.uint8)
     memory = [(source.data_ptr(), SLOT)]
     rig.runtime.give(rig.runtime.compute, lambda: source.fill_(5), writes=memory)
-    whole = rig.arena.view(0, 1, torch.uint8)
-    computed = rig.backend.record_event()
-    rig.backend.gather(rig.group, whole, whole, source, computed)
+    rig.gather_from(source, rig.backend.record_event())
     assert rig.backend.h2d_bytes == 0
     pin = rig.arena.view(0, 1, torch.uint8, pinned=True)
     found = rig.use()

@@ -68,6 +68,9 @@ class FakeNccl:
         self._thread = threading.Thread(target=self._work, name="fake-nccl", daemon=True)
         self._thread.start()
 
+    def size(self) -> int:
+        return int(self._gloo.size())
+
     def _allgather_base(self, to: torch.Tensor, source: torch.Tensor) -> FakeWork:
         assert to.numel() == source.numel() * self._gloo.size()
         return self._give(self._gloo._allgather_base, to, source)
@@ -79,6 +82,11 @@ class FakeNccl:
         assert not sizes
         assert to.numel() == source.numel()
         return self._give(lambda t, s: self._gloo.alltoall_base(t, s, [], []), to, source)
+
+    def _reduce_scatter_base(self, to: torch.Tensor, source: torch.Tensor) -> FakeWork:
+        assert to.numel() * self._gloo.size() == source.numel()
+        dtype, scatter = to.dtype, self._gloo._reduce_scatter_base
+        return self._give(lambda t, s: scatter(t.view(dtype), s.view(dtype)), to, source)
 
     def _give(self, exchange: Exchange, to: torch.Tensor, source: torch.Tensor) -> FakeWork:
         assert to.is_contiguous()

@@ -85,15 +85,16 @@ def with_nccl(rank: int, world: int, function: Callable[..., Any], *args: Any) -
         return function(rank, world, *args)
 
 
-def without_other(rank: int, world: int, how: str) -> str:
+def without_other(rank: int, world: int, how: str, where: str) -> str:
     """Rank 1's device does not send what rank 0's waits for: what rank 0 is told.
 
-    Rank 1 "dies" before its device is told to gather, when all ranks have come for that; or it
-    "hangs" until rank 0 was told.
+    Rank 1 "dies" before its device is told to make the collective `where`, when all ranks have come
+    for that; or it "hangs" until rank 0 was told.
     """
     options = {"backend": "cuda", "chunk_numel": 16384, "device_memory": "1MiB"}
     options["rank_timeout_s"] = 60.0 if how == "dies" else 2.0
-    store, give, begins = dist.distributed_c10d._get_default_store(), FakeNccl._give, [False]
+    store, begins = dist.distributed_c10d._get_default_store(), [False]
+    give = getattr(FakeNccl, where)
 
     def lost(self: FakeNccl, *args: Any) -> Any:
         if begins[0] and how == "dies":
@@ -104,7 +105,7 @@ def without_other(rank: int, world: int, how: str) -> str:
 
     with fake_device(nccl=True), contextlib.ExitStack() as patches:
         if rank == 1:
-            patches.enter_context(patch.object(FakeNccl, "_give", lost))
+            patches.enter_context(patch.object(FakeNccl, where, lost))
         model, optimizer = make("layers", options)
         model(inputs(rank, 0, 128)).square().mean().backward()
         optimizer.step()
@@ -120,6 +121,40 @@ def without_other(rank: int, world: int, how: str) -> str:
         with contextlib.suppress(hetero.HeteroError):
             optimizer.engine.close()
     return told
+
+
+def train_experts(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """The masters after steps in which ranks use different experts, of which one is never used."""
+    where: dict[str, Any] = {"chunk_numel": 4096, "rank_timeout_s": 60.0}
+    model, optimizer = make("experts", where | options)
+    for step in range(STEPS):
+        for micro_batch in range(2):
+            loss = model(inputs(rank, 2 * step + micro_batch), (rank + step) % 3).square().mean()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2 if step % 2 else 9.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return masters
+
+
+def train_while_budgets_move(
+    rank: int, world: int, options: dict[str, Any], budgets: list[str]
+) -> list[torch.Tensor]:
+    """The masters after a step with each of `budgets` of device_memory, if there is a device."""
+    where: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 60.0}
+    model, optimizer = make("layers", where | options)
+    for step, budget in enumerate(budgets):
+        if options["backend"] == "cuda":
+            optimizer.engine.set_budget(device_memory=budget)
+        model(inputs(rank, step, 128)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2 if step % 2 else 9.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return masters
 
 
 def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:

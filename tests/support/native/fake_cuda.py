@@ -393,14 +393,14 @@ class FakeRuntime:
 
     # Kernels
 
-    def kernels(self, kind: UpdateKind) -> HostKernels:
+    def kernels(self, kind: UpdateKind | None) -> HostKernels:
         return HostKernels(self, kind)
 
 
 class HostKernels:
-    """The kernels of one kind, on the host."""
+    """The kernels of one kind, or of means, on the host."""
 
-    def __init__(self, runtime: FakeRuntime, kind: UpdateKind) -> None:
+    def __init__(self, runtime: FakeRuntime, kind: UpdateKind | None) -> None:
         self._runtime = runtime
         self._kind = kind
 
@@ -418,7 +418,11 @@ class HostKernels:
 
         def run() -> None:
             pointers = (c_void_p * len(copies))(*(ctypes.addressof(one) for one in copies))
-            failed = _library().hetero_on_host(hash(self._kind), kernel.encode(), blocks, pointers)
+            if self._kind is None:
+                failed = _means().hetero_on_host(kernel.encode(), blocks, pointers)
+            else:
+                number = hash(self._kind)
+                failed = _library().hetero_on_host(number, kernel.encode(), blocks, pointers)
             assert not failed, kernel
 
         self._runtime.give(stream, run)
@@ -427,14 +431,27 @@ class HostKernels:
 @cache
 def _library() -> ctypes.CDLL:
     """native/update/cuda/update.cu for the host."""
-    target = BUILD / f"cuda-on-host-{os.getpid()}.so"
+    library = _compiled("on_host.cpp")
+    library.hetero_on_host.argtypes = (c_uint, c_char_p, c_uint, c_void_p)
+    return library
+
+
+@cache
+def _means() -> ctypes.CDLL:
+    """native/update/cuda/mean.cu for the host."""
+    library = _compiled("mean_on_host.cpp")
+    library.hetero_on_host.argtypes = (c_char_p, c_uint, c_void_p)
+    return library
+
+
+def _compiled(name: str) -> ctypes.CDLL:
+    target = BUILD / f"{name}-{os.getpid()}.so"
     BUILD.mkdir(exist_ok=True)
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    source = str(ROOT / "tests/native/cuda_host/on_host.cpp")
+    source = str(ROOT / "tests/native/cuda_host" / name)
     compiler = os.environ.get("CXX", "g++")
     quiet = ["-Wall", "-Wno-unknown-pragmas", "-Werror"]
     succeed([compiler, *flags, *quiet, f"-I{ROOT / 'native'}", source, "-o", str(target)])
     library = ctypes.CDLL(str(target))
     target.unlink()  # it is loaded
-    library.hetero_on_host.argtypes = (c_uint, c_char_p, c_uint, c_void_p)
     return library

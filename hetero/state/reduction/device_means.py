@@ -1,0 +1,173 @@
+"""Means over the ranks of a shard group that their devices make.
+
+Gradients are collected in buckets on the device. The devices send each other their parts, and a
+kernel adds up what has come, in fp32 in the order of ranks, and rounds it once: the bits are those
+of hetero/state/reduction/mean.py. Of a chunk this rank's shard of the mean alone crosses the link.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from hetero.chunks.layout import Chunk
+from hetero.ranks.communicator import Communicator
+from hetero.ranks.device_group import DeviceGroup
+from hetero.ranks.peers import Channel
+from hetero.ranks.process_groups import ProcessGroups
+from hetero.state.memory.homes import Homes
+from hetero.state.reduction.mean import average_over_replicas
+from offload.device.cuda_backend import CudaBackend
+from offload.device.event_pool import Event
+from offload.memory.arena import HostArena
+from offload.memory.operation import Worker
+
+
+class DeviceMeans:
+    """Makes means in the order in which they are started, the same on all ranks."""
+
+    def __init__(
+        self,
+        world: ProcessGroups,
+        group: DeviceGroup,
+        backend: CudaBackend,
+        homes: Homes,
+        zeros: torch.Tensor,
+        in_ram: HostArena,
+        replica_arena: HostArena | None,
+        by_backend: bool,
+    ) -> None:
+        """Nothing is sent yet. Raises HeteroError if the device's kernel cannot be compiled.
+
+        Args:
+            world: the ranks.
+            group: the devices of the shard group.
+            backend: this rank's device.
+            homes: of this rank's shards of gradients.
+            zeros: as many elements of the device as the longest chunk has, which become zeros.
+            in_ram: slots for means on their way home, one for each slot of what is received.
+            replica_arena: holds what other replicas send; None without replicas.
+            by_backend: NCCL's reduce-scatter makes the sums, in the gradients' dtype.
+        """
+        assert world.shard is not None
+        backend.prepare_means()
+        self.world = world
+        self.peers: Communicator = world.shard
+        self.group = group
+        self.backend = backend
+        self._homes = homes
+        self.zeros = zeros.zero_()
+        self._zeroed = self.record()
+        self._in_ram = in_ram
+        self.replica_arena = replica_arena
+        self.by_backend = by_backend
+        self.worker = Worker("means")
+
+    def record(self) -> Event:
+        """An event after which the device has made what the calling thread has given to it."""
+        return self.backend.record_event()
+
+    def start(
+        self,
+        chunk: Chunk,
+        flat: torch.Tensor | None,
+        computed: Sequence[Event],
+        received: torch.Tensor,
+        slot: int,
+        what: str,
+    ) -> DeviceMean:
+        """Starts making the chunk's mean.
+
+        Args:
+            chunk: whose gradient it is.
+            flat: this rank's, whole; None: it has none, and sends zeros.
+            computed: the events after which other streams than the current one have made it.
+            received: memory of as many elements for what other ranks send; the current stream may
+                have work with it.
+            slot: the number of the first slot that `received` is in.
+            what: names the gradient in errors.
+        """
+        if flat is None:
+            flat, computed = self.zeros[: received.numel()], [self._zeroed]
+        computed = [*computed, self.record()]
+        into: torch.Tensor | None = None
+        if self.replica_arena is not None or not self._homes.on_device(chunk):
+            into = self._in_ram.view(slot, chunk.slots, received.dtype)
+        return DeviceMean(self, flat, computed, received, into, what)
+
+    def resize(self, slots: int) -> None:
+        """As many slots as there are for what is received. Raises BudgetError."""
+        self._in_ram.resize(slots)
+        self._in_ram.commit(0, slots)
+
+    def close(self) -> None:
+        """Ends the thread, when all that was started is given to the device; idempotent."""
+        self.worker.close()
+
+
+class DeviceMean:
+    """The mean of a flat gradient, whose parts devices send."""
+
+    def __init__(
+        self,
+        means: DeviceMeans,
+        flat: torch.Tensor,
+        computed: Sequence[Event],
+        received: torch.Tensor,
+        into: torch.Tensor | None,
+        what: str,
+    ) -> None:
+        """As DeviceMeans.start() has it; the mean comes to `into` in RAM, or stays on the device.
+
+        A device waits for no rank that may not come: the ranks meet first.
+        """
+        self._means = means
+        self._flat = flat
+        self._computed = computed
+        self._received = received
+        self._mean = into
+        self._what = what
+        self._error: Exception | None = None
+        self._has_ended = threading.Event()
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        self._meeting = means.peers.begin_any(nothing, what, Channel.GRADIENTS)
+        means.worker.do(self._make)
+
+    def _make(self) -> None:
+        """In the thread."""
+        means = self._means
+        try:
+            self._meeting.wait()
+            self._mean, done = means.backend.average(
+                means.group.check(),
+                self._flat,
+                self._received,
+                self._computed,
+                self._mean,
+                means.by_backend,
+            )
+            means.peers.note_exchanged(self._received.nbytes)
+            means.group.look_after(done, self._meeting.operation, self._what, self._has_ended.set)
+        except Exception as error:
+            self._error = error.with_traceback(None)
+            self._has_ended.set()
+
+    def wait(self) -> None:
+        """Returns when the mean is there. Raises PeerError."""
+        self._means.peers.wait_for(self._has_ended, self._meeting.operation, self._what)
+        if self._error is not None:
+            raise self._error
+        self._means.group.check()
+
+    def compute(self) -> torch.Tensor:
+        """The mean, flat, after wait(); with replicas that of all of them, who must all call it.
+
+        Raises PeerError.
+        """
+        assert self._mean is not None
+        if self._means.replica_arena is not None:
+            world, arena = self._means.world, self._means.replica_arena
+            average_over_replicas(world, arena, self._mean, self._what)
+        return self._mean

@@ -1,0 +1,1 @@
+"""What devices of several ranks need to average gradients by themselves."""
