@@ -8,6 +8,7 @@ import torch
 
 from offload import _native
 from offload.device.cuda_runtime import CudaRuntime
+from offload.device.mean_kernel import MeanKernel
 from offload.device.updater import Updater
 from tests.support.native.device_tile import DTYPES, KINDS, RULES, TILE, check_update
 from tests.support.native.update_arrays import TORCH_DTYPES, Arrays, equal_bits, gradients, masters
@@ -46,3 +47,18 @@ def test_split_and_join(runtime: CudaRuntime, rule: str, state_dtype: str) -> No
     target = torch.zeros(1003, device="cuda")
     updater.join(param, remainder, carrier, target)
     assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_means(runtime: CudaRuntime, dtype: str, count: int) -> None:
+    numel = 100_003
+    torch.manual_seed(count)
+    scales = 10.0 ** torch.randint(-6, 4, (count, numel))
+    parts = (torch.randn(count, numel) * scales).to(TORCH_DTYPES[dtype])
+    wanted = torch.empty(numel, dtype=parts.dtype)
+    _native.mean(dtype, [part.data_ptr() for part in parts], wanted.data_ptr(), numel)
+    kernel = MeanKernel(runtime)
+    assert torch.equal(kernel.launch(parts.flatten().cuda(), numel, count).cpu(), wanted)
+    torch.cuda.synchronize()
+    kernel.close()

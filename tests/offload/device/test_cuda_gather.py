@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +105,33 @@ def test_a_part_that_the_device_computes_is_gathered_after_that(rig: Rig) -> Non
     del pin
     rig.runtime.synchronize_all()
     assert found == [5]
+
+
+def test_a_gather_of_one_group_does_not_wait_for_that_of_another(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comes = threading.Event()
+    exchange = rig.group._exchange
+
+    def late(*args: Any) -> bool:
+        comes.wait()
+        return exchange(*args)
+
+    monkeypatch.setattr(rig.group, "_exchange", late)
+    first = rig.gather(7)
+    other = rig.runtime.process_group(dist.HashStore(), 0, 1)
+    try:
+        whole = rig.arena.view(1, 1, torch.uint8)
+        source = torch.full((SLOT,), 8, dtype=torch.uint8)
+        unused = rig.backend.unused_after(whole)
+        streams = rig.backend.connect(other)
+        second = rig.backend.gather(streams, whole, whole, source, None, unused)
+        assert rig.runtime.comes_within(second, 60.0)
+        assert not rig.runtime.done(first)
+    finally:
+        comes.set()
+        other.abort()
+    assert rig.runtime.comes_within(first, 60.0)
 
 
 def test_the_host_waits_for_an_event_so_long_at_most(rig: Rig) -> None:

@@ -39,6 +39,10 @@ def test_kernels_compile(compiler: Nvrtc, dtype: str) -> None:
         assert compile_kernels(UpdateKind(dtype, dtype, rule, "bf16"), (9, 0))[:4] == b"\x7fELF"
 
 
+def test_the_kernel_of_means_compiles(compiler: Nvrtc) -> None:
+    assert compile_kernels(None, (9, 0))[:4] == b"\x7fELF"
+
+
 def test_registers_hold_what_a_thread_works_on(compiler: Nvrtc) -> None:
     """Local memory, or loads byte by byte, would make the update many times slower."""
     sources = cuda_sources()

@@ -1,0 +1,68 @@
+"""offload/device/device_pool: slots of a device, and runs beyond the limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload.device.device_arena import DeviceArena
+from offload.device.device_pool import DevicePool
+from offload.errors import BudgetError
+from offload.memory.ledger import Ledger
+from offload.memory.tiers import Account, Tier
+from tests.support.native.fake_cuda import FakeRuntime
+
+SLOT = 4096
+
+
+def make(limit: int, budget: int) -> tuple[DevicePool, Ledger]:
+    runtime, ledger = FakeRuntime(), Ledger({Tier.DEVICE: budget * SLOT})
+
+    def arena(slots: int) -> DeviceArena:
+        return DeviceArena(runtime, slots, SLOT, ledger, Account.BUCKET)
+
+    return DevicePool(arena, limit), ledger
+
+
+def used(ledger: Ledger) -> int:
+    return ledger.used(Tier.DEVICE, Account.BUCKET) // SLOT
+
+
+def test_runs_up_to_the_limit_and_beyond_it() -> None:
+    pool, ledger = make(limit=3, budget=5)
+    first, second = pool.take(2), pool.take(1)
+    assert first is not None
+    assert second is not None
+    assert pool.take(1) is None
+    assert used(ledger) == 3
+    beyond = pool.take(2, beyond=True)
+    assert beyond is not None
+    assert used(ledger) == 5
+    with pytest.raises(BudgetError):
+        pool.take(1, beyond=True)
+    views = [pool.view(f, n, torch.uint8) for f, n in ((first, 2), (second, 1), (beyond, 2))]
+    for value, view in enumerate(views):
+        view.fill_(value)
+    assert [sorted(set(view.tolist())) for view in views] == [[0], [1], [2]]
+    del view, views
+    pool.give_back(beyond, 2)
+    assert used(ledger) == 3
+    pool.give_back(first, 2)
+    assert pool.take(2) == first
+
+
+def test_the_limit_rises_and_changes() -> None:
+    pool, ledger = make(limit=1, budget=4)
+    pool.reserve(2)
+    pool.reserve(0)
+    taken = [pool.take(1), pool.take(2)]
+    assert None not in taken
+    assert used(ledger) == 3
+    for first, run in zip(taken, (1, 2), strict=True):
+        assert first is not None
+        pool.give_back(first, run)
+    pool.refit(0, 0)
+    assert used(ledger) == 0
+    assert pool.take(1) is None
+    pool.refit(4, 4)
+    assert pool.take(4) is not None
