@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload.device.collective.device_pool import DevicePool
 from offload.device.device_arena import DeviceArena
-from offload.device.device_pool import DevicePool
 from offload.errors import BudgetError
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
