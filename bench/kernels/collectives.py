@@ -2,10 +2,10 @@
 
 usage: python -m bench.kernels.collectives [--ranks 2] [--size 64MiB] [--rounds N] [--json]
 
-"hetero's gather" and "hetero's mean" are what training uses: all-to-alls of pieces, and one
-all-to-all with an own sum in fp32. They take turns; a turn is one call of warm-up and --repeats
-timed ones. Bytes are those that the loopback device counted, of all ranks together, over the
-tensor's. Each rank computes with one thread.
+"hetero's gather" and "hetero's mean" are what training uses: reads of each other's memory, and an
+own sum in fp32; "by gloo" is what it uses where the ranks cannot read it. They take turns; a turn is
+one call of warm-up and --repeats timed ones. Bytes are those that the loopback device counted, of
+all ranks together, over the tensor's. Each rank computes with one thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -106,21 +107,27 @@ def _calls(rank: int, ranks: int, nbytes: int) -> dict[str, Callable[[], object]
     whole, received = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
     part = whole.chunk(ranks)[rank].clone()
     world = ProcessGroups(300.0)
-    assert world.shard is not None
-    gather = world.shard.gather_parts
+    with patch("hetero.ranks.communicator.connect_peer_memory", lambda _: None):
+        by_gloo = ProcessGroups(300.0)
 
-    def mean() -> None:
+    def gather(world: ProcessGroups) -> None:
+        assert world.shard is not None
+        world.shard.gather_parts(part, GatheredParts(whole, ranks), "it", Channel.GATHERS)
+
+    def mean(world: ProcessGroups) -> None:
         made = RankMean(world, whole, received, None, "a gradient")
         made.wait()
         made.compute(part)
 
     return {
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, part),
-        "hetero's gather": lambda: gather(part, GatheredParts(whole, ranks), "it", Channel.GATHERS),
+        "hetero's gather": lambda: gather(world),
+        "hetero's gather, by gloo": lambda: gather(by_gloo),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(part, whole),
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_to_all_single": lambda: dist.all_to_all_single(received, whole),
-        "hetero's mean": mean,
+        "hetero's mean": lambda: mean(world),
+        "hetero's mean, by gloo": lambda: mean(by_gloo),
     }
 
 
