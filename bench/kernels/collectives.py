@@ -3,7 +3,7 @@
 usage: python -m bench.kernels.collectives [--ranks 2] [--size 64MiB] [--rounds N] [--json]
 
 "hetero's gather" and "hetero's mean" are what training uses: reads of each other's memory, and an
-own sum in fp32; "by gloo" is what it uses where the ranks cannot read it. They take turns; a turn is
+own sum in fp32; "by gloo" is what it uses where ranks cannot read it. They take turns; a turn is
 one call of warm-up and --repeats timed ones. Bytes are those that the loopback device counted, of
 all ranks together, over the tensor's. Each rank computes with one thread.
 """
