@@ -259,8 +259,8 @@ class FakeRuntime:
     ) -> None:
         """Between addresses; `check` is called before it is done. The caller keeps the memory."""
         sides = [(to, nbytes), (source, nbytes)]
-        self._check_page_locked(sides)
-        with self.lock:
+        with self.lock:  # threads page-lock RAM meanwhile
+            self._check_page_locked(sides)
             if self.compute.eager:
                 self.forget(to, nbytes)
             self.copying += sides
@@ -367,12 +367,13 @@ class FakeRuntime:
         assert not any(
             a < address + nbytes and address < a + n for a, n in self.page_locked.items()
         )
-        self.page_locked[address] = nbytes
+        with self.lock:
+            self.page_locked[address] = nbytes
         return None
 
     def unregister(self, address: int) -> None:
-        nbytes = self.page_locked.pop(address)
         with self.lock:
+            nbytes = self.page_locked.pop(address)
             assert not self._is_copied(address, nbytes), "a copy uses it"
 
     def _is_copied(self, address: int, nbytes: int) -> bool:
