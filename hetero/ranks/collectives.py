@@ -93,8 +93,11 @@ class Collectives(Requests):
                     self.tell_wait(operation, what)
                     has_told = True
         except PeerError as error:
-            # Told first: the others would take this rank for the cause of what breaks now.
-            self.failures.tell(f"{self.name(self.rank)} gave up: {name_error(error)}")
+            # Told first: the others would take this rank for the cause of what breaks now. (A
+            # channel that this rank has given up itself it has given up with a reason, which the
+            # others have been told.)
+            if not self.has_given_up(operation.channel):
+                self.failures.tell(f"{self.name(self.rank)} gave up: {name_error(error)}")
             self._abandon(work)
             raise
         except BaseException as error:  # a signal's: the memory may have another use afterwards

@@ -243,11 +243,15 @@ class Peers:
         cause = "" if first is None else f", because {first[1]}"
         return PeerError(f"{self.name(self.rank)} has given up {what}{cause}")
 
+    def has_given_up(self, channel: Channel) -> bool:
+        """Whether this rank has broken off the connections of this channel alone."""
+        return channel in self._given_up
+
     def failure_of_all(
         self, operation: Operation, what: str, why: str, waited_s: float = 0.0
     ) -> PeerError:
         """The error for a common operation that failed; it names a rank that did not take part."""
-        if operation.channel in self._given_up:
+        if self.has_given_up(operation.channel):
             return self._given_up_error(what)
         if self.failures.own_end is None:
             if "imed out" in why:
