@@ -312,7 +312,7 @@ class _ChunkGroupBuilder:
         if not self._gathers_between_devices:
             return RamTransport(peers, self._layout, self._dtypes.torch_compute)
         assert isinstance(self._backend, CudaBackend)
-        group = DeviceGroup(peers, Channel.GATHERS, self._backend)
+        group = DeviceGroup(peers, Channel.GATHERS, self._backend, peers)
         self.resources.callback(group.close)  # after the shard server: all ranks are done then
         return DeviceTransport(peers, group, self._backend, self._layout, homes, arenas.unkept)
 
@@ -418,10 +418,6 @@ class _ChunkGroupBuilder:
             self.resources.callback(made.close)  # also if there is no room for its slots
             return made
 
-        between_replicas: HostArena | None = None
-        if self.world.replicas is not None and placement.longest_trained:
-            between_replicas = arena(placement.longest_trained, bucket_bytes // layout.shard.ranks)
-            between_replicas.commit(0, placement.longest_trained)
         by_backend = self.shared.config.grad_reduce == "backend"
         dtype, received = self._dtypes.torch_reduce, placement.receive_slots
         if self.plan.spec.averages_on_device and placement.longest_trained:
@@ -432,10 +428,14 @@ class _ChunkGroupBuilder:
                 dtype,
                 DevicePool(self._device_buckets, placement.bucket_slots),
                 DevicePool(self._device_buckets, received),
-                between_replicas,
-                device=self._make_device_means(grads, in_ram, between_replicas, by_backend),
+                None,
+                device=self._make_device_means(grads, in_ram, by_backend),
             )
         else:
+            between_replicas: HostArena | None = None
+            if self.world.replicas is not None and placement.longest_trained:
+                between_replicas = arena(placement.longest_trained, bucket_bytes // layout.shard.ranks)
+                between_replicas.commit(0, placement.longest_trained)
             buckets: SlotPool | None = None
             if layout.shard.grads:
                 trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
@@ -456,30 +456,37 @@ class _ChunkGroupBuilder:
             self.resources.enter_context(grad_reducer.no_sync())
         return grad_reducer
 
-    def _device_buckets(self, slots: int) -> HostArena:
-        """Slots of the device for whole gradients."""
+    def _device_buckets(self, slots: int, shards: bool = False) -> HostArena:
+        """Slots of the device for whole gradients, or for this rank's `shards` of them."""
         nbytes = SlotBytes.of(self._layout, self._dtypes).bucket
+        if shards:
+            nbytes //= self._layout.shard.ranks
         made = self._backend.arena(slots, nbytes, self._ledger, Account.BUCKET)
         self.resources.callback(made.close)
         return made
 
     def _make_device_means(
-        self, grads: Grads, in_ram: HostArena, between_replicas: HostArena | None, by_backend: bool
+        self, grads: Grads, in_ram: HostArena, by_backend: bool
     ) -> DeviceMeans:
         assert isinstance(self._backend, CudaBackend)
-        assert self.world.shard is not None
-        group = DeviceGroup(self.world.shard, Channel.GRADIENTS, self._backend)
+        assert self.world.everyone is not None
+        shard, replicas = self.world.shard, self.world.replicas
+        group = DeviceGroup(
+            self.world.everyone, Channel.GRADIENTS, self._backend, shard, replicas
+        )
         self.resources.callback(group.close)
-        longest = self._placement.longest_trained
-        zeros = self._device_buckets(longest).view(0, longest, self._dtypes.torch_reduce)
+        longest, dtype = self._placement.longest_trained, self._dtypes.torch_reduce
+        between: torch.Tensor | None = None
+        if replicas is not None:
+            between = self._device_buckets(longest, shards=True).view(0, longest, dtype)
         means = DeviceMeans(
             self.world,
             group,
             self._backend,
             grads.homes,
-            zeros,
+            self._device_buckets(longest).view(0, longest, dtype),
             in_ram,
-            between_replicas,
+            between,
             by_backend,
         )
         self.resources.callback(means.close)

@@ -294,13 +294,13 @@ class PlacementCandidates:
         pools += self._link_bytes
         pools += buffers * buffer_bytes
         reduce_bytes = (bucket_slots + receive_slots) * slot.bucket
+        if averaged and shard.replicas > 1:  # what other replicas send
+            reduce_bytes += self._longest_trained * slot.bucket // shard.ranks
         if self._spec.averages_on_device:
             pools += receive_slots * slot.bucket // shard.ranks  # means on their way home
             reduce_bytes += self._longest_trained * slot.bucket  # zeros
         else:
             pools += reduce_bytes
-        if averaged and shard.replicas > 1:
-            pools += self._longest_trained * slot.bucket // shard.ranks
         device_bytes = grad_offload_bytes = 0
         if self._device is None:
             pools += gathered_slots * slot.gathered

@@ -125,7 +125,7 @@ class GroupSpec:
     def averages_on_device(self) -> bool:
         """Whether gradients become means on DEVICE: where they are sharded, by the devices."""
         shard = self.layout.shard
-        return shard.between_devices and shard.grads and shard.ranks > 1
+        return shard.between_devices and shard.grads and shard.ranks * shard.replicas > 1
 
     def within(self, budgets: Budgets) -> GroupSpec:
         """The same chunk group with other budgets."""

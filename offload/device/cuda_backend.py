@@ -142,12 +142,12 @@ class CudaBackend(Backend):
     def collective_device(self) -> str | None:
         return self.runtime.name() if self.runtime.has_collectives else None
 
-    def connect(self, group: Any) -> DeviceStreams:
-        """Streams for the collectives of runtime.process_group()'s `group`."""
+    def connect(self, group: Any, replicas: Any = None) -> DeviceStreams:
+        """Streams for the collectives of process groups that runtime.process_group() has made."""
         with self._lock:
             copies = _Way(self._fetching.words, self.runtime.new_stream())
             self._ways.append(copies)
-        return DeviceStreams(group, copies, self.runtime.new_stream())
+        return DeviceStreams(group, replicas, copies, self.runtime.new_stream())
 
     def unused_after(self, whole: torch.Tensor) -> list[Event]:
         """The events after which no work given so far uses `whole`, in slots of an arena."""
@@ -211,9 +211,12 @@ class CudaBackend(Backend):
         received: torch.Tensor,
         after: Iterable[Event],
         mean: torch.Tensor | None,
+        between: torch.Tensor | None = None,
         by_group: bool = False,
     ) -> tuple[torch.Tensor, Event]:
         """Starts making the mean of this device's parts of what the devices of a group have.
+
+        With replicas it becomes the mean of theirs.
 
         Args:
             streams: of a group of n devices.
@@ -221,27 +224,28 @@ class CudaBackend(Backend):
             received: as many elements in slots of an arena, for the parts that are sent to it.
             after: the events after which `flat` is computed.
             mean: memory in RAM for the mean; None: it stays on the device.
+            between: as many elements as the mean has, on the device, for what replicas send; all
+                calls may have the same.
             by_group: the group sums, in the dtype of `flat` and an order of its own.
 
         Returns the mean, and the event at which it is there.
         """
-        assert self._mean_kernel is not None
         with self._lock:
             arena, slot, run = self._find(received)
-            stream, group = streams.collectives, streams.group
+            stream = streams.collectives
             for event in (*after, *arena.before_write(slot, run)):
                 self.runtime.wait(stream, event)
+            found = received[: len(received) // streams.size]
             with self.runtime.on(stream):
-                size = group.size()
-                if by_group:
-                    parts = received.chunk(size)[0]
-                    group._reduce_scatter_base(parts, flat).wait()
-                else:
-                    parts = received
-                    group.alltoall_base(
-                        parts.view(torch.uint8), flat.view(torch.uint8), [], []
-                    ).wait()
-                found = self._mean_kernel.launch(parts, len(received) // size, size)
+                if streams.group is not None:
+                    self._average_in_group(streams.group, flat, received, found, by_group)
+                    flat = found
+                if streams.replicas is not None:
+                    assert between is not None
+                    parts = between[: found.numel()]
+                    own = parts.chunk(streams.replicas.size())[0]
+                    self._average_in_group(streams.replicas, flat, parts, own)
+                    streams.replicas._allgather_base(_bytes(found), _bytes(own)).wait()
             done = self.runtime.record(stream)
             if mean is not None:
                 check_sides(mean, found)
@@ -250,6 +254,23 @@ class CudaBackend(Backend):
                 found = mean
             arena.written(slot, run, done)
         return found, done
+
+    def _average_in_group(
+        self,
+        group: Any,
+        flat: torch.Tensor,
+        received: torch.Tensor,
+        into: torch.Tensor,
+        by_group: bool = False,
+    ) -> None:
+        """The mean of this device's parts of `flat`, in the current stream. Needs the lock."""
+        assert self._mean_kernel is not None
+        if by_group:
+            received = received[: into.numel()]
+            group._reduce_scatter_base(received, flat).wait()
+        else:
+            group.alltoall_base(_bytes(received), _bytes(flat), [], []).wait()
+        self._mean_kernel.launch(received, group.size(), into)
 
     def _start(
         self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]
@@ -344,15 +365,26 @@ class _Way:
 
 @dataclass(frozen=True, eq=False)
 class DeviceStreams:
-    """The streams of one group of devices: `copies` to what is gathered, and its `collectives`.
+    """The streams of a group of devices: `copies` to what is gathered, and its `collectives`.
 
-    No other group's are in them. These may come in another order on another device: two in one
+    Also those with the replicas of what this device has, in their order among the others. No other
+    group's are in these streams. Such may come in another order on another device: two in one
     stream would wait for each other.
     """
 
-    group: Any  # torch.distributed's
+    group: Any  # torch.distributed's; None: this device is the only one of the group
+    replicas: Any  # likewise, of those that have the same parts
     copies: _Way
     collectives: Stream
+
+    @property
+    def size(self) -> int:
+        """Of the group."""
+        return 1 if self.group is None else int(self.group.size())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
 
 
 class _Copy:

@@ -1,8 +1,9 @@
-"""Means over the ranks of a shard group that their devices make.
+"""Means over the ranks that their devices make.
 
 Gradients are collected in buckets on the device. The devices send each other their parts, and a
 kernel adds up what has come, in fp32 in the order of ranks, and rounds it once: the bits are those
-of hetero/state/reduction/mean.py. Of a chunk this rank's shard of the mean alone crosses the link.
+of hetero/state/reduction/mean.py. With hybrid sharding they then do the same with the replicas'
+devices. Of a chunk this rank's shard of the mean alone crosses the link.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from hetero.chunks.layout import Chunk
-from hetero.ranks.communicator import Communicator
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.memory.homes import Homes
-from hetero.state.reduction.mean import average_over_replicas
 from offload.device.cuda_backend import CudaBackend
 from offload.device.event_pool import Event
 from offload.memory.arena import HostArena
@@ -36,32 +35,31 @@ class DeviceMeans:
         homes: Homes,
         zeros: torch.Tensor,
         in_ram: HostArena,
-        replica_arena: HostArena | None,
+        between: torch.Tensor | None,
         by_backend: bool,
     ) -> None:
         """Nothing is sent yet. Raises HeteroError if the device's kernel cannot be compiled.
 
         Args:
             world: the ranks.
-            group: the devices of the shard group.
+            group: the devices of the shard group, and of the replicas.
             backend: this rank's device.
             homes: of this rank's shards of gradients.
             zeros: as many elements of the device as the longest chunk has, which become zeros.
             in_ram: slots for means on their way home, one for each slot of what is received.
-            replica_arena: holds what other replicas send; None without replicas.
+            between: memory of the device for what other replicas send, a shard of the longest
+                chunk; None without replicas.
             by_backend: NCCL's reduce-scatter makes the sums, in the gradients' dtype.
         """
-        assert world.shard is not None
         backend.prepare_means()
-        self.world = world
-        self.peers: Communicator = world.shard
+        self._world = world
         self.group = group
         self.backend = backend
         self._homes = homes
         self.zeros = zeros.zero_()
         self._zeroed = self.record()
         self._in_ram = in_ram
-        self.replica_arena = replica_arena
+        self.between = between
         self.by_backend = by_backend
         self.worker = Worker("means")
 
@@ -93,9 +91,17 @@ class DeviceMeans:
             flat, computed = self.zeros[: received.numel()], [self._zeroed]
         computed = [*computed, self.record()]
         into: torch.Tensor | None = None
-        if self.replica_arena is not None or not self._homes.on_device(chunk):
+        if not self._homes.on_device(chunk):
             into = self._in_ram.view(slot, chunk.slots, received.dtype)
         return DeviceMean(self, flat, computed, received, into, what)
+
+    def note_exchanged(self, whole_bytes: int) -> None:
+        """The devices exchange so many bytes, of a whole chunk, and replicas what follows."""
+        if self._world.shard is not None:
+            self._world.shard.note_exchanged(whole_bytes)
+        if self._world.replicas is not None:
+            # What each sends the others, and then the part of which it made the mean.
+            self._world.replicas.note_exchanged(2 * whole_bytes // self._world.ranks)
 
     def resize(self, slots: int) -> None:
         """As many slots as there are for what is received. Raises BudgetError."""
@@ -132,7 +138,7 @@ class DeviceMean:
         self._error: Exception | None = None
         self._has_ended = threading.Event()
         nothing = torch.zeros(1, dtype=torch.uint8)
-        self._meeting = means.peers.begin_any(nothing, what, Channel.GRADIENTS)
+        self._meeting = means.group.peers.begin_any(nothing, what, Channel.GRADIENTS)
         means.worker.do(self._make)
 
     def _make(self) -> None:
@@ -146,9 +152,10 @@ class DeviceMean:
                 self._received,
                 self._computed,
                 self._mean,
+                means.between,
                 means.by_backend,
             )
-            means.peers.note_exchanged(self._received.nbytes)
+            means.note_exchanged(self._received.nbytes)
             means.group.look_after(done, self._meeting.operation, self._what, self._has_ended.set)
         except Exception as error:
             self._error = error.with_traceback(None)
@@ -156,18 +163,13 @@ class DeviceMean:
 
     def wait(self) -> None:
         """Returns when the mean is there. Raises PeerError."""
-        self._means.peers.wait_for(self._has_ended, self._meeting.operation, self._what)
+        self._means.group.peers.wait_for(self._has_ended, self._meeting.operation, self._what)
         if self._error is not None:
             raise self._error
         self._means.group.check()
 
-    def compute(self) -> torch.Tensor:
-        """The mean, flat, after wait(); with replicas that of all of them, who must all call it.
-
-        Raises PeerError.
-        """
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean over all ranks, flat, after wait()."""
         assert self._mean is not None
-        if self._means.replica_arena is not None:
-            world, arena = self._means.world, self._means.replica_arena
-            average_over_replicas(world, arena, self._mean, self._what)
         return self._mean

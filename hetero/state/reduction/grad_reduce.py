@@ -475,7 +475,7 @@ class GradReducer:
             self._grads.note_means(oldest.chunk, sums)
         else:
             if isinstance(oldest.mean, DeviceMean):
-                mean = oldest.mean.compute()
+                mean = oldest.mean.mean
             else:  # in memory that nobody needs any more
                 mean = self._own_part(oldest.bucket.flat if oldest.bucket else oldest.received)
                 oldest.mean.compute(mean)

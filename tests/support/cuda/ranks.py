@@ -35,6 +35,13 @@ def fake_device(nccl: bool = False) -> Iterator[FakeRuntime]:
         yield made
 
 
+def replicas_mesh(world: int, replicas: int) -> dict[str, Any]:
+    """The argument of initialize() for so many replicas."""
+    if replicas == 1:
+        return {}
+    return {"mesh": init_device_mesh("cpu", (replicas, world // replicas))}
+
+
 def train(
     rank: int,
     world: int,
@@ -47,12 +54,9 @@ def train(
 
     Returns losses, masters, what the device had at most, and the link's traffic.
     """
-    where: dict[str, Any] = {}
-    if replicas > 1:
-        where["mesh"] = init_device_mesh("cpu", (replicas, world // replicas))
     options = {"backend": "cuda", "chunk_numel": 16384, "rank_timeout_s": 60.0} | options
     with fake_device(nccl) as runtime:
-        model, optimizer = make("layers", options, **where)
+        model, optimizer = make("layers", options, **replicas_mesh(world, replicas))
         engine = optimizer.engine
         losses = []
         for step in range(STEPS):
@@ -85,14 +89,17 @@ def with_nccl(rank: int, world: int, function: Callable[..., Any], *args: Any) -
         return function(rank, world, *args)
 
 
-def without_other(rank: int, world: int, how: str, where: str) -> str:
+def without_other(rank: int, world: int, how: str, where: str, more: dict[str, Any]) -> str:
     """Rank 1's device does not send what rank 0's waits for: what rank 0 is told.
+
+    `more` are options; "replicas" is the number of these.
 
     Rank 1 "dies" before its device is told to make the collective `where`, when all ranks have come
     for that; or it "hangs" until rank 0 was told.
     """
-    options = {"backend": "cuda", "chunk_numel": 16384, "device_memory": "1MiB"}
+    options = {"backend": "cuda", "chunk_numel": 16384, "device_memory": "1MiB"} | more
     options["rank_timeout_s"] = 60.0 if how == "dies" else 2.0
+    mesh = replicas_mesh(world, options.pop("replicas", 1))
     store, begins = dist.distributed_c10d._get_default_store(), [False]
     give = getattr(FakeNccl, where)
 
@@ -106,7 +113,7 @@ def without_other(rank: int, world: int, how: str, where: str) -> str:
     with fake_device(nccl=True), contextlib.ExitStack() as patches:
         if rank == 1:
             patches.enter_context(patch.object(FakeNccl, where, lost))
-        model, optimizer = make("layers", options)
+        model, optimizer = make("layers", options, **mesh)
         model(inputs(rank, 0, 128)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

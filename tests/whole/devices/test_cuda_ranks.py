@@ -60,7 +60,22 @@ def test_same_bits_as_ranks_on_the_cpu(
     check(found, on_cpu(ranks2, stage, 2))
 
 
-@pytest.mark.parametrize(("stage", "nccl"), [(1, False), (3, False), (3, True)])
-def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "nccl", "policy"),
+    [(1, False, "cpu"), (3, False, "cpu"), (2, True, "cuda"), (3, True, "cpu"), (3, True, "auto")],
+)
+def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool, policy: str) -> None:
     options = {"device_memory": "400KiB", "dtype": "bf16", "zero_stage": stage}
-    check(ranks4.run(ranks.train, options, 1, 2, nccl), on_cpu(ranks4, stage, 1, 2))
+    options["placement_policy"] = policy
+    if policy != "cpu":
+        options["device_memory"] = "700KiB" if policy == "auto" else "64MiB"
+    found = ranks4.run(ranks.train, options, 2, 2, nccl)
+    check(found, on_cpu(ranks4, stage, 2, 2))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_replicas_alone(ranks2: RankPool, stage: int) -> None:
+    """Each rank has all of the state: a mesh of (2, 1)."""
+    options = {"device_memory": "400KiB", "dtype": "bf16", "zero_stage": stage}
+    options["placement_policy"] = "cpu"
+    check(ranks2.run(ranks.train, options, 2, 2, True), on_cpu(ranks2, stage, 2, 2))

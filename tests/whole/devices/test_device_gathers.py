@@ -83,16 +83,27 @@ def test_all_are_told_of_a_shard_that_one_cannot_read(ranks2: RankPool) -> None:
     assert same(first, second)
 
 
-@pytest.mark.parametrize("where", ["_allgather_base", "alltoall_base"])
-def test_a_rank_that_dies_where_a_device_waits_for_it(ranks2: RankPool, where: str) -> None:
-    waits, died = ranks2.run_to_the_end(ranks.without_other, "dies", where)
+# Where a device may wait for another one: the collective, and options. (With two ranks replicas
+# do not shard.)
+WAITS = [
+    pytest.param("_allgather_base", {}, "gathering", id="gather"),
+    pytest.param("alltoall_base", {}, "the gradient of", id="mean"),
+    pytest.param("alltoall_base", {"replicas": 2}, "the gradient of", id="mean-of-replicas"),
+]
+
+
+@pytest.mark.parametrize(("where", "more", "what"), WAITS)
+def test_a_rank_that_dies_where_a_device_waits_for_it(
+    ranks2: RankPool, where: str, more: dict[str, Any], what: str
+) -> None:
+    waits, died = ranks2.run_to_the_end(ranks.without_other, "dies", where, more)
     assert died.failure is not None
     assert "rank 1 is gone" in waits.result
 
 
-@pytest.mark.parametrize(
-    ("where", "what"), [("_allgather_base", "gathering"), ("alltoall_base", "the gradient of")]
-)
-def test_a_rank_whose_device_hangs(ranks2: RankPool, where: str, what: str) -> None:
-    waits, _ = ranks2.run_to_the_end(ranks.without_other, "hangs", where)
+@pytest.mark.parametrize(("where", "more", "what"), WAITS)
+def test_a_rank_whose_device_hangs(
+    ranks2: RankPool, where: str, more: dict[str, Any], what: str
+) -> None:
+    waits, _ = ranks2.run_to_the_end(ranks.without_other, "hangs", where, more)
     assert f"rank 1 did not take part in {what}" in waits.result

@@ -10,7 +10,7 @@ import torch
 from tests.support.cuda import ranks
 from tests.support.gathering import deviating
 from tests.support.ranks import rank_training
-from tests.support.ranks.processes import RankPool
+from tests.support.ranks.processes import RankFailure, RankPool
 
 ON_DEVICE = {"backend": "cuda", "device_memory": "64MiB"}
 
@@ -27,6 +27,26 @@ def test_of_a_mean_one_shard_crosses_the_link(ranks2: RankPool, stage: int) -> N
     for mine, other in zip(ranks2.run(ranks.train, options, 2, 1, True), in_ram, strict=True):
         assert mine["d2h"] == other["d2h"] // 2
         assert same(mine["masters"], other["masters"])
+
+
+def test_of_a_mean_over_replicas_one_shard_crosses_the_link(ranks4: RankPool) -> None:
+    options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
+    options["host_memory"] = "8MiB"
+    in_ram = ranks4.run(ranks.train, options, 2, 2)
+    for mine, other in zip(ranks4.run(ranks.train, options, 2, 2, True), in_ram, strict=True):
+        assert mine["d2h"] == other["d2h"] // 2
+        assert same(mine["masters"], other["masters"])
+
+
+def test_a_budget_without_room_for_what_replicas_send_is_refused(ranks2: RankPool) -> None:
+    """Two chunks: gathered, and in a bucket; received, zeros, and what the other replica sends."""
+    chunk_bytes = 16384 * 2
+    options = {"placement_policy": "cpu", "dtype": "bf16", "device_memory": str(4 * chunk_bytes)}
+    least = f"device_memory is .*smallest that works is .*\\({5 * chunk_bytes} bytes\\)"
+    with pytest.raises(RankFailure, match=least):
+        ranks2.run(ranks.train, options, 1, 2, True)
+    options["device_memory"] = str(5 * chunk_bytes)
+    ranks2.run(ranks.train, options, 1, 2, True)
 
 
 @pytest.mark.parametrize(
