@@ -125,6 +125,7 @@ class _ChunkGroupBuilder:
         self._dtypes = self.plan.dtypes
         self._backend, self._ledger = self.shared.backend, self.shared.ledger
         self._trained = [m for m in self.members if m.chunk.trainable]
+        self._servers: list[ShardServer] = []
 
     def build(self, first_number: Mapping[int, int], spare_bytes: int) -> ChunkGroup:
         """All parts, in the order in which they need each other."""
@@ -166,7 +167,8 @@ class _ChunkGroupBuilder:
         params, gathering = self._make_params(memory, updates, optim_states)
         ranks: RankParts | None = None
         if self.world.everyone is not None:
-            ranks = RankParts(self._make_grad_reducer(grads, grad_offload), gathering)
+            grad_reducer = self._make_grad_reducer(grads, grad_offload)
+            ranks = RankParts(grad_reducer, gathering, self._servers)
         return ChunkGroup(
             plan=self.plan,
             members=self.members,
@@ -278,12 +280,21 @@ class _ChunkGroupBuilder:
         shared_shards = SharedCache(shard_cache, dtype, patience_s)
         shards = ParamShards(homes, shared_shards, updates)
         gathering: Gathering | None = None
+
+        def serve(ranks: Communicator) -> ShardServer:
+            made = ShardServer(
+                ranks, self._layout, versions, shards.open, optim_states.open_raw, news
+            )
+            self._servers.insert(0, made)  # closed in the reverse order, as all else
+            self.resources.callback(made.close)
+            return made
+
+        if self.world.replicas is not None and self.plan.spec.averages_on_device:
+            # They ask for nothing. A device does not see that a rank is gone; this does.
+            serve(self.world.replicas)
         if peers is not None:
             transport = self._make_transport(peers, homes, arenas)
-            server = ShardServer(
-                peers, self._layout, versions, shards.open, optim_states.open_raw, news
-            )
-            self.resources.callback(server.close)
+            server = serve(peers)
             stream = GatherStream(peers, server, shards, versions, news, transport)
             self.resources.callback(stream.close)
             in_ram = arenas.staged if self._backend.separate else arenas.gathered
@@ -309,17 +320,12 @@ class _ChunkGroupBuilder:
         self, peers: Communicator, homes: Homes, arenas: SlotArenas
     ) -> GatherTransport:
         """What carries parameters from rank to rank, as all ranks have decided alike."""
-        if not self._gathers_between_devices:
+        if not self._layout.shard.between_devices:
             return RamTransport(peers, self._layout, self._dtypes.torch_compute)
         assert isinstance(self._backend, CudaBackend)
         group = DeviceGroup(peers, Channel.GATHERS, self._backend, peers)
         self.resources.callback(group.close)  # after the shard server: all ranks are done then
-        return DeviceTransport(peers, group, self._backend, self._layout, homes, arenas.unkept)
-
-    @property
-    def _gathers_between_devices(self) -> bool:
-        """Whether parameters go from device to device. What every rank has whole RAM brings."""
-        return self._layout.shard.between_devices and self._layout.shard.params
+        return DeviceTransport(group, self._backend, self._layout, homes, arenas.unkept)
 
     def _make_copies(
         self,
@@ -336,7 +342,7 @@ class _ChunkGroupBuilder:
         they are copied from RAM, where the file or the ranks bring the chunks, or the ranks'
         devices fill them.
         """
-        dtype = self._dtypes.torch_compute
+        dtype, layout = self._dtypes.torch_compute, self._layout
         caches: tuple[CopyCache, ...] = ()
         drops: tuple[Callable[[int], object], ...] = ()
         if not self._backend.separate:
@@ -351,7 +357,7 @@ class _ChunkGroupBuilder:
                 in_ram = SharedCache(self._cache(arenas.staged, gathering, order), dtype)
                 caches, drops = (in_ram,), (in_ram.drop,)
 
-            chunks = self._layout.chunks
+            chunks = layout.chunks
 
             def whole_home(chunk: int) -> torch.Tensor | None:
                 found = chunks[chunk]
@@ -368,8 +374,8 @@ class _ChunkGroupBuilder:
             )
             self.resources.callback(fetches.close)
             backing: Backing = fetches
-            if gathering is not None and self._gathers_between_devices:
-                backing = DeviceGathers(gathering, arenas.gathered, self._layout, fetches)
+            if gathering is not None and layout.shard.params and layout.shard.between_devices:
+                backing = DeviceGathers(gathering, arenas.gathered, layout, fetches)
             cache = self._cache(arenas.gathered, backing, order)
             caches = (cache, fetches, *caches)
             drops = (cache.drop, fetches.wait_home_read, *drops)
@@ -434,7 +440,9 @@ class _ChunkGroupBuilder:
         else:
             between_replicas: HostArena | None = None
             if self.world.replicas is not None and placement.longest_trained:
-                between_replicas = arena(placement.longest_trained, bucket_bytes // layout.shard.ranks)
+                between_replicas = arena(
+                    placement.longest_trained, bucket_bytes // layout.shard.ranks
+                )
                 between_replicas.commit(0, placement.longest_trained)
             buckets: SlotPool | None = None
             if layout.shard.grads:
@@ -465,15 +473,11 @@ class _ChunkGroupBuilder:
         self.resources.callback(made.close)
         return made
 
-    def _make_device_means(
-        self, grads: Grads, in_ram: HostArena, by_backend: bool
-    ) -> DeviceMeans:
+    def _make_device_means(self, grads: Grads, in_ram: HostArena, by_backend: bool) -> DeviceMeans:
         assert isinstance(self._backend, CudaBackend)
         assert self.world.everyone is not None
         shard, replicas = self.world.shard, self.world.replicas
-        group = DeviceGroup(
-            self.world.everyone, Channel.GRADIENTS, self._backend, shard, replicas
-        )
+        group = DeviceGroup(self.world.everyone, Channel.GRADIENTS, self._backend, shard, replicas)
         self.resources.callback(group.close)
         longest, dtype = self._placement.longest_trained, self._dtypes.torch_reduce
         between: torch.Tensor | None = None

@@ -275,9 +275,10 @@ class PlacementCandidates:
         # Also shards at home on DEVICE are gathered in RAM.
         staged = separate and elsewhere
         staged_slots = self._ranked_without(0).longest + more_gathered if staged else 0
-        # Where devices gather by themselves each has memory for all that comes.
-        unkept = staged and shard.between_devices
-        unkept_slots = self._ranked_without(0).longest if unkept else 0
+        # Where devices gather by themselves each has memory for all that comes, and does not stay.
+        unkept_slots = 0
+        if separate and several and shard.between_devices:
+            unkept_slots = (self._ranked_without(0) if shard.params else rest).longest
         grad_slots = rest.longest_trained + more_grad if grad_on_disk else 0
         bucket_slots = receive_slots = 0
         if averaged:

@@ -146,7 +146,8 @@ class PoolSizes:
     bucket_slots: int = 0  # for whole gradients until they are averaged over the ranks
     receive_slots: int = 0  # for other ranks' gradients while they are averaged
     staged_slots: int = 0  # of RAM, for copies of several ranks' shards on their way to DEVICE
-    unkept_slots: int = 0  # of DEVICE, for chunks that this rank gathers for other ranks alone
+    # Of DEVICE, for chunks that its rank gathers for other ranks alone, or to a home in RAM.
+    unkept_slots: int = 0
     grad_offload_bytes: int = 0  # of DEVICE, for gradients on their way to RAM
     pool_bytes: int = 0  # of RAM, slots and buffers without homes
     host_bytes: int = 0  # of RAM, homes and pools together

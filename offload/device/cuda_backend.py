@@ -145,7 +145,7 @@ class CudaBackend(Backend):
     def connect(self, group: Any, replicas: Any = None) -> DeviceStreams:
         """Streams for the collectives of process groups that runtime.process_group() has made."""
         with self._lock:
-            copies = _Way(self._fetching.words, self.runtime.new_stream())
+            copies = _Way("between RAM and the device", self.runtime.new_stream())
             self._ways.append(copies)
         return DeviceStreams(group, replicas, copies, self.runtime.new_stream())
 
@@ -163,6 +163,7 @@ class CudaBackend(Backend):
         source: torch.Tensor,
         computed: Event | None,
         unused: Sequence[Event],
+        home: torch.Tensor | None = None,
     ) -> Event:
         """Starts gathering `whole` from the equal parts that the devices of a group have.
 
@@ -177,6 +178,7 @@ class CudaBackend(Backend):
                 RAM, and copied to its place first.
             unused: unused_after(), of when the gather was begun. A gather that waited for work that
                 was given later could wait for itself, by way of what other devices wait for.
+            home: memory in RAM for all of it, which gets what `source` is not.
 
         Returns the event at which it is done.
         """
@@ -196,8 +198,19 @@ class CudaBackend(Backend):
             with self.runtime.on(streams.collectives):
                 streams.group._allgather_base(whole, own).wait()
             done = self.runtime.record(streams.collectives)
+            if home is not None:
+                begin = own.data_ptr() - whole.data_ptr()
+                for part in (slice(0, begin), slice(begin + len(own), len(whole))):
+                    if part.start < part.stop:
+                        # In the stream of the next one's copy to the same slots.
+                        done = self._start(streams.copies, home[part], whole[part], [done]).event
+                        self.d2h_bytes += part.stop - part.start
             arena.written(slot, run, done)
         return done
+
+    def follow(self, event: Event) -> None:
+        """What the calling thread gives to the device from now on comes after the event."""
+        self.runtime.wait(self.runtime.current_stream(), event)
 
     def prepare_means(self) -> None:
         """Makes what average() needs. Raises HeteroError if its kernel cannot be compiled."""
@@ -365,7 +378,7 @@ class _Way:
 
 @dataclass(frozen=True, eq=False)
 class DeviceStreams:
-    """The streams of a group of devices: `copies` to what is gathered, and its `collectives`.
+    """The streams of a group of devices: `copies` of what is gathered, and its `collectives`.
 
     Also those with the replicas of what this device has, in their order among the others. No other
     group's are in these streams. Such may come in another order on another device: two in one

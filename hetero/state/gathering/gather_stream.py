@@ -70,6 +70,8 @@ class CommonGather:
                     if self.target.let_go():
                         self._read()
                         break
+                if self.error is None:
+                    self.target.follow()
             finally:
                 self._stream.wait_s += time.perf_counter() - began_s
                 self._let_go(self.error)

@@ -19,6 +19,12 @@ class GatherTarget(Protocol):
     def let_go(self) -> bool:
         """Nothing that was not begun is written there. Returns False if all of it will come."""
 
+    def follow(self) -> None:
+        """What the calling thread computes from now on comes after the gather, which was made.
+
+        Raises PeerError.
+        """
+
 
 class GatherTransport(Protocol):
     """Brings the shards of all ranks together; which one it is all ranks have decided alike."""
@@ -32,7 +38,7 @@ class GatherTransport(Protocol):
     def gather(self, target: Any, shard: torch.Tensor | None, what: str, opened: ExitStack) -> None:
         """Brings the shards to `target`, which target() has made; all ranks call it.
 
-        When it returns they are there for whatever is computed next. Raises PeerError.
+        When it returns they are there for whatever follows the target. Raises PeerError.
 
         Args:
             target: where to.
@@ -51,6 +57,9 @@ class _InRam(GatheredParts):
     def __init__(self, whole: torch.Tensor | None, ranks: int, part_numel: int) -> None:
         super().__init__(whole, ranks)
         self.part_numel = part_numel
+
+    def follow(self) -> None:
+        """All is there."""
 
 
 class RamTransport:

@@ -51,7 +51,7 @@ class SlotArenas:
         # Where compute happens.
         self.gathered = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.gathered.close)
-        # There, too: what this rank gathers for other ranks alone.
+        # There, too: what devices gather and this rank does not keep there.
         self.unkept = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.unkept.close)
         self._pipeline: StepPipeline | None = None
