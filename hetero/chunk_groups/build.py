@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero.chunk_groups.build_reducer import GradReducerBuilder
 from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, StateMemory
 from hetero.chunk_groups.muon_directions import MuonDirections
+from hetero.chunk_groups.shared import Shared
 from hetero.chunk_groups.update_tasks import UpdateTasks
-from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
-from hetero.planning.placement import SlotBytes, link_bytes
+from hetero.planning.placement import link_bytes
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.gather_news import GatherNews
@@ -31,7 +32,6 @@ from hetero.state.gathering.gather_stream import GatherStream
 from hetero.state.gathering.param_shards import ParamShards
 from hetero.state.gathering.transport import GatherTransport, RamTransport
 from hetero.state.grads import Grads
-from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.committed import CommittedState
 from hetero.state.memory.file_layout import extent_size, map_file, name_of
@@ -39,18 +39,12 @@ from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.memory.spare_extents import SpareExtents
-from hetero.state.memory.state_files import StateFiles
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.params import CopyCache, ParamCopies, Params
-from hetero.state.reduction.device_means import DeviceMeans
-from hetero.state.reduction.grad_buckets import ReduceBuffers
-from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import UpdateKind
 from offload.cache.shared_cache import SharedCache
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
-from offload.device.backend import Backend
-from offload.device.collective.device_pool import DevicePool
 from offload.device.cuda_backend import CudaBackend
 from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -58,24 +52,7 @@ from offload.device.home_copy import HomeCopier
 from offload.device.updater import Updater
 from offload.disk.backing import Backing, FileBacking
 from offload.memory.arena import HostArena
-from offload.memory.ledger import Ledger
-from offload.memory.slot_pool import SlotPool
 from offload.memory.tiers import Account, StateKind, Tier
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all chunk groups of an engine share.
-
-    `notes` are lines for the user, to append to; `state_files` those of a durable state, else None.
-    """
-
-    config: Config
-    backend: Backend
-    ledger: Ledger
-    notes: list[str]
-    loss_scale: LossScale
-    state_files: StateFiles | None = None
 
 
 def build_chunk_group(
@@ -167,7 +144,8 @@ class _ChunkGroupBuilder:
         params, gathering = self._make_params(memory, updates, optim_states)
         ranks: RankParts | None = None
         if self.world.everyone is not None:
-            grad_reducer = self._make_grad_reducer(grads, grad_offload)
+            builder = GradReducerBuilder(self.plan, self.shared, self.world, self.resources)
+            grad_reducer = builder.build(grads, self._trained, grad_offload)
             ranks = RankParts(grad_reducer, gathering, self._servers)
         return ChunkGroup(
             plan=self.plan,
@@ -411,87 +389,3 @@ class _ChunkGroupBuilder:
         made = SlotCache(arena, backing, runs, order, names.__getitem__, limit)
         self.resources.callback(made.close)
         return made
-
-    # Gradients of several ranks
-
-    def _make_grad_reducer(self, grads: Grads, grad_offload: GradOffload | None) -> GradReducer:
-        layout, placement = self._layout, self._placement
-        bucket_bytes = SlotBytes.of(layout, self._dtypes).bucket
-
-        def arena(slots: int, nbytes: int = bucket_bytes) -> HostArena:
-            # (Gradients come to buckets from the device.)
-            made = self._backend.host_arena(slots, nbytes, self._ledger, Account.BUCKET)
-            self.resources.callback(made.close)  # also if there is no room for its slots
-            return made
-
-        by_backend = self.shared.config.grad_reduce == "backend"
-        dtype, received = self._dtypes.torch_reduce, placement.receive_slots
-        if self.plan.spec.averages_on_device and placement.longest_trained:
-            grad_offload = None
-            in_ram = arena(received, bucket_bytes // layout.shard.ranks)
-            in_ram.commit(0, received)
-            buffers = ReduceBuffers(
-                dtype,
-                DevicePool(self._device_buckets, placement.bucket_slots),
-                DevicePool(self._device_buckets, received),
-                None,
-                device=self._make_device_means(grads, in_ram, by_backend),
-            )
-        else:
-            between_replicas: HostArena | None = None
-            if self.world.replicas is not None and placement.longest_trained:
-                between_replicas = arena(
-                    placement.longest_trained, bucket_bytes // layout.shard.ranks
-                )
-                between_replicas.commit(0, placement.longest_trained)
-            buckets: SlotPool | None = None
-            if layout.shard.grads:
-                trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
-                slots = placement.bucket_slots
-                buckets = SlotPool(arena(max(trained_slots, slots)), slots)
-            pool = SlotPool(arena(received), received)
-            buffers = ReduceBuffers(dtype, buckets, pool, between_replicas, by_backend)
-        grad_reducer = GradReducer(
-            layout,
-            self._trained,
-            self.world,
-            buffers,
-            grads,
-            self.shared.loss_scale,
-            grad_offload,
-        )
-        if self.plan.spec.reduce_at_end:
-            self.resources.enter_context(grad_reducer.no_sync())
-        return grad_reducer
-
-    def _device_buckets(self, slots: int, shards: bool = False) -> HostArena:
-        """Slots of the device for whole gradients, or for this rank's `shards` of them."""
-        nbytes = SlotBytes.of(self._layout, self._dtypes).bucket
-        if shards:
-            nbytes //= self._layout.shard.ranks
-        made = self._backend.arena(slots, nbytes, self._ledger, Account.BUCKET)
-        self.resources.callback(made.close)
-        return made
-
-    def _make_device_means(self, grads: Grads, in_ram: HostArena, by_backend: bool) -> DeviceMeans:
-        assert isinstance(self._backend, CudaBackend)
-        assert self.world.everyone is not None
-        shard, replicas = self.world.shard, self.world.replicas
-        group = DeviceGroup(self.world.everyone, Channel.GRADIENTS, self._backend, shard, replicas)
-        self.resources.callback(group.close)
-        longest, dtype = self._placement.longest_trained, self._dtypes.torch_reduce
-        between: torch.Tensor | None = None
-        if replicas is not None:
-            between = self._device_buckets(longest, shards=True).view(0, longest, dtype)
-        means = DeviceMeans(
-            self.world,
-            group,
-            self._backend,
-            grads.homes,
-            self._device_buckets(longest).view(0, longest, dtype),
-            in_ram,
-            between,
-            by_backend,
-        )
-        self.resources.callback(means.close)
-        return means

@@ -298,8 +298,10 @@ class PlacementCandidates:
         if averaged and shard.replicas > 1:  # what other replicas send
             reduce_bytes += self._longest_trained * slot.bucket // shard.ranks
         if self._spec.averages_on_device:
-            pools += receive_slots * slot.bucket // shard.ranks  # means on their way home
-            reduce_bytes += self._longest_trained * slot.bucket  # zeros
+            # Zeros, or what comes from whole homes in RAM.
+            reduce_bytes += self._longest_trained * slot.bucket
+            if shard.grads:  # means on their way home
+                pools += receive_slots * slot.bucket // shard.ranks
         else:
             pools += reduce_bytes
         device_bytes = grad_offload_bytes = 0
@@ -312,7 +314,7 @@ class PlacementCandidates:
             device_bytes += trained * (slot.grad + slot.optim_state)
             if self._spec.averages_on_device:
                 device_bytes += reduce_bytes
-            elif rest.trained:
+            if rest.trained and not (self._spec.averages_on_device and shard.grads):
                 grad_offload_bytes = self._largest_grad_bytes * (2 if more_gathered else 1)
             device_bytes += grad_offload_bytes + (gathered_slots + unkept_slots) * slot.gathered
             # More slots on DEVICE only save fetches: they take nothing from anything else.

@@ -123,9 +123,9 @@ class GroupSpec:
 
     @property
     def averages_on_device(self) -> bool:
-        """Whether gradients become means on DEVICE: where they are sharded, by the devices."""
+        """Whether the devices of several ranks average gradients, and not RAM."""
         shard = self.layout.shard
-        return shard.between_devices and shard.grads and shard.ranks * shard.replicas > 1
+        return shard.between_devices and shard.ranks * shard.replicas > 1
 
     def within(self, budgets: Budgets) -> GroupSpec:
         """The same chunk group with other budgets."""

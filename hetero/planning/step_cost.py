@@ -144,12 +144,12 @@ class CostModel:
     def _norm_takes_a_pass(self) -> bool:
         """Whether gradients arrive in RAM otherwise than by a write of this rank's CPU.
 
-        They do from a device of its own, and with stage 1 from other replicas.
+        They do from a device of its own, and with stage 1 from other replicas, or from devices.
         """
         shard = self.problem.layout.shard
         if shard.ranks * shard.replicas == 1:
             return self.problem.profile.separate
-        return not shard.grads and shard.replicas > 1
+        return not shard.grads and (shard.replicas > 1 or self.problem.between_devices)
 
     def _update(self, made: Placement) -> tuple[PhaseCost, dict[str, int]]:
         """The update, and the bytes that it moves."""
@@ -292,7 +292,6 @@ class CostModel:
         """
         shard, network = self.problem.layout.shard, self.problem.network
         total_s = 0.0 if network is None else agreement_s(network)
-        between_devices = network is not None and network.between_devices
         busy = dict.fromkeys((NODE_LINKS, NETWORK, ALL_GATHERS, MEANS, H2D, D2H), 0.0)
         sent, crossed = 0.0, {H2D: 0, D2H: 0}
         collectives = Collectives(self.problem)
@@ -301,10 +300,14 @@ class CostModel:
             costs = [] if shard.grads else [(MEANS, each) for each in collectives.mean(slots)]
             if shard.ranks > 1 and not shard.params:
                 costs.append((ALL_GATHERS, collectives.gather(slots)))
-                if between_devices and made.param[chunk] is not Tier.DEVICE:
+                if self.problem.between_devices and made.param[chunk] is not Tier.DEVICE:
                     whole = slots * self.slot.gathered
                     crossed[H2D] += whole // shard.ranks
                     crossed[D2H] += whole - whole // shard.ranks
+            averages = self.problem.between_devices and costs and not shard.grads
+            if averages and made.grad[chunk] is not Tier.DEVICE:
+                crossed[H2D] += slots * self.slot.bucket
+                crossed[D2H] += slots * self.slot.bucket // shard.ranks
             for stream, cost in costs:
                 total_s += cost.seconds
                 sent += cost.bytes_sent

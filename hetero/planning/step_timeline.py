@@ -69,6 +69,12 @@ class Problem:
                 f" {shard.ranks} times {shard.replicas}"
             )
 
+    @property
+    def between_devices(self) -> bool:
+        """Whether the ranks' devices gather and average by themselves, and RAM does not."""
+        known = self.network is not None and self.network.between_devices
+        return known or self.layout.shard.between_devices
+
 
 @dataclass(frozen=True)
 class PhaseCost:
@@ -142,7 +148,7 @@ class StepTimeline:
         self._slot = SlotBytes.of(problem.layout, problem.dtypes)
         self._slots = {chunk.id: chunk.slots for chunk in problem.layout.chunks}
         self._collectives = Collectives(problem)
-        self._between_devices = problem.network is not None and problem.network.between_devices
+        self._between_devices = problem.between_devices
         self._now_s = 0.0  # of compute
         self._free_s = dict.fromkeys((NVME, H2D, D2H, ALL_GATHERS, MEANS), 0.0)
         # What both streams of collectives have given links to carry, since they could not have.

@@ -21,6 +21,7 @@ import torch
 from offload._native import OffloadOp, OffloadQueue, UpdateKind
 from offload.device.backend import Backend, check_sides, submit
 from offload.device.collective.mean_kernel import MeanKernel
+from offload.device.collective.mean_task import MeanTask
 from offload.device.cuda_runtime import CudaRuntime, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
 from offload.device.event_pool import Event
@@ -182,6 +183,8 @@ class CudaBackend(Backend):
 
         Returns the event at which it is done.
         """
+        # (Without the lock where collectives are given: NCCL may connect hosts then, and the other
+        # one may be in a collective of another group, for which this one's thread needs the lock.)
         with self._lock:
             arena, slot, run = self._find(whole)
             waits = list(unused)
@@ -195,8 +198,9 @@ class CudaBackend(Backend):
                 waits.append(computed)
             for event in waits:
                 self.runtime.wait(streams.collectives, event)
-            with self.runtime.on(streams.collectives):
-                streams.group._allgather_base(whole, own).wait()
+        with self.runtime.on(streams.collectives):
+            streams.group._allgather_base(whole, own).wait()
+        with self._lock:
             done = self.runtime.record(streams.collectives)
             if home is not None:
                 begin = own.data_ptr() - whole.data_ptr()
@@ -217,56 +221,45 @@ class CudaBackend(Backend):
         if self._mean_kernel is None:
             self._mean_kernel = MeanKernel(self.runtime)
 
-    def average(
-        self,
-        streams: DeviceStreams,
-        flat: torch.Tensor,
-        received: torch.Tensor,
-        after: Iterable[Event],
-        mean: torch.Tensor | None,
-        between: torch.Tensor | None = None,
-        by_group: bool = False,
-    ) -> tuple[torch.Tensor, Event]:
+    def average(self, streams: DeviceStreams, task: MeanTask, after: Sequence[Event]) -> Event:
         """Starts making the mean of this device's parts of what the devices of a group have.
 
-        With replicas it becomes the mean of theirs.
-
-        Args:
-            streams: of a group of n devices.
-            flat: what this device has, of n equal parts. The caller keeps it until that is done.
-            received: as many elements in slots of an arena, for the parts that are sent to it.
-            after: the events after which `flat` is computed.
-            mean: memory in RAM for the mean; None: it stays on the device.
-            between: as many elements as the mean has, on the device, for what replicas send; all
-                calls may have the same.
-            by_group: the group sums, in the dtype of `flat` and an order of its own.
-
-        Returns the mean, and the event at which it is there.
+        With replicas it becomes the mean of theirs. `after` are the events after which the task's
+        `flat` is computed. Returns the event at which the mean is there.
         """
         with self._lock:
-            arena, slot, run = self._find(received)
-            stream = streams.collectives
-            for event in (*after, *arena.before_write(slot, run)):
+            arena, slot, run = self._find(task.received)
+            stream, flat = streams.collectives, task.flat
+            waits = [*after, *arena.before_write(slot, run)]
+            if task.sent is not None:
+                flat = task.sent
+                unused = [*after, *self.unused_after(flat)]
+                waits.append(self._start(streams.copies, flat, task.flat, unused).event)
+                self.h2d_bytes += flat.nbytes
+            for event in waits:
                 self.runtime.wait(stream, event)
-            found = received[: len(received) // streams.size]
-            with self.runtime.on(stream):
-                if streams.group is not None:
-                    self._average_in_group(streams.group, flat, received, found, by_group)
-                    flat = found
-                if streams.replicas is not None:
-                    assert between is not None
-                    parts = between[: found.numel()]
-                    own = parts.chunk(streams.replicas.size())[0]
-                    self._average_in_group(streams.replicas, flat, parts, own)
-                    streams.replicas._allgather_base(_bytes(found), _bytes(own)).wait()
+        with self.runtime.on(stream):
+            if streams.group is not None:
+                self._average_in_group(streams.group, flat, task.received, task.mean, task.by_group)
+            exchanged = self.runtime.record(stream)
+            if streams.replicas is not None:
+                assert task.between is not None
+                mine = flat if streams.group is None else task.mean
+                own = task.between.chunk(streams.replicas.size())[0]
+                self._average_in_group(streams.replicas, mine, task.between, own)
+                streams.replicas._allgather_base(_bytes(task.mean), _bytes(own)).wait()
+                exchanged = exchanged if streams.group is not None else self.runtime.record(stream)
+        with self._lock:
+            if task.sent is not None:
+                sent_in, first, length = self._find(flat)
+                sent_in.written(first, length, exchanged)
             done = self.runtime.record(stream)
-            if mean is not None:
-                check_sides(mean, found)
-                done = self._start(self._draining, mean, found, [done]).event
-                self.d2h_bytes += mean.nbytes
-                found = mean
+            if task.in_ram is not None:
+                check_sides(task.in_ram, task.mean)
+                done = self._start(self._draining, task.in_ram, task.mean, [done]).event
+                self.d2h_bytes += task.mean.nbytes
             arena.written(slot, run, done)
-        return found, done
+        return done
 
     def _average_in_group(
         self,
@@ -276,7 +269,7 @@ class CudaBackend(Backend):
         into: torch.Tensor,
         by_group: bool = False,
     ) -> None:
-        """The mean of this device's parts of `flat`, in the current stream. Needs the lock."""
+        """The mean of this device's parts of `flat`, in the current stream."""
         assert self._mean_kernel is not None
         if by_group:
             received = received[: into.numel()]
@@ -389,11 +382,6 @@ class DeviceStreams:
     replicas: Any  # likewise, of those that have the same parts
     copies: _Way
     collectives: Stream
-
-    @property
-    def size(self) -> int:
-        """Of the group."""
-        return 1 if self.group is None else int(self.group.size())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

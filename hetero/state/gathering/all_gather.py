@@ -115,7 +115,7 @@ class Gathering:
         return is_expected
 
     def start(self, chunk: Chunk, whole: torch.Tensor) -> CommonGather:
-        """Starts gathering a chunk to `whole`, flat and in RAM, with all ranks."""
+        """Starts gathering a chunk to `whole`, flat, with all ranks."""
         return self.stream.start(chunk, whole, lambda: self.read_alone(chunk, whole).wait())
 
     def write(self, chunk: int, slot: int) -> Operation:

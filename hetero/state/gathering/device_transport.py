@@ -64,7 +64,7 @@ class _AtHome:
     ) -> None:
         """As CudaBackend.gather() has it; `computed` is None of a home in RAM."""
         self.chunk = chunk
-        self.home = home
+        self.home: torch.Tensor | None = home  # until the device was told to gather: it is a pin
         self.computed = computed
         self._backend = backend
         self._done: Event | None = None
@@ -77,7 +77,7 @@ class _AtHome:
 
     def begun(self, done: Event, wait: Callable[[], object]) -> None:
         """The device was told to gather; `wait` waits for `has_ended`, which then comes."""
-        self._done, self._wait = done, wait
+        self.home, self._done, self._wait = None, done, wait
 
     def follow(self) -> None:
         """The device waits for what its homes get, and the host for what comes to RAM."""
@@ -170,6 +170,7 @@ class DeviceTransport:
     def _gather_at_home(
         self, streams: DeviceStreams, target: _AtHome, source: torch.Tensor
     ) -> Event:
+        assert target.home is not None
         whole, home = target.home, None
         if target.computed is None:
             whole, home = self._unkept.view(0, target.chunk.slots, torch.uint8), whole

@@ -82,6 +82,12 @@ class CommonGather:
             # A copy: what is raised has the caller's frames, and with them tensors that pin slots.
             raise copy.copy(self.error)
 
+    def end(self, error: BaseException | None) -> None:
+        """For the stream: it is made, or has failed. It refers to no home any more."""
+        if error is not None:
+            self.error = error
+        self._read = lambda: None
+
     def cancel(self) -> None:
         """The chunk is not needed. This rank takes part nevertheless; nothing is stored."""
         self._let_go(cancelled())
@@ -156,6 +162,13 @@ class GatherStream:
 
     def _make(self, gather: CommonGather) -> None:
         """In the worker's thread."""
+        gather.end(self._gather(gather))
+        with self._has_made:
+            self.made = gather.number + 1
+            self._has_made.notify_all()
+
+    def _gather(self, gather: CommonGather) -> BaseException | None:
+        """Returns what went wrong."""
         try:
             error = self._find_failure(gather)
             what = f"gathering {gather.chunk.name}"
@@ -171,14 +184,9 @@ class GatherStream:
                     except Exception as failure:
                         error = self._tell_failure(gather, failure)
                 self.transport.gather(gather.target, shard, what, opened)
-            error = error or self._news.failure_of(gather.number)
+            return error or self._news.failure_of(gather.number)
         except Exception as failure:
-            error = failure.with_traceback(None)
-        if error is not None:
-            gather.error = error
-        with self._has_made:
-            self.made = gather.number + 1
-            self._has_made.notify_all()
+            return failure.with_traceback(None)
 
     def _find_failure(self, gather: CommonGather) -> BaseException | None:
         """Why this rank has no values: the update that makes them has failed. The others know it

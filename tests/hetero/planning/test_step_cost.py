@@ -332,6 +332,32 @@ def test_between_devices_only_shards_cross_the_link() -> None:
         assert traffic[0][way] == 2 * traffic[1][way] > 0
 
 
+@pytest.mark.parametrize("grads", [False, True])
+def test_between_devices_what_is_whole_in_ram_crosses_the_link_for_gathers_and_means(
+    grads: bool,
+) -> None:
+    layout = layout_of(*[2 * SLOT] * CHUNKS, shard=Shard(0, 2, grads=grads, params=False))
+    placed = placement((HOST,) * CHUNKS, (HOST,) * CHUNKS, (HOST,) * CHUNKS, slots=CHUNKS)
+    slot = SlotBytes.of(layout, BF16)
+    costs = [
+        CostModel(
+            make_problem(
+                layout, separate_profile(), network=Network(2, 1, 1.0, 1.0, between_devices=between)
+            )
+        ).cost(placed)
+        for between in (False, True)
+    ]
+    assert costs[0].traffic["sent"] == costs[1].traffic["sent"]
+    more = {way: costs[1].traffic[way] - costs[0].traffic[way] for way in ("h2d", "d2h")}
+    whole, bucket = CHUNKS * slot.gathered, CHUNKS * slot.bucket
+    if grads:  # of gradients a shard comes down in backward, and not all
+        assert more == {"h2d": whole // 2, "d2h": whole // 2 - bucket // 2}
+    else:
+        assert more == {"h2d": whole // 2 + bucket, "d2h": whole // 2 + bucket // 2}
+    update = [cost.phases[2] for cost in costs]
+    assert update[1].seconds > update[0].seconds
+
+
 def test_a_network_of_other_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="the network is of 3 ranks, and the layout of 1 times 1"):
         make_problem(LAYOUT, network=Network.flat(3, 1.0))

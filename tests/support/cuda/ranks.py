@@ -75,6 +75,8 @@ def train(
             "state": {name: t.clone() for name, t in model.state_dict().items()},
             "peak": engine.ledger.peak_bytes["device"],
             "budget": engine.ledger.budget_bytes["device"],
+            "chunks": sum(c.slots for g in engine.params.chunk_groups for c in g.layout.chunks),
+            "numel": sum(p.numel() for p in model.parameters()),
             "h2d": crossed[0],
             "d2h": crossed[1],
         }
@@ -138,7 +140,7 @@ def train_experts(rank: int, world: int, options: dict[str, Any]) -> list[torch.
         for micro_batch in range(2):
             loss = model(inputs(rank, 2 * step + micro_batch), (rank + step) % 3).square().mean()
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2 if step % 2 else 9.0)
+        hetero.clip_grad_norm_(model.parameters(), 1e-2 if step % 2 else 9.0)
         optimizer.step()
         optimizer.zero_grad()
     masters = hetero.masters(model.parameters())
@@ -146,10 +148,41 @@ def train_experts(rank: int, world: int, options: dict[str, Any]) -> list[torch.
     return masters
 
 
+def train_and_load(
+    rank: int, world: int, options: dict[str, Any], path: str
+) -> list[list[torch.Tensor]]:
+    """The masters after a step that follows a save, and after the same step from what was loaded in
+    the middle of another one."""
+    where: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 60.0}
+    model, optimizer = make("layers", where | options)
+    found = []
+
+    def step(seed: int) -> None:
+        model(inputs(rank, seed, 128)).square().mean().backward()
+        hetero.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    hetero.save(path, model, optimizer)
+    for _ in range(2):
+        step(1)
+        found.append(hetero.masters(model.parameters()))
+        step(2)
+        hetero.load(path, model, optimizer)
+    optimizer.engine.close()
+    return found
+
+
 def train_while_budgets_move(
     rank: int, world: int, options: dict[str, Any], budgets: list[str]
 ) -> list[torch.Tensor]:
-    """The masters after a step with each of `budgets` of device_memory, if there is a device."""
+    """The masters after a step with each of `budgets` of device_memory, if there is a device.
+
+    In stages 1 and 2 rank 1 has the budgets in the reverse order.
+    """
+    if rank == 1 and options.get("zero_stage", 3) < 3:
+        budgets = budgets[::-1]
     where: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 60.0}
     model, optimizer = make("layers", where | options)
     for step, budget in enumerate(budgets):
@@ -164,7 +197,9 @@ def train_while_budgets_move(
     return masters
 
 
-def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+def train_on_gpu(
+    rank: int, world: int, options: dict[str, Any], replicas: int = 1
+) -> list[torch.Tensor]:
     """As train(), on the GPUs that this machine has, of which ranks may share one.
 
     Returns the losses and the masters.
@@ -172,7 +207,7 @@ def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> list[torch.T
     torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.use_deterministic_algorithms(True, warn_only=True)
     given = {"backend": "cuda", "chunk_numel": 16384, "rank_timeout_s": 60.0, "dtype": "bf16"}
-    model, optimizer = make("layers", given | options)
+    model, optimizer = make("layers", given | options, **replicas_mesh(world, replicas))
     found = []
     for step in range(STEPS):
         loss = model(inputs(rank, step, 128).cuda()).square().mean()
