@@ -336,17 +336,13 @@ def test_between_devices_only_shards_cross_the_link() -> None:
 def test_between_devices_what_is_whole_in_ram_crosses_the_link_for_gathers_and_means(
     grads: bool,
 ) -> None:
-    layout = layout_of(*[2 * SLOT] * CHUNKS, shard=Shard(0, 2, grads=grads, params=False))
     placed = placement((HOST,) * CHUNKS, (HOST,) * CHUNKS, (HOST,) * CHUNKS, slots=CHUNKS)
+    costs = []
+    for between in (False, True):
+        shard = Shard(0, 2, grads=grads, params=False, between_devices=between)
+        layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
+        costs.append(CostModel(make_problem(layout, separate_profile())).cost(placed))
     slot = SlotBytes.of(layout, BF16)
-    costs = [
-        CostModel(
-            make_problem(
-                layout, separate_profile(), network=Network(2, 1, 1.0, 1.0, between_devices=between)
-            )
-        ).cost(placed)
-        for between in (False, True)
-    ]
     assert costs[0].traffic["sent"] == costs[1].traffic["sent"]
     more = {way: costs[1].traffic[way] - costs[0].traffic[way] for way in ("h2d", "d2h")}
     whole, bucket = CHUNKS * slot.gathered, CHUNKS * slot.bucket
