@@ -126,6 +126,11 @@ class SlotArenas:
         self.gathered.resize(slots + spare_slots)
         self.gathered.commit(0, slots)
 
+    def resize_unkept(self, slots: int) -> None:
+        """Gives `unkept` another number of slots; none may be in use. Raises BudgetError."""
+        self.unkept.resize(slots, self._slot.gathered)
+        self.unkept.commit(0, slots)
+
     def free(self) -> None:
         """Frees all slots and closes the pipeline.
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 from offload.device.cuda_backend import CudaBackend
+from offload.memory.tiers import Tier
 from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.ranks.rank_training import inputs, make
@@ -195,6 +196,18 @@ def train_while_budgets_move(
     masters = hetero.masters(model.parameters())
     optimizer.engine.close()
     return masters
+
+
+def homes_after_a_move(
+    rank: int, world: int, options: dict[str, Any], budget: str
+) -> tuple[int, int]:
+    """After set_budget(device_memory=budget): slots for what passes through the device, and chunks
+    that are not at home there."""
+    _, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 60.0} | options)
+    optimizer.engine.set_budget(device_memory=budget)
+    made = optimizer.engine.placement
+    optimizer.engine.close()
+    return made.unkept_slots, sum(tier is not Tier.DEVICE for tier in made.param)
 
 
 def train_on_gpu(

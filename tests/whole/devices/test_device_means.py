@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -126,6 +127,23 @@ def test_sums_of_the_backend(ranks2: RankPool, stage: int, memory: str) -> None:
         ranks2.run(ranks.with_nccl, deviating.reduced, on_device), wanted, strict=True
     ):
         assert same(mine, right)
+
+
+@pytest.mark.parametrize(("stage", "more"), [(1, 1), (2, 3)])
+def test_what_comes_to_the_device_gets_the_room_of_slots_that_are_needed_no_more(
+    ranks2: RankPool, stage: int, more: int
+) -> None:
+    """The budget is just enough for all of the state, and for `more` slots of headroom."""
+    options = ON_DEVICE | {"dtype": "bf16", "zero_stage": stage}
+    with pytest.raises(RankFailure) as refused:
+        few = {"placement_policy": "cuda", "device_memory": "4KiB"}
+        ranks2.run(ranks.with_nccl, ranks.homes_after_a_move, options | few, "4KiB")
+    least = re.search(r"smallest that works is [^(]*\((\d+) bytes\)", str(refused.value))
+    assert least is not None
+    budget = str(int(least[1]) + more * CHUNK_BYTES)
+    options |= {"placement_policy": "auto", "device_memory": "400KiB"}
+    for slots, in_ram in ranks2.run(ranks.with_nccl, ranks.homes_after_a_move, options, budget):
+        assert (slots, in_ram) == (0, 0)
 
 
 @pytest.mark.parametrize(("stage", "policy"), [(3, "cpu"), (3, "auto"), (2, "auto"), (1, "auto")])
