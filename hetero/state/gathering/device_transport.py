@@ -60,12 +60,18 @@ class _AtHome:
     """GatherTarget: a whole home, whose values all ranks are about to need."""
 
     def __init__(
-        self, chunk: Chunk, home: torch.Tensor, computed: Event | None, backend: CudaBackend
+        self,
+        chunk: Chunk,
+        home: torch.Tensor,
+        computed: Event | None,
+        unused: Sequence[Event],
+        backend: CudaBackend,
     ) -> None:
         """As CudaBackend.gather() has it; `computed` is None of a home in RAM."""
         self.chunk = chunk
         self.home: torch.Tensor | None = home  # until the device was told to gather: it is a pin
         self.computed = computed
+        self.unused = unused
         self._backend = backend
         self._done: Event | None = None
         self._wait: Callable[[], object] = lambda: None
@@ -120,7 +126,9 @@ class DeviceTransport:
         computed = self._backend.record_event() if on_device else None
         if self._homes.whole:
             assert whole is not None
-            return _AtHome(chunk, whole.view(torch.uint8), computed, self._backend)
+            home = whole.view(torch.uint8)
+            unused = self._backend.unused_after(home) if on_device else []
+            return _AtHome(chunk, home, computed, unused, self._backend)
         unused = [] if whole is None else self._backend.unused_after(whole)
         return _OnDevice(chunk, whole, computed, unused)
 
@@ -171,10 +179,10 @@ class DeviceTransport:
         self, streams: DeviceStreams, target: _AtHome, source: torch.Tensor
     ) -> Event:
         assert target.home is not None
-        whole, home = target.home, None
+        whole, home, unused = target.home, None, target.unused
         if target.computed is None:
             whole, home = self._unkept.view(0, target.chunk.slots, torch.uint8), whole
-        unused = self._backend.unused_after(whole)
+            unused = self._backend.unused_after(whole)
         return self._give(streams, whole, source, target.computed, unused, home)
 
     def _give(
