@@ -61,8 +61,7 @@ def test_same_bits_as_ranks_on_the_cpu(
     check(found, on_cpu(ranks2, stage, 2))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("overlap", ["none", "backward", "both"])
+@pytest.mark.parametrize(("stage", "overlap"), [(1, "none"), (1, "both"), (2, "backward")])
 def test_updates_that_overlap(ranks2: RankPool, stage: int, overlap: str) -> None:
     """Of chunks in RAM, and on the device; their gathers go on with them."""
     options = {"device_memory": "1MiB", "dtype": "bf16", "zero_stage": stage}
@@ -99,8 +98,8 @@ def test_checkpoints(ranks2: RankPool, stage: int, policy: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("stage", "nccl", "policy"),
     [
-        *((1, False, "cpu"), (3, False, "cpu"), (1, True, "cpu"), (1, True, "auto")),
-        *((1, True, "cuda"), (2, True, "auto"), (3, True, "cpu"), (3, True, "cuda")),
+        *((1, False, "cpu"), (3, False, "cpu")),
+        *((1, True, "cuda"), (2, True, "auto"), (3, True, "cpu")),
     ],
 )
 def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool, policy: str) -> None:
