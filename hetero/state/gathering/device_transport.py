@@ -7,6 +7,7 @@ it there.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from hetero.state.memory.homes import Homes
 from offload.device.cuda_backend import CudaBackend
 from offload.device.event_pool import Event
 from offload.device.fetch_queue import FetchQueue
+from offload.errors import PeerError
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation
 
@@ -88,7 +90,12 @@ class DeviceTransport:
         return _OnDevice(chunk, whole, computed, unused)
 
     def gather(
-        self, target: _OnDevice, shard: torch.Tensor | None, what: str, opened: ExitStack
+        self,
+        target: _OnDevice,
+        shard: torch.Tensor | None,
+        what: str,
+        opened: ExitStack,
+        keeps: bool,
     ) -> None:
         streams = self._group.check()
         # No device waits for a rank that has nothing to give.
@@ -113,6 +120,10 @@ class DeviceTransport:
 
     def finish(self) -> None:
         self._group.wait_all()
+
+    def close(self) -> None:
+        with contextlib.suppress(PeerError):  # whoever needs what failed has met it
+            self.finish()
 
 
 class DeviceGathers:
