@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.overlap import OverlapUpdates
-from hetero.planning.belady import PREFETCH_CHUNKS, PlannedFetch, fetches
+from hetero.planning.belady import PREFETCH_CHUNKS, PlannedFetch, step_fetches
 from hetero.planning.collective_cost import (
     CollectiveCost,
     Network,
@@ -163,10 +163,7 @@ class StepTimeline:
         trained = {chunk.id for chunk in chunks if chunk.trainable}
         numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
         uses = [c for segment in segments for c in segment.chunks if c in self._gathered]
-        coming: deque[PlannedFetch] = deque()
-        if uses:
-            frozen = self._slots.keys() - trained
-            coming.extend(fetches(uses, self._slots, made.gathered_slots, frozen))
+        coming = deque(step_fetches(uses, self._problem.layout, made.gathered_slots))
         ready_s: dict[int, float] = {}
         use = 0  # number of the next one of a gathered chunk
         for segment in segments:

@@ -100,6 +100,11 @@ class Gathering:
         """Seconds of waiting, which prefetch did not hide."""
         return self.one_sided_wait_s + self.stream.wait_s
 
+    @property
+    def has_all_in_ram(self) -> bool:
+        """Whether all shards of this rank are at home in memory."""
+        return all(chunk in self._shards.homes for chunk in self._layout.chunks)
+
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts gathering a chunk into the slots from `slot` on, with all ranks if expected."""
         found = self._layout.chunks[chunk]

@@ -9,6 +9,7 @@ chunk may be on the device of one rank, and in RAM of another: to the others it 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from hetero.state.memory.homes import Homes
 from offload.device.cuda_backend import CudaBackend, DeviceStreams
 from offload.device.event_pool import Event
 from offload.device.fetch_queue import FetchQueue
+from offload.errors import PeerError
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation
 
@@ -138,6 +140,7 @@ class DeviceTransport:
         shard: torch.Tensor | None,
         what: str,
         opened: ExitStack,
+        keeps: bool,
     ) -> None:
         streams = self._group.check()
         # No device waits for a rank that has nothing to give.
@@ -202,6 +205,10 @@ class DeviceTransport:
 
     def finish(self) -> None:
         self._group.wait_all()
+
+    def close(self) -> None:
+        with contextlib.suppress(PeerError):  # whoever needs what failed has met it
+            self.finish()
 
 
 class DeviceGathers:
