@@ -348,7 +348,7 @@ class _ChunkGroupBuilder:
                 in_ram,
                 {c.id: c.slots for c in chunks},
                 {c.id: c.used_numel * self._dtypes.param_bytes for c in chunks},
-                stay_in_order=() if gathering is None else gathering.expected,
+                common=gathering,
             )
             self.resources.callback(fetches.close)
             backing: Backing = fetches

@@ -136,7 +136,9 @@ def _one_step(
                     del due[victim]
                     taken -= slots_of[victim]
                     free.append((slots_of[victim], last_use[victim]))
-            found.append(PlannedFetch(use, _take(free, needed)))
+            # A chunk has one copy: the one before must have been used.
+            after = max(_take(free, needed), last_use.get(chunk, -1))
+            found.append(PlannedFetch(use, after))
             taken += needed
         due[chunk] = next_use[use]
         last_use[chunk] = use

@@ -11,8 +11,9 @@ import copy
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -58,6 +59,20 @@ class ChunkFetch:
         self.queue.cancel(self)
 
 
+class CommonReads(Protocol):
+    """Knows which chunks all processes read together, in one order.
+
+    Such reads do not overtake each other although somebody waits for one, and are not left out
+    although nobody needs the chunk any more.
+    """
+
+    def is_common(self, chunk: int) -> bool:
+        """Whether the next read of the chunk is one of all processes."""
+
+    def leave_out(self, chunk: int) -> None:
+        """In the place of that read: this process does not need what is read."""
+
+
 class FetchQueue:
     """Fetches chunks to slots of a device: the Backing of a cache there.
 
@@ -73,7 +88,7 @@ class FetchQueue:
         in_ram: SharedCache,
         runs: Mapping[int, int],
         used_bytes: Mapping[int, int],
-        stay_in_order: Container[int] = (),
+        common: CommonReads | None = None,
     ) -> None:
         """
         Args:
@@ -81,7 +96,7 @@ class FetchQueue:
             home: The whole chunk, flat, if its home is in RAM; else None.
             in_ram: Brings the other chunks to RAM.
             runs, used_bytes: How many slots a chunk takes, and how many bytes of them are copied.
-            stay_in_order: Chunks that do not overtake others although somebody waits for them.
+            common: What knows which chunks other processes read, too.
         """
         self._arena = arena
         self._backend = backend
@@ -89,7 +104,7 @@ class FetchQueue:
         self._in_ram = in_ram
         self._runs = runs
         self._used_bytes = used_bytes
-        self._stay_in_order = stay_in_order
+        self._common = common
         self._changed = threading.Condition()  # reentrant; guards all below, and fetches
         self._queue: deque[ChunkFetch] = deque()
         self._under_way = 0  # fetches STAGING or COPYING
@@ -138,11 +153,16 @@ class FetchQueue:
         """Stages chunks of the queue, in order, as far as there is room. Needs the lock."""
         while self._queue:
             fetch = self._queue[0]
+            if fetch.state is FetchState.DONE:  # cancelled
+                self._queue.popleft()
+                self._leave_out(fetch)
+                continue
             assert fetch.chain is not None
             try:
                 in_ram = self._in_ram.start(fetch.chunk)
             except Exception as error:
                 self._queue.popleft()
+                self._leave_out(fetch)
                 self._end(fetch, error.with_traceback(None))
                 continue
             if in_ram is None:
@@ -151,6 +171,13 @@ class FetchQueue:
             self._under_way += 1
             fetch.in_ram, fetch.state = in_ram, FetchState.STAGING
             fetch.chain.start()
+
+    def _is_common(self, fetch: ChunkFetch) -> bool:
+        return self._common is not None and self._common.is_common(fetch.chunk)
+
+    def _leave_out(self, fetch: ChunkFetch) -> None:
+        if self._common is not None and self._common.is_common(fetch.chunk):
+            self._common.leave_out(fetch.chunk)
 
     def _stage(self, fetch: ChunkFetch) -> Operation | None:
         assert fetch.in_ram is not None
@@ -179,7 +206,7 @@ class FetchQueue:
     def cancel(self, fetch: ChunkFetch) -> None:
         """For ChunkFetch."""
         with self._changed:
-            if fetch in self._queue:
+            if fetch in self._queue and not self._is_common(fetch):
                 self._queue.remove(fetch)
             if fetch.chain is not None:
                 fetch.chain.cancel()
@@ -187,7 +214,7 @@ class FetchQueue:
     def finish(self, fetch: ChunkFetch) -> None:
         """For ChunkFetch: until it is done; it gets room next, unless it stays in order."""
         with self._changed:
-            if fetch in self._queue and fetch.chunk not in self._stay_in_order:
+            if fetch in self._queue and not self._is_common(fetch):
                 self._queue.remove(fetch)
                 self._queue.appendleft(fetch)
                 self._start_queued()
@@ -195,6 +222,7 @@ class FetchQueue:
                 if fetch.state is FetchState.QUEUED and not self._under_way:
                     # Room comes from fetches alone.
                     self._queue.remove(fetch)
+                    self._leave_out(fetch)
                     self._end(fetch, self._in_ram.no_room(fetch.chunk))
                 else:
                     self._changed.wait()

@@ -157,14 +157,13 @@ class AgreedGathers:
         If this rank cannot keep the chunk, or has it, it takes part for the others alone.
         """
         chunk = self._layout.chunks[gather.chunk]
+        has_it = self._cache.holds(chunk.id)
         self._is_starting = True
         try:
-            if self._cache.holds(chunk.id) and not self._cache.is_pinned(chunk.id):
-                self._cache.drop(chunk.id)
-            if self._cache.holds(chunk.id) or not self._begin(chunk.id, must):
-                if not must and not self._cache.holds(chunk.id):
-                    return False
-                self._gathering.stream.start(chunk)
+            if not has_it and self._begin(chunk.id, must):
+                pass  # the slots' backing starts it
+            elif not (has_it or must) or not self._gathering.take_part(chunk, must):
+                return False
         finally:
             self._is_starting = False
         self._started += 1
@@ -172,7 +171,7 @@ class AgreedGathers:
 
     def _begin(self, chunk: int, must: bool) -> bool:
         """Starts bringing the chunk to slots, with all ranks; False if there is no room."""
-        self._gathering.expected.add(chunk)  # which the backing of the slots takes away
+        self._gathering.expect(chunk)  # by the backing of the slots
         has_begun = False
         try:
             has_begun = self._cache.begin(chunk, must)
@@ -180,7 +179,7 @@ class AgreedGathers:
             pass  # who needs it in a moment, and not only other ranks, meets it again
         finally:
             if not has_begun:
-                self._gathering.expected.discard(chunk)
+                self._gathering.forget_expected(chunk)
         return has_begun
 
     # Other ranks
@@ -222,12 +221,9 @@ class AgreedGathers:
         self._cache.finish_transfers()
         self._gathering.stream.wait_all()
 
-    def finish(self) -> None:
-        """All ranks have made the same all-gathers, so values may change afterwards.
-
-        Raises PeerError.
-        """
-        self._gathering.stream.transport.finish()
+    def let_go(self) -> None:
+        """All ranks have made the same all-gathers: values may change afterwards."""
+        self._gathering.stream.transport.let_go()
 
     def end_step(self, records: Collection[tuple[Use, ...]], slots: int) -> None:
         """A step is over, and values are going to change.

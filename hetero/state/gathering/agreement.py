@@ -50,7 +50,7 @@ def agree_on_gathers(
             "last step, so gradients may be wrong; this is a defect of hetero, please report it"
         )
     for each in gathers:
-        each.finish()
+        each.let_go()
     if not ends_step:
         return
     for number, (each, record) in enumerate(zip(gathers, mine, strict=True)):

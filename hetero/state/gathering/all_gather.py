@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +12,10 @@ import torch
 from hetero.chunks.layout import Chunk, Layout
 from hetero.ranks.messages import Reply
 from hetero.ranks.shard_server import RequestKind, ShardServer
+from hetero.ranks.waiting import LOOK_S
 from hetero.state.gathering.gather_stream import CommonGather, GatherStream
 from hetero.state.gathering.param_shards import ParamShards
+from offload.interrupts import deliver_signals
 from offload.memory.arena import HostArena
 from offload.memory.operation import Operation
 
@@ -64,7 +66,6 @@ class Gathering:
     Attributes:
         server: asks the other ranks for their shards, and answers them.
         stream: makes the all-gathers that all ranks make.
-        expected: chunks of which all ranks are about to make an all-gather.
     """
 
     def __init__(
@@ -93,7 +94,10 @@ class Gathering:
         self._dtype = dtype
         self.one_sided_wait_s = 0.0
         self.stream = stream
-        self.expected: set[int] = set()
+        # Chunks of which all ranks are about to make an all-gather, which this one has begun, and
+        # told when one is started. Reads that need room in RAM are started by other threads.
+        self._expected: set[int] = set()
+        self._changed = threading.Condition()
 
     @property
     def wait_s(self) -> float:
@@ -109,15 +113,51 @@ class Gathering:
         """Starts gathering a chunk into the slots from `slot` on, with all ranks if expected."""
         found = self._layout.chunks[chunk]
         whole = self._arena.view(slot, found.slots, self._dtype)
-        if self.take_expected(chunk):
-            return self.start(found, whole)
-        return self.read_alone(found, whole)
+        started = self.start_expected(chunk, lambda: self.start(found, whole))
+        return self.read_alone(found, whole) if started is None else started
 
-    def take_expected(self, chunk: int) -> bool:
-        """Whether all ranks are about to gather the chunk; it is not expected again."""
-        is_expected = chunk in self.expected
-        self.expected.discard(chunk)
-        return is_expected
+    def expect(self, chunk: int) -> None:
+        """All ranks are about to make an all-gather of the chunk: its next read() takes part."""
+        with self._changed:
+            self._expected.add(chunk)
+
+    def forget_expected(self, chunk: int) -> None:
+        """The chunk's next read() is of this rank alone; idempotent."""
+        with self._changed:
+            self._expected.discard(chunk)
+            self._changed.notify_all()
+
+    def start_expected(self, chunk: int, start: Callable[[], CommonGather]) -> CommonGather | None:
+        """What `start` gives, if all ranks are about to gather the chunk; else None."""
+        with self._changed:
+            if chunk not in self._expected:
+                return None
+            started = start()
+            self.forget_expected(chunk)
+            return started
+
+    def take_part(self, chunk: Chunk, must: bool) -> bool:
+        """Starts an all-gather of a chunk that this rank does not keep, after those expected.
+
+        These may have no room in RAM yet, through which they go to a device. If it is a `must`,
+        this waits until they have been started: others that are under way end, and give them room.
+        Else it returns False.
+        """
+        with self._changed:
+            if self._expected and not must:
+                return False
+            while not self._changed.wait_for(lambda: not self._expected, LOOK_S):
+                deliver_signals()
+            self.stream.start(chunk)
+        return True
+
+    def is_common(self, chunk: int) -> bool:
+        """Whether all ranks are about to gather the chunk."""
+        return chunk in self._expected
+
+    def leave_out(self, chunk: int) -> None:
+        """In the place of read(): this rank takes part in the gather for the others alone."""
+        self.start_expected(chunk, lambda: self.stream.start(self._layout.chunks[chunk]))
 
     def start(self, chunk: Chunk, whole: torch.Tensor) -> CommonGather:
         """Starts gathering a chunk to `whole`, flat, with all ranks."""

@@ -206,6 +206,9 @@ class DeviceTransport:
     def finish(self) -> None:
         self._group.wait_all()
 
+    def let_go(self) -> None:
+        """Nothing is lent: devices have sent what others need."""
+
     def close(self) -> None:
         with contextlib.suppress(PeerError):  # whoever needs what failed has met it
             self.finish()
@@ -231,12 +234,13 @@ class DeviceGathers:
 
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts bringing a chunk to the slots from `slot` on, with all ranks if expected."""
-        if not self._gathering.take_expected(chunk):
-            return self._fetches.read(chunk, slot)
         found = self._layout.chunks[chunk]
         whole = self._arena.view(slot, found.slots, torch.uint8)
-        alone = self._fetches.read
-        return self._gathering.stream.start(found, whole, lambda: alone(chunk, slot).wait())
+        alone, start = self._fetches.read, self._gathering.stream.start
+        started = self._gathering.start_expected(
+            chunk, lambda: start(found, whole, lambda: alone(chunk, slot).wait())
+        )
+        return alone(chunk, slot) if started is None else started
 
     def write(self, chunk: int, slot: int) -> Operation:
         """Not used: gathered copies are never changed."""

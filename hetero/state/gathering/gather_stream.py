@@ -262,8 +262,9 @@ class GatherStream:
                 raise self._peers.failure_of_all(operation, what, "timed out", waited_s)
 
     def wait_all(self) -> None:
-        """Until all that were started are made. Raises PeerError."""
+        """Until all that were started are made, by devices, too. Raises PeerError."""
         self.wait_for(self.started - 1)
+        self.transport.finish()
 
     def abandon(self) -> None:
         """Ends those that are under way, in which other ranks may not take part; idempotent.

@@ -57,10 +57,10 @@ class GatherTransport(Protocol):
         """
 
     def finish(self) -> None:
-        """All ranks have made the gathers that this rank has; until devices have, too.
+        """Until nothing is under way on a device. Raises PeerError."""
 
-        Raises PeerError.
-        """
+    def let_go(self) -> None:
+        """All ranks have made the gathers that this rank has: none reads its shards any more."""
 
     def close(self) -> None:
         """What is gathered from is freed now. Idempotent."""
@@ -103,6 +103,9 @@ class RamTransport:
         self._peers.gather_parts(part, target, what, Channel.GATHERS, kept)
 
     def finish(self) -> None:
+        """Nothing is: gather() waits."""
+
+    def let_go(self) -> None:
         self._peers.let_go()
 
     def close(self) -> None:

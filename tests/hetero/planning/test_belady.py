@@ -114,8 +114,10 @@ def test_a_reserve_brings_fetches_forward_and_costs_what_it_does_not_keep(chunks
     assert reserved == (0 if chunks <= capacity else min(PREFETCH_CHUNKS, capacity - 1))
     found = fetches(uses, slots, capacity, (), reserved)
     assert len(found) == 2 * chunks - min(chunks, capacity - reserved)
-    for fetch in found:
+    for fetch in found[:chunks]:  # those of forward; backward's follow the uses of forward
         assert fetch.after <= max(-1, fetch.use - 1 - reserved)
+    for fetch in found[chunks:]:
+        assert fetch.after <= max(fetch.use - 1 - reserved, 2 * chunks - 1 - fetch.use)
 
 
 def test_the_longest_chunk_has_room_beside_a_reserve():

@@ -70,6 +70,8 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         crossed = engine.traffic.h2d, engine.traffic.d2h
+        gathering = engine.chunk_groups[0].ranks.gathering
+        gathers = 0 if gathering is None else gathering.stream.started
         found = {
             "losses": losses,
             "masters": hetero.masters(model.parameters()),
@@ -79,6 +81,7 @@ def train(
             "chunks": sum(c.slots for g in engine.params.chunk_groups for c in g.layout.chunks),
             "numel": sum(p.numel() for p in model.parameters()),
             "h2d": crossed[0],
+            "gathers": gathers,
             "d2h": crossed[1],
         }
         engine.close()
