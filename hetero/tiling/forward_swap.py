@@ -16,8 +16,16 @@ class ForwardSwap:
     """
 
     def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        """`forward` is called with the module first, in place of its own forward."""
+        """`forward` is called with the module first, in place of its own forward.
+
+        Raises ValueError if somebody has put another one into the module itself.
+        """
         plain = type(module)
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"a {plain.__name__} has a forward of its own beside its class's (accelerate and "
+                f"others set one); tile before that is done"
+            )
         self._module, self._plain = module, plain
 
         def reduce_ex(module: torch.nn.Module, protocol: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 import hetero
 from offload.memory.tiers import Tier
-from tests.zoo import handwritten, pretrained
+from tests.zoo import handwritten, pretrained, tiled
 from tests.zoo.case import Case, Where
 from tests.zoo.runs import (
     OPTIONS,
@@ -29,7 +29,7 @@ from tests.zoo.runs import (
     run_plain,
 )
 
-CASES = {case.name: case for case in [*handwritten.CASES, *pretrained.CASES]}
+CASES = {case.name: case for case in [*handwritten.CASES, *pretrained.CASES, *tiled.CASES]}
 POLICIES = ("nvme", "cpu", "auto")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),

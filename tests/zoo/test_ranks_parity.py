@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.ranks.processes import RankPool
-from tests.zoo import handwritten, pretrained
+from tests.zoo import handwritten, pretrained, tiled
 from tests.zoo.rank_runs import both, one_sided_parts
 from tests.zoo.runs import Run
 
@@ -22,7 +22,7 @@ from tests.zoo.runs import Run
 _NOT_WITH_DDP = {"other-methods", "checkpoint-reentrant", "checkpoint-nested-reentrant"}
 CASES = {
     case.name: case
-    for case in [*handwritten.CASES, *pretrained.CASES]
+    for case in [*handwritten.CASES, *pretrained.CASES, *tiled.CASES]
     if case.name not in _NOT_WITH_DDP
 }
 # Routed experts, sharing, use outside the owner, multi-slot chunks, frozen parameters, adapters,
@@ -38,6 +38,8 @@ ALWAYS = {
     (2, "batch-norm", "fp32", 3),
     (2, "mixtral", "bf16", 1),
     (2, "lora", "fp32", 3),
+    (2, "tiled-tied", "bf16", 3),
+    (2, "tiled-linears", "fp32", 1),
     (4, "routed", "bf16", 1),
 }
 # Whose parameters get their gradients in another order than that of their chunks: in the least RAM
