@@ -9,6 +9,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from hetero.tiling.log_probs import (
+    Elementwise,
     TileOptions,
     check_tile_tokens,
     label_log_probs,
@@ -39,8 +40,8 @@ def tiled_cross_entropy(
     they do). So has the gradient of `weight`, but for an exponential of fp32 that may differ in
     its last bit. That of `hidden` is a sum in fp32 of products in the dtype of `hidden`.
 
-    On CUDA liger-kernel's fused loss is used where it is installed, unless `tile_tokens`, a scale, a
-    cap or reduction="none" is asked for. It makes the gradients in forward.
+    On CUDA liger-kernel's fused loss is used where it is installed, unless `tile_tokens`, a scale,
+    a cap or reduction="none" is asked for. It makes the gradients in forward.
 
     Args:
         hidden: (..., w), what the head is applied to.
@@ -83,7 +84,9 @@ def tiled_cross_entropy(
         return made
     _check(hidden, weight, labels, bias, reduction, label_smoothing, softcap)
     check_tile_tokens(tile_tokens)
-    elementwise = () if scale is None else (partial(torch.mul, other=scale),)
+    elementwise: tuple[Elementwise, ...] = ()
+    if scale is not None:
+        elementwise += (partial(torch.mul, other=scale),)
     if softcap is not None:
         elementwise += (partial(_capped, softcap=softcap),)
     options = TileOptions(tile_tokens, elementwise)
@@ -150,13 +153,13 @@ def reduced_loss(
     shape = labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if weight_grad_to is not None:
-        weight = _GradTo.apply(weight, weight_grad_to)
+        weight = _GradTo.apply(weight, weight_grad_to)  # type: ignore[no-untyped-call]
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # backward has none, so nothing may depend on it
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    fused = _liger() if hidden.is_cuda and options == TileOptions() else None
+    fused = _liger() if _on_cuda(hidden) and options == TileOptions() else None
     if fused is not None and reduction != "none":
         loss: torch.Tensor = fused(
             hidden,
@@ -170,9 +173,7 @@ def reduced_loss(
         return loss.float()
     ignored = labels == ignore_index
     with torch.autocast(device, enabled=False):
-        found, sums = label_log_probs(
-            hidden, weight, bias, labels.masked_fill(ignored, 0), options
-        )
+        found, sums = label_log_probs(hidden, weight, bias, labels.masked_fill(ignored, 0), options)
         # What torch does to the log-probabilities, on those of the labels alone: the same order of
         # summation, hence the same bits.
         target = torch.where(ignored, _IGNORED, 0)
@@ -180,9 +181,11 @@ def reduced_loss(
             found.unsqueeze(1), target, ignore_index=_IGNORED, reduction=reduction
         )
         if label_smoothing:
-            smooth = torch.nn.functional.nll_loss(
-                sums.unsqueeze(1), target, ignore_index=_IGNORED, reduction=reduction
-            )
+            smooth = (-sums).masked_fill(ignored, 0.0)
+            if reduction != "none":
+                smooth = smooth.sum()
+            if reduction == "mean":
+                smooth = smooth / (~ignored).sum()
             nll = (1 - label_smoothing) * nll + label_smoothing / weight.shape[0] * smooth
     return nll.reshape(shape) if reduction == "none" else nll
 
@@ -191,11 +194,11 @@ class _GradTo(torch.autograd.Function):
     """A tensor whose gradient another one of the same shape gets."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, grad_to: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, grad_to: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, grad
 
 
@@ -234,6 +237,10 @@ def _check(
 
 def _capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     return softcap * torch.tanh(logits / softcap)
+
+
+def _on_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _liger() -> Any:

@@ -65,7 +65,7 @@ class _Logits:
         if self.whole is None:
             # Under the operator that asked torch functions are off, by which an absent weight gets
             # its values.
-            with torch.no_grad(), torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+            with torch.no_grad(), torch._C._EnableTorchFunction():
                 self.whole = self._computed()
         yield self.whole
 
@@ -93,9 +93,11 @@ class DeferredLogits(OffloadedTensor):
     _is_meta_to_torch = False
 
     @staticmethod
+    @_disable_dynamo
     def of(inputs: HeadInputs) -> torch.Tensor:
         """What a head returns for these inputs: in a graph, if one is recorded."""
-        made: torch.Tensor = _Head.apply(inputs.hidden, inputs.weight, inputs.bias, inputs)
+        given = (inputs.hidden, inputs.weight, inputs.bias, inputs)
+        made: torch.Tensor = _Head.apply(*given)  # type: ignore[no-untyped-call]
         return made
 
     @classmethod
@@ -126,7 +128,7 @@ class _Head(torch.autograd.Function):
     """F.linear(), whose result is not computed."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -140,7 +142,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
@@ -240,7 +242,8 @@ def _of_tokens(logits: DeferredLogits) -> tuple[torch.Tensor, tuple[Elementwise,
     source = logits._source
     if source.whole is not None:
         return None
-    hidden, elementwise = source.inputs.hidden, ()
+    hidden = source.inputs.hidden
+    elementwise: tuple[Elementwise, ...] = ()
     if source.of is not None and source.by is not None:
         found = _of_tokens(source.of)
         if found is None:

@@ -29,8 +29,8 @@ class ForwardSwap:
         self._module, self._plain = module, plain
 
         def reduce_ex(module: torch.nn.Module, protocol: Any) -> Any:
-            _, _, *state = object.__reduce_ex__(module, 2)
-            return (_new, (plain,), *state)
+            made: Any = object.__reduce_ex__(module, 2)
+            return (_new, (plain,), *made[2:])
 
         members = {
             "forward": forward,
@@ -62,5 +62,5 @@ class ForwardSwap:
 
 
 def _new(plain: type[torch.nn.Module]) -> torch.nn.Module:
-    """An empty module, for a copy to fill. (pickle insists that __newobj__ makes the same class.)"""
+    """An empty module, for a copy to fill. (copyreg.__newobj__ may make the same class only.)"""
     return plain.__new__(plain)

@@ -65,19 +65,17 @@ def tile_heads(model: torch.nn.Module, tile_tokens: int | None = None) -> TiledH
     head = _head_of(model)
     route = GradRoute()
     embedding = _embedding_of(model)
-    tied = embedding is not None and embedding.weight is head.weight and joins(embedding)
 
     def defer(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        grad_to = route.take() if tied and embedding.weight is head.weight else None
-        return DeferredLogits.of(
-            HeadInputs(hidden, head.weight, head.bias, tile_tokens, grad_to)
-        )
+        tied = embedding is not None and embedding.weight is head.weight
+        grad_to = route.take() if tied else None
+        return DeferredLogits.of(HeadInputs(hidden, head.weight, head.bias, tile_tokens, grad_to))
 
     def embed(embedding: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         return route.embed(embedding, input)
 
     swaps = [ForwardSwap(head, defer)]
-    if tied:
+    if embedding is not None and embedding.weight is head.weight:
         swaps.append(ForwardSwap(embedding, embed))
     return TiledHeads(swaps, route)
 
@@ -104,6 +102,7 @@ def _head_of(model: torch.nn.Module) -> torch.nn.Linear:
 
 
 def _embedding_of(model: Any) -> torch.nn.Embedding | None:
+    """The input embedding, if its gradient can be joined with the head's."""
     get = getattr(model, "get_input_embeddings", None)
     found = None if get is None else get()
-    return found if isinstance(found, torch.nn.Embedding) else None
+    return found if isinstance(found, torch.nn.Embedding) and joins(found) else None

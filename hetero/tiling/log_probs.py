@@ -76,17 +76,16 @@ def label_log_probs(
     Returns:
         Two of (T,), fp32. The second one is what label smoothing needs.
     """
-    made: tuple[torch.Tensor, torch.Tensor] = _LabelLogProbs.apply(
-        hidden, weight, bias, labels, options
-    )
-    return made
+    inputs = (hidden, weight, bias, labels, options)
+    found, sums = _LabelLogProbs.apply(*inputs)  # type: ignore[no-untyped-call]
+    return found, sums
 
 
 class _LabelLogProbs(torch.autograd.Function):
     """label_log_probs() and its gradients."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -115,7 +114,7 @@ class _LabelLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, found_grad: torch.Tensor | None, sums_grad: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, labels, largest, log_sums = ctx.saved_tensors
@@ -132,7 +131,11 @@ class _LabelLogProbs(torch.autograd.Function):
         for part in _parts(vocabulary, options.rows(tokens, vocabulary)):
             rows = weight[part]
             linear = _linear(hidden, rows, None if bias is None else bias[part])
-            grad = _probs(linear, options.elementwise, largest, log_sums).mul_(total.unsqueeze(1)).neg_()
+            grad = (
+                _probs(linear, options.elementwise, largest, log_sums)
+                .mul_(total.unsqueeze(1))
+                .neg_()
+            )
             if sums_grad is not None:
                 grad.add_(sums_grad.unsqueeze(1))
             _add_at_labels(grad, labels, part, found_grad)
@@ -159,9 +162,7 @@ def _parts(length: int, size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + size, length))
 
 
-def _linear(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.nn.functional.linear(hidden, weight, bias)
 
 

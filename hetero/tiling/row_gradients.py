@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 
@@ -32,14 +33,16 @@ class GradRoute:
     def __init__(self) -> None:
         self._last = threading.local()
 
+    @_disable_dynamo  # the compiler makes one function of what gives two
     def embed(self, embedding: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
         """What the embedding gives for `ids`, in its place."""
         weight = embedding.weight
         if not (torch.is_grad_enabled() and weight.requires_grad):
             self.clear()
             return torch.nn.functional.embedding(ids, weight, embedding.padding_idx)
+        inputs = (weight, ids, embedding.padding_idx)
         rows: torch.Tensor
-        rows, self._last.grad_to = _RowsAndRoute.apply(weight, ids, embedding.padding_idx)
+        rows, self._last.grad_to = _RowsAndRoute.apply(*inputs)  # type: ignore[no-untyped-call]
         return rows
 
     def take(self) -> torch.Tensor | None:
@@ -61,24 +64,31 @@ class _RowsAndRoute(torch.autograd.Function):
     """F.embedding(), and a tensor whose gradient is the rest of the weight's gradient."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Not saved by autograd: the head of another call may have taken the route of this one, and
         # then backward comes here twice.
         ctx.ids = ids.clone() if ids.is_inference() else ids
-        ctx.vocabulary, ctx.padding_idx = weight.shape[0], -1 if padding_idx is None else padding_idx
+        ctx.vocabulary, ctx.padding_idx = (
+            weight.shape[0],
+            -1 if padding_idx is None else padding_idx,
+        )
         ctx.set_materialize_grads(False)
         rows = torch.nn.functional.embedding(ids, weight, padding_idx)
         return rows, torch.zeros((), dtype=weight.dtype, device=rows.device).expand(weight.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, rows_grad: torch.Tensor | None, rest: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None, None]:
         if rows_grad is None or rest is None:
-            dense = None if rows_grad is None else _dense(rows_grad, ctx.ids, ctx.vocabulary, ctx.padding_idx)
+            dense = (
+                None
+                if rows_grad is None
+                else _dense(rows_grad, ctx.ids, ctx.vocabulary, ctx.padding_idx)
+            )
             return rest if dense is None else dense, None, None
         used, places = ctx.ids.unique(return_inverse=True)
         padding = (used == ctx.padding_idx).nonzero()
@@ -92,4 +102,7 @@ class _RowsAndRoute(torch.autograd.Function):
 def _dense(
     grad: torch.Tensor, ids: torch.Tensor, vocabulary: int, padding_idx: int
 ) -> torch.Tensor:
-    return torch.ops.aten.embedding_dense_backward(grad, ids, vocabulary, padding_idx, False)
+    made: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+        grad, ids, vocabulary, padding_idx, False
+    )
+    return made

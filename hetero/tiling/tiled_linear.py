@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class TiledLinear(torch.nn.Module):
                 dtype=weight.dtype,
                 **options,
             )
-        for tile, rows, columns in tiled._tiles():
+        for tile, _, _ in tiled._tiles():
             _become_real(tile, weight.device)
             tile.weight.requires_grad_(weight.requires_grad)
             if tile.bias is not None:
@@ -144,7 +145,9 @@ class TiledLinear(torch.nn.Module):
         """Outputs (..., out_features) for inputs (..., in_features); or lists of their splits."""
         parts = input if self.input_is_already_split else self._input_parts(input)
         if len(parts) != self.in_splits:
-            raise ValueError(f"the input has {len(parts)} splits, and in_splits is {self.in_splits}")
+            raise ValueError(
+                f"the input has {len(parts)} splits, and in_splits is {self.in_splits}"
+            )
         outputs = [self._band(band, parts) for band in self.linears]
         if not self.combine_out_splits:
             return outputs
@@ -287,7 +290,7 @@ def _split(size: int, splits: int) -> list[slice]:
     """As torch.tensor_split() does: the first ones are larger by one."""
     small, larger = divmod(size, splits)
     begins = [index * small + min(index, larger) for index in range(splits + 1)]
-    return [slice(begin, end) for begin, end in zip(begins[:-1], begins[1:], strict=True)]
+    return [slice(begin, end) for begin, end in pairwise(begins)]
 
 
 def _empty_linear(
@@ -329,7 +332,7 @@ class _LinearDraw:
         self._state = torch.get_rng_state()
 
     @torch.no_grad()
-    def fill(self, weight: torch.nn.Parameter, columns: slice) -> None:
+    def fill(self, weight: torch.Tensor, columns: slice) -> None:
         """Draws a tile's weight."""
         if self._device.type == "meta":
             return
@@ -347,7 +350,7 @@ class _LinearDraw:
         return max(1, _PIECE_NUMEL // self._in_features)
 
     @torch.no_grad()
-    def fill_bias(self, bias: torch.nn.Parameter) -> None:
+    def fill_bias(self, bias: torch.Tensor) -> None:
         """Draws the bias of a band, after all weights."""
         if self._device.type != "meta":
             bias.uniform_(-self._bias_bound, self._bias_bound)

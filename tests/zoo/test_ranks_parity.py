@@ -39,7 +39,6 @@ ALWAYS = {
     (2, "mixtral", "bf16", 1),
     (2, "lora", "fp32", 3),
     (2, "tiled-tied", "bf16", 3),
-    (2, "tiled-linears", "fp32", 1),
     (4, "routed", "bf16", 1),
 }
 # Whose parameters get their gradients in another order than that of their chunks: in the least RAM

@@ -27,11 +27,14 @@ def untied() -> nn.Module:
     return model
 
 
-def qwen2() -> nn.Module:
+def qwen2_plain() -> nn.Module:
     """Its input embedding and head have one weight."""
-    model = hf.Qwen2ForCausalLM(
-        hf.Qwen2Config(**TRANSFORMER, num_key_value_heads=1, tie_word_embeddings=True)
-    )
+    config = hf.Qwen2Config(**TRANSFORMER, num_key_value_heads=1, tie_word_embeddings=True)
+    return hf.Qwen2ForCausalLM(config)
+
+
+def qwen2() -> nn.Module:
+    model = qwen2_plain()
     tile_heads(model, tile_tokens=24)
     return model
 

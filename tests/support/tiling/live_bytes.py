@@ -25,7 +25,11 @@ class LiveBytes(TorchDispatchMode):
         self._before: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = {_key(each) for each in tree_iter((args, kwargs)) if _has_memory(each)}
         result = func(*args, **(kwargs or {}))
