@@ -36,9 +36,10 @@ def tiled_cross_entropy(
     Neither the logits nor their gradient are in memory whole: at most about `tile_tokens` rows of
     them are, in forward and in backward, which computes them once more. `weight` may be a managed
     parameter whose values are elsewhere; its gradient comes in its dtype. The loss has the bits of
-    the plain one as far as torch's matrix products of some rows have those of all rows (on the CPU
-    they do). So has the gradient of `weight`, but for an exponential of fp32 that may differ in
-    its last bit. That of `hidden` is a sum in fp32 of products in the dtype of `hidden`.
+    the plain one as far as torch's matrix products of some rows have those of all rows (on x86
+    CPUs they do, for some 16 tokens and more). So has the gradient of `weight`, but for an
+    exponential of fp32 that may differ in its last bit. That of `hidden` is a sum in fp32 of
+    products in the dtype of `hidden`.
 
     On CUDA liger-kernel's fused loss is used where it is installed, unless `tile_tokens`, a scale,
     a cap or reduction="none" is asked for. It makes the gradients in forward.

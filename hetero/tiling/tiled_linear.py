@@ -26,9 +26,9 @@ class TiledLinear(torch.nn.Module):
     output split o and input split i, and the bias of its outputs if i is the last.
 
     With in_splits=1 results have the bits of torch.nn.Linear as far as torch's matrix products of
-    some columns have those of all of them (on the CPU they do); with more, the products of a
-    band's tiles are each rounded to the dtype and summed in fp32. Gradients of the input are sums
-    over bands, which autograd makes in the dtype.
+    some columns have those of all of them: on x86 CPUs they do for splits that are multiples of 16
+    outputs. With more in_splits the products of a band's tiles are each rounded to the dtype and
+    summed in fp32. Gradients of the input are sums over bands, which autograd makes in the dtype.
 
     The names in `state_dict()` are `linears.O.I.weight` and `linears.O.I.bias`. A state of
     torch.nn.Linear (`weight`, `bias`) loads as well, and linear_state_dict() gives one.

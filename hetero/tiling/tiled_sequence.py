@@ -39,8 +39,10 @@ def tile_sequence(module: torch.nn.Module, tiles: int, dim: int = -2) -> TiledSe
     Outputs have the same bits as far as torch's matrix products of some rows have those of all
     rows. Gradients of parameters are sums over the parts, which autograd makes in their dtype.
     Dropout draws other numbers than without tiles, and the same ones in backward as in forward.
-    A module whose own forward looks at values of parameters directly, as views, works too; a
-    module of modules, as most are, gathers them one at a time.
+    Under hetero a module of modules, as most are, gathers their parameters one at a time. Slots for
+    two are needed where backward of one has its weight when it asks for what is computed once
+    more, as with every activation checkpoint. Of a module that has parameters itself and takes
+    views of them, backward makes copies that no budget counts.
 
     Args:
         module: its first argument is (..., tokens, width), and its result a tensor of as many

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -205,9 +206,8 @@ def test_sizes_of_tiles() -> None:
 def test_what_does_not_fit_is_refused(change: dict[str, Any], fact: str) -> None:
     hidden, weight, labels, bias = inputs(torch.float32)
     given: dict[str, Any] = {"weight": weight, "labels": labels, "bias": bias, **change}
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(fact)):
         hetero.tiled_cross_entropy(hidden, **given)
-    assert fact in str(refused.value)
 
 
 def test_a_label_outside_of_the_vocabulary_is_an_error() -> None:

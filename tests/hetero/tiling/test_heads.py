@@ -17,8 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hetero
 from hetero.tiling.deferred_logits import DeferredLogits
 from tests.support.tiling.live_bytes import LiveBytes
+from tests.support.tiling.tiled_models import qwen2_plain
 from tests.zoo import pretrained
-from tests.zoo.tiled import qwen2_plain
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": pretrained.gpt2,
@@ -180,7 +180,7 @@ def test_no_whole_logits_and_one_gradient_of_a_tied_weight(policy: str, tmp_path
 
 
 def test_a_tied_weight_has_one_gradient_in_backward() -> None:
-    """The peak of backward after the loss: in place of the head's, the embedding's and their sum."""
+    """In backward; in place of the head's, the embedding's and their sum."""
     torch.manual_seed(0)
     model = wide().bfloat16()
     tokens = torch.randint(0, VOCABULARY, (1, 8))

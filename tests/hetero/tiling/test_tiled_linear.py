@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +175,8 @@ def test_splits_go_in_and_out() -> None:
     ],
 )
 def test_bad_sizes_are_refused(options: dict[str, int], fact: str) -> None:
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(fact)):
         TiledLinear(8, 4, **options)  # type: ignore[arg-type]
-    assert fact in str(refused.value)
 
 
 def test_copying_another_shape_is_refused() -> None:

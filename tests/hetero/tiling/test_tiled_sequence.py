@@ -35,7 +35,7 @@ def made(dropout: float = 0.0) -> Mlp:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("tiles", [1, 3, 4, 1000])
+@pytest.mark.parametrize("tiles", [1, 3, 4, 100])
 @pytest.mark.parametrize("outer", [False, True], ids=["alone", "inside a checkpoint"])
 def test_outputs_and_gradients(tiles: int, batch: int, outer: bool) -> None:
     found = []
@@ -43,16 +43,16 @@ def test_outputs_and_gradients(tiles: int, batch: int, outer: bool) -> None:
         mlp = made()
         if tiled:
             hetero.tile_sequence(mlp, tiles)
-        x = torch.randn(batch, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(batch, 48, WIDTH, generator=torch.Generator().manual_seed(1))
         x.requires_grad_()
         output = checkpoint(mlp, x, 0.5, use_reentrant=False) if outer else mlp(x, scale=0.5)
         output.square().sum().backward()
         found.append((output, x.grad, *(p.grad for p in mlp.parameters())))
     for plain, tiled_one in zip(*found, strict=True):
         torch.testing.assert_close(
-            tiled_one, plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max())
+            tiled_one, plain, rtol=1e-5, atol=1e-5 * float(plain.detach().abs().max())
         )
-    if tiles < 1000:  # (products of one row are another routine)
+    if tiles < 100:  # (products of one row are another routine)
         assert torch.equal(found[0][0], found[1][0])
         assert torch.equal(found[0][1], found[1][1])
 
@@ -127,7 +127,7 @@ def test_what_does_not_act_on_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize("policy", ["cpu", "nvme"])
 def test_a_managed_model_trains_with_the_same_bits(policy: str, tmp_path: Path) -> None:
-    """In several micro-batches a step. (tests/zoo has gradient checkpoints around it, and ranks.)"""
+    """In several micro-batches a step. tests/zoo has gradient checkpoints around it, and ranks."""
     data = batches(4)
     options: dict[str, Any] = {"placement_policy": policy}
     if policy == "nvme":
