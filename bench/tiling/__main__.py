@@ -3,7 +3,9 @@
 usage: python -m bench.tiling [--parts loss,tied,mlp,linear] [--tokens N] [--path DIR] [--json]
 
 A turn is one forward and backward in a process of its own; contenders of a part take turns.
-"grown" is how far the process grew in it: what autograd holds, gradients of parameters included.
+"CPU s" are those of all threads, which depend less on what else runs (OMP_WAIT_POLICY=passive,
+so that waiting ones do not count). "grown" is how far the process grew in it: what autograd
+holds, gradients of parameters included.
 "loss" is the head's product and cross-entropy alone; "tied" an embedding and a head of one
 weight, by hetero.tile_heads(); "mlp" GPT-2's feed-forward layer, by hetero.tile_sequence();
 "linear" a layer of vocabulary x width whose state hetero keeps on NVMe in the least host_memory
@@ -35,7 +37,7 @@ from bench.harness.rounds import ContenderError, Sample, run_rounds
 from bench.tiling.contenders import CONTENDERS, Sizes, arguments
 from offload.memory.sizes import format_bytes
 
-_METRICS = ("seconds", "grown_bytes", "host_memory_bytes")
+_METRICS = ("seconds", "cpu_seconds", "grown_bytes", "host_memory_bytes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +95,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                 if metric in rounds.samples[name][0]
             }
             | {"seconds_of_first": rounds.ratio(name, next(iter(turns)), "seconds")}
+            | {"cpu_of_first": rounds.ratio(name, next(iter(turns)), "cpu_seconds")}
             for name in turns
         }
     return {"parts": found, **given, "machine": describe_machine(), "command": command}
@@ -121,7 +124,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"width {result['width']:,}, {result['dtype']}; median (least, most)",
         title_justify="left",
     )
-    for title in ("part", "", "seconds", "of the first", "grown", "host_memory"):
+    for title in ("part", "", "s", "/ first", "CPU s", "/ first", "grown", "host_memory"):
         table.add_column(title, justify="left" if title in ("part", "") else "right", no_wrap=True)
     for part, contenders in result["parts"].items():
         for name, figures in contenders.items():
@@ -131,6 +134,8 @@ def show(result: dict[str, Any], console: Console) -> None:
                 name,
                 f"{seconds['median']:.2f} ({seconds['min']:.2f}, {seconds['max']:.2f})",
                 f"{figures['seconds_of_first']:.2f}",
+                f"{figures['cpu_seconds']['median']:.2f}",
+                f"{figures['cpu_of_first']:.2f}",
                 format_bytes(int(figures["grown_bytes"]["median"])),
                 "" if host is None else format_bytes(int(host["median"])),
             )

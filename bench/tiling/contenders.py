@@ -172,7 +172,8 @@ CONTENDERS: dict[str, dict[str, Callable[[Sizes], Step]]] = {
 
 
 def measure(make: Callable[[Sizes], Step], sizes: Sizes) -> dict[str, float]:
-    """Seconds of a step, after a tiny one of warm-up, and how far the process grew in it, in bytes.
+    """Seconds of a step, after a tiny one of warm-up, CPU seconds of all its threads, and how far
+    the process grew in it, in bytes.
 
     Gradients of the parameters are made anew in the step, so they count.
     """
@@ -185,15 +186,16 @@ def measure(make: Callable[[Sizes], Step], sizes: Sizes) -> dict[str, float]:
     step = make(sizes)
     before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     host_memory = step()
-    seconds = time.perf_counter() - begin_s
+    seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
     peak = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line
     )
     peak_bytes = parse_bytes(peak.split()[1] + "KiB")
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_s,
         "grown_bytes": float(peak_bytes - before),
         **({"host_memory_bytes": host_memory} if isinstance(host_memory, float) else {}),
     }

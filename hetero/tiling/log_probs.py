@@ -131,11 +131,10 @@ class _LabelLogProbs(torch.autograd.Function):
         for part in _parts(vocabulary, options.rows(tokens, vocabulary)):
             rows = weight[part]
             linear = _linear(hidden, rows, None if bias is None else bias[part])
-            grad = (
-                _probs(linear, options.elementwise, largest, log_sums)
-                .mul_(total.unsqueeze(1))
-                .neg_()
-            )
+            grad = _probs(linear, options.elementwise, largest, log_sums)
+            if not options.elementwise:  # its values are not needed any more
+                linear = linear.new_empty(0)
+            grad.mul_(-total.unsqueeze(1))
             if sums_grad is not None:
                 grad.add_(sums_grad.unsqueeze(1))
             _add_at_labels(grad, labels, part, found_grad)

@@ -26,7 +26,7 @@ def test_a_turn_is_a_process(tmp_path: Path) -> None:
 def test_a_table_and_an_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn = {"seconds": 2.0, "grown_bytes": 1e6, "host_memory_bytes": 5e6}
+    turn = {"seconds": 2.0, "cpu_seconds": 3.0, "grown_bytes": 1e6, "host_memory_bytes": 5e6}
     monkeypatch.setattr(program, "_turn", lambda *_: turn)
     assert program.main(["--rounds", "1", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]

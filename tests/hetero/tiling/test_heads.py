@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
@@ -71,6 +73,74 @@ def test_the_number_of_items_of_a_trainer() -> None:
     with hetero.tile_heads(model, tile_tokens=20):
         output, _ = step(model, num_items_in_batch=torch.tensor(7))
     assert torch.equal(output.loss, plain.loss)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("policy", ["cpu", "nvme"])
+def test_the_whole_model_in_a_checkpoint(policy: str, reentrant: bool, tmp_path: Path) -> None:
+    """Embedding, head and loss are computed twice."""
+
+    def run(outer: bool) -> list[float]:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"placement_policy": policy, "dtype": "fp32"}
+        if policy == "nvme":
+            options |= {"nvme_path": str(tmp_path), "host_memory": "200KiB", "chunk_numel": 4096}
+        with hetero.ZeroInitContext(**options):
+            model: Any = pretrained.gpt2()
+        hetero.tile_heads(model, tile_tokens=20)
+        model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), lr=1e-2))
+        losses = []
+        for _ in range(3):
+            torch.manual_seed(1)
+            scale = torch.ones((), requires_grad=True)  # a reentrant one wants an input with grad
+
+            def loss(scale: torch.Tensor) -> torch.Tensor:
+                return model(input_ids=TOKENS, labels=TOKENS).loss * scale
+
+            found = checkpoint(loss, scale, use_reentrant=reentrant) if outer else loss(scale)
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(found.item())
+        optimizer.engine.close()
+        return losses
+
+    assert run(True) == run(False)
+
+
+def test_threads_have_routes_of_their_own(tmp_path: Path) -> None:
+    """Two forwards of one managed model at a time, between embedding and head."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"placement_policy": "nvme", "nvme_path": str(tmp_path)}
+    with hetero.ZeroInitContext(**options, host_memory="400KiB", chunk_numel=4096, dtype="fp32"):
+        model: Any = pretrained.gpt2().eval()
+    hetero.tile_heads(model, tile_tokens=20)
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    both = threading.Barrier(2, timeout=60)
+
+    def meet(*_: object) -> None:
+        both.wait()
+
+    model.transformer.ln_f.register_forward_hook(meet)
+    losses: list[Any] = [None, None]
+
+    def forward(index: int) -> None:
+        losses[index] = model(input_ids=TOKENS.roll(index), labels=TOKENS.roll(index)).loss
+
+    threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sum(losses).backward()
+    found = hetero.grads(model.parameters())
+    plain = copy.deepcopy(model)
+    plain.transformer.ln_f._forward_hooks.clear()
+    for index in range(2):
+        plain(input_ids=TOKENS.roll(index), labels=TOKENS.roll(index)).loss.backward()
+    for one, param in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(one, param.grad, rtol=1e-4, atol=1e-6)
+    optimizer.engine.close()
 
 
 def test_generation_is_as_before() -> None:
