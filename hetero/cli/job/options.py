@@ -125,7 +125,7 @@ class TrainOptions:
     tiled_loss: bool = _option(
         "compute the loss from a part of the logits at a time, and never hold them whole, nor their"
         " gradient: much less memory with a large vocabulary or long sequences, for a third more"
-        " work in the model's head; gradients may differ in their last bits",
+        " products in the model's head; gradients may differ in their last bits",
         False,
     )
 
