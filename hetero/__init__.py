@@ -37,6 +37,10 @@ from hetero.planning.placement import PlacementError
 from hetero.runtime.engine import Engine
 from hetero.setup.init_context import ZeroInitContext
 from hetero.setup.initialize import initialize
+from hetero.tiling.cross_entropy import TiledCrossEntropy, tiled_cross_entropy
+from hetero.tiling.heads import tile_heads
+from hetero.tiling.tiled_linear import TiledLinear, tile_linears
+from hetero.tiling.tiled_sequence import tile_sequence
 from offload.errors import (
     BudgetError,
     CheckpointError,
@@ -74,6 +78,8 @@ __all__ = [
     "StaleGraphError",
     "StoreError",
     "TensorShardStrategy",
+    "TiledCrossEntropy",
+    "TiledLinear",
     "UnmanagedParameterError",
     "ZeroInitContext",
     "clip_grad_norm_",
@@ -94,5 +100,9 @@ __all__ = [
     "save_dcp",
     "save_pretrained",
     "set_threads",
+    "tile_heads",
+    "tile_linears",
+    "tile_sequence",
+    "tiled_cross_entropy",
     "unregister_external_parameter",
 ]

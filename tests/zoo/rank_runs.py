@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hetero
+from tests.support.tiling import tiled_models
 from tests.zoo import handwritten, pretrained
 from tests.zoo.case import WIDTH, Case, Where, vectors
 from tests.zoo.runs import TORCH_DTYPES, Run, cast, initialized, least_host_memory, plain_adam
@@ -22,7 +23,9 @@ STEPS = 3
 
 def case_of(name: str) -> Case:
     """The case of that name."""
-    return {case.name: case for case in [*handwritten.CASES, *pretrained.CASES]}[name]
+    return {
+        case.name: case for case in [*handwritten.CASES, *pretrained.CASES, *tiled_models.CASES]
+    }[name]
 
 
 def train(

@@ -16,6 +16,7 @@ import torch
 
 import hetero
 from offload.memory.tiers import Tier
+from tests.support.tiling import tiled_models
 from tests.zoo import handwritten, pretrained
 from tests.zoo.case import Case, Where
 from tests.zoo.runs import (
@@ -29,7 +30,7 @@ from tests.zoo.runs import (
     run_plain,
 )
 
-CASES = {case.name: case for case in [*handwritten.CASES, *pretrained.CASES]}
+CASES = {case.name: case for case in [*handwritten.CASES, *pretrained.CASES, *tiled_models.CASES]}
 POLICIES = ("nvme", "cpu", "auto")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),

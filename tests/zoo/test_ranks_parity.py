@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.ranks.processes import RankPool
+from tests.support.tiling import tiled_models
 from tests.zoo import handwritten, pretrained
 from tests.zoo.rank_runs import both, one_sided_parts
 from tests.zoo.runs import Run
@@ -22,7 +23,7 @@ from tests.zoo.runs import Run
 _NOT_WITH_DDP = {"other-methods", "checkpoint-reentrant", "checkpoint-nested-reentrant"}
 CASES = {
     case.name: case
-    for case in [*handwritten.CASES, *pretrained.CASES]
+    for case in [*handwritten.CASES, *pretrained.CASES, *tiled_models.CASES]
     if case.name not in _NOT_WITH_DDP
 }
 # Routed experts, sharing, use outside the owner, multi-slot chunks, frozen parameters, adapters,
@@ -38,6 +39,7 @@ ALWAYS = {
     (2, "batch-norm", "fp32", 3),
     (2, "mixtral", "bf16", 1),
     (2, "lora", "fp32", 3),
+    (2, "tiled-tied", "bf16", 3),
     (4, "routed", "bf16", 1),
 }
 # Whose parameters get their gradients in another order than that of their chunks: in the least RAM

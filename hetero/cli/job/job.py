@@ -77,6 +77,8 @@ def open_job(options: TrainOptions, folder: RunFolder, ranks: Ranks = ALONE) -> 
     torch.manual_seed(options.seed)
     with hetero.ZeroInitContext(config):
         model = build_model(architecture)
+    if options.tiled_loss:
+        hetero.tile_heads(model)
     model, optimizer = hetero.initialize(model, make_optimizer(options, model))
     with closing(optimizer.engine) as engine:
         notes = list(engine.notes)

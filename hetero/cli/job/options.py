@@ -122,6 +122,12 @@ class TrainOptions:
         " 3 parameters, too, which takes least memory and most traffic",
         3,
     )
+    tiled_loss: bool = _option(
+        "compute the loss from a part of the logits at a time, and never hold them whole, nor their"
+        " gradient: much less memory with a large vocabulary or long sequences, for a third more"
+        " products in the model's head; gradients may differ in their last bits",
+        False,
+    )
 
     backend: str = _option(
         "where forward and backward run: cpu; cuda; auto, the GPU if there is one; or emulated, see"

@@ -167,6 +167,26 @@ def test_placement_and_disk_engine_do_not_change_the_numbers(
     assert all(other == norms[0] for other in norms)
 
 
+def test_a_tiled_loss_is_the_same_loss(
+    train: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+    for options in ([], ["--tiled-loss"]):
+        assert train("--json", "--dtype", "fp32", "--policy", "cpu", *options) == 0
+        losses.append(json.loads(capsys.readouterr().out)["losses"])
+    assert losses[1][0] == losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+    class WholeLogitsError(Exception):
+        pass
+
+    def whole(*_: object) -> None:
+        raise WholeLogitsError
+
+    monkeypatch.setattr("hetero.tiling.deferred_logits._Logits.values", whole)
+    assert train("--json", "--policy", "cpu", "--tiled-loss") == 0, "nothing needs whole logits"
+
+
 def test_no_clipping_has_no_norms(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--json", "--clip", "0", "--policy", "cpu") == 0
     assert json.loads(capsys.readouterr().out)["grad_norms"] == [None, None, None]

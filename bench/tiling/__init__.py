@@ -1,0 +1,1 @@
+"""Layers and losses in tiles beside whole ones: memory and time."""

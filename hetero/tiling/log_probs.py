@@ -1,0 +1,220 @@
+"""The log-probabilities of labels under a linear head, without the head's whole output.
+
+Vocabulary: hidden states are (T tokens, w), the head's weight is (V, w), logits would be (T, V). A
+*token tile* is the logits of some tokens over all of V, a *vocabulary tile* those of all tokens
+over some of V. Forward takes token tiles, because the normalisation of a token needs all of its
+logits at once. Backward computes logits once more, by vocabulary tiles: each rows of the weight's
+gradient are one matrix product over all tokens, rounded once, as without tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+# Elements of logits that are in memory at a time, if nothing else is said: 64 MiB of fp32, in which
+# the matrix products of usual heads reach their speed.
+TILE_NUMEL = 1 << 24
+# Narrower matrix products waste most of a core or a GPU. With very many tokens a vocabulary tile
+# is therefore larger than a token tile; it is smaller than the hidden states then.
+LEAST_ROWS = 64
+
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """How logits are computed: `tile_tokens` of them at a time, and which functions, each of a
+    logit alone, they go through (a scale, a cap), in order, in the dtype of the head."""
+
+    tile_tokens: int | None = None
+    elementwise: tuple[Elementwise, ...] = ()
+
+    def tokens(self, vocabulary: int) -> int:
+        """Tokens of a token tile."""
+        if self.tile_tokens is not None:
+            return self.tile_tokens
+        return max(1, TILE_NUMEL // vocabulary)
+
+    def rows(self, tokens: int, vocabulary: int) -> int:
+        """Rows of the weight of a vocabulary tile: about as many logits as in a token tile."""
+        rows = -(-self.tokens(vocabulary) * vocabulary // max(1, tokens))
+        return min(vocabulary, -(-max(rows, LEAST_ROWS) // LEAST_ROWS) * LEAST_ROWS)
+
+
+def check_tile_tokens(tile_tokens: int | None) -> None:
+    """Raises ValueError for a number of tokens that cannot be."""
+    if tile_tokens is not None and tile_tokens < 1:
+        raise ValueError(
+            f"tile_tokens must be 1 or more, or None for about {TILE_NUMEL:,} logits at a time, "
+            f"got {tile_tokens}"
+        )
+
+
+def label_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    options: TileOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the labels, and the sums of those of all tokens of the vocabulary.
+
+    Softmax and logarithm are fp32, as transformers' losses have them.
+
+    Args:
+        hidden: (T, w).
+        weight: (V, w), with its values in memory.
+        bias: (V,), or None.
+        labels: (T,) int64, each in [0, V).
+        options: the size of tiles, and what is done to logits.
+
+    Returns:
+        Two of (T,), fp32. The second one is what label smoothing needs.
+    """
+    inputs = (hidden, weight, bias, labels, options)
+    found, sums = _LabelLogProbs.apply(*inputs)  # type: ignore[no-untyped-call]
+    return found, sums
+
+
+class _LabelLogProbs(torch.autograd.Function):
+    """label_log_probs() and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        options: TileOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = hidden.shape[0]
+        found, sums, largest, log_sums = torch.empty(
+            (4, tokens), dtype=torch.float32, device=hidden.device
+        )
+        for part in _parts(tokens, options.tokens(weight.shape[0])):
+            logits = _logits(hidden[part], weight, bias, options.elementwise)
+            torch.amax(logits, 1, out=largest[part])
+            log_probs = torch.log_softmax(logits, 1)
+            del logits
+            # Of the largest logit the log-probability is minus the logarithm of the sum, exactly.
+            torch.neg(torch.amax(log_probs, 1), out=log_sums[part])
+            torch.sum(log_probs, 1, out=sums[part])
+            found[part] = log_probs.gather(1, labels[part].unsqueeze(1)).squeeze(1)
+            del log_probs
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, labels, largest, log_sums)
+        return found, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, found_grad: torch.Tensor | None, sums_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, labels, largest, log_sums = ctx.saved_tensors
+        options: TileOptions = ctx.options
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        tokens, vocabulary = hidden.shape[0], weight.shape[0]
+        # Summed over vocabulary tiles in fp32, and rounded once.
+        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        weight_grad = torch.empty_like(weight) if needs_weight else None
+        bias_grad = torch.empty_like(bias) if needs_bias else None
+        if found_grad is None:
+            found_grad = torch.zeros_like(largest)
+        total = found_grad if sums_grad is None else found_grad + vocabulary * sums_grad
+        for part in _parts(vocabulary, options.rows(tokens, vocabulary)):
+            rows = weight[part]
+            linear = _linear(hidden, rows, None if bias is None else bias[part])
+            grad = _probs(linear, options.elementwise, largest, log_sums)
+            if not options.elementwise:  # its values are not needed any more
+                linear = linear.new_empty(0)
+            grad.mul_(-total.unsqueeze(1))
+            if sums_grad is not None:
+                grad.add_(sums_grad.unsqueeze(1))
+            _add_at_labels(grad, labels, part, found_grad)
+            grad = _through(options.elementwise, linear, grad)
+            del linear
+            if hidden_grad is not None:
+                hidden_grad += grad @ rows
+            if weight_grad is not None:
+                torch.mm(grad.t(), hidden, out=weight_grad[part])
+            if bias_grad is not None:
+                torch.sum(grad, 0, out=bias_grad[part])
+            del grad
+        return (
+            None if hidden_grad is None else hidden_grad.to(hidden.dtype),
+            weight_grad,
+            bias_grad,
+            None,
+            None,
+        )
+
+
+def _parts(length: int, size: int) -> Iterator[slice]:
+    for begin in range(0, length, size):
+        yield slice(begin, min(begin + size, length))
+
+
+def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(hidden, weight, bias)
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    elementwise: tuple[Elementwise, ...],
+) -> torch.Tensor:
+    """Logits in fp32; they may be changed."""
+    logits = _linear(hidden, weight, bias)
+    for function in elementwise:
+        logits = function(logits)
+    return logits.float()
+
+
+def _probs(
+    linear: torch.Tensor,
+    elementwise: tuple[Elementwise, ...],
+    largest: torch.Tensor,
+    log_sums: torch.Tensor,
+) -> torch.Tensor:
+    """Probabilities in fp32, in the order of operations that torch.log_softmax() has."""
+    logits = linear
+    for function in elementwise:
+        logits = function(logits)
+    if logits.dtype is not torch.float32:
+        logits = logits.float()
+    elif elementwise:  # `linear` is needed once more
+        logits = logits.clone() if logits is linear else logits
+    return logits.sub_(largest.unsqueeze(1)).sub_(log_sums.unsqueeze(1)).exp_()
+
+
+def _add_at_labels(
+    grad: torch.Tensor, labels: torch.Tensor, part: slice, values: torch.Tensor
+) -> None:
+    """Adds a value a token at its label, if that is in this part of the vocabulary."""
+    inside = (labels >= part.start) & (labels < part.stop)
+    at = torch.where(inside, labels - part.start, 0).unsqueeze(1)
+    grad.scatter_add_(1, at, torch.where(inside, values, 0.0).unsqueeze(1))
+
+
+def _through(
+    elementwise: tuple[Elementwise, ...], linear: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of what the head gives, in its dtype, from that of logits in fp32."""
+    if not elementwise:
+        return grad.to(linear.dtype)
+    with torch.enable_grad():
+        before = linear.detach().requires_grad_()
+        logits = before
+        for function in elementwise:
+            logits = function(logits)
+        logits = logits.float()
+    (made,) = torch.autograd.grad(logits, before, grad)
+    return made

@@ -1,0 +1,60 @@
+"""Models whose head, feed-forward layers or linear layers are computed in parts."""
+
+from __future__ import annotations
+
+import transformers as hf
+from torch import nn
+
+from hetero.tiling.heads import tile_heads
+from hetero.tiling.tiled_linear import TiledLinear
+from hetero.tiling.tiled_sequence import tile_sequence
+from tests.zoo.case import WIDTH, Case, ballasted, mean_square, vectors
+from tests.zoo.pretrained import TRANSFORMER, gpt2_checkpointed, labelled, llama, own_loss
+
+
+def tied() -> nn.Module:
+    """With gradient checkpoints around the blocks, and inside them around parts of the sequence."""
+    model = gpt2_checkpointed()
+    tile_heads(model, tile_tokens=5)
+    for block in model.transformer.h:  # type: ignore[union-attr]
+        tile_sequence(block.mlp, 3)
+    return model
+
+
+def untied() -> nn.Module:
+    model = llama()
+    tile_heads(model, tile_tokens=7)
+    return model
+
+
+def qwen2_plain() -> nn.Module:
+    """Its input embedding and head have one weight."""
+    config = hf.Qwen2Config(**TRANSFORMER, num_key_value_heads=1, tie_word_embeddings=True)
+    return hf.Qwen2ForCausalLM(config)
+
+
+def qwen2() -> nn.Module:
+    model = qwen2_plain()
+    tile_heads(model, tile_tokens=24)
+    return model
+
+
+class Linears(nn.Module):
+    """Tiles of the smallest slot's size, and of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = TiledLinear(WIDTH, 4 * WIDTH, out_splits=4)
+        self.middle = TiledLinear(4 * WIDTH, 3 * WIDTH, in_splits=3, out_splits=5, bias=False)
+        self.down = TiledLinear(3 * WIDTH, WIDTH, in_splits=3)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.down(self.middle(nn.functional.gelu(self.up(x))))
+
+
+CASES = [
+    Case("tiled-tied", tied, labelled, own_loss),
+    Case("tiled-untied", untied, labelled, own_loss),
+    Case("tiled-qwen2", qwen2, labelled, own_loss),
+    Case("tiled-linears", ballasted(Linears), vectors, mean_square),
+]
