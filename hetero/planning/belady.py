@@ -3,8 +3,8 @@
 The chunk with the farthest next use is evicted.
 
 Belady's rule: with chunks of one size no other gives fewer fetches. But a copy that it keeps until
-the last moment leaves its room only then, so the next fetch would begin right before its use. A
-*reserve* is a part of the slots in which nothing is kept: what is fetched ahead goes there.
+the last moment leaves its room only then, so the next fetch would begin right before its use. In
+*ahead slots* nothing is kept: they are for what is fetched ahead of its use.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class PlannedFetch:
     after: int
 
 
-def reserve(slots_of: Mapping[int, int], capacity: int) -> int:
+def ahead_slots(slots_of: Mapping[int, int], capacity: int) -> int:
     """So many of `capacity` slots are for what is fetched ahead: chunks of the usual size.
 
-    Nothing is reserved if all chunks have room, and what the longest chunk needs is not.
+    There are none if all chunks have room, and what the longest chunk needs is none of them.
     """
     if not slots_of or sum(slots_of.values()) <= capacity:
         return 0
@@ -44,14 +44,14 @@ def reserve(slots_of: Mapping[int, int], capacity: int) -> int:
 def step_fetches(uses: Sequence[int], layout: Layout, gathered_slots: int) -> list[PlannedFetch]:
     """The fetches of a step of a chunk group that uses gathered chunks as in `uses`.
 
-    What all ranks gather together has a reserve.
+    There are ahead slots for what all ranks gather together.
     """
     slots_of = {chunk.id: chunk.slots for chunk in layout.chunks}
     frozen = {chunk.id for chunk in layout.chunks if not chunk.trainable}
-    reserved = 0
+    ahead = 0
     if layout.shard.ranks > 1 and layout.shard.params:
-        reserved = reserve({chunk: slots_of[chunk] for chunk in uses}, gathered_slots)
-    return fetches(uses, slots_of, gathered_slots, frozen, reserved) if uses else []
+        ahead = ahead_slots({chunk: slots_of[chunk] for chunk in uses}, gathered_slots)
+    return fetches(uses, slots_of, gathered_slots, frozen, ahead) if uses else []
 
 
 def fetches(
@@ -59,15 +59,15 @@ def fetches(
     slots_of: Mapping[int, int],
     capacity: int,
     kept: Collection[int] = (),
-    reserved: int = 0,
+    ahead: int = 0,
 ) -> list[PlannedFetch]:
     """The fetches of a step that uses chunks as in `uses`, among many steps that are alike.
 
     Copies of chunks in `kept` last from step to step; those of others are stale when a step is
-    over. A chunk takes slots_of[chunk] of `capacity` slots, wherever some are free; `reserved` of
-    them are the reserve.
+    over. A chunk takes slots_of[chunk] of `capacity` slots, wherever some are free; `ahead` of
+    them are ahead slots.
     """
-    return next(rounds(uses, slots_of, capacity, kept, reserved))
+    return next(rounds(uses, slots_of, capacity, kept, ahead))
 
 
 def rounds(
@@ -75,7 +75,7 @@ def rounds(
     slots_of: Mapping[int, int],
     capacity: int,
     kept: Collection[int] = (),
-    reserved: int = 0,
+    ahead: int = 0,
 ) -> Iterator[list[PlannedFetch]]:
     """The fetches of a step, as of fetches(), and then of each time that it uses chunks once more.
 
@@ -85,14 +85,14 @@ def rounds(
     found: list[PlannedFetch] = []
     resident: dict[int, int] = {}  # chunk -> its next use
     for _ in range(2 if kept else 1):  # the second step finds what the first left
-        found, left = _one_step(uses, next_use, slots_of, capacity, reserved, resident)
+        found, left = _one_step(uses, next_use, slots_of, capacity, ahead, resident)
         resident = {c: use - len(uses) for c, use in left.items() if use != NEVER}
     yield found
     again = _next_uses(uses, frozenset(uses))
     first_use = {chunk: use for use, chunk in reversed(list(enumerate(uses)))}
     while True:
         resident = {c: first_use[c] for c in left}
-        found, left = _one_step(uses, again, slots_of, capacity, reserved, resident)
+        found, left = _one_step(uses, again, slots_of, capacity, ahead, resident)
         yield found
 
 
@@ -112,7 +112,7 @@ def _one_step(
     next_use: Sequence[int],
     slots_of: Mapping[int, int],
     capacity: int,
-    reserved: int,
+    ahead: int,
     resident: Mapping[int, int],
 ) -> tuple[list[PlannedFetch], dict[int, int]]:
     found: list[PlannedFetch] = []
@@ -122,7 +122,7 @@ def _one_step(
     # entries that `due` does not confirm are out of date.
     queue = [(-use, -1, chunk) for chunk, use in due.items()]
     heapq.heapify(queue)
-    most = capacity - reserved  # slots that are not free once a fetch has taken its own
+    most = capacity - ahead  # slots that are not free once a fetch has taken its own
     taken = sum(slots_of[chunk] for chunk in due)
     # Free slots, those that were free first at the left: how many, and after which use.
     free = deque([(capacity - taken, -1)])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero.planning.belady import reserve, rounds
+from hetero.planning.belady import ahead_slots, rounds
 
 # Records that are longer together are not merged, which takes time that is quadratic in the worst
 # case; nor are those that have little in common, whose union would grow from step to step.
@@ -72,8 +72,8 @@ class AgreedOrder:
         """
         self.uses = tuple(uses)
         used = {use.chunk: slots_of[use.chunk] for use in uses}
-        chunks, reserved = [use.chunk for use in uses], reserve(used, capacity)
-        self._rounds = rounds(chunks, slots_of, capacity, kept, reserved)
+        chunks, ahead = [use.chunk for use in uses], ahead_slots(used, capacity)
+        self._rounds = rounds(chunks, slots_of, capacity, kept, ahead)
         self._gathers: list[CommonFetch] = []
         self._planned = 0  # rounds
         self._has_all = False  # nothing is gathered in later rounds

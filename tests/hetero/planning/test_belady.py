@@ -5,7 +5,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.planning.belady import PREFETCH_CHUNKS, fetches, reserve
+from hetero.planning.belady import PREFETCH_CHUNKS, ahead_slots, fetches
 
 sequences = st.lists(st.integers(0, 4), min_size=1, max_size=9)
 
@@ -86,12 +86,12 @@ def test_room_is_told_by_the_last_use_of_what_was_there():
     st.integers(0, 4),
 )
 def test_fetches_that_begin_when_their_room_is_free_never_take_more_than_there_is(
-    uses, sizes, capacity, reserved
+    uses, sizes, capacity, ahead
 ):
     """A fetch begins after the use that it names; what it takes, chunks with no next use before
     their own next fetch have left by then."""
     slots_of = dict(enumerate(sizes))
-    found = fetches(uses, slots_of, capacity, (), min(reserved, capacity - max(sizes)))
+    found = fetches(uses, slots_of, capacity, (), min(ahead, capacity - max(sizes)))
     fetched = {f.use for f in found}
     for now in range(-1, len(uses)):
         begun = [f for f in found if f.after <= now]
@@ -107,21 +107,21 @@ def test_fetches_that_begin_when_their_room_is_free_never_take_more_than_there_i
 
 
 @given(st.integers(2, 30), st.integers(2, 12))
-def test_a_reserve_brings_fetches_forward_and_costs_what_it_does_not_keep(chunks, capacity):
+def test_ahead_slots_bring_fetches_forward_and_cost_what_they_do_not_keep(chunks, capacity):
     uses = [*range(chunks), *reversed(range(chunks))]
     slots = dict.fromkeys(uses, 1)
-    reserved = reserve(slots, capacity)
-    assert reserved == (0 if chunks <= capacity else min(PREFETCH_CHUNKS, capacity - 1))
-    found = fetches(uses, slots, capacity, (), reserved)
-    assert len(found) == 2 * chunks - min(chunks, capacity - reserved)
+    ahead = ahead_slots(slots, capacity)
+    assert ahead == (0 if chunks <= capacity else min(PREFETCH_CHUNKS, capacity - 1))
+    found = fetches(uses, slots, capacity, (), ahead)
+    assert len(found) == 2 * chunks - min(chunks, capacity - ahead)
     for fetch in found[:chunks]:  # those of forward; backward's follow the uses of forward
-        assert fetch.after <= max(-1, fetch.use - 1 - reserved)
+        assert fetch.after <= max(-1, fetch.use - 1 - ahead)
     for fetch in found[chunks:]:
-        assert fetch.after <= max(fetch.use - 1 - reserved, 2 * chunks - 1 - fetch.use)
+        assert fetch.after <= max(fetch.use - 1 - ahead, 2 * chunks - 1 - fetch.use)
 
 
-def test_the_longest_chunk_has_room_beside_a_reserve():
-    assert reserve({0: 6, 1: 1, 2: 1, 3: 1}, 8) == 2
-    assert reserve({0: 6, 1: 1, 2: 1, 3: 1}, 6) == 0
-    assert reserve({0: 1, 1: 1}, 2) == 0
-    assert reserve({}, 3) == 0
+def test_the_longest_chunk_has_room_beside_ahead_slots():
+    assert ahead_slots({0: 6, 1: 1, 2: 1, 3: 1}, 8) == 2
+    assert ahead_slots({0: 6, 1: 1, 2: 1, 3: 1}, 6) == 0
+    assert ahead_slots({0: 1, 1: 1}, 2) == 0
+    assert ahead_slots({}, 3) == 0

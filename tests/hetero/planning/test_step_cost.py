@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from hetero.chunks.layout import Shard
 from hetero.overlap import OverlapUpdates
-from hetero.planning.belady import reserve
+from hetero.planning.belady import ahead_slots
 from hetero.planning.candidates import place
 from hetero.planning.collective_cost import AGREEMENTS, Network
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError, SlotBytes
@@ -286,7 +286,7 @@ def test_ranks_send_what_the_others_need():
     sharded = make_problem(layout, network=Network.flat(2, whole.gathered / 2))
     placed = place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1))
     cost = CostModel(sharded).cost(placed)
-    ahead = reserve({chunk.id: chunk.slots for chunk in layout.chunks}, placed.gathered_slots)
+    ahead = ahead_slots({chunk.id: chunk.slots for chunk in layout.chunks}, placed.gathered_slots)
     gathers = 2 * CHUNKS - min(CHUNKS, placed.gathered_slots - ahead)
     half = whole.gathered // 2
     assert cost.traffic["sent"] == gathers * half + CHUNKS * whole.bucket // 2
