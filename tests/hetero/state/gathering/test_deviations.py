@@ -29,6 +29,16 @@ def test_masters_are_those_of_ranks_that_gather_nothing(ranks2: RankPool, how: s
         assert any(any(reads) for _, reads in found)
 
 
+@pytest.mark.parametrize("how", ["alike", "uneven", "in turns", *ALONE])
+def test_gathers_that_pass_through_little_ram_to_a_device(ranks2: RankPool, how: str) -> None:
+    """Some wait for room in RAM, while others are made that a rank does not keep."""
+    whole = ranks2.run(deviating.train, {"zero_stage": 2}, how)
+    device = {"backend": "emulated", "device_memory": "600KiB", "link_gbps": 1.0}
+    found = ranks2.run(deviating.train, {"zero_stage": 3, **device}, how)
+    for (masters, _), (right, _) in zip(found, whole, strict=True):
+        assert same(masters, right)
+
+
 def test_four_ranks_of_which_one_goes_on_alone(ranks4: RankPool) -> None:
     whole = ranks4.run(deviating.train, {"zero_stage": 2}, "waits elsewhere")
     found = ranks4.run(deviating.train, {"zero_stage": 3}, "waits elsewhere")
