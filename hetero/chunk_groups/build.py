@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero.activations.limits import ActivationLimits
 from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, StateMemory
 from hetero.chunk_groups.muon_directions import MuonDirections
 from hetero.chunk_groups.update_tasks import UpdateTasks
@@ -67,7 +68,8 @@ from offload.memory.tiers import Account, StateKind, Tier
 class Shared:
     """What all chunk groups of an engine share.
 
-    `notes` are lines for the user, to append to; `state_files` those of a durable state, else None.
+    `notes` are lines for the user, to append to; `state_files` those of a durable state, else None;
+    `activations` what is left to activations, or None if autograd keeps them.
     """
 
     config: Config
@@ -76,6 +78,7 @@ class Shared:
     notes: list[str]
     loss_scale: LossScale
     state_files: StateFiles | None = None
+    activations: ActivationLimits | None = None
 
 
 def build_chunk_group(

@@ -123,9 +123,9 @@ class GatedBackend(EmulatedBackend):
         """As EmulatedBackend."""
         return self.gate.start(lambda: super(GatedBackend, self).fetch(to, source))
 
-    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
+    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
         """As EmulatedBackend."""
-        return self.gate.start(lambda: super(GatedBackend, self).grad_offload(to, source, after))
+        return self.gate.start(lambda: super(GatedBackend, self).to_ram(to, source, after))
 
     def offload(self, *arguments: Any) -> Any:
         """As EmulatedBackend."""

@@ -1,0 +1,133 @@
+"""Activations that are brought back to a device with memory of its own."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from hetero.activations.activation import Activation, DeviceCopy
+from hetero.activations.movement.earliest_first import EarliestFirst
+from offload import timeline
+from offload.device.backend import Backend
+from offload.memory.ledger import Ledger
+from offload.memory.operation import wait_quietly
+from offload.memory.run_pool import RunPool
+from offload.memory.tiers import Account
+
+
+class DeviceCopies:
+    """Copies in slots of the device, fetched from RAM over the link, ahead of backward.
+
+    A slot has what a gathered copy's has: a pin for as long as a tensor views it, and on a device
+    that works in order the events of work that uses it. RAM has the bytes, too, so a copy that
+    nothing pins can be given up; the earliest saved first, which backward needs last.
+    """
+
+    def __init__(self, backend: Backend, ledger: Ledger, nbytes: int, slot_bytes: int) -> None:
+        """Takes no memory before the first fetch; then all `nbytes`."""
+        self._backend = backend
+        self._ledger = ledger
+        self._slots = nbytes // slot_bytes
+        self._slot_bytes = slot_bytes
+        self._pool: RunPool | None = None
+        self._fetched = EarliestFirst(self._is_unused)
+        self._ending: list[DeviceCopy] = []
+        self.fetched_bytes = 0  # asked for
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self._slots * self._slot_bytes
+
+    @property
+    def pool(self) -> RunPool:
+        """The slots. Raises BudgetError if the device has no room for them."""
+        if self._pool is None:
+            arena = self._backend.arena(
+                self._slots, self._slot_bytes, self._ledger, Account.ACTIVATION
+            )
+            self._pool = RunPool(arena, lambda: self.nbytes, in_one=True)
+        return self._pool
+
+    def has(self, address: int) -> bool:
+        """Whether the address is in a slot."""
+        return self._pool is not None and self._pool.arena.slot_of(address) is not None
+
+    def fetch(self, activation: Activation, source: torch.Tensor, must: bool = True) -> bool:
+        """Starts copying `source`, its bytes in RAM, to slots; False if there is no room.
+
+        What need not be there yet takes only the place of what backward needs later. Raises
+        BudgetError or an OSError if it cannot be started.
+        """
+        pool = self.pool
+        slots = pool.slots_for(activation.span)
+        while (run := pool.take(slots)) is None:
+            if not self._give_up(None if must else activation.number):
+                return False
+        try:
+            op = self._backend.fetch(pool.view(run, activation.span, pinned=False), source)
+        except BaseException:
+            pool.give_back(run)
+            raise
+        self.fetched_bytes += activation.span
+        activation.on_device = DeviceCopy(run, op)
+        self._fetched.add(activation)
+        return True
+
+    def _give_up(self, before: int | None) -> bool:
+        """The earliest copy that nothing pins, of before that number, is given up."""
+        activation = self._fetched.take(before)
+        if activation is not None:
+            self.drop(activation)
+        return activation is not None
+
+    def _is_unused(self, activation: Activation) -> bool:
+        copy = activation.on_device
+        return copy is not None and not self.pool.is_pinned(copy.run)
+
+    def view(self, activation: Activation) -> torch.Tensor:
+        """The bytes in its slots, flat: a pin. Waits for the copy, or has the device wait.
+
+        Raises an OSError if the copy failed; then there is none.
+        """
+        copy = activation.on_device
+        assert copy is not None
+        if not self._backend.in_order:
+            try:
+                with timeline.span("activation"):
+                    copy.op.wait()
+            except BaseException:
+                self.drop(activation)
+                raise
+        return self.pool.view(copy.run, activation.span)
+
+    def settle(self) -> None:
+        """Frees the slots of copies that are done, and that nobody needs."""
+        going_on = []
+        for copy in self._ending:
+            if self._backend.in_order or copy.op.done():
+                wait_quietly(None if self._backend.in_order else copy.op)
+                self.pool.give_back(copy.run)
+            else:
+                going_on.append(copy)
+        self._ending = going_on
+
+    def drop(self, activation: Activation) -> None:
+        """It is not needed on the device: its slots are free, once nothing uses them."""
+        copy, activation.on_device = activation.on_device, None
+        self._fetched.discard(activation)
+        if copy is not None:
+            if not self._backend.in_order:
+                copy.op.cancel()
+            self._ending.append(copy)
+            self.settle()
+
+    def close(self) -> None:
+        """Waits for copies under way and gives the slots back; idempotent."""
+        for copy in self._ending:
+            wait_quietly(copy.op)
+        self._ending.clear()
+        if self._pool is not None:
+            with suppress(OSError):
+                self._pool.close()
