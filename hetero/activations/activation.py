@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hetero.activations.handed_out import HandedOut
 from offload.errors import StaleGraphError
 from offload.memory.operation import Transfer
 from offload.memory.run_pool import Run
@@ -38,6 +39,7 @@ class DeviceCopy:
 
     run: Run
     op: Transfer
+    handed_out: HandedOut | None = None
 
 
 @dataclass(eq=False)
@@ -57,6 +59,7 @@ class Activation:
         begin: where in the storage the bytes begin that saved tensors view.
         span: how many bytes those are; 0 as long as it never left.
         run: its slots in RAM.
+        handed_out: what was given to backward of these slots, where compute happens in RAM.
         extent: its place in the file, in bytes.
         op: the transfer that `state` speaks of.
         on_device: the copy that came back to a device.
@@ -75,6 +78,7 @@ class Activation:
     begin: int = 0
     span: int = 0
     run: Run | None = None
+    handed_out: HandedOut | None = None
     extent: int | None = None
     op: Transfer | None = None
     on_device: DeviceCopy | None = None
@@ -88,6 +92,11 @@ class Activation:
             f"a saved tensor of shape {tuple(self.shape)} ({format_bytes(self.nbytes)}) that "
             f"backward needs"
         )
+
+    @property
+    def back(self) -> HandedOut | None:
+        """What was brought back of it to where compute happens, and can be viewed still."""
+        return self.handed_out if self.on_device is None else self.on_device.handed_out
 
     def add(self, key: int, tensor: torch.Tensor) -> None:
         """Another saved tensor views it; what is kept is an alias with the same version."""
@@ -109,7 +118,12 @@ class Activation:
     def check(self, key: int) -> None:
         """Raises StaleGraphError if the saved tensor was changed in place after it was saved."""
         tensor = self.tensors.get(key)
-        if key in self.stale or (tensor is not None and tensor._version != self.versions[key]):
+        changed = self.back is not None and self.back.is_changed
+        if (
+            changed
+            or key in self.stale
+            or (tensor is not None and tensor._version != self.versions[key])
+        ):
             raise StaleGraphError(
                 f"{self.words} was modified by an inplace operation after it was saved; do without "
                 f"that operation, or call backward before it"

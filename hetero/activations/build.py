@@ -64,12 +64,13 @@ def build_activation_store(
         arena = backend.host_arena(slots, slot_bytes, ledger, Account.ACTIVATION)
         nbytes = slots * slot_bytes
         pool = RunPool(arena, lambda: nbytes, in_one=True)
-        ram = RamCopies(pool, lambda: nbytes, file, int(nbytes * _UNWRITTEN_SHARE))
         devices = DeviceCopies(
             backend,
             ledger,
             limits.device_bytes // KEPT_SHARE,
             limits.slot_bytes(limits.device_bytes),
         )
+        unwritten_bytes = int(nbytes * _UNWRITTEN_SHARE)
+        ram = RamCopies(pool, lambda: nbytes, file, unwritten_bytes, devices.wait_for_one)
         movement = ByLink(limits, kept, ram, file, config.prefetch, backend, devices)
     return ActivationStore(limits, kept, movement, notes)

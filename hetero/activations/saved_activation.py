@@ -37,16 +37,22 @@ class SavedActivation:
     __slots__ = ("_store", "activation", "dtype", "key", "offset", "size", "stride")
 
     def __init__(
-        self, store: BringsBack, activation: Activation, key: int, tensor: torch.Tensor
+        self,
+        store: BringsBack,
+        activation: Activation,
+        key: int,
+        tensor: torch.Tensor,
+        begin: int = 0,
     ) -> None:
-        """`key` is the saved tensor's in the activation."""
+        """`key` is the saved tensor's in the activation, whose byte `begin` is the first one of the
+        storage that `tensor` views."""
         self._store = store
         self.activation = activation
         self.key = key
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.offset = int(tensor.storage_offset())  # elements
+        self.offset = int(tensor.storage_offset()) + begin // self.dtype.itemsize  # elements
 
     def view(self, found: torch.Tensor) -> torch.Tensor:
         """The saved tensor over `found`, the bytes that the activation has kept, flat."""

@@ -29,6 +29,11 @@ from offload.interrupts import uninterrupted
 _KEPT = (ActivationState.KEPT, ActivationState.LEAVING)
 
 
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter, or a leaf whose gradient somebody wants."""
+    return tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter))
+
+
 class ActivationStore:
     """The activations of one engine. Any thread may use it."""
 
@@ -53,6 +58,8 @@ class ActivationStore:
         # in the middle of what needs the lock, too.
         self._forgotten: deque[tuple[Activation, int]] = deque()
         self._keys: dict[Activation, int] = {}  # how many saved tensors each one has
+        # By storage, what was brought back, and some of which the slots were given up.
+        self._handed_out: dict[int, Activation] = {}
         self._is_open = True
 
     @contextmanager
@@ -71,19 +78,21 @@ class ActivationStore:
     def pack(self, tensor: torch.Tensor) -> SavedActivation | None:
         """What autograd keeps for `tensor`; None if it is to keep the tensor itself.
 
-        That is so for what is kept anyway, a parameter or a leaf with a gradient, and for what was
-        brought back, whose slots count.
+        That is so for what is kept anyway, a parameter or a leaf with a gradient. A view of what was
+        brought back (backwards that are differentiated save some) is one of its activation.
 
         Raises:
             BudgetError: there is no room, and nothing that can leave.
             NativeIoError, StoreError, OSError: what was to make room failed. No bytes are lost.
         """
-        owner = tensor if tensor._base is None else tensor._base
-        if owner.is_leaf and (owner.requires_grad or isinstance(owner, torch.nn.Parameter)):
+        if _is_leaf(tensor) or (tensor._base is not None and _is_leaf(tensor._base)):
             return None
         with self._locked():
-            if not self._is_open or self.movement.has(tensor.data_ptr()):
+            if not self._is_open:
                 return None
+            back = self._brought_back(tensor.untyped_storage()._cdata)
+            if back is not None:
+                return self._save_again(back, tensor)
             activation = self._kept.find(tensor)
             if activation is not None and activation.state is ActivationState.LEAVING:
                 self.movement.finish_leaving(activation)
@@ -96,6 +105,24 @@ class ActivationStore:
             activation.add(saved.key, tensor)
             self._keys[activation] = self._keys.get(activation, 0) + 1
             return saved
+
+    def _brought_back(self, storage: int) -> Activation | None:
+        """The activation that has handed the storage out, and has it still."""
+        activation = self._handed_out.get(storage)
+        if activation is not None:
+            back = activation.back
+            if back is not None and back.storage == storage:
+                return activation
+            del self._handed_out[storage]  # its slots were given up, and the address is another's
+        return None
+
+    def _save_again(self, activation: Activation, tensor: torch.Tensor) -> SavedActivation | None:
+        """Another saved tensor, a view of what was brought back; None if that was changed since."""
+        back = activation.back
+        if activation not in self._keys or back is None or back.is_changed:
+            return None
+        self._keys[activation] += 1
+        return SavedActivation(self, activation, next(self._numbers), tensor, activation.begin)
 
     def _keep(self, tensor: torch.Tensor) -> Activation | None:
         storage = tensor.untyped_storage()
@@ -119,7 +146,7 @@ class ActivationStore:
         movement.settle()
         limit = movement.kept_limit(max(kept.largest_bytes, activation.nbytes))
         for other in kept.let_go_by_others():
-            if kept.nbytes + other.nbytes <= limit:
+            if kept.nbytes + other.nbytes <= limit and movement.wait_for_room(other.nbytes):
                 kept.count_again(other)
             elif not self._leave(other):
                 kept.hold(other)
@@ -164,7 +191,9 @@ class ActivationStore:
                 if not self.movement.begin_return(activation, must=True):
                     raise BudgetError(self.movement.no_way_back(activation))
             self._read_ahead(activation)
-            return saved.view(self.movement.finish_return(activation))
+            back = self.movement.finish_return(activation)
+            self._handed_out[back.storage] = activation
+            return saved.view(back.flat)
 
     def _read_ahead(self, activation: Activation) -> None:
         """What backward needs next begins to come back, as far as there is room."""
@@ -197,9 +226,12 @@ class ActivationStore:
             self._keys[activation] -= 1
             if not self._keys[activation]:
                 del self._keys[activation]
+                if activation.back is not None:
+                    self._handed_out.pop(activation.back.storage, None)
                 self._order.remove(activation)
                 self.movement.drop(activation)
         if not len(self._order):
+            self._handed_out.clear()
             self.movement.rest()
 
     def __len__(self) -> int:

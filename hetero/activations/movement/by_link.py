@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
-
 from hetero.activations.activation import Activation, ActivationState
+from hetero.activations.handed_out import HandedOut
 from hetero.activations.kept_tensors import KeptTensors
 from hetero.activations.limits import ActivationLimits
 from hetero.activations.movement.activation_file import ActivationFile
@@ -121,9 +120,6 @@ class ByLink(Movement):
                 self.finish_leaving(self._leaving[0])
         return True
 
-    def has(self, address: int) -> bool:
-        return self._devices.has(address)
-
     def begin_return(self, activation: Activation, must: bool) -> bool:
         if activation.on_device is not None:
             return True
@@ -137,8 +133,8 @@ class ByLink(Movement):
                 self._ram.finish_reading(activation)
         return self._devices.fetch(activation, self._ram.view(activation), must)
 
-    def finish_return(self, activation: Activation) -> torch.Tensor:
-        return self._devices.view(activation)
+    def finish_return(self, activation: Activation) -> HandedOut:
+        return self._devices.hand_out(activation)
 
     def read_ahead(self, upcoming: Iterable[Activation]) -> None:
         self._ram.settle()  # what has been read can be fetched

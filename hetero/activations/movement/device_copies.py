@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 
 import torch
 
 from hetero.activations.activation import Activation, DeviceCopy
+from hetero.activations.handed_out import HandedOut
 from hetero.activations.movement.earliest_first import EarliestFirst
 from offload import timeline
 from offload.device.backend import Backend
 from offload.memory.ledger import Ledger
-from offload.memory.operation import wait_quietly
+from offload.memory.operation import Transfer, wait_quietly
 from offload.memory.run_pool import RunPool
 from offload.memory.tiers import Account
 
@@ -33,6 +35,7 @@ class DeviceCopies:
         self._pool: RunPool | None = None
         self._fetched = EarliestFirst(self._is_unused)
         self._ending: list[DeviceCopy] = []
+        self._under_way: deque[Transfer] = deque()  # and some that are done
         self.fetched_bytes = 0  # asked for
 
     @property
@@ -49,10 +52,6 @@ class DeviceCopies:
             )
             self._pool = RunPool(arena, lambda: self.nbytes, in_one=True)
         return self._pool
-
-    def has(self, address: int) -> bool:
-        """Whether the address is in a slot."""
-        return self._pool is not None and self._pool.arena.slot_of(address) is not None
 
     def fetch(self, activation: Activation, source: torch.Tensor, must: bool = True) -> bool:
         """Starts copying `source`, its bytes in RAM, to slots; False if there is no room.
@@ -72,7 +71,16 @@ class DeviceCopies:
             raise
         self.fetched_bytes += activation.span
         activation.on_device = DeviceCopy(run, op)
+        self._under_way.append(op)
         self._fetched.add(activation)
+        return True
+
+    def wait_for_one(self) -> bool:
+        """The host waits until the oldest copy has read its slots in RAM; False if all have."""
+        if not self._under_way:
+            return False
+        with timeline.span("activation"):
+            wait_quietly(self._under_way.popleft())  # who needs the copy is told if it failed
         return True
 
     def _give_up(self, before: int | None) -> bool:
@@ -84,10 +92,17 @@ class DeviceCopies:
 
     def _is_unused(self, activation: Activation) -> bool:
         copy = activation.on_device
-        return copy is not None and not self.pool.is_pinned(copy.run)
+        if copy is None:
+            return False
+        back = copy.handed_out
+        if back is not None:
+            return not (back.is_viewed or back.is_changed)  # a change is to be refused
+        return not self.pool.is_pinned(copy.run)
 
-    def view(self, activation: Activation) -> torch.Tensor:
-        """The bytes in its slots, flat: a pin. Waits for the copy, or has the device wait.
+    def hand_out(self, activation: Activation) -> HandedOut:
+        """The bytes in its slots, for views that backward gets.
+
+        Waits for the copy, or has the device wait before the work that the caller gives to it.
 
         Raises an OSError if the copy failed; then there is none.
         """
@@ -100,10 +115,16 @@ class DeviceCopies:
             except BaseException:
                 self.drop(activation)
                 raise
-        return self.pool.view(copy.run, activation.span)
+        # Also where there is one: on a device each stream that uses the slots is to be known.
+        view = self.pool.view(copy.run, activation.span)
+        if copy.handed_out is None:
+            copy.handed_out = HandedOut(view)
+        return copy.handed_out
 
     def settle(self) -> None:
         """Frees the slots of copies that are done, and that nobody needs."""
+        while self._under_way and self._under_way[0].done():
+            wait_quietly(self._under_way.popleft())
         going_on = []
         for copy in self._ending:
             if self._backend.in_order or copy.op.done():
@@ -118,6 +139,7 @@ class DeviceCopies:
         copy, activation.on_device = activation.on_device, None
         self._fetched.discard(activation)
         if copy is not None:
+            copy.handed_out = None
             if not self._backend.in_order:
                 copy.op.cancel()
             self._ending.append(copy)
@@ -128,6 +150,7 @@ class DeviceCopies:
         for copy in self._ending:
             wait_quietly(copy.op)
         self._ending.clear()
+        self._under_way.clear()
         if self._pool is not None:
             with suppress(OSError):
                 self._pool.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-import torch
-
 from hetero.activations.activation import Activation, ActivationState
+from hetero.activations.handed_out import HandedOut
 from hetero.activations.movement.movement import MOST_LOOKED_AT, Movement
 from offload import timeline
 
@@ -52,19 +51,16 @@ class InRam(Movement):
         left = self._limits.host_bytes - self._kept.nbytes - nbytes
         return left >= 0 and self._ram.shrink_to(left)
 
-    def has(self, address: int) -> bool:
-        return self._ram.pool.arena.slot_of(address) is not None
-
     def begin_return(self, activation: Activation, must: bool) -> bool:
         if activation.state is ActivationState.ON_DISK:
             return self._ram.begin_reading(activation, must)
         return True
 
-    def finish_return(self, activation: Activation) -> torch.Tensor:
+    def finish_return(self, activation: Activation) -> HandedOut:
         if activation.state is ActivationState.READING:
             with timeline.span("activation"):
                 self._ram.finish_reading(activation)
-        return self._ram.view(activation)
+        return self._ram.hand_out(activation)
 
     def read_ahead(self, upcoming: Iterable[Activation]) -> None:
         for activation in islice(upcoming, MOST_LOOKED_AT):

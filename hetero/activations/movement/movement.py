@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-import torch
-
 from hetero.activations.activation import Activation, ActivationState
+from hetero.activations.handed_out import HandedOut
 from hetero.activations.kept_tensors import KeptTensors
 from hetero.activations.limits import ActivationLimits
 from hetero.activations.movement.activation_file import ActivationFile
@@ -79,10 +78,6 @@ class Movement(ABC):
     # Back
 
     @abstractmethod
-    def has(self, address: int) -> bool:
-        """Whether the address is in memory to which activations are brought back."""
-
-    @abstractmethod
     def begin_return(self, activation: Activation, must: bool) -> bool:
         """Starts bringing one that has left back; False if there is no room.
 
@@ -90,8 +85,8 @@ class Movement(ABC):
         """
 
     @abstractmethod
-    def finish_return(self, activation: Activation) -> torch.Tensor:
-        """Waits until it is back; its bytes, flat, where compute happens: a pin."""
+    def finish_return(self, activation: Activation) -> HandedOut:
+        """Waits until it is back; its bytes, where compute happens. Raises an OSError."""
 
     @abstractmethod
     def read_ahead(self, upcoming: Iterable[Activation]) -> None:

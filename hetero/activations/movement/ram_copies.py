@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.activations.activation import Activation, ActivationState
+from hetero.activations.handed_out import HandedOut
 from hetero.activations.movement.activation_file import ActivationFile, FileTransfer
 from hetero.activations.movement.earliest_first import EarliestFirst
 from offload import timeline
@@ -43,6 +44,7 @@ class RamCopies:
         room: Callable[[], int],
         file: ActivationFile | None,
         unwritten_bytes: int,
+        wait_for_user: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
@@ -50,11 +52,14 @@ class RamCopies:
             room: the bytes that slots may take, at the time.
             file: None without NVMe: then nothing leaves RAM.
             unwritten_bytes: what may be in slots alone before the earliest of it is written.
+            wait_for_user: waits until something has read slots that pins them; False if nothing
+                does, or will have.
         """
         self.pool = pool
         self._room = room
         self._file = file
         self._may_be_unwritten = unwritten_bytes
+        self._wait_for_user = wait_for_user
         self._unwritten: deque[Activation] = deque()  # IN_RAM, in the order of saving
         self._unwritten_bytes = 0
         self._writing: deque[Activation] = deque()
@@ -84,14 +89,14 @@ class RamCopies:
             if run is not None:
                 activation.run = run
                 return True
-            if not self._give_up_clean(last) and not (must and self._write_and_wait()):
+            if not self._give_up_clean(last) and not (must and self._wait_for_room()):
                 return False
 
     def shrink_to(self, nbytes: int) -> bool:
         """Slots are to take at most `nbytes`; whether they do. Raises as take_room()."""
         while not self.pool.shrink(nbytes):
             self.settle()
-            if not self._give_up_clean(None) and not self._write_and_wait():
+            if not self._give_up_clean(None) and not self._wait_for_room():
                 return self.pool.shrink(nbytes)
         return True
 
@@ -105,10 +110,20 @@ class RamCopies:
         return True
 
     def _is_unused(self, activation: Activation) -> bool:
+        back = activation.handed_out
+        if back is not None:
+            return not (back.is_viewed or back.is_changed)  # a change is to be refused
         return activation.run is not None and not self.pool.is_pinned(activation.run)
 
-    def _write_and_wait(self) -> bool:
-        """Waits for the oldest write, which is started if there is none; False if none can be."""
+    def _wait_for_room(self) -> bool:
+        """Waits for what uses slots and is not needed: transfers that were cancelled, a device that
+        reads; else for the oldest write, which is started if there is none. False if none can be.
+        """
+        if self._ending:
+            self._end(self._ending.pop(0))
+            return True
+        if self._wait_for_user():
+            return True
         if not self._writing and not self._write_next():
             return False
         activation = self._writing[0]
@@ -212,6 +227,12 @@ class RamCopies:
         assert activation.run is not None
         return self.pool.view(activation.run, activation.span)
 
+    def hand_out(self, activation: Activation) -> HandedOut:
+        """The bytes in its slots, for views that backward gets."""
+        if activation.handed_out is None:
+            activation.handed_out = HandedOut(self.view(activation))
+        return activation.handed_out
+
     # Ends
 
     def settle(self) -> None:
@@ -249,6 +270,7 @@ class RamCopies:
         self._clean.discard(activation)
         op = self._ops.pop(activation, None)
         run, extent = activation.run, activation.extent
+        activation.handed_out = None
         if state is ActivationState.IN_RAM:
             assert run is not None
             self._unwritten.remove(activation)
@@ -271,6 +293,7 @@ class RamCopies:
 
     def _give_back_run(self, activation: Activation) -> None:
         assert activation.run is not None
+        activation.handed_out = None
         self.pool.give_back(activation.run)
         activation.run = None
 

@@ -48,6 +48,9 @@ class HeldOp:
             raise self._error
         self._op.wait()
 
+    def hurry(self) -> None:
+        """Nothing: when it starts is the test's."""
+
     def cancel(self) -> None:
         """As the transfer's."""
         with self._lock:
@@ -107,9 +110,9 @@ class GatedTransfers(Transfers):
         super().__init__(*args)
         self.gate = Gate()
 
-    def read(self, address: int, nbytes: int, offset: int) -> Any:
+    def read(self, *arguments: Any) -> Any:
         """As Transfers."""
-        return self.gate.start(lambda: super(GatedTransfers, self).read(address, nbytes, offset))
+        return self.gate.start(lambda: super(GatedTransfers, self).read(*arguments))
 
 
 class GatedBackend(EmulatedBackend):
