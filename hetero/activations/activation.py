@@ -42,7 +42,7 @@ class DeviceCopy:
     handed_out: HandedOut | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Activation:
     """The bytes of one storage that saved tensors view. ActivationStore makes and changes it.
 
@@ -97,6 +97,10 @@ class Activation:
     def back(self) -> HandedOut | None:
         """What was brought back of it to where compute happens, and can be viewed still."""
         return self.handed_out if self.on_device is None else self.on_device.handed_out
+
+    def lost(self, error: OSError) -> OSError:
+        """The error of a copy over the link, with what was copied."""
+        return OSError(error.errno, f"{self.words}: {error}")
 
     def add(self, key: int, tensor: torch.Tensor) -> None:
         """Another saved tensor views it; what is kept is an alias with the same version."""

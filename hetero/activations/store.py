@@ -13,7 +13,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -23,7 +23,7 @@ from hetero.activations.limits import ActivationLimits
 from hetero.activations.movement.movement import Movement
 from hetero.activations.saved_activation import SavedActivation
 from hetero.activations.saving_order import SavingOrder
-from offload.errors import BudgetError, ClosedError
+from offload.errors import BudgetError, ClosedError, HeteroError
 from offload.interrupts import uninterrupted
 
 _KEPT = (ActivationState.KEPT, ActivationState.LEAVING)
@@ -78,7 +78,7 @@ class ActivationStore:
     def pack(self, tensor: torch.Tensor) -> SavedActivation | None:
         """What autograd keeps for `tensor`; None if it is to keep the tensor itself.
 
-        That is so for what is kept anyway, a parameter or a leaf with a gradient. A view of what was
+        That is so for what is kept anyway: a parameter, a leaf with a gradient. A view of what was
         brought back (backwards that are differentiated save some) is one of its activation.
 
         Raises:
@@ -265,7 +265,10 @@ class ActivationStore:
             self._is_open = False
             for activation in list(self._order):
                 self._order.remove(activation)
-                if activation.state in _KEPT:
+                if activation.state is ActivationState.LEAVING:
+                    with suppress(HeteroError, OSError):  # where it is then does not matter
+                        self.movement.finish_leaving(activation)
+                if activation.state is ActivationState.KEPT:
                     self.movement.abandon(activation)
                 else:
                     self.movement.drop(activation)

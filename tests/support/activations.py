@@ -57,6 +57,13 @@ class StoreRig:
         with saved_tensors_hooks(self.pack, unpack):
             yield
 
+    def wait_written(self) -> None:
+        """Until no transfer of the file is under way."""
+        movement: Any = self.store.movement
+        for op in list(movement._ram._ops.values()):
+            op.wait()
+        movement.settle()
+
     def inject(self, op: str, nth: int = 0, count: int = 1) -> None:
         """The nth block from now, and so many in all, fail with EIO."""
         file = self.store.movement.file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -70,7 +70,7 @@ class ByLink(Movement):
 
     def leave(self, activation: Activation) -> bool:
         activation.measure()
-        if not self._ram.take_room(activation):
+        if not self._with_room(lambda: self._ram.take_room(activation)):
             return False
         source, to = activation.bytes_kept(), self._ram.view(activation)
         try:
@@ -85,14 +85,26 @@ class ByLink(Movement):
             self._leaving_bytes += activation.nbytes
         return True
 
+    def _with_room(self, take: Callable[[], bool]) -> bool:
+        """Whether take() finds room in RAM, if need be when what is LEAVING has left: it can be
+        written then."""
+        while not take():
+            if not self._leaving:
+                return False
+            with timeline.span("activation"):
+                self.finish_leaving(self._leaving[0])
+        return True
+
     def finish_leaving(self, activation: Activation) -> None:
         op = self._no_longer_leaving(activation)
         activation.state = ActivationState.KEPT
         try:
             op.wait()
-        except BaseException:
+        except BaseException as error:
             self._give_back_run(activation)
             self._kept.put_back(activation)
+            if isinstance(error, OSError):
+                raise activation.lost(error) from error
             raise
         activation.let_tensors_go()
         self._kept.remove(activation)
@@ -123,12 +135,17 @@ class ByLink(Movement):
     def begin_return(self, activation: Activation, must: bool) -> bool:
         if activation.on_device is not None:
             return True
-        on_disk = activation.state is ActivationState.ON_DISK
-        if on_disk and not self._ram.begin_reading(activation, must):
-            return False
+        if activation.state is ActivationState.ON_DISK:
+
+            def begin() -> bool:
+                return self._ram.begin_reading(activation, must)
+
+            if not (self._with_room(begin) if must else begin()):
+                return False
         if activation.state is ActivationState.READING:
             if not must:
                 return True
+            self._ram.await_read(activation)
             with timeline.span("activation"):
                 self._ram.finish_reading(activation)
         return self._devices.fetch(activation, self._ram.view(activation), must)

@@ -112,8 +112,10 @@ class DeviceCopies:
             try:
                 with timeline.span("activation"):
                     copy.op.wait()
-            except BaseException:
+            except BaseException as error:
                 self.drop(activation)
+                if isinstance(error, OSError):
+                    raise activation.lost(error) from error
                 raise
         # Also where there is one: on a device each stream that uses the slots is to be known.
         view = self.pool.view(copy.run, activation.span)
@@ -147,8 +149,8 @@ class DeviceCopies:
 
     def close(self) -> None:
         """Waits for copies under way and gives the slots back; idempotent."""
-        for copy in self._ending:
-            wait_quietly(copy.op)
+        for op in (*self._under_way, *(copy.op for copy in self._ending)):
+            wait_quietly(op)
         self._ending.clear()
         self._under_way.clear()
         if self._pool is not None:

@@ -54,6 +54,8 @@ class InRam(Movement):
     def begin_return(self, activation: Activation, must: bool) -> bool:
         if activation.state is ActivationState.ON_DISK:
             return self._ram.begin_reading(activation, must)
+        if must and activation.state is ActivationState.READING:
+            self._ram.await_read(activation)
         return True
 
     def finish_return(self, activation: Activation) -> HandedOut:

@@ -63,7 +63,7 @@ class RamCopies:
         self._unwritten: deque[Activation] = deque()  # IN_RAM, in the order of saving
         self._unwritten_bytes = 0
         self._writing: deque[Activation] = deque()
-        self._reading: deque[Activation] = deque()
+        self._reading: dict[Activation, None] = {}  # ahead: nobody waits for these
         self._clean = EarliestFirst(self._is_unused)
         self._ending: list[_Ending] = []
         self._ops: dict[Activation, FileTransfer] = {}
@@ -117,12 +117,19 @@ class RamCopies:
 
     def _wait_for_room(self) -> bool:
         """Waits for what uses slots and is not needed: transfers that were cancelled, a device that
-        reads; else for the oldest write, which is started if there is none. False if none can be.
+        reads, what is read ahead and needed last, which is cancelled; else for the oldest write,
+        which is started if there is none. False if none can be.
         """
         if self._ending:
             self._end(self._ending.pop(0))
             return True
         if self._wait_for_user():
+            return True
+        if self._reading:
+            last = min(self._reading, key=lambda each: each.number)
+            self._ops[last].cancel()
+            with suppress(OSError):
+                self.finish_reading(last)
             return True
         if not self._writing and not self._write_next():
             return False
@@ -206,15 +213,20 @@ class RamCopies:
             raise
         activation.state = ActivationState.READING
         self._ops[activation] = op
-        self._reading.append(activation)
+        if not must:
+            self._reading[activation] = None
         return True
+
+    def await_read(self, activation: Activation) -> None:
+        """Somebody waits for one that is READING, and calls finish_reading()."""
+        self._reading.pop(activation, None)
+        self._ops[activation].hurry()
 
     def finish_reading(self, activation: Activation) -> None:
         """Waits until it is read. Raises NativeIoError; then it is ON_DISK."""
         op = self._ops.pop(activation)
-        self._reading.remove(activation)
+        self._reading.pop(activation, None)
         try:
-            op.hurry()
             op.wait()
         except BaseException:
             activation.state = ActivationState.ON_DISK
@@ -244,9 +256,9 @@ class RamCopies:
         while self._writing and self._ops[self._writing[0]].done():
             with suppress(OSError):
                 self._finish_write(self._writing[0])
-        while self._reading and self._ops[self._reading[0]].done():
+        for activation in [each for each in self._reading if self._ops[each].done()]:
             with suppress(OSError):
-                self.finish_reading(self._reading[0])
+                self.finish_reading(activation)
         going_on = []
         for ending in self._ending:
             if ending.op.done():
@@ -276,9 +288,9 @@ class RamCopies:
             self._unwritten.remove(activation)
             self._unwritten_bytes -= self._nbytes(run)
         if op is not None:
-            (self._writing if state is ActivationState.WRITING else self._reading).remove(
-                activation
-            )
+            self._reading.pop(activation, None)
+            if state is ActivationState.WRITING:
+                self._writing.remove(activation)
             op.cancel()
             assert run is not None
             assert extent is not None
@@ -299,11 +311,6 @@ class RamCopies:
 
     def _nbytes(self, run: Run) -> int:
         return run.slots * self.pool.arena.slot_bytes
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no transfer is under way."""
-        return not (self._writing or self._reading or self._ending)
 
     def finish(self) -> None:
         """Waits until no transfer is under way, however each ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -216,10 +217,10 @@ def test_a_change_in_place_is_refused_as_torch_does(tmp_path: Path) -> None:
 
 def test_several_threads(tmp_path: Path) -> None:
     """As nn.DataParallel's: each saves in a graph of its own."""
-    from concurrent.futures import ThreadPoolExecutor
+    nets = [Net() for _ in range(9)]
 
     def run(seed: int) -> list[torch.Tensor]:
-        net = Net()
+        net = nets[seed]
         with rig.saving():
             loss = net(batch(seed))
         loss.backward()
@@ -230,7 +231,7 @@ def test_several_threads(tmp_path: Path) -> None:
         net(batch(seed)).backward()
         return grads(net)
 
-    with open_store(tmp_path, 192 * KIB) as rig, ThreadPoolExecutor(3) as pool:
+    with open_store(tmp_path, 384 * KIB) as rig, ThreadPoolExecutor(3) as pool:
         found = list(pool.map(run, range(9)))
         for seed, each in enumerate(found):
             assert all(map(torch.equal, each, alone(seed)))

@@ -229,7 +229,7 @@ class TestEnds:
             sizes = set()
             for _ in range(4):
                 saved = save(rig, 40)
-                rig.store.movement._ram.finish()
+                rig.wait_written()
                 saved.clear()
                 sizes.add(rig.used(Tier.DISK))
             assert len(sizes) == 1
