@@ -24,7 +24,7 @@ def test_the_order_of_transfers(hurried: bool, tmp_path) -> None:
     if hurried:
         soon.hurry()
     now = engine.write(file, memory.address + 2 * BLOCK, BLOCK, 0)
-    assert not (first.done() or soon.done() or now.done())
+    assert [op.done() for op in (first, soon, now)] == [False] * 3
     pipe.feed(4096)
     for op in (first, soon, now):
         op.wait()

@@ -52,7 +52,7 @@ def test_a_run_elsewhere_takes_the_charge_of_free_slots() -> None:
 
 
 def test_what_tensors_view_is_not_given_again() -> None:
-    pool, ledger = make(4, room=4)
+    pool, _ = make(4, room=4)
     run = pool.take(3)
     assert run is not None
     tensor = pool.view(run, 3 * SLOT - 7)
