@@ -19,10 +19,10 @@ class HandedOut:
     @property
     def storage(self) -> int:
         """The address of the storage's object."""
-        return self.flat.untyped_storage()._cdata
+        return int(self.flat.untyped_storage()._cdata)
 
     def _count(self) -> int:
-        return torch._C._storage_Use_Count(self.storage)
+        return int(torch._C._storage_Use_Count(self.storage))
 
     @property
     def is_viewed(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+import hetero
 from hetero.activations.build import build_activation_store
 from hetero.activations.limits import ActivationLimits
 from hetero.activations.saved_activation import SavedActivation, has_plain_memory
@@ -19,6 +20,7 @@ from hetero.config import Config
 from offload.device.backend import Backend, CpuBackend
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account, Tier
+from tests.support.ranks.rank_training import inputs, make
 
 KIB = 1 << 10
 GENEROUS = 1 << 30
@@ -108,3 +110,24 @@ def open_store(
 def values(seed: int, nbytes: int = 16 * KIB) -> torch.Tensor:
     """Random numbers, fp32, whose storage nobody else has."""
     return torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(seed))
+
+
+def steps_of_rank(
+    rank: int, world: int, options: dict[str, Any], rows: int
+) -> tuple[list[torch.Tensor], int]:
+    """On every rank: losses and masters of some steps, and bytes of activations written."""
+    model, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 30.0} | options)
+    found = []
+    for step in range(3):
+        for micro_batch in range(2):
+            x = torch.cat([inputs(rank, 8 * step + micro_batch, 128) for _ in range(rows)])
+            loss = model(x).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    found += hetero.masters(model.parameters())
+    written = optimizer.engine.traffic.activations_written
+    optimizer.engine.close()
+    return found, written

@@ -15,8 +15,8 @@ from hetero.activations.store import ActivationStore
 from offload.device.cuda_backend import CudaBackend
 from offload.errors import BudgetError
 from offload.memory.tiers import Account, Tier
+from tests.support.activations import steps_of_rank
 from tests.support.native.fake_cuda import FakeRuntime
-from tests.support.ranks import saving_activations
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, train
 
@@ -228,7 +228,7 @@ def test_two_ranks(ranks2: RankPool, stage: int, tmp_path: Path) -> None:
     options = {"zero_stage": stage, "placement_policy": "nvme", "nvme_path": str(tmp_path)}
     options |= {"host_memory": "6MiB"}
     off, on = (
-        ranks2.run(saving_activations.steps, options | {"activation_memory": memory}, 24)
+        ranks2.run(steps_of_rank, options | {"activation_memory": memory}, 24)
         for memory in (None, "200KiB")
     )
     for (expected, _), (found, written) in zip(off, on, strict=True):
