@@ -7,17 +7,29 @@ Words. A *saved tensor* is what autograd gave to a saved-tensor hook, and asks f
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass, field
 
 import torch
 
 from hetero.activations.handed_out import HandedOut
 from offload.errors import StaleGraphError
+from offload.memory.c_heap import discard_pages
 from offload.memory.operation import Transfer
 from offload.memory.run_pool import Run
 from offload.memory.sizes import format_bytes
 
 _ALIGNMENT = 64  # bytes; no dtype has larger elements
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many references there are to the Python object of a tensor's storage, and to the storage
+    itself, those that this function makes included."""
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+
+
+_OWN = _holders(torch.empty(1))  # of a storage that one tensor alone has
 
 
 class ActivationState(enum.Enum):
@@ -110,9 +122,9 @@ class Activation:
 
     def is_held_by_others(self) -> bool:
         """Whether somebody else keeps its memory: it would not be freed if the tensors went."""
-        storage = next(iter(self.tensors.values())).untyped_storage()
-        # The object `storage` is one holder, each alias that is kept here another one.
-        return torch._C._storage_Use_Count(storage._cdata) > len(self.tensors) + 1
+        references, holders = _holders(next(iter(self.tensors.values())))
+        # Each alias that is kept here is a holder; one is counted in _OWN.
+        return references > _OWN[0] or holders > _OWN[1] + len(self.tensors) - 1
 
     def kept(self, key: int) -> torch.Tensor:
         """The saved tensor, while it is KEPT or LEAVING. Raises StaleGraphError if it changed."""
@@ -149,6 +161,15 @@ class Activation:
         tensor = next(iter(self.tensors.values()))
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return whole.set_(tensor.untyped_storage(), self.begin, (self.span,), (1,))
+
+    def free_pages(self) -> None:
+        """Their bytes are elsewhere, and nobody else has their memory, in RAM: its pages go.
+
+        Not those that another library lent to torch, as numpy: it may have them still.
+        """
+        storage = next(iter(self.tensors.values())).untyped_storage()
+        if storage.resizable():
+            discard_pages(storage.data_ptr(), storage.nbytes())
 
     def let_tensors_go(self) -> None:
         """Their bytes are elsewhere: the tensors go, and with them their memory."""

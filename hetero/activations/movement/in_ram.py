@@ -39,6 +39,7 @@ class InRam(Movement):
         if not self._ram.take_room(activation):
             return False
         self._ram.view(activation).copy_(activation.bytes_kept())
+        activation.free_pages()
         activation.let_tensors_go()
         self._kept.remove(activation)
         self._ram.filled(activation)

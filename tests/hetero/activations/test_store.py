@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,25 @@ class TestWhatOthersHold:
             del part
             others += save(rig, 2)
             assert saved.activation.state is not ActivationState.KEPT
+            del others
+
+    @pytest.mark.parametrize("holds", ["numpy", "from_numpy", "storage"])
+    def test_their_memory_is_not_touched(self, holds: str, tmp_path: Path) -> None:
+        """What leaves has its pages discarded, at once."""
+        with open_store(tmp_path, host=64 * KIB) as rig:
+            tensor = values(0)
+            expected = tensor.clone()
+            holder: Any = tensor.numpy() if holds == "numpy" else tensor.untyped_storage()
+            if holds == "from_numpy":
+                holder = expected.numpy().copy()
+                tensor = torch.from_numpy(holder)
+            saved = rig.store.pack(tensor)
+            del tensor
+            others = save(rig, 8)
+            if holds == "storage":
+                holder = torch.empty(0).set_(holder)
+            assert torch.equal(torch.as_tensor(holder), expected)
+            assert torch.equal(unpack(saved), expected)
             del others
 
     def test_parameters_and_leaves_are_left_alone(self, tmp_path: Path) -> None:
