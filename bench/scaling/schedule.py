@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero.overlap import OverlapUpdates
-from hetero.planning.belady import PREFETCH_CHUNKS, fetches
+from hetero.planning.belady import PREFETCH_CHUNKS, step_fetches
 from hetero.planning.collective_cost import CollectiveCost, agreement_s
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.planning.step_cost import CostModel
@@ -176,11 +176,9 @@ class _Begins:
         self.gather_of_use: dict[int, int] = {}
         self.demanded: defaultdict[int, list[int]] = defaultdict(list)
         self.prefetched: defaultdict[int, list[int]] = defaultdict(list)
-        slots = {chunk.id: chunk.slots for chunk in problem.layout.chunks}
-        frozen = {chunk.id for chunk in problem.layout.chunks if not chunk.trainable}
         ahead = prefetch_chunks if problem.prefetch else 0
         begin = 0
-        planned = fetches(chunks, slots, made.gathered_slots, frozen) if chunks else []
+        planned = step_fetches(chunks, problem.layout, made.gathered_slots)
         for gather, fetch in enumerate(planned):
             self.chunks.append(chunks[fetch.use])
             self.gather_of_use[fetch.use] = gather

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero.activations.limits import ActivationLimits
+from hetero.chunk_groups.build_reducer import GradReducerBuilder
 from hetero.chunk_groups.chunk_group import ChunkGroup, DeviceParts, RankParts, StateMemory
 from hetero.chunk_groups.muon_directions import MuonDirections
+from hetero.chunk_groups.shared import Shared
 from hetero.chunk_groups.update_tasks import UpdateTasks
-from hetero.config import Config
 from hetero.planning.group_plans import ChunkGroupPlan
-from hetero.planning.placement import SlotBytes, link_bytes
+from hetero.planning.placement import link_bytes
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.device_group import DeviceGroup
 from hetero.ranks.gather_news import GatherNews
@@ -32,7 +32,6 @@ from hetero.state.gathering.gather_stream import GatherStream
 from hetero.state.gathering.param_shards import ParamShards
 from hetero.state.gathering.transport import GatherTransport, RamTransport
 from hetero.state.grads import Grads
-from hetero.state.loss_scale import LossScale
 from hetero.state.managed_param import ManagedParam
 from hetero.state.memory.committed import CommittedState
 from hetero.state.memory.file_layout import extent_size, map_file, name_of
@@ -40,18 +39,12 @@ from hetero.state.memory.homes import Homes
 from hetero.state.memory.scratch_space import ScratchSpace
 from hetero.state.memory.slot_arenas import SlotArenas
 from hetero.state.memory.spare_extents import SpareExtents
-from hetero.state.memory.state_files import StateFiles
 from hetero.state.optimizer_state import OptimizerState
 from hetero.state.params import CopyCache, ParamCopies, Params
-from hetero.state.reduction.device_means import DeviceMeans
-from hetero.state.reduction.grad_buckets import ReduceBuffers
-from hetero.state.reduction.grad_reduce import GradReducer
 from offload._native import UpdateKind
 from offload.cache.shared_cache import SharedCache
 from offload.cache.slot_cache import SlotCache
 from offload.cache.use_order import UseOrder
-from offload.device.backend import Backend
-from offload.device.collective.device_pool import DevicePool
 from offload.device.cuda_backend import CudaBackend
 from offload.device.fetch_queue import FetchQueue
 from offload.device.grad_offload import BUFFERS, GradOffload
@@ -59,26 +52,7 @@ from offload.device.home_copy import HomeCopier
 from offload.device.updater import Updater
 from offload.disk.backing import Backing, FileBacking
 from offload.memory.arena import HostArena
-from offload.memory.ledger import Ledger
-from offload.memory.slot_pool import SlotPool
 from offload.memory.tiers import Account, StateKind, Tier
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all chunk groups of an engine share.
-
-    `notes` are lines for the user, to append to; `state_files` those of a durable state, else None;
-    `activations` what is left to activations, or None if autograd keeps them.
-    """
-
-    config: Config
-    backend: Backend
-    ledger: Ledger
-    notes: list[str]
-    loss_scale: LossScale
-    state_files: StateFiles | None = None
-    activations: ActivationLimits | None = None
 
 
 def build_chunk_group(
@@ -128,6 +102,7 @@ class _ChunkGroupBuilder:
         self._dtypes = self.plan.dtypes
         self._backend, self._ledger = self.shared.backend, self.shared.ledger
         self._trained = [m for m in self.members if m.chunk.trainable]
+        self._servers: list[ShardServer] = []
 
     def build(self, first_number: Mapping[int, int], spare_bytes: int) -> ChunkGroup:
         """All parts, in the order in which they need each other."""
@@ -169,7 +144,9 @@ class _ChunkGroupBuilder:
         params, gathering = self._make_params(memory, updates, optim_states)
         ranks: RankParts | None = None
         if self.world.everyone is not None:
-            ranks = RankParts(self._make_grad_reducer(grads, grad_offload), gathering)
+            builder = GradReducerBuilder(self.plan, self.shared, self.world, self.resources)
+            grad_reducer = builder.build(grads, self._trained, grad_offload)
+            ranks = RankParts(grad_reducer, gathering, self._servers)
         return ChunkGroup(
             plan=self.plan,
             members=self.members,
@@ -281,12 +258,21 @@ class _ChunkGroupBuilder:
         shared_shards = SharedCache(shard_cache, dtype, patience_s)
         shards = ParamShards(homes, shared_shards, updates)
         gathering: Gathering | None = None
+
+        def serve(ranks: Communicator) -> ShardServer:
+            made = ShardServer(
+                ranks, self._layout, versions, shards.open, optim_states.open_raw, news
+            )
+            self._servers.insert(0, made)  # closed in the reverse order, as all else
+            self.resources.callback(made.close)
+            return made
+
+        if self.world.replicas is not None and self.plan.spec.averages_on_device:
+            # They ask for nothing. A device does not see that a rank is gone; this does.
+            serve(self.world.replicas)
         if peers is not None:
             transport = self._make_transport(peers, homes, arenas)
-            server = ShardServer(
-                peers, self._layout, versions, shards.open, optim_states.open_raw, news
-            )
-            self.resources.callback(server.close)
+            server = serve(peers)
             stream = GatherStream(peers, server, shards, versions, news, transport)
             self.resources.callback(stream.close)
             in_ram = arenas.staged if self._backend.separate else arenas.gathered
@@ -312,17 +298,12 @@ class _ChunkGroupBuilder:
         self, peers: Communicator, homes: Homes, arenas: SlotArenas
     ) -> GatherTransport:
         """What carries parameters from rank to rank, as all ranks have decided alike."""
-        if not self._gathers_between_devices:
+        if not self._layout.shard.between_devices:
             return RamTransport(peers, self._layout, self._dtypes.torch_compute)
         assert isinstance(self._backend, CudaBackend)
-        group = DeviceGroup(peers, Channel.GATHERS, self._backend)
+        group = DeviceGroup(peers, Channel.GATHERS, self._backend, peers)
         self.resources.callback(group.close)  # after the shard server: all ranks are done then
-        return DeviceTransport(peers, group, self._backend, self._layout, homes, arenas.unkept)
-
-    @property
-    def _gathers_between_devices(self) -> bool:
-        """Whether parameters go from device to device. What every rank has whole RAM brings."""
-        return self._layout.shard.between_devices and self._layout.shard.params
+        return DeviceTransport(group, self._backend, self._layout, homes, arenas.unkept)
 
     def _make_copies(
         self,
@@ -339,7 +320,7 @@ class _ChunkGroupBuilder:
         they are copied from RAM, where the file or the ranks bring the chunks, or the ranks'
         devices fill them.
         """
-        dtype = self._dtypes.torch_compute
+        dtype, layout = self._dtypes.torch_compute, self._layout
         caches: tuple[CopyCache, ...] = ()
         drops: tuple[Callable[[int], object], ...] = ()
         if not self._backend.separate:
@@ -354,7 +335,7 @@ class _ChunkGroupBuilder:
                 in_ram = SharedCache(self._cache(arenas.staged, gathering, order), dtype)
                 caches, drops = (in_ram,), (in_ram.drop,)
 
-            chunks = self._layout.chunks
+            chunks = layout.chunks
 
             def whole_home(chunk: int) -> torch.Tensor | None:
                 found = chunks[chunk]
@@ -371,8 +352,8 @@ class _ChunkGroupBuilder:
             )
             self.resources.callback(fetches.close)
             backing: Backing = fetches
-            if gathering is not None and self._gathers_between_devices:
-                backing = DeviceGathers(gathering, arenas.gathered, self._layout, fetches)
+            if gathering is not None and layout.shard.params and layout.shard.between_devices:
+                backing = DeviceGathers(gathering, arenas.gathered, layout, fetches)
             cache = self._cache(arenas.gathered, backing, order)
             caches = (cache, fetches, *caches)
             drops = (cache.drop, fetches.wait_home_read, *drops)
@@ -408,82 +389,3 @@ class _ChunkGroupBuilder:
         made = SlotCache(arena, backing, runs, order, names.__getitem__, limit)
         self.resources.callback(made.close)
         return made
-
-    # Gradients of several ranks
-
-    def _make_grad_reducer(self, grads: Grads, grad_offload: GradOffload | None) -> GradReducer:
-        layout, placement = self._layout, self._placement
-        bucket_bytes = SlotBytes.of(layout, self._dtypes).bucket
-
-        def arena(slots: int, nbytes: int = bucket_bytes) -> HostArena:
-            # (Gradients come to buckets from the device.)
-            made = self._backend.host_arena(slots, nbytes, self._ledger, Account.BUCKET)
-            self.resources.callback(made.close)  # also if there is no room for its slots
-            return made
-
-        between_replicas: HostArena | None = None
-        if self.world.replicas is not None and placement.longest_trained:
-            between_replicas = arena(placement.longest_trained, bucket_bytes // layout.shard.ranks)
-            between_replicas.commit(0, placement.longest_trained)
-        by_backend = self.shared.config.grad_reduce == "backend"
-        dtype, received = self._dtypes.torch_reduce, placement.receive_slots
-        if self.plan.spec.averages_on_device and placement.longest_trained:
-            grad_offload = None
-            in_ram = arena(received, bucket_bytes // layout.shard.ranks)
-            in_ram.commit(0, received)
-            buffers = ReduceBuffers(
-                dtype,
-                DevicePool(self._device_buckets, placement.bucket_slots),
-                DevicePool(self._device_buckets, received),
-                between_replicas,
-                device=self._make_device_means(grads, in_ram, between_replicas, by_backend),
-            )
-        else:
-            buckets: SlotPool | None = None
-            if layout.shard.grads:
-                trained_slots = sum(c.slots for c in layout.chunks if c.trainable)
-                slots = placement.bucket_slots
-                buckets = SlotPool(arena(max(trained_slots, slots)), slots)
-            pool = SlotPool(arena(received), received)
-            buffers = ReduceBuffers(dtype, buckets, pool, between_replicas, by_backend)
-        grad_reducer = GradReducer(
-            layout,
-            self._trained,
-            self.world,
-            buffers,
-            grads,
-            self.shared.loss_scale,
-            grad_offload,
-        )
-        if self.plan.spec.reduce_at_end:
-            self.resources.enter_context(grad_reducer.no_sync())
-        return grad_reducer
-
-    def _device_buckets(self, slots: int) -> HostArena:
-        """Slots of the device for whole gradients."""
-        nbytes = SlotBytes.of(self._layout, self._dtypes).bucket
-        made = self._backend.arena(slots, nbytes, self._ledger, Account.BUCKET)
-        self.resources.callback(made.close)
-        return made
-
-    def _make_device_means(
-        self, grads: Grads, in_ram: HostArena, between_replicas: HostArena | None, by_backend: bool
-    ) -> DeviceMeans:
-        assert isinstance(self._backend, CudaBackend)
-        assert self.world.shard is not None
-        group = DeviceGroup(self.world.shard, Channel.GRADIENTS, self._backend)
-        self.resources.callback(group.close)
-        longest = self._placement.longest_trained
-        zeros = self._device_buckets(longest).view(0, longest, self._dtypes.torch_reduce)
-        means = DeviceMeans(
-            self.world,
-            group,
-            self._backend,
-            grads.homes,
-            zeros,
-            in_ram,
-            between_replicas,
-            by_backend,
-        )
-        self.resources.callback(means.close)
-        return means

@@ -11,7 +11,7 @@ from hetero.chunks.layout import Chunk
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.placement import Placement, SlotBytes
 from hetero.ranks.process_groups import ProcessGroups
-from hetero.ranks.shard_server import RequestKind
+from hetero.ranks.shard_server import RequestKind, ShardServer
 from hetero.state.chunk_updates import ChunkUpdates
 from hetero.state.gathering.all_gather import Gathering
 from hetero.state.grads import Grads
@@ -45,10 +45,14 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class RankParts:
-    """What exists only with several ranks; `gathering` only if they share chunks."""
+    """What exists only with several ranks; `gathering` only if they share chunks.
+
+    `servers` are for the ranks of the shard group, and for replicas whose devices are waited for.
+    """
 
     grad_reducer: GradReducer
     gathering: Gathering | None
+    servers: Sequence[ShardServer]
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,8 @@ class ChunkGroup:
     def leave(self) -> None:
         """Asks other ranks for nothing any more, and answers them until they do the same."""
         self.params.stop()
-        if self.ranks is not None and self.ranks.gathering is not None:
-            self.ranks.gathering.server.close()
+        for server in () if self.ranks is None else self.ranks.servers:
+            server.close()
 
     def close(self) -> None:
         """Frees memory, file and threads; idempotent."""

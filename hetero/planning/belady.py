@@ -2,15 +2,20 @@
 
 The chunk with the farthest next use is evicted.
 
-Belady's rule: with chunks of one size no other gives fewer fetches.
+Belady's rule: with chunks of one size no other gives fewer fetches. But a copy that it keeps until
+the last moment leaves its room only then, so the next fetch would begin right before its use. A
+*reserve* is a part of the slots in which nothing is kept: what is fetched ahead goes there.
 """
 
 from __future__ import annotations
 
 import heapq
+import statistics
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero.chunks.layout import Layout
 from offload.cache.use_order import NEVER
 
 PREFETCH_CHUNKS = 4  # parameters are fetched so many chunks ahead of compute
@@ -25,40 +30,69 @@ class PlannedFetch:
     after: int
 
 
+def reserve(slots_of: Mapping[int, int], capacity: int) -> int:
+    """So many of `capacity` slots are for what is fetched ahead: chunks of the usual size.
+
+    Nothing is reserved if all chunks have room, and what the longest chunk needs is not.
+    """
+    if not slots_of or sum(slots_of.values()) <= capacity:
+        return 0
+    usual = statistics.median_low(slots_of.values())
+    return max(0, min(PREFETCH_CHUNKS * usual, capacity - max(slots_of.values())))
+
+
+def step_fetches(uses: Sequence[int], layout: Layout, gathered_slots: int) -> list[PlannedFetch]:
+    """The fetches of a step of a chunk group that uses gathered chunks as in `uses`.
+
+    What all ranks gather together has a reserve.
+    """
+    slots_of = {chunk.id: chunk.slots for chunk in layout.chunks}
+    frozen = {chunk.id for chunk in layout.chunks if not chunk.trainable}
+    reserved = 0
+    if layout.shard.ranks > 1 and layout.shard.params:
+        reserved = reserve({chunk: slots_of[chunk] for chunk in uses}, gathered_slots)
+    return fetches(uses, slots_of, gathered_slots, frozen, reserved) if uses else []
+
+
 def fetches(
-    uses: Sequence[int], slots_of: Mapping[int, int], capacity: int, kept: Collection[int] = ()
+    uses: Sequence[int],
+    slots_of: Mapping[int, int],
+    capacity: int,
+    kept: Collection[int] = (),
+    reserved: int = 0,
 ) -> list[PlannedFetch]:
     """The fetches of a step that uses chunks as in `uses`, among many steps that are alike.
 
     Copies of chunks in `kept` last from step to step; those of others are stale when a step is
-    over. A chunk takes slots_of[chunk] of `capacity` slots, wherever some are free.
+    over. A chunk takes slots_of[chunk] of `capacity` slots, wherever some are free; `reserved` of
+    them are the reserve.
     """
-    next_use = _next_uses(uses, frozenset(kept))
-    found: list[PlannedFetch] = []
-    resident: dict[int, int] = {}  # chunk -> its next use
-    for _ in range(2 if kept else 1):  # the second step finds what the first left
-        found, left = _one_step(uses, next_use, slots_of, capacity, resident)
-        resident = {c: use - len(uses) for c, use in left.items() if use != NEVER}
-    return found
+    return next(rounds(uses, slots_of, capacity, kept, reserved))
 
 
 def rounds(
-    uses: Sequence[int], slots_of: Mapping[int, int], capacity: int, kept: Collection[int] = ()
+    uses: Sequence[int],
+    slots_of: Mapping[int, int],
+    capacity: int,
+    kept: Collection[int] = (),
+    reserved: int = 0,
 ) -> Iterator[list[PlannedFetch]]:
     """The fetches of a step, as of fetches(), and then of each time that it uses chunks once more.
 
     Copies last from one time to the next, because nothing has changed them.
     """
     next_use = _next_uses(uses, frozenset(kept))
-    resident: dict[int, int] = {}
-    for _ in range(2 if kept else 1):
-        found, left = _one_step(uses, next_use, slots_of, capacity, resident)
+    found: list[PlannedFetch] = []
+    resident: dict[int, int] = {}  # chunk -> its next use
+    for _ in range(2 if kept else 1):  # the second step finds what the first left
+        found, left = _one_step(uses, next_use, slots_of, capacity, reserved, resident)
         resident = {c: use - len(uses) for c, use in left.items() if use != NEVER}
     yield found
     again = _next_uses(uses, frozenset(uses))
     first_use = {chunk: use for use, chunk in reversed(list(enumerate(uses)))}
     while True:
-        found, left = _one_step(uses, again, slots_of, capacity, {c: first_use[c] for c in left})
+        resident = {c: first_use[c] for c in left}
+        found, left = _one_step(uses, again, slots_of, capacity, reserved, resident)
         yield found
 
 
@@ -78,6 +112,7 @@ def _one_step(
     next_use: Sequence[int],
     slots_of: Mapping[int, int],
     capacity: int,
+    reserved: int,
     resident: Mapping[int, int],
 ) -> tuple[list[PlannedFetch], dict[int, int]]:
     found: list[PlannedFetch] = []
@@ -87,23 +122,35 @@ def _one_step(
     # entries that `due` does not confirm are out of date.
     queue = [(-use, -1, chunk) for chunk, use in due.items()]
     heapq.heapify(queue)
-    free = capacity - sum(slots_of[chunk] for chunk in due)
-    free_after = -1
+    most = capacity - reserved  # slots that are not free once a fetch has taken its own
+    taken = sum(slots_of[chunk] for chunk in due)
+    # Free slots, those that were free first at the left: how many, and after which use.
+    free = deque([(capacity - taken, -1)])
     for use, chunk in enumerate(uses):
         if chunk not in due:
             needed = slots_of[chunk]
-            assert needed <= capacity, (needed, capacity)
-            while free < needed:
+            assert needed <= most, (needed, most)
+            while taken + needed > most:
                 farthest, _, victim = heapq.heappop(queue)
                 if due.get(victim) == -farthest:
                     del due[victim]
-                    free += slots_of[victim]
-                    free_after = max(free_after, last_use[victim])
-            found.append(PlannedFetch(use, free_after))
-            free -= needed
-            if not free:
-                free_after = -1
+                    taken -= slots_of[victim]
+                    free.append((slots_of[victim], last_use[victim]))
+            found.append(PlannedFetch(use, _take(free, needed)))
+            taken += needed
         due[chunk] = next_use[use]
         last_use[chunk] = use
         heapq.heappush(queue, (-next_use[use], use, chunk))
     return found, due
+
+
+def _take(free: deque[tuple[int, int]], needed: int) -> int:
+    """Takes slots that were free first; returns the use after which all of them were free."""
+    after = -1
+    while needed:
+        count, since = free.popleft()
+        after = max(after, since)
+        if count > needed:
+            free.appendleft((count - needed, since))
+        needed -= min(count, needed)
+    return after

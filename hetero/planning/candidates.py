@@ -278,9 +278,10 @@ class PlacementCandidates:
         # Also shards at home on DEVICE are gathered in RAM.
         staged = separate and elsewhere
         staged_slots = self._ranked_without(0).longest + more_gathered if staged else 0
-        # Where devices gather by themselves each has memory for all that comes.
-        unkept = staged and shard.between_devices
-        unkept_slots = self._ranked_without(0).longest if unkept else 0
+        # Where devices gather by themselves each has memory for all that comes, and does not stay.
+        unkept_slots = 0
+        if separate and several and shard.between_devices:
+            unkept_slots = (self._ranked_without(0) if shard.params else rest).longest
         grad_slots = rest.longest_trained + more_grad if grad_on_disk else 0
         bucket_slots = receive_slots = 0
         if averaged:
@@ -297,13 +298,15 @@ class PlacementCandidates:
         pools += self._link_bytes
         pools += buffers * buffer_bytes
         reduce_bytes = (bucket_slots + receive_slots) * slot.bucket
+        if averaged and shard.replicas > 1:  # what other replicas send
+            reduce_bytes += self._longest_trained * slot.bucket // shard.ranks
         if self._spec.averages_on_device:
-            pools += receive_slots * slot.bucket // shard.ranks  # means on their way home
-            reduce_bytes += self._longest_trained * slot.bucket  # zeros
+            # Zeros, or what comes from whole homes in RAM.
+            reduce_bytes += self._longest_trained * slot.bucket
+            if shard.grads:  # means on their way home
+                pools += receive_slots * slot.bucket // shard.ranks
         else:
             pools += reduce_bytes
-        if averaged and shard.replicas > 1:
-            pools += self._longest_trained * slot.bucket // shard.ranks
         device_bytes = grad_offload_bytes = 0
         if self._device is None:
             pools += gathered_slots * slot.gathered
@@ -314,7 +317,7 @@ class PlacementCandidates:
             device_bytes += trained * (slot.grad + slot.optim_state)
             if self._spec.averages_on_device:
                 device_bytes += reduce_bytes
-            elif rest.trained:
+            if rest.trained and not (self._spec.averages_on_device and shard.grads):
                 grad_offload_bytes = self._largest_grad_bytes * (2 if more_gathered else 1)
             device_bytes += grad_offload_bytes + (gathered_slots + unkept_slots) * slot.gathered
             # More slots on DEVICE only save fetches: they take nothing from anything else.

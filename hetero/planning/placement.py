@@ -125,9 +125,9 @@ class GroupSpec:
 
     @property
     def averages_on_device(self) -> bool:
-        """Whether gradients become means on DEVICE: where they are sharded, by the devices."""
+        """Whether the devices of several ranks average gradients, and not RAM."""
         shard = self.layout.shard
-        return shard.between_devices and shard.grads and shard.ranks > 1
+        return shard.between_devices and shard.ranks * shard.replicas > 1
 
     def within(self, budgets: Budgets) -> GroupSpec:
         """The same chunk group with other budgets."""
@@ -148,7 +148,8 @@ class PoolSizes:
     bucket_slots: int = 0  # for whole gradients until they are averaged over the ranks
     receive_slots: int = 0  # for other ranks' gradients while they are averaged
     staged_slots: int = 0  # of RAM, for copies of several ranks' shards on their way to DEVICE
-    unkept_slots: int = 0  # of DEVICE, for chunks that this rank gathers for other ranks alone
+    # Of DEVICE, for chunks that its rank gathers for other ranks alone, or to a home in RAM.
+    unkept_slots: int = 0
     grad_offload_bytes: int = 0  # of DEVICE, for gradients on their way to RAM
     pool_bytes: int = 0  # of RAM, slots and buffers without homes
     host_bytes: int = 0  # of RAM, homes and pools together

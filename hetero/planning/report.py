@@ -102,6 +102,7 @@ def _bytes(groups: Sequence[ChunkGroupPlan]) -> dict[Tier, dict[str, int]]:
     found = {tier: dict.fromkeys(_KINDS, 0) for tier in Tier}
     for group in groups:
         made, slot = group.placement, group.spec.slot
+        on_device = 0  # bytes of homes
         for kind, homes, nbytes in (
             ("PARAM", made.param, slot.param),
             ("GRAD", made.grad, slot.grad),
@@ -111,10 +112,10 @@ def _bytes(groups: Sequence[ChunkGroupPlan]) -> dict[Tier, dict[str, int]]:
                 tier = homes[chunk.id]
                 if tier is not None:
                     found[tier][kind] += chunk.slots * nbytes
+                    on_device += chunk.slots * nbytes if tier is Tier.DEVICE else 0
         found[Tier.HOST]["pools"] += made.pool_bytes
         if group.spec.budgets.device is not None:
-            slots_bytes = (made.gathered_slots + made.unkept_slots) * slot.gathered
-            found[Tier.DEVICE]["pools"] += slots_bytes + made.grad_offload_bytes
+            found[Tier.DEVICE]["pools"] += made.device_bytes - on_device
     return found
 
 

@@ -30,7 +30,9 @@ from hetero.planning.step_timeline import (
     ALL_GATHERS,
     COMPUTE,
     CPU_UPDATE,
+    D2H,
     DEVICE_UPDATE,
+    H2D,
     MEANS,
     NETWORK,
     NODE_LINKS,
@@ -142,12 +144,12 @@ class CostModel:
     def _norm_takes_a_pass(self) -> bool:
         """Whether gradients arrive in RAM otherwise than by a write of this rank's CPU.
 
-        They do from a device of its own, and with stage 1 from other replicas.
+        They do from a device of its own, and with stage 1 from other replicas, or from devices.
         """
         shard = self.problem.layout.shard
         if shard.ranks * shard.replicas == 1:
             return self.problem.profile.separate
-        return not shard.grads and shard.replicas > 1
+        return not shard.grads and (shard.replicas > 1 or self.problem.between_devices)
 
     def _update(self, made: Placement) -> tuple[PhaseCost, dict[str, int]]:
         """The update, and the bytes that it moves."""
@@ -208,7 +210,7 @@ class CostModel:
             tiles = ceil(max(cached - kept, grads))
             seconds += nvme_s * read / (read + written) / max(1, tiles)
         seconds = min(seconds, alone_s + nvme_s)
-        at_end_s, sent, busy_at_end_s = self._communicated_at_end()
+        at_end_s, traffic, busy_at_end_s = self._communicated_at_end(made)
         busy = {
             CPU_UPDATE: host_s + norm_s,
             NVME: nvme_s,
@@ -218,7 +220,7 @@ class CostModel:
         total = at_end_s + norm_s + max(seconds, device_s)
         return (
             PhaseCost("update", total, busy),
-            {"nvme_read": read, "nvme_written": written, "sent": sent},
+            {"nvme_read": read, "nvme_written": written, **traffic},
         )
 
     def _kept(self, made: Placement) -> tuple[int, int]:
@@ -280,28 +282,44 @@ class CostModel:
         on_cpu = sum(self.numel[c] for c in self.trained if made.optim_state[c] is not Tier.DEVICE)
         return max(nvme_s, update.busy_s[CPU_UPDATE] * self.numel[first] / on_cpu)
 
-    def _communicated_at_end(self) -> tuple[float, int, dict[str, float]]:
-        """Seconds, bytes that this rank sends and busy seconds, of what ranks do around the update.
+    def _communicated_at_end(
+        self, made: Placement
+    ) -> tuple[float, dict[str, int], dict[str, float]]:
+        """Seconds, bytes that this rank moves and busy seconds, of what ranks do around the update.
 
         They agree on the step, and average gradients (stage 1) and gather parameters (stages 1 and
-        2) that they have whole.
+        2) that they have whole. Between devices what is at home in RAM crosses the link for that.
         """
         shard, network = self.problem.layout.shard, self.problem.network
         total_s = 0.0 if network is None else agreement_s(network)
-        sent = 0.0
-        busy = dict.fromkeys((NODE_LINKS, NETWORK, ALL_GATHERS, MEANS), 0.0)
+        busy = dict.fromkeys((NODE_LINKS, NETWORK, ALL_GATHERS, MEANS, H2D, D2H), 0.0)
+        sent, crossed = 0.0, {H2D: 0, D2H: 0}
         collectives = Collectives(self.problem)
         for chunk in self.trained:
             slots = self.slots[chunk]
             costs = [] if shard.grads else [(MEANS, each) for each in collectives.mean(slots)]
             if shard.ranks > 1 and not shard.params:
                 costs.append((ALL_GATHERS, collectives.gather(slots)))
+                if self.problem.between_devices and made.param[chunk] is not Tier.DEVICE:
+                    whole = slots * self.slot.gathered
+                    crossed[H2D] += whole // shard.ranks
+                    crossed[D2H] += whole - whole // shard.ranks
+            averages = self.problem.between_devices and costs and not shard.grads
+            if averages and made.grad[chunk] is not Tier.DEVICE:
+                crossed[H2D] += slots * self.slot.bucket
+                crossed[D2H] += slots * self.slot.bucket // shard.ranks
             for stream, cost in costs:
                 total_s += cost.seconds
                 sent += cost.bytes_sent
                 busy[stream] += cost.seconds
                 busy[NETWORK if cost.crosses_nodes else NODE_LINKS] += cost.transfer_s
-        return total_s, round(sent), busy
+        profile = self.problem.profile
+        for way, rate in ((H2D, profile.h2d_bytes_per_s), (D2H, profile.d2h_bytes_per_s)):
+            if crossed[way] and rate is not None:
+                busy[way] = crossed[way] / rate
+                total_s += busy[way]
+        traffic = {"sent": round(sent), "h2d": crossed[H2D], "d2h": crossed[D2H]}
+        return total_s, traffic, busy
 
 
 def _nvme_seconds(profile: Rates, read: int, written: int) -> float:

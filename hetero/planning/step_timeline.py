@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout
 from hetero.overlap import OverlapUpdates
-from hetero.planning.belady import PREFETCH_CHUNKS, PlannedFetch, fetches
+from hetero.planning.belady import PREFETCH_CHUNKS, PlannedFetch, step_fetches
 from hetero.planning.collective_cost import (
     CollectiveCost,
     Network,
@@ -68,6 +68,12 @@ class Problem:
                 f"the network is of {self.network.ranks} ranks, and the layout of"
                 f" {shard.ranks} times {shard.replicas}"
             )
+
+    @property
+    def between_devices(self) -> bool:
+        """Whether the ranks' devices gather and average by themselves, and RAM does not."""
+        known = self.network is not None and self.network.between_devices
+        return known or self.layout.shard.between_devices
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class StepTimeline:
         self._slot = SlotBytes.of(problem.layout, problem.dtypes)
         self._slots = {chunk.id: chunk.slots for chunk in problem.layout.chunks}
         self._collectives = Collectives(problem)
-        self._between_devices = problem.network is not None and problem.network.between_devices
+        self._between_devices = problem.between_devices
         self._now_s = 0.0  # of compute
         self._free_s = dict.fromkeys((NVME, H2D, D2H, ALL_GATHERS, MEANS), 0.0)
         # What both streams of collectives have given links to carry, since they could not have.
@@ -157,10 +163,7 @@ class StepTimeline:
         trained = {chunk.id for chunk in chunks if chunk.trainable}
         numel = {chunk.id: sum(s.param.numel for s in chunk.slices) for chunk in chunks}
         uses = [c for segment in segments for c in segment.chunks if c in self._gathered]
-        coming: deque[PlannedFetch] = deque()
-        if uses:
-            frozen = self._slots.keys() - trained
-            coming.extend(fetches(uses, self._slots, made.gathered_slots, frozen))
+        coming = deque(step_fetches(uses, self._problem.layout, made.gathered_slots))
         ready_s: dict[int, float] = {}
         use = 0  # number of the next one of a gathered chunk
         for segment in segments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -62,12 +63,25 @@ class Communicator(Collectives):
         return self.begin(channel, what, start, into, parts)
 
     def gather_parts(
-        self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel
+        self,
+        part: torch.Tensor,
+        parts: GatheredParts,
+        what: str,
+        channel: Channel,
+        kept: ExitStack | None = None,
     ) -> None:
-        """Puts every member's `part`, flat, on any device, into `parts`. Raises PeerError."""
+        """Puts every member's `part`, flat, on any device, into `parts`. Raises PeerError.
+
+        With `kept`, which holds `part`, others may still read `part` when this returns. What `kept`
+        holds is then let go in the next such call, or by let_go().
+        """
         self._count(part.nbytes * self.size)
         if self._memory is not None:
-            self._memory.gather(as_bytes(part).cpu(), parts, what, channel)
+            lent = as_bytes(part).cpu()
+            if kept is None:
+                self._memory.gather(lent, parts, what, channel)
+            else:
+                self._memory.gather_keeping(lent, parts, what, channel, kept)
             return
         own = as_bytes(part)
         length = min(len(own), max(1, _PIECE_BYTES // self.size))
@@ -90,6 +104,16 @@ class Communicator(Collectives):
             under_way.append((begun, number * length, received))
         while under_way:
             store_first()
+
+    def let_go(self) -> None:
+        """All members have made the gathers that this rank has: none reads its parts any more."""
+        if self._memory is not None:
+            self._memory.release()
+
+    def retract(self) -> None:
+        """Memory is freed from which others may still read: they get an error then. Idempotent."""
+        if self._memory is not None:
+            self._memory.retract()
 
     def _piece_buffers(self, channel: Channel, count: int, length: int) -> list[torch.Tensor]:
         """So many buffers for the bytes of a piece, as it is sent and as it is received.

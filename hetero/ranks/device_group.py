@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Channel, Operation
@@ -43,20 +44,43 @@ def can_gather_between_devices(world: ProcessGroups, backend: Backend) -> bool:
 
 
 class DeviceGroup:
-    """NCCL's process group of a communicator's members, and the thread that looks after it.
+    """NCCL's process groups of a shard group's members, and the thread that looks after them.
 
-    Members must give it the same collectives, in one order.
+    With `replicas` there are two: of the shard group, and of the replicas of this rank's shards.
+    Members must give these the same collectives, in one order.
+
+    Attributes:
+        peers: those who meet before each collective: all whose devices it may wait for.
     """
 
-    def __init__(self, peers: Communicator, channel: Channel, backend: CudaBackend) -> None:
+    def __init__(
+        self,
+        peers: Communicator,
+        channel: Channel,
+        backend: CudaBackend,
+        shard: Communicator | None,
+        replicas: Communicator | None = None,
+    ) -> None:
         """Connects the members' devices. All of them must call it. Raises PeerError.
 
-        `channel` is that of the operations by which they meet before each collective.
+        Args:
+            peers: all members, of both groups; with replicas all ranks.
+            channel: that of the operations by which they meet before each collective.
+            backend: this rank's device.
+            shard: the shard group.
+            replicas: the ranks that have the same shard as this one, if their devices exchange
+                bytes, too.
         """
-        self._peers = peers
+        self.peers = peers
+        self._groups = {id(group): group for group in (peers, shard, replicas) if group is not None}
         self._runtime = backend.runtime
-        group = peers.connect_devices(channel, backend.runtime.process_group)
-        self.streams: DeviceStreams | None = backend.connect(group)
+
+        def connect(members: Communicator | None) -> Any:
+            if members is None:
+                return None
+            return members.connect_devices(channel, backend.runtime.process_group)
+
+        self.streams: DeviceStreams | None = backend.connect(connect(shard), connect(replicas))
         self._watch = Worker("devices")
         self._ended = threading.Condition()
         self._under_way = 0
@@ -101,13 +125,13 @@ class DeviceGroup:
         began_s, looks = time.monotonic(), 0
         try:
             while self._failure is None and not self._runtime.comes_within(done, LOOK_S):
-                failures = self._peers.failures
+                failures = self.peers.failures
                 has_failed = failures.first is not None or failures.own_end is not None
                 looks = looks + 1 if has_failed else 0
                 waited_s = time.monotonic() - began_s
-                if waited_s > self._peers.timeout_s or looks == _LOOKS:
+                if waited_s > self.peers.timeout_s or looks == _LOOKS:
                     why = "broken off" if has_failed else "timed out"
-                    self._failure = self._peers.failure_of_all(operation, what, why, waited_s)
+                    self._failure = self.peers.failure_of_all(operation, what, why, waited_s)
                     self._abort()
         except RuntimeError as error:  # the device's, which its next use meets, too
             self._failure = PeerError(f"the device failed in {what}: {error}")
@@ -119,9 +143,16 @@ class DeviceGroup:
     def _abort(self) -> None:
         """The device goes on with what it has; what others sent has no meaning from now on."""
         assert self.streams is not None
-        with contextlib.suppress(RuntimeError):
-            self.streams.group.abort()
-        self._peers.break_off()
+        self._end_collectives(self.streams)
+        for group in self._groups.values():
+            group.break_off()
+
+    @staticmethod
+    def _end_collectives(streams: DeviceStreams) -> None:
+        for group in (streams.group, streams.replicas):
+            if group is not None:
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
 
     def close(self) -> None:
         """Ends the thread, when nothing is under way, and the connections; idempotent.
@@ -131,5 +162,4 @@ class DeviceGroup:
         self._watch.close()
         streams, self.streams = self.streams, None
         if streams is not None and self._failure is None:
-            with contextlib.suppress(RuntimeError):
-                streams.group.abort()  # (shutdown() would wait for other ranks.)
+            self._end_collectives(streams)  # (shutdown() would wait for other ranks.)

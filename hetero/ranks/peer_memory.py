@@ -2,17 +2,23 @@
 
 Linux copies from one process to another (process_vm_readv): once, where a socket takes the bytes in
 packets, in and out. The ranks lend each other memory, all for the same operation, and it is theirs
-again when all have read what they need; only those two moments go through gloo.
+again when all have read what they need; only those two moments go through gloo. That all have read
+what was lent for a gather shows in the next gather, to which a rank comes when it has.
+
+A rank that closes its engine frees what it has lent, perhaps while another one still reads. Each
+rank therefore has a *mark*, a random number, which it overwrites before it frees anything. Who has
+read looks at the mark: if it is still there, all that was read before it was the owner's.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,14 +39,12 @@ def connect_peer_memory(peers: Collectives) -> PeerMemory | None:
     """
     _native.permit_peers_to_read()
     what = "looking for ranks of this machine"
-    secret = torch.tensor([secrets.randbits(62)])
-    mine = torch.tensor([_place(), os.getpid(), secret.data_ptr(), int(secret)])
+    mark = torch.tensor([1 + secrets.randbits(62)])
+    mine = torch.tensor([_place(), os.getpid(), mark.data_ptr(), int(mark)])
     found = peers.all_gather(mine, what)
-    memory = PeerMemory(peers, found[:, 1].tolist())
-    can_read = bool(found[:, 0].eq(mine[0]).all()) and all(
-        memory.has(peer, address, number)
-        for peer, (_, _, address, number) in enumerate(found.tolist())
-    )
+    processes = [Process(*numbers) for numbers in found[:, 1:].tolist()]
+    memory = PeerMemory(peers, mark, processes)
+    can_read = bool(found[:, 0].eq(mine[0]).all()) and all(map(memory.lends, range(peers.size)))
     if peers.any(torch.tensor([not can_read], dtype=torch.uint8), what):
         return None
     return memory
@@ -53,28 +57,74 @@ def _place() -> int:
     return int.from_bytes(blake2b(boot + str(visible).encode(), digest_size=7).digest(), "little")
 
 
+class Process(NamedTuple):
+    """A member's process: its number in the system, and its mark, by address and value."""
+
+    pid: int
+    mark_address: int
+    mark: int
+
+
 class PeerMemory:
     """Memory that the members of a group lend each other."""
 
-    def __init__(self, peers: Collectives, processes: list[int]) -> None:
-        """`processes` are the members' numbers in the system."""
+    def __init__(
+        self, peers: Collectives, mark: torch.Tensor, processes: Sequence[Process]
+    ) -> None:
+        """`mark` is this rank's own, int64; `processes` are the members'."""
         self._peers = peers
+        self._mark = mark
         self._processes = processes
         self._worker = Worker("peer-memory")
         self._last: PartsFromPeers | None = None
+        # What this rank has lent for the last gather, and what holds it.
+        self._kept_part: torch.Tensor | None = None
+        self._kept = ExitStack()
 
-    def has(self, peer: int, address: int, number: int) -> bool:
-        """Whether an int64 at an address of a member's can be read, and is `number`."""
+    def lends(self, peer: int) -> bool:
+        """Whether a member's memory can be read, and it has freed nothing of what it has lent."""
         found = torch.zeros(1, dtype=torch.int64)
         try:
-            self._copy(peer, address, found)
+            self._copy(peer, self._processes[peer].mark_address, found)
         except OSError:
             return False
-        return int(found) == number
+        return int(found) == self._processes[peer].mark
 
     def gather(self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel) -> None:
-        """Puts every member's `part`, flat bytes, into `parts`. Raises PeerError."""
-        with self._lent(part, what, channel) as addresses, parts.lock:
+        """Puts every member's `part`, flat bytes, into `parts`.
+
+        When it returns all have read `part`. Raises PeerError.
+        """
+        with self._lent(part, what, channel) as addresses:
+            self._gather_from(addresses, part, parts, what)
+
+    def gather_keeping(
+        self, part: torch.Tensor, parts: GatheredParts, what: str, channel: Channel, kept: ExitStack
+    ) -> None:
+        """As gather(), but others may still read `part` when it returns.
+
+        What `kept` holds is let go when they have: in the next call of this, which all members
+        make, or by release().
+        """
+        addresses = self._exchange(part, what, channel)
+        self.release()  # who has come to this gather has read for the last one
+        self._kept, self._kept_part = kept.pop_all(), part
+        self._gather_from(addresses, part, parts, what)
+
+    def release(self) -> None:
+        """All members have read what this rank has lent; idempotent."""
+        self._kept_part = None
+        self._kept.close()
+
+    def retract(self) -> None:
+        """What this rank has lent is freed now: who has not read it yet gets an error."""
+        self._mark.zero_()
+        self.release()
+
+    def _gather_from(
+        self, addresses: list[int], part: torch.Tensor, parts: GatheredParts, what: str
+    ) -> None:
+        with parts.lock:
             if parts.rows is None:
                 return
             own = parts.rows[self._peers.rank]
@@ -103,14 +153,18 @@ class PeerMemory:
     @contextmanager
     def _lent(self, memory: torch.Tensor, what: str, channel: Channel) -> Iterator[list[int]]:
         """Inside the block all members may read each other's `memory`, at these addresses."""
+        yield self._exchange(memory, what, channel)
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        self._peers.begin_any(nothing, what, channel).wait()  # all have read
+
+    def _exchange(self, memory: torch.Tensor, what: str, channel: Channel) -> list[int]:
+        """The addresses of all members' `memory`, when all have come."""
         mine = torch.tensor([memory.data_ptr()])
         addresses = mine.new_empty(self._peers.size)
         self._peers.begin(
             channel, what, lambda g: g._allgather_base(addresses, mine), addresses, mine, memory
         ).wait()
-        yield addresses.tolist()
-        nothing = torch.zeros(1, dtype=torch.uint8)
-        self._peers.begin_any(nothing, what, channel).wait()  # all have read
+        return addresses.tolist()
 
     def _read(self, addresses: list[int], rows: list[torch.Tensor], offset: int, what: str) -> None:
         """Fills the rows of the other members by what each has at its address, `offset` further."""
@@ -121,12 +175,16 @@ class PeerMemory:
                 self._copy(peer, addresses[peer] + offset, rows[peer])
             except OSError as error:
                 raise self._peers.failure(peer, what, str(error)) from error
+            if not self.lends(peer):
+                raise self._peers.failure(peer, what, "it has freed what it lent")
 
     def _copy(self, peer: int, address: int, into: torch.Tensor) -> None:
-        _native.read_peer_memory(self._processes[peer], address, into.data_ptr(), into.nbytes)
+        pid = self._processes[peer].pid
+        _native.read_peer_memory(pid, address, into.data_ptr(), into.nbytes)
 
     def close(self) -> None:
         """Ends the thread; what it is in, other ranks may not take part in any more."""
+        self.retract()
         if self._last is not None and not self._last.job.has_ended:
             self._peers.break_off()
         self._worker.close()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hetero.activations.store import ActivationStore
-from hetero.chunk_groups.build import Shared
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.shared import Shared
 from hetero.chunks.layout import Layout
 from hetero.planning.placement import Placement
 from hetero.planning.predict import Plan

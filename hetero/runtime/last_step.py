@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetero.chunk_groups.build import Shared
+from hetero.chunk_groups.shared import Shared
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.update_schedule import OptimizerView, UpdateSchedule

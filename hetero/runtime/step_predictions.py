@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from hetero.chunk_groups.build import Shared
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.shared import Shared
 from hetero.planning.group_plans import ChunkGroupPlan
 from hetero.planning.machine_profile import saved_profile
 from hetero.planning.predict import Plan, predict

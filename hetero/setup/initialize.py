@@ -16,8 +16,9 @@ from hetero.activations.limits import ActivationLimits
 from hetero.activations.store import ActivationStore
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
-from hetero.chunk_groups.build import Shared, build_chunk_group
+from hetero.chunk_groups.build import build_chunk_group
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.shared import Shared
 from hetero.chunks.dtypes import Dtypes
 from hetero.chunks.layout import Layout, Shard
 from hetero.config import Config
@@ -127,6 +128,7 @@ def initialize(
                 replicas=world.size // world.ranks,
                 between_devices=can_gather_between_devices(world, backend),
             )
+            _check_for_ranks(made, shard)
             try:
                 arrangement = arrange(
                     model,
@@ -165,6 +167,19 @@ def initialize(
             engine.close()
             raise
     return model, optimizer
+
+
+def _check_for_ranks(config: Config, shard: Shard) -> None:
+    """Raises ValueError if gradients would be at home where ranks cannot average them."""
+    several = shard.ranks * shard.replicas > 1 and not shard.between_devices
+    on_gpu = config.backend == "cuda" and config.placement_policy in ("auto", "cuda")
+    if several and on_gpu and not shard.grads:
+        raise ValueError(
+            f"zero_stage=1 with ranks that share a GPU, or without NCCL, averages gradients in "
+            f"RAM, and with placement_policy={config.placement_policy!r} some would be at home on "
+            f"the GPU; give each rank a GPU of its own, or zero_stage=2 or 3, or "
+            f"placement_policy='cpu' or 'nvme'"
+        )
 
 
 def _check_commits(config: Config, optimizers: Sequence[HybridOptimizer]) -> None:

@@ -37,27 +37,13 @@ def join_ranks(
     Returns:
         The options, and the ranks.
 
-    Raises ValueError as ProcessGroups does, and for options that do not suit several ranks; and
-    what `make_config` raises.
+    Raises ValueError as ProcessGroups does, and what `make_config` raises.
     """
     with told_if_absent(process_group, mesh):
         config = make_config()
     world = ProcessGroups(config.rank_timeout_s, process_group, mesh)
-    if world.size > 1:
-        _check_for_ranks(config)
     share_threads(world.local_ranks)
     return config, world
-
-
-def _check_for_ranks(config: Config) -> None:
-    """Raises ValueError if gradients would be at home where ranks cannot average them."""
-    on_gpu = config.backend == "cuda" and config.placement_policy in ("auto", "cuda")
-    if on_gpu and config.zero_stage == 1:
-        raise ValueError(
-            f"zero_stage=1 with several ranks averages gradients in RAM, and with "
-            f"placement_policy={config.placement_policy!r} some would be at home on the GPU; "
-            f"give zero_stage=2 or 3, or placement_policy='cpu' or 'nvme'"
-        )
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from offload._native import OffloadOp, OffloadQueue, UpdateKind
 from offload.device.backend import Backend, check_sides, submit
 from offload.device.collective.mean_kernel import MeanKernel
+from offload.device.collective.mean_task import MeanTask
 from offload.device.cuda_runtime import CudaRuntime, Stream
 from offload.device.device_arena import DeviceArena, PageLockedArena, check_not_capturing
 from offload.device.event_pool import Event
@@ -140,12 +141,12 @@ class CudaBackend(Backend):
     def collective_device(self) -> str | None:
         return self.runtime.name() if self.runtime.has_collectives else None
 
-    def connect(self, group: Any) -> DeviceStreams:
-        """Streams for the collectives of runtime.process_group()'s `group`."""
+    def connect(self, group: Any, replicas: Any = None) -> DeviceStreams:
+        """Streams for the collectives of process groups that runtime.process_group() has made."""
         with self._lock:
-            copies = _Way(self._fetching.words, self.runtime.new_stream())
+            copies = _Way("between RAM and the device", self.runtime.new_stream())
             self._ways.append(copies)
-        return DeviceStreams(group, copies, self.runtime.new_stream())
+        return DeviceStreams(group, replicas, copies, self.runtime.new_stream())
 
     def unused_after(self, whole: torch.Tensor) -> list[Event]:
         """The events after which no work given so far uses `whole`, in slots of an arena."""
@@ -161,6 +162,7 @@ class CudaBackend(Backend):
         source: torch.Tensor,
         computed: Event | None,
         unused: Sequence[Event],
+        home: torch.Tensor | None = None,
     ) -> Event:
         """Starts gathering `whole` from the equal parts that the devices of a group have.
 
@@ -175,9 +177,12 @@ class CudaBackend(Backend):
                 RAM, and copied to its place first.
             unused: unused_after(), of when the gather was begun. A gather that waited for work that
                 was given later could wait for itself, by way of what other devices wait for.
+            home: memory in RAM for all of it, which gets what `source` is not.
 
         Returns the event at which it is done.
         """
+        # (Without the lock where collectives are given: NCCL may connect hosts then, and the other
+        # one may be in a collective of another group, for which this one's thread needs the lock.)
         with self._lock:
             arena, slot, run = self._find(whole)
             waits = list(unused)
@@ -191,63 +196,85 @@ class CudaBackend(Backend):
                 waits.append(computed)
             for event in waits:
                 self.runtime.wait(streams.collectives, event)
-            with self.runtime.on(streams.collectives):
-                streams.group._allgather_base(whole, own).wait()
+        with self.runtime.on(streams.collectives):
+            streams.group._allgather_base(whole, own).wait()
+        with self._lock:
             done = self.runtime.record(streams.collectives)
+            if home is not None:
+                begin = own.data_ptr() - whole.data_ptr()
+                for part in (slice(0, begin), slice(begin + len(own), len(whole))):
+                    if part.start < part.stop:
+                        # In the stream of the next one's copy to the same slots.
+                        done = self._start(streams.copies, home[part], whole[part], [done]).event
+                        self.d2h_bytes += part.stop - part.start
             arena.written(slot, run, done)
         return done
+
+    def follow(self, event: Event) -> None:
+        """What the calling thread gives to the device from now on comes after the event."""
+        self.runtime.wait(self.runtime.current_stream(), event)
 
     def prepare_means(self) -> None:
         """Makes what average() needs. Raises HeteroError if its kernel cannot be compiled."""
         if self._mean_kernel is None:
             self._mean_kernel = MeanKernel(self.runtime)
 
-    def average(
-        self,
-        streams: DeviceStreams,
-        flat: torch.Tensor,
-        received: torch.Tensor,
-        after: Iterable[Event],
-        mean: torch.Tensor | None,
-        by_group: bool = False,
-    ) -> tuple[torch.Tensor, Event]:
+    def average(self, streams: DeviceStreams, task: MeanTask, after: Sequence[Event]) -> Event:
         """Starts making the mean of this device's parts of what the devices of a group have.
 
-        Args:
-            streams: of a group of n devices.
-            flat: what this device has, of n equal parts. The caller keeps it until that is done.
-            received: as many elements in slots of an arena, for the parts that are sent to it.
-            after: the events after which `flat` is computed.
-            mean: memory in RAM for the mean; None: it stays on the device.
-            by_group: the group sums, in the dtype of `flat` and an order of its own.
-
-        Returns the mean, and the event at which it is there.
+        With replicas it becomes the mean of theirs. `after` are the events after which the task's
+        `flat` is computed. Returns the event at which the mean is there.
         """
-        assert self._mean_kernel is not None
         with self._lock:
-            arena, slot, run = self._find(received)
-            stream, group = streams.collectives, streams.group
-            for event in (*after, *arena.before_write(slot, run)):
+            arena, slot, run = self._find(task.received)
+            stream, flat = streams.collectives, task.flat
+            waits = [*after, *arena.before_write(slot, run)]
+            if task.sent is not None:
+                flat = task.sent
+                unused = [*after, *self.unused_after(flat)]
+                waits.append(self._start(streams.copies, flat, task.flat, unused).event)
+                self.h2d_bytes += flat.nbytes
+            for event in waits:
                 self.runtime.wait(stream, event)
-            with self.runtime.on(stream):
-                size = group.size()
-                if by_group:
-                    parts = received.chunk(size)[0]
-                    group._reduce_scatter_base(parts, flat).wait()
-                else:
-                    parts = received
-                    group.alltoall_base(
-                        parts.view(torch.uint8), flat.view(torch.uint8), [], []
-                    ).wait()
-                found = self._mean_kernel.launch(parts, len(received) // size, size)
+        with self.runtime.on(stream):
+            if streams.group is not None:
+                self._average_in_group(streams.group, flat, task.received, task.mean, task.by_group)
+            exchanged = self.runtime.record(stream)
+            if streams.replicas is not None:
+                assert task.between is not None
+                mine = flat if streams.group is None else task.mean
+                own = task.between.chunk(streams.replicas.size())[0]
+                self._average_in_group(streams.replicas, mine, task.between, own)
+                streams.replicas._allgather_base(_bytes(task.mean), _bytes(own)).wait()
+                exchanged = exchanged if streams.group is not None else self.runtime.record(stream)
+        with self._lock:
+            if task.sent is not None:
+                sent_in, first, length = self._find(flat)
+                sent_in.written(first, length, exchanged)
             done = self.runtime.record(stream)
-            if mean is not None:
-                check_sides(mean, found)
-                done = self._start(self._draining, mean, found, [done]).event
-                self.d2h_bytes += mean.nbytes
-                found = mean
+            if task.in_ram is not None:
+                check_sides(task.in_ram, task.mean)
+                done = self._start(self._draining, task.in_ram, task.mean, [done]).event
+                self.d2h_bytes += task.mean.nbytes
             arena.written(slot, run, done)
-        return found, done
+        return done
+
+    def _average_in_group(
+        self,
+        group: Any,
+        flat: torch.Tensor,
+        received: torch.Tensor,
+        into: torch.Tensor,
+        by_group: bool = False,
+    ) -> None:
+        """The mean of this device's parts of `flat`, in the current stream."""
+        assert self._mean_kernel is not None
+        if by_group:
+            received = received[: into.numel()]
+            group._reduce_scatter_base(received, flat).wait()
+        else:
+            group.alltoall_base(_bytes(received), _bytes(flat), [], []).wait()
+        self._mean_kernel.launch(received, group.size(), into)
 
     def _start(
         self, way: _Way, to: torch.Tensor, source: torch.Tensor, events: Iterable[Event]
@@ -342,15 +369,21 @@ class _Way:
 
 @dataclass(frozen=True, eq=False)
 class DeviceStreams:
-    """The streams of one group of devices: `copies` to what is gathered, and its `collectives`.
+    """The streams of a group of devices: `copies` of what is gathered, and its `collectives`.
 
-    No other group's are in them. These may come in another order on another device: two in one
+    Also those with the replicas of what this device has, in their order among the others. No other
+    group's are in these streams. Such may come in another order on another device: two in one
     stream would wait for each other.
     """
 
-    group: Any  # torch.distributed's
+    group: Any  # torch.distributed's; None: this device is the only one of the group
+    replicas: Any  # likewise, of those that have the same parts
     copies: _Way
     collectives: Stream
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
 
 
 class _Copy:

@@ -19,8 +19,21 @@ from offload.memory.tiers import Account
 from tests.support.cuda.ranks import train_on_gpu
 from tests.support.ranks.processes import RankPool
 
+NCCL = torch.cuda.device_count() >= 2 and dist.is_nccl_available()
+ONE_GPU_EACH = pytest.mark.skipif(not NCCL, reason="needs a GPU for each rank, and NCCL")
 SETTINGS = [
     pytest.param({"zero_stage": 1, "placement_policy": "cpu"}, id="1-cpu"),
+    pytest.param(
+        {"zero_stage": 1, "placement_policy": "auto", "device_memory": "1MiB"},
+        id="1-auto",
+        marks=ONE_GPU_EACH,
+    ),
+    pytest.param(
+        {"zero_stage": 1, "placement_policy": "cuda"}, id="1-all-on-device", marks=ONE_GPU_EACH
+    ),
+    pytest.param(
+        {"zero_stage": 2, "placement_policy": "auto", "device_memory": "1MiB"}, id="2-auto"
+    ),
     pytest.param({"zero_stage": 2, "placement_policy": "cpu"}, id="2-cpu"),
     pytest.param({"zero_stage": 3, "placement_policy": "cpu"}, id="3-cpu"),
     pytest.param({"zero_stage": 3, "placement_policy": "nvme", "host_memory": "1MiB"}, id="3-nvme"),
@@ -58,6 +71,21 @@ def test_same_bits_for_every_stage_and_placement(
     for found, wanted in zip(pool.run(train_on_gpu, options), everything_gathered, strict=True):
         assert len(found) == len(wanted)
         assert all(map(torch.equal, found, wanted))
+
+
+def test_same_bits_for_every_stage_with_replicas(pool: RankPool) -> None:
+    """Two replicas; of four ranks two share one, of two each has all of the state."""
+    replicas = 2 if pool.world % 2 == 0 else 1
+    options = {"zero_stage": 3, "placement_policy": "cpu", "device_memory": "64MiB"}
+    wanted = pool.run(train_on_gpu, options, replicas)
+    settings = [{"zero_stage": 1}, {"zero_stage": 2, "placement_policy": "cuda"}]
+    if NCCL:
+        settings.append({"zero_stage": 1, "placement_policy": "cuda"})
+    for more in settings:
+        for mine, right in zip(
+            pool.run(train_on_gpu, options | more, replicas), wanted, strict=True
+        ):
+            assert all(map(torch.equal, mine, right))
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hetero.chunk_groups.build import Shared
+from hetero.chunk_groups.shared import Shared
 from hetero.ranks.communicator import Communicator
 from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.runtime.modules.all_params import AllParams

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from hetero.chunk_groups.build import Shared
 from hetero.chunk_groups.chunk_group import ChunkGroup
+from hetero.chunk_groups.shared import Shared
 from hetero.planning.group_plans import ChunkGroupPlan, place_groups
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError
 from hetero.planning.refusal import SAID, cannot_become, too_much

@@ -248,6 +248,7 @@ class Migration:
         if self._device.updater is not None:
             self._device.updater.prepare()
         self._arenas.resize_gathered(0)
+        self._arenas.resize_unkept(min(self._before.unkept_slots, self._after.unkept_slots))
         for move in moves:
             move.homes.allocate(move.chunk, Tier.DEVICE)
             move.copied = True
@@ -284,6 +285,8 @@ class Migration:
         for chunk in self._moving:
             self._attach(chunk, moved=False)
         self._moving.clear()
+        if self._arenas.unkept.slots < self._before.unkept_slots:
+            self._arenas.resize_unkept(self._before.unkept_slots)
         if self._arenas.gathered.slots < self._before.gathered_slots:
             self._arenas.resize_gathered(self._before.gathered_slots)
             chunk_group.params.note_gathered_slots()

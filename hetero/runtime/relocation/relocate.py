@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetero.chunk_groups.build import Shared
+from hetero.chunk_groups.shared import Shared
 from hetero.planning.placement import Placement
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.relocation.migration import InUseError, Migration

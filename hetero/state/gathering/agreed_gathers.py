@@ -222,6 +222,13 @@ class AgreedGathers:
         self._cache.finish_transfers()
         self._gathering.stream.wait_all()
 
+    def finish(self) -> None:
+        """All ranks have made the same all-gathers, so values may change afterwards.
+
+        Raises PeerError.
+        """
+        self._gathering.stream.transport.finish()
+
     def end_step(self, records: Collection[tuple[Use, ...]], slots: int) -> None:
         """A step is over, and values are going to change.
 
@@ -255,12 +262,14 @@ class AgreedGathers:
             return self._progress.order
         return AgreedOrder(uses, self._slots_of, slots, self._kept)
 
-    def begin(self, slots: int) -> None:
+    def begin(self, slots: int, all_in_ram: bool) -> None:
         """Expects chunks in the order of registration, and back: all that ranks know at first.
 
-        All ranks call it; each has at least so many `slots`.
+        All ranks call it; each has at least so many `slots`, and all its shards in memory if
+        `all_in_ram`.
         """
         self.forget()
+        self._gathering.stream.note_homes(all_in_ram)
         gathered = [c for c in self._layout.chunks if not self._is_resident(c)]
         forward = [Use(chunk.id, False) for chunk in gathered]
         backward = [Use(chunk.id, True) for chunk in reversed(gathered)]
@@ -274,11 +283,17 @@ class AgreedGathers:
         """This rank has so many for gathered copies."""
         return self._cache.slots
 
+    @property
+    def has_all_in_ram(self) -> bool:
+        """Whether this rank has all of its shards in memory."""
+        return self._gathering.has_all_in_ram
+
     def forget(self) -> None:
         """Slots are about to change: nothing is gathered together until begin(), or a step's end.
 
         All ranks call it.
         """
+        self._gathering.stream.note_homes(all_in_ram=False)
         self._progress = self._last_order = None
         self._next.clear()
         self._record.clear()

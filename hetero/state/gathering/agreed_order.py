@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero.planning.belady import rounds
+from hetero.planning.belady import reserve, rounds
 
 # Records that are longer together are not merged, which takes time that is quadratic in the worst
 # case; nor are those that have little in common, whose union would grow from step to step.
@@ -71,7 +71,9 @@ class AgreedOrder:
             kept: chunks whose copies last from step to step.
         """
         self.uses = tuple(uses)
-        self._rounds = rounds([use.chunk for use in uses], slots_of, capacity, kept)
+        used = {use.chunk: slots_of[use.chunk] for use in uses}
+        chunks, reserved = [use.chunk for use in uses], reserve(used, capacity)
+        self._rounds = rounds(chunks, slots_of, capacity, kept, reserved)
         self._gathers: list[CommonFetch] = []
         self._planned = 0  # rounds
         self._has_all = False  # nothing is gathered in later rounds

@@ -17,9 +17,10 @@ def begin_gathers(gathers: Sequence[AgreedGathers], shard: Communicator) -> None
 
     Raises PeerError.
     """
-    slots = shard.all_gather(torch.tensor([each.slots for each in gathers]), "comparing slots")
-    for each, least in zip(gathers, slots.amin(0).tolist(), strict=True):
-        each.begin(least)
+    mine = torch.tensor([(each.slots, each.has_all_in_ram) for each in gathers])
+    least = shard.all_gather(mine, "comparing slots").amin(0).tolist()
+    for each, (slots, all_in_ram) in zip(gathers, least, strict=True):
+        each.begin(slots, bool(all_in_ram))
 
 
 def agree_on_gathers(
@@ -48,6 +49,8 @@ def agree_on_gathers(
             "the ranks have gathered different chunks, or different versions of them, since the "
             "last step, so gradients may be wrong; this is a defect of hetero, please report it"
         )
+    for each in gathers:
+        each.finish()
     if not ends_step:
         return
     for number, (each, record) in enumerate(zip(gathers, mine, strict=True)):

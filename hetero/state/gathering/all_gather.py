@@ -100,6 +100,11 @@ class Gathering:
         """Seconds of waiting, which prefetch did not hide."""
         return self.one_sided_wait_s + self.stream.wait_s
 
+    @property
+    def has_all_in_ram(self) -> bool:
+        """Whether all shards of this rank are at home in memory."""
+        return all(chunk in self._shards.homes for chunk in self._layout.chunks)
+
     def read(self, chunk: int, slot: int) -> Operation:
         """Starts gathering a chunk into the slots from `slot` on, with all ranks if expected."""
         found = self._layout.chunks[chunk]
@@ -115,7 +120,7 @@ class Gathering:
         return is_expected
 
     def start(self, chunk: Chunk, whole: torch.Tensor) -> CommonGather:
-        """Starts gathering a chunk to `whole`, flat and in RAM, with all ranks."""
+        """Starts gathering a chunk to `whole`, flat, with all ranks."""
         return self.stream.start(chunk, whole, lambda: self.read_alone(chunk, whole).wait())
 
     def write(self, chunk: int, slot: int) -> Operation:

@@ -19,7 +19,6 @@ from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.ranks.waiting import LOOK_S, SOON_S
 from hetero.state.gathering.param_shards import ParamShards
 from hetero.state.gathering.transport import GatherTransport
-from offload.errors import PeerError
 from offload.interrupts import deliver_signals
 from offload.memory.operation import Worker, cancelled
 
@@ -40,14 +39,17 @@ class CommonGather:
         chunk: Chunk,
         whole: torch.Tensor | None,
         read: Callable[[], object],
+        keeps_shards: bool,
     ) -> None:
         """`whole` gets the chunk, flat; None: this rank takes part for the others alone.
 
-        `read` brings it there one-sided.
+        `read` brings it there one-sided. `keeps_shards`: ranks may wait for each other while they
+        keep their shards open.
         """
         self._stream = stream
         self.number = number
         self.chunk = chunk
+        self.keeps_shards = keeps_shards
         self.error: BaseException | None = None
         self.target = stream.transport.target(chunk, whole)
         self._is_kept = whole is not None
@@ -70,6 +72,8 @@ class CommonGather:
                     if self.target.let_go():
                         self._read()
                         break
+                if self.error is None:
+                    self.target.follow()
             finally:
                 self._stream.wait_s += time.perf_counter() - began_s
                 self._let_go(self.error)
@@ -79,6 +83,12 @@ class CommonGather:
         if self.error is not None:
             # A copy: what is raised has the caller's frames, and with them tensors that pin slots.
             raise copy.copy(self.error)
+
+    def end(self, error: BaseException | None) -> None:
+        """For the stream: it is made, or has failed. It refers to no home any more."""
+        if error is not None:
+            self.error = error
+        self._read = lambda: None
 
     def cancel(self) -> None:
         """The chunk is not needed. This rank takes part nevertheless; nothing is stored."""
@@ -129,6 +139,14 @@ class GatherStream:
         self._stalled_at = -1  # how many were made when this rank gave up waiting
         self.wait_s = 0.0  # seconds of waiting for them
         self._digest = blake2b(digest_size=7)
+        self._all_in_ram = False
+
+    def note_homes(self, all_in_ram: bool) -> None:
+        """Whether every rank has all of its shards in memory, for gathers that are started later.
+
+        All ranks call it. Until the first call they are taken not to have.
+        """
+        self._all_in_ram = all_in_ram
 
     def start(
         self,
@@ -141,7 +159,7 @@ class GatherStream:
         Without `whole` this rank takes part for the others alone. `read` brings the chunk there
         one-sided, if others do not come.
         """
-        gather = CommonGather(self, self.started, chunk, whole, read)
+        gather = CommonGather(self, self.started, chunk, whole, read, self._all_in_ram)
         self.started += 1
         version = self._versions[chunk]
         self._digest.update(f"{chunk.id} {version};".encode())
@@ -154,13 +172,21 @@ class GatherStream:
 
     def _make(self, gather: CommonGather) -> None:
         """In the worker's thread."""
+        gather.end(self._gather(gather))
+        with self._has_made:
+            self.made = gather.number + 1
+            self._has_made.notify_all()
+
+    def _gather(self, gather: CommonGather) -> BaseException | None:
+        """Returns what went wrong."""
         try:
             error = self._find_failure(gather)
             what = f"gathering {gather.chunk.name}"
-            # Shards that are on NVMe have few slots, which other ranks' one-sided reads need, too.
-            # So none is held while this rank waits for the others to come.
-            flag = torch.zeros(1, dtype=torch.uint8)
-            self._peers.begin_any(flag, what, Channel.GATHERS).wait()
+            if not gather.keeps_shards:
+                # Shards that are on NVMe have few slots, which other ranks' one-sided reads need,
+                # too. So none is held while this rank waits for the others to come.
+                flag = torch.zeros(1, dtype=torch.uint8)
+                self._peers.begin_any(flag, what, Channel.GATHERS).wait()
             with contextlib.ExitStack() as opened:
                 shard: torch.Tensor | None = None
                 if error is None:
@@ -168,15 +194,10 @@ class GatherStream:
                         shard = opened.enter_context(self._shards.open(gather.chunk))
                     except Exception as failure:
                         error = self._tell_failure(gather, failure)
-                self.transport.gather(gather.target, shard, what, opened)
-            error = error or self._news.failure_of(gather.number)
+                self.transport.gather(gather.target, shard, what, opened, gather.keeps_shards)
+            return error or self._news.failure_of(gather.number)
         except Exception as failure:
-            error = failure.with_traceback(None)
-        if error is not None:
-            gather.error = error
-        with self._has_made:
-            self.made = gather.number + 1
-            self._has_made.notify_all()
+            return failure.with_traceback(None)
 
     def _find_failure(self, gather: CommonGather) -> BaseException | None:
         """Why this rank has no values: the update that makes them has failed. The others know it
@@ -241,9 +262,8 @@ class GatherStream:
                 raise self._peers.failure_of_all(operation, what, "timed out", waited_s)
 
     def wait_all(self) -> None:
-        """Until all that were started are made, by devices, too. Raises PeerError."""
+        """Until all that were started are made. Raises PeerError."""
         self.wait_for(self.started - 1)
-        self.transport.finish()
 
     def abandon(self) -> None:
         """Ends those that are under way, in which other ranks may not take part; idempotent.
@@ -261,5 +281,4 @@ class GatherStream:
         """abandon(), and ends the thread; idempotent."""
         self.abandon()
         self._worker.close()
-        with contextlib.suppress(PeerError):  # whoever needs them has met it
-            self.transport.finish()
+        self.transport.close()

@@ -19,6 +19,12 @@ class GatherTarget(Protocol):
     def let_go(self) -> bool:
         """Nothing that was not begun is written there. Returns False if all of it will come."""
 
+    def follow(self) -> None:
+        """What the calling thread computes from now on comes after the gather, which was made.
+
+        Raises PeerError.
+        """
+
 
 class GatherTransport(Protocol):
     """Brings the shards of all ranks together; which one it is all ranks have decided alike."""
@@ -29,20 +35,35 @@ class GatherTransport(Protocol):
         Called as the gather is started, in the thread that computes.
         """
 
-    def gather(self, target: Any, shard: torch.Tensor | None, what: str, opened: ExitStack) -> None:
+    def gather(
+        self,
+        target: Any,
+        shard: torch.Tensor | None,
+        what: str,
+        opened: ExitStack,
+        keeps: bool,
+    ) -> None:
         """Brings the shards to `target`, which target() has made; all ranks call it.
 
-        When it returns they are there for whatever is computed next. Raises PeerError.
+        When it returns they are there for whatever follows the target. Other ranks may still read
+        this one's. Raises PeerError.
 
         Args:
             target: where to.
             shard: this rank's, flat; None: it has told the others that it has none.
             what: names the gather in errors.
             opened: keeps the shard for the caller; the transport may take that over.
+            keeps: this rank may wait for other ranks while it keeps the shard.
         """
 
     def finish(self) -> None:
-        """Until nothing is under way on a device. Raises PeerError."""
+        """All ranks have made the gathers that this rank has; until devices have, too.
+
+        Raises PeerError.
+        """
+
+    def close(self) -> None:
+        """What is gathered from is freed now. Idempotent."""
 
 
 class _InRam(GatheredParts):
@@ -51,6 +72,9 @@ class _InRam(GatheredParts):
     def __init__(self, whole: torch.Tensor | None, ranks: int, part_numel: int) -> None:
         super().__init__(whole, ranks)
         self.part_numel = part_numel
+
+    def follow(self) -> None:
+        """All is there."""
 
 
 class RamTransport:
@@ -67,10 +91,19 @@ class RamTransport:
         return _InRam(whole, self._peers.size, numel)
 
     def gather(
-        self, target: _InRam, shard: torch.Tensor | None, what: str, opened: ExitStack
+        self,
+        target: _InRam,
+        shard: torch.Tensor | None,
+        what: str,
+        opened: ExitStack,
+        keeps: bool,
     ) -> None:
         part = torch.zeros(target.part_numel, dtype=self._dtype) if shard is None else shard
-        self._peers.gather_parts(part, target, what, Channel.GATHERS)
+        kept = opened if keeps else None
+        self._peers.gather_parts(part, target, what, Channel.GATHERS, kept)
 
     def finish(self) -> None:
-        """Nothing is: gather() waits."""
+        self._peers.let_go()
+
+    def close(self) -> None:
+        self._peers.retract()

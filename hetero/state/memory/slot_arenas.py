@@ -51,7 +51,7 @@ class SlotArenas:
         # Where compute happens.
         self.gathered = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.gathered.close)
-        # There, too: what this rank gathers for other ranks alone.
+        # There, too: what devices gather and this rank does not keep there.
         self.unkept = backend.arena(0, self._slot.gathered, ledger, Account.GATHERED)
         resources.callback(self.unkept.close)
         self._pipeline: StepPipeline | None = None
@@ -125,6 +125,11 @@ class SlotArenas:
         """
         self.gathered.resize(slots + spare_slots)
         self.gathered.commit(0, slots)
+
+    def resize_unkept(self, slots: int) -> None:
+        """Gives `unkept` another number of slots; none may be in use. Raises BudgetError."""
+        self.unkept.resize(slots, self._slot.gathered)
+        self.unkept.commit(0, slots)
 
     def free(self) -> None:
         """Frees all slots and closes the pipeline.

@@ -33,9 +33,10 @@ class ReduceBuffers:
         buckets: slots for buckets, in stages 2 and 3; None in stage 1, where GRAD homes are whole,
             and are the buckets.
         received: slots for what other ranks of the shard group send, one whole chunk at a time.
-        replicas: slots for what other replicas of this shard send; None without replicas.
+        replicas: slots of RAM for what other replicas of this shard send; None without replicas.
         by_backend: the backend's reduce-scatter makes the sums (Config.grad_reduce).
-        device: makes the means of the shard group, where `buckets` and `received` are on a device.
+        device: makes the means, also those over replicas, where ranks have devices of their own:
+            `buckets` and `received` are there.
     """
 
     dtype: torch.dtype

@@ -195,6 +195,8 @@ class GradReducer:
         grad_offload = self._grad_offload
         if grad_offload is not None and not grad_offload.limit_bytes:
             grad_offload = None
+        if bucket.slot is None and self._grads.homes.on_device(managed.chunk):
+            grad_offload = None  # it stays there
         put_grad(managed, grad, into, accumulate, grad_offload)
         if self._memory.device is not None:
             bucket.computed.append(self._memory.device.record())
@@ -467,15 +469,19 @@ class GradReducer:
         members = self._grads.members(oldest.chunk)
         if self._memory.buckets is None:
             assert oldest.bucket is not None
-            assert isinstance(oldest.mean, RankMean)
-            mean = self._own_part(oldest.bucket.flat)
-            sums = oldest.mean.compute_parts(mean, self._grads.parts(oldest.chunk))
+            sums: list[float] | None = None
+            if isinstance(oldest.mean, DeviceMean):
+                oldest.mean.take()  # it has come to its place
+            else:
+                mean = self._own_part(oldest.bucket.flat)
+                sums = oldest.mean.compute_parts(mean, self._grads.parts(oldest.chunk))
+            oldest.bucket.computed.clear()
             oldest.bucket.state = BucketState.MEAN
             oldest.bucket.filled.clear()
             self._grads.note_means(oldest.chunk, sums)
         else:
             if isinstance(oldest.mean, DeviceMean):
-                mean = oldest.mean.compute()
+                mean = oldest.mean.take()
             else:  # in memory that nobody needs any more
                 mean = self._own_part(oldest.bucket.flat if oldest.bucket else oldest.received)
                 oldest.mean.compute(mean)

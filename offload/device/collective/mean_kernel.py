@@ -39,18 +39,18 @@ class MeanKernel:
         self._runtime = runtime
         self._made: CudaModule = runtime.kernels(None)
 
-    def launch(self, parts: torch.Tensor, numel: int, divisor: int) -> torch.Tensor:
+    def launch(self, parts: torch.Tensor, divisor: int, target: torch.Tensor) -> None:
         """Starts adding up parts, divided by `divisor`, in the current stream.
 
-        `parts`, flat and on the device, has one or more of `numel` elements. What comes of it takes
-        the place of the first one, which is returned.
+        All is flat, on the device and of one dtype. `parts` has one or more, of as many elements as
+        `target`, which may be the first one.
         """
-        target, at = parts[:numel], parts.data_ptr()
-        count = len(parts) // numel
-        argument = _Parts(at, at, numel, count, _NUMBERS[parts.dtype], divisor, 0)
-        blocks = -(-target.numel() // THREADS)
+        numel = target.numel()
+        first, count = parts.data_ptr(), len(parts) // numel
+        number = _NUMBERS[parts.dtype]
+        argument = _Parts(first, target.data_ptr(), numel, count, number, divisor, 0)
+        blocks = -(-numel // THREADS)
         self._made.launch("hetero_mean", blocks, [argument], self._runtime.current_stream())
-        return target
 
     def close(self) -> None:
         """Unloads the kernel, which is not running; idempotent."""

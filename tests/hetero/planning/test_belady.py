@@ -5,7 +5,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.planning.belady import fetches
+from hetero.planning.belady import PREFETCH_CHUNKS, fetches, reserve
 
 sequences = st.lists(st.integers(0, 4), min_size=1, max_size=9)
 
@@ -77,3 +77,49 @@ def test_room_is_told_by_the_last_use_of_what_was_there():
     # 1 is needed again last, so it makes room for 2, right after its use; then 2 for 1.
     found = fetches([0, 1, 2, 0, 1], ONE, 2)
     assert [(f.use, f.after) for f in found] == [(0, -1), (1, -1), (2, 1), (4, 2)]
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=40),
+    st.lists(st.integers(1, 3), min_size=7, max_size=7),
+    st.integers(3, 12),
+    st.integers(0, 4),
+)
+def test_fetches_that_begin_when_their_room_is_free_never_take_more_than_there_is(
+    uses, sizes, capacity, reserved
+):
+    """A fetch begins after the use that it names; what it takes, chunks with no next use before
+    their own next fetch have left by then."""
+    slots_of = dict(enumerate(sizes))
+    found = fetches(uses, slots_of, capacity, (), min(reserved, capacity - max(sizes)))
+    fetched = {f.use for f in found}
+    for now in range(-1, len(uses)):
+        begun = [f for f in found if f.after <= now]
+        coming = sum(slots_of[uses[f.use]] for f in begun if f.use > now)
+        # Copies that a later use finds are there; others need not be.
+        there = {
+            chunk
+            for chunk in set(uses[: now + 1])
+            if next((u for u in range(now + 1, len(uses)) if uses[u] == chunk), None)
+            not in (None, *fetched)
+        }
+        assert coming + sum(slots_of[chunk] for chunk in there) <= capacity
+
+
+@given(st.integers(2, 30), st.integers(2, 12))
+def test_a_reserve_brings_fetches_forward_and_costs_what_it_does_not_keep(chunks, capacity):
+    uses = [*range(chunks), *reversed(range(chunks))]
+    slots = dict.fromkeys(uses, 1)
+    reserved = reserve(slots, capacity)
+    assert reserved == (0 if chunks <= capacity else min(PREFETCH_CHUNKS, capacity - 1))
+    found = fetches(uses, slots, capacity, (), reserved)
+    assert len(found) == 2 * chunks - min(chunks, capacity - reserved)
+    for fetch in found:
+        assert fetch.after <= max(-1, fetch.use - 1 - reserved)
+
+
+def test_the_longest_chunk_has_room_beside_a_reserve():
+    assert reserve({0: 6, 1: 1, 2: 1, 3: 1}, 8) == 2
+    assert reserve({0: 6, 1: 1, 2: 1, 3: 1}, 6) == 0
+    assert reserve({0: 1, 1: 1}, 2) == 0
+    assert reserve({}, 3) == 0

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from hetero.chunks.layout import Shard
 from hetero.overlap import OverlapUpdates
+from hetero.planning.belady import reserve
 from hetero.planning.candidates import place
 from hetero.planning.collective_cost import AGREEMENTS, Network
 from hetero.planning.placement import Budgets, GroupSpec, Placement, PlacementError, SlotBytes
@@ -285,7 +286,8 @@ def test_ranks_send_what_the_others_need():
     sharded = make_problem(layout, network=Network.flat(2, whole.gathered / 2))
     placed = place(GroupSpec(layout, BF16, "cpu", Budgets(AMPLE, 0), 1))
     cost = CostModel(sharded).cost(placed)
-    gathers = 2 * CHUNKS - min(CHUNKS, placed.gathered_slots)
+    ahead = reserve({chunk.id: chunk.slots for chunk in layout.chunks}, placed.gathered_slots)
+    gathers = 2 * CHUNKS - min(CHUNKS, placed.gathered_slots - ahead)
     half = whole.gathered // 2
     assert cost.traffic["sent"] == gathers * half + CHUNKS * whole.bucket // 2
     assert cost.busy_s[NETWORK] == pytest.approx(cost.traffic["sent"] / (whole.gathered / 2))
@@ -330,6 +332,28 @@ def test_between_devices_only_shards_cross_the_link() -> None:
     assert traffic[0]["sent"] == traffic[1]["sent"]
     for way in ("h2d", "d2h"):
         assert traffic[0][way] == 2 * traffic[1][way] > 0
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_between_devices_what_is_whole_in_ram_crosses_the_link_for_gathers_and_means(
+    grads: bool,
+) -> None:
+    placed = placement((HOST,) * CHUNKS, (HOST,) * CHUNKS, (HOST,) * CHUNKS, slots=CHUNKS)
+    costs = []
+    for between in (False, True):
+        shard = Shard(0, 2, grads=grads, params=False, between_devices=between)
+        layout = layout_of(*[2 * SLOT] * CHUNKS, shard=shard)
+        costs.append(CostModel(make_problem(layout, separate_profile())).cost(placed))
+    slot = SlotBytes.of(layout, BF16)
+    assert costs[0].traffic["sent"] == costs[1].traffic["sent"]
+    more = {way: costs[1].traffic[way] - costs[0].traffic[way] for way in ("h2d", "d2h")}
+    whole, bucket = CHUNKS * slot.gathered, CHUNKS * slot.bucket
+    if grads:  # of gradients a shard comes down in backward, and not all
+        assert more == {"h2d": whole // 2, "d2h": whole // 2 - bucket // 2}
+    else:
+        assert more == {"h2d": whole // 2 + bucket, "d2h": whole // 2 + bucket // 2}
+    update = [cost.phases[2] for cost in costs]
+    assert update[1].seconds > update[0].seconds
 
 
 def test_a_network_of_other_ranks_is_refused() -> None:

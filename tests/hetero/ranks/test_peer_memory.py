@@ -62,3 +62,16 @@ def test_memory_is_the_owners_when_all_have_read() -> None:
     with RankPool(2) as pool:
         for wrong in pool.run(peer_memory.write_afterwards):
             assert wrong == 0
+
+
+def test_memory_that_is_kept_is_let_go_when_all_have_read() -> None:
+    with RankPool(2) as pool:
+        assert pool.run(peer_memory.write_when_let_go) == [0, 0]
+
+
+def test_who_reads_what_its_owner_has_freed_is_told() -> None:
+    with RankPool(2) as pool:
+        first, second = pool.run(peer_memory.read_what_is_freed)
+    assert first == ""
+    assert "rank 0 closed its engine" in second
+    assert "needed it for it" in second

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offload.device.collective.mean_task import MeanTask
 from offload.device.cuda_backend import CudaBackend
 from offload.device.device_arena import DeviceArena
 from offload.device.event_pool import Event
@@ -82,6 +83,28 @@ def test_other_work_does_not(rig: Rig) -> None:
     rig.gather(7)
     with pytest.raises(AssertionError, match=NO_ORDER):
         rig.use()
+
+
+def test_work_that_is_told_to_follow_does(rig: Rig) -> None:
+    """As with a home, over which there are tensors already."""
+    rig.backend.follow(rig.gather(7))
+    found = rig.use()
+    rig.runtime.synchronize_all()
+    assert found == [7]
+
+
+def test_means_of_what_is_in_ram_take_turns_on_the_device(rig: Rig) -> None:
+    rig.backend.prepare_means()
+    received, sent = (rig.arena.view(slot, 1, torch.float32) for slot in range(2))
+    flats = [torch.full_like(received, value) for value in (1.0, 2.0, 3.0)]
+    found = [torch.zeros_like(flat) for flat in flats]
+    for flat, into in zip(flats, found, strict=True):
+        task = MeanTask(flat, received, received, sent, in_ram=into)
+        done = rig.backend.average(rig.streams, task, [])
+    assert not rig.runtime.done(done)
+    assert rig.runtime.comes_within(done, 60.0)
+    assert all(map(torch.equal, found, flats))  # of one device
+    assert rig.backend.h2d_bytes == rig.backend.d2h_bytes == 3 * SLOT
 
 
 def test_a_copy_to_the_same_slot_follows_the_gather(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""offload/device/device_pool: slots of a device, and runs beyond the limit."""
+"""offload/device/collective/device_pool: slots of a device, and runs beyond the limit."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 from offload.device.cuda_backend import CudaBackend
+from offload.memory.tiers import Tier
 from tests.support.cuda.fake_nccl import FakeNccl
 from tests.support.native.fake_cuda import FakeRuntime
 from tests.support.ranks.rank_training import inputs, make
@@ -35,6 +36,13 @@ def fake_device(nccl: bool = False) -> Iterator[FakeRuntime]:
         yield made
 
 
+def replicas_mesh(world: int, replicas: int) -> dict[str, Any]:
+    """The argument of initialize() for so many replicas."""
+    if replicas == 1:
+        return {}
+    return {"mesh": init_device_mesh("cpu", (replicas, world // replicas))}
+
+
 def train(
     rank: int,
     world: int,
@@ -47,12 +55,9 @@ def train(
 
     Returns losses, masters, what the device had at most, and the link's traffic.
     """
-    where: dict[str, Any] = {}
-    if replicas > 1:
-        where["mesh"] = init_device_mesh("cpu", (replicas, world // replicas))
     options = {"backend": "cuda", "chunk_numel": 16384, "rank_timeout_s": 60.0} | options
     with fake_device(nccl) as runtime:
-        model, optimizer = make("layers", options, **where)
+        model, optimizer = make("layers", options, **replicas_mesh(world, replicas))
         engine = optimizer.engine
         losses = []
         for step in range(STEPS):
@@ -71,6 +76,8 @@ def train(
             "state": {name: t.clone() for name, t in model.state_dict().items()},
             "peak": engine.ledger.peak_bytes["device"],
             "budget": engine.ledger.budget_bytes["device"],
+            "chunks": sum(c.slots for g in engine.params.chunk_groups for c in g.layout.chunks),
+            "numel": sum(p.numel() for p in model.parameters()),
             "h2d": crossed[0],
             "d2h": crossed[1],
         }
@@ -85,14 +92,17 @@ def with_nccl(rank: int, world: int, function: Callable[..., Any], *args: Any) -
         return function(rank, world, *args)
 
 
-def without_other(rank: int, world: int, how: str, where: str) -> str:
+def without_other(rank: int, world: int, how: str, where: str, more: dict[str, Any]) -> str:
     """Rank 1's device does not send what rank 0's waits for: what rank 0 is told.
+
+    `more` are options; "replicas" is the number of these.
 
     Rank 1 "dies" before its device is told to make the collective `where`, when all ranks have come
     for that; or it "hangs" until rank 0 was told.
     """
-    options = {"backend": "cuda", "chunk_numel": 16384, "device_memory": "1MiB"}
+    options = {"backend": "cuda", "chunk_numel": 16384, "device_memory": "1MiB"} | more
     options["rank_timeout_s"] = 60.0 if how == "dies" else 2.0
+    mesh = replicas_mesh(world, options.pop("replicas", 1))
     store, begins = dist.distributed_c10d._get_default_store(), [False]
     give = getattr(FakeNccl, where)
 
@@ -106,7 +116,7 @@ def without_other(rank: int, world: int, how: str, where: str) -> str:
     with fake_device(nccl=True), contextlib.ExitStack() as patches:
         if rank == 1:
             patches.enter_context(patch.object(FakeNccl, where, lost))
-        model, optimizer = make("layers", options)
+        model, optimizer = make("layers", options, **mesh)
         model(inputs(rank, 0, 128)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -131,7 +141,7 @@ def train_experts(rank: int, world: int, options: dict[str, Any]) -> list[torch.
         for micro_batch in range(2):
             loss = model(inputs(rank, 2 * step + micro_batch), (rank + step) % 3).square().mean()
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2 if step % 2 else 9.0)
+        hetero.clip_grad_norm_(model.parameters(), 1e-2 if step % 2 else 9.0)
         optimizer.step()
         optimizer.zero_grad()
     masters = hetero.masters(model.parameters())
@@ -139,10 +149,41 @@ def train_experts(rank: int, world: int, options: dict[str, Any]) -> list[torch.
     return masters
 
 
+def train_and_load(
+    rank: int, world: int, options: dict[str, Any], path: str
+) -> list[list[torch.Tensor]]:
+    """The masters after a step that follows a save, and after the same step from what was loaded in
+    the middle of another one."""
+    where: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 60.0}
+    model, optimizer = make("layers", where | options)
+    found = []
+
+    def step(seed: int) -> None:
+        model(inputs(rank, seed, 128)).square().mean().backward()
+        hetero.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    hetero.save(path, model, optimizer)
+    for _ in range(2):
+        step(1)
+        found.append(hetero.masters(model.parameters()))
+        step(2)
+        hetero.load(path, model, optimizer)
+    optimizer.engine.close()
+    return found
+
+
 def train_while_budgets_move(
     rank: int, world: int, options: dict[str, Any], budgets: list[str]
 ) -> list[torch.Tensor]:
-    """The masters after a step with each of `budgets` of device_memory, if there is a device."""
+    """The masters after a step with each of `budgets` of device_memory, if there is a device.
+
+    In stages 1 and 2 rank 1 has the budgets in the reverse order.
+    """
+    if rank == 1 and options.get("zero_stage", 3) < 3:
+        budgets = budgets[::-1]
     where: dict[str, Any] = {"chunk_numel": 16384, "rank_timeout_s": 60.0}
     model, optimizer = make("layers", where | options)
     for step, budget in enumerate(budgets):
@@ -157,7 +198,21 @@ def train_while_budgets_move(
     return masters
 
 
-def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+def homes_after_a_move(
+    rank: int, world: int, options: dict[str, Any], budget: str
+) -> tuple[int, int]:
+    """After set_budget(device_memory=budget): slots for what passes through the device, and chunks
+    that are not at home there."""
+    _, optimizer = make("layers", {"chunk_numel": 16384, "rank_timeout_s": 60.0} | options)
+    optimizer.engine.set_budget(device_memory=budget)
+    made = optimizer.engine.placement
+    optimizer.engine.close()
+    return made.unkept_slots, sum(tier is not Tier.DEVICE for tier in made.param)
+
+
+def train_on_gpu(
+    rank: int, world: int, options: dict[str, Any], replicas: int = 1
+) -> list[torch.Tensor]:
     """As train(), on the GPUs that this machine has, of which ranks may share one.
 
     Returns the losses and the masters.
@@ -165,7 +220,7 @@ def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> list[torch.T
     torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.use_deterministic_algorithms(True, warn_only=True)
     given = {"backend": "cuda", "chunk_numel": 16384, "rank_timeout_s": 60.0, "dtype": "bf16"}
-    model, optimizer = make("layers", given | options)
+    model, optimizer = make("layers", given | options, **replicas_mesh(world, replicas))
     found = []
     for step in range(STEPS):
         loss = model(inputs(rank, step, 128).cuda()).square().mean()

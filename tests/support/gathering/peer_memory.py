@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hetero
 import hetero.ranks.communicator
 from hetero.ranks.gathered_parts import GatheredParts
+from hetero.ranks.peer_memory import PeerMemory
 from hetero.ranks.peers import Channel
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.state.reduction.mean import RankMean
@@ -54,6 +57,64 @@ def train(
     }
     engine.close()
     return found
+
+
+def write_when_let_go(rank: int, world: int) -> int:
+    """Gathers again and again from memory that it changes as soon as that is let go.
+
+    Returns how many elements of another rank's came too late.
+    """
+    ranks = ProcessGroups(60.0)
+    group = ranks.shard
+    assert group is not None
+    numel, wrong = 1 << 18, 0
+    let_go = []
+    for turn in range(50):
+        part, kept = torch.full((numel,), float(10 * turn + rank)), ExitStack()
+        kept.callback(part.fill_, -1.0)
+        kept.callback(let_go.append, turn)
+        whole = torch.empty(world * numel)
+        group.gather_parts(part, GatheredParts(whole, world), "it", Channel.GATHERS, kept)
+        assert let_go == list(range(turn))
+        for peer, theirs in enumerate(whole.chunk(world)):
+            wrong += int(theirs.ne(10 * turn + peer).sum())
+    ranks.meet("the end")
+    group.let_go()
+    assert let_go == list(range(50))
+    ranks.close()
+    return wrong
+
+
+def read_what_is_freed(rank: int, world: int) -> str:
+    """Rank 0 frees what rank 1 has not read yet, which is told so: what it is told."""
+    ranks = ProcessGroups(60.0)
+    group = ranks.shard
+    assert group is not None
+    store = dist.distributed_c10d._get_default_store()
+    copy, told = PeerMemory._copy, ""
+
+    def copy_later(self: PeerMemory, peer: int, address: int, into: torch.Tensor) -> None:
+        store.wait(["freed"])
+        copy(self, peer, address, into)
+
+    whole = GatheredParts(torch.empty(2 * 1024), 2)
+    with ExitStack() as patches:
+        if rank == 1:
+            patches.enter_context(patch.object(PeerMemory, "_copy", copy_later))
+        part = torch.ones(1024)
+        try:
+            group.gather_parts(part, whole, "it", Channel.GATHERS, ExitStack())
+        except hetero.PeerError as error:
+            told = str(error)
+    if rank == 0:
+        ranks.leave(None)
+        group.retract()
+        part.zero_()
+        store.set("freed", "")
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{1 - rank}"])
+    ranks.close()
+    return told
 
 
 def write_afterwards(rank: int, world: int) -> int:

@@ -7,6 +7,7 @@ which is torch on the CPU, is done at once, or, for tests of the order alone, is
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_char_p, c_uint, c_void_p
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -446,13 +448,27 @@ def _means() -> ctypes.CDLL:
 
 
 def _compiled(name: str) -> ctypes.CDLL:
-    target = BUILD / f"{name}-{os.getpid()}.so"
+    """Compiled once for all processes, as long as no source changes."""
     BUILD.mkdir(exist_ok=True)
+    with (BUILD / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _compiled_by_one(name)
+
+
+def _compiled_by_one(name: str) -> ctypes.CDLL:
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    source = str(ROOT / "tests/native/cuda_host" / name)
+    source = ROOT / "tests/native/cuda_host" / name
     compiler = os.environ.get("CXX", "g++")
     quiet = ["-Wall", "-Wno-unknown-pragmas", "-Werror"]
-    succeed([compiler, *flags, *quiet, f"-I{ROOT / 'native'}", source, "-o", str(target)])
-    library = ctypes.CDLL(str(target))
-    target.unlink()  # it is loaded
-    return library
+    command = [compiler, *flags, *quiet, f"-I{ROOT / 'native'}", str(source)]
+    content = blake2b(" ".join(command).encode(), digest_size=8)
+    for path in (source, *sorted((ROOT / "native").rglob("*.[hc]*"))):
+        content.update(path.read_bytes())
+    target = BUILD / f"{name}-{content.hexdigest()}.so"
+    if not target.exists():
+        for old in BUILD.glob(f"{name}-*.so"):
+            old.unlink()
+        made = target.with_suffix(".new")
+        succeed([*command, "-o", str(made)])
+        made.rename(target)
+    return ctypes.CDLL(str(target))

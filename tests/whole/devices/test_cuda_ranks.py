@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.cuda import ranks
+from tests.support.ranks import overlapping
 from tests.support.ranks.processes import RankFailure, RankPool
 
 SETTINGS = [
@@ -46,7 +47,7 @@ def on_cpu(pool: RankPool, stage: int, *more: Any) -> list[dict[str, Any]]:
 def test_same_bits_as_ranks_on_the_cpu(
     ranks2: RankPool, stage: int, settings: dict[str, Any], nccl: bool, tmp_path: Path
 ) -> None:
-    if stage == 1 and settings["placement_policy"] in ("auto", "cuda"):
+    if stage == 1 and not nccl and settings["placement_policy"] in ("auto", "cuda"):
         with pytest.raises(RankFailure, match="averages gradients in RAM"):
             ranks2.run(ranks.train, {"zero_stage": 1, **settings})
         return
@@ -60,7 +61,59 @@ def test_same_bits_as_ranks_on_the_cpu(
     check(found, on_cpu(ranks2, stage, 2))
 
 
-@pytest.mark.parametrize(("stage", "nccl"), [(1, False), (3, False), (3, True)])
-def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool) -> None:
+@pytest.mark.parametrize(("stage", "overlap"), [(1, "none"), (1, "both"), (2, "backward")])
+def test_updates_that_overlap(ranks2: RankPool, stage: int, overlap: str) -> None:
+    """Of chunks in RAM, and on the device; their gathers go on with them."""
+    options = {"device_memory": "1MiB", "dtype": "bf16", "zero_stage": stage}
+    options |= {"placement_policy": "auto", "overlap_updates": overlap}
+    check(ranks2.run(ranks.train, options, 2, 1, True), on_cpu(ranks2, stage, 2))
+
+
+@pytest.mark.parametrize(("stage", "policy"), [(1, "cpu"), (2, "nvme")])
+def test_steps_that_are_undone(ranks2: RankPool, stage: int, policy: str, tmp_path: Path) -> None:
+    options = {"zero_stage": stage, "nvme_path": str(tmp_path)}
+    wanted = ranks2.run(overlapping.undone_steps, options | {"placement_policy": "cpu"}, [])
+    on_device = options | {"backend": "cuda", "device_memory": "1MiB", "placement_policy": policy}
+    for one, other in zip(
+        ranks2.run(ranks.with_nccl, overlapping.undone_steps, on_device, [1, 2]),
+        wanted,
+        strict=True,
+    ):
+        assert same(one, other)
+
+
+@pytest.mark.parametrize(("stage", "policy"), [(1, "auto"), (2, "cpu"), (2, "cuda")])
+def test_checkpoints(ranks2: RankPool, stage: int, policy: str, tmp_path: Path) -> None:
+    options = {"zero_stage": stage, "dtype": "bf16"}
+    on_cpu = options | {"backend": "cpu"}
+    wanted = ranks2.run(ranks.train_and_load, on_cpu, str(tmp_path / "of-cpu"))
+    options |= {"backend": "cuda", "placement_policy": policy}
+    options["device_memory"] = "64MiB" if policy == "cuda" else "1MiB"
+    found = ranks2.run(ranks.with_nccl, ranks.train_and_load, options, str(tmp_path / "of-cuda"))
+    for mine, right in zip(found, wanted, strict=True):
+        for masters in mine:
+            assert same(masters, right[0])
+
+
+@pytest.mark.parametrize(
+    ("stage", "nccl", "policy"),
+    [
+        *((1, False, "cpu"), (3, False, "cpu")),
+        *((1, True, "cuda"), (2, True, "auto"), (3, True, "cpu")),
+    ],
+)
+def test_hybrid_sharding(ranks4: RankPool, stage: int, nccl: bool, policy: str) -> None:
     options = {"device_memory": "400KiB", "dtype": "bf16", "zero_stage": stage}
-    check(ranks4.run(ranks.train, options, 1, 2, nccl), on_cpu(ranks4, stage, 1, 2))
+    options["placement_policy"] = policy
+    if policy != "cpu":
+        options["device_memory"] = "700KiB" if policy == "auto" else "64MiB"
+    found = ranks4.run(ranks.train, options, 2, 2, nccl)
+    check(found, on_cpu(ranks4, stage, 2, 2))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_alone(ranks2: RankPool, stage: int) -> None:
+    """Each rank has all of the state: a mesh of (2, 1)."""
+    options = {"device_memory": "400KiB", "dtype": "bf16", "zero_stage": stage}
+    options["placement_policy"] = "cpu"
+    check(ranks2.run(ranks.train, options, 2, 2, True), on_cpu(ranks2, stage, 2, 2))

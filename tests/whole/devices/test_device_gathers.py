@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,26 @@ def test_of_a_chunk_one_shard_crosses_the_link(
         assert same(mine["masters"], other["masters"])
 
 
-def test_what_is_at_home_on_the_device_does_not_cross_the_link(ranks2: RankPool) -> None:
+def test_what_every_rank_has_whole_in_ram_comes_by_way_of_the_device(ranks2: RankPool) -> None:
+    """Of each chunk this rank's shard goes up and the other one comes down."""
+    options = {"placement_policy": "cpu", "dtype": "bf16", "zero_stage": 2}
+    options |= {"device_memory": "2MiB", "overlap_updates": "none"}
+    in_ram = ranks2.run(ranks.train, options)
+    for mine, other in zip(ranks2.run(ranks.train, options, 1, 1, True), in_ram, strict=True):
+        halves = other["chunks"] * CHUNK_BYTES // 2
+        assert mine["h2d"] - other["h2d"] == (ranks.STEPS + 1) * halves  # and the first values
+        # Of gradients the shards of the means come back, and not all of them.
+        gradients = other["numel"] * 2 - halves
+        assert mine["d2h"] - other["d2h"] == (ranks.STEPS + 1) * halves - ranks.STEPS * gradients
+        assert same(mine["masters"], other["masters"])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_at_home_on_the_device_does_not_cross_the_link(
+    ranks2: RankPool, stage: int
+) -> None:
     options = {"placement_policy": "cuda", "device_memory": "64MiB", "dtype": "bf16"}
+    options["zero_stage"] = stage
     for mine in ranks2.run(ranks.train, options, 2, 1, True):
         assert mine["h2d"] == 0
 
@@ -49,6 +68,21 @@ def test_a_budget_without_room_for_what_is_not_kept_is_refused(ranks2: RankPool)
     with pytest.raises(RankFailure, match=least):
         ranks2.run(ranks.train, options, 1, 1, True)
     options["device_memory"] = str(LEAST * CHUNK_BYTES)
+    ranks2.run(ranks.train, options, 1, 1, True)
+
+
+def test_a_budget_without_room_for_the_way_to_ram_is_refused(ranks2: RankPool) -> None:
+    """In stage 1: a chunk for compute, one that is gathered, and a gradient on its way to RAM; what
+    is sent, and what is received."""
+    options = {"placement_policy": "cpu", "dtype": "bf16", "zero_stage": 1}
+    options["device_memory"] = str(3 * CHUNK_BYTES)
+    ranks2.run(ranks.train, options)
+    with pytest.raises(RankFailure, match="device_memory is .*smallest that works is") as refused:
+        ranks2.run(ranks.train, options, 1, 1, True)
+    least = re.search(r"smallest that works is [^(]*\((\d+) bytes\)", str(refused.value))
+    assert least is not None
+    assert 4 * CHUNK_BYTES < int(least[1]) <= 5 * CHUNK_BYTES
+    options["device_memory"] = least[1]
     ranks2.run(ranks.train, options, 1, 1, True)
 
 
@@ -83,16 +117,37 @@ def test_all_are_told_of_a_shard_that_one_cannot_read(ranks2: RankPool) -> None:
     assert same(first, second)
 
 
-@pytest.mark.parametrize("where", ["_allgather_base", "alltoall_base"])
-def test_a_rank_that_dies_where_a_device_waits_for_it(ranks2: RankPool, where: str) -> None:
-    waits, died = ranks2.run_to_the_end(ranks.without_other, "dies", where)
+# Where a device may wait for another one: the collective, and options. (With two ranks replicas
+# do not shard.)
+WAITS = [
+    pytest.param("_allgather_base", {}, "gathering", id="gather"),
+    pytest.param("_allgather_base", {"zero_stage": 1}, "gathering", id="gather-at-home"),
+    pytest.param("alltoall_base", {}, "the gradient of", id="mean"),
+    pytest.param("alltoall_base", {"zero_stage": 1}, "the gradient of", id="mean-of-whole-homes"),
+    pytest.param("alltoall_base", {"replicas": 2}, "the gradient of", id="mean-of-replicas"),
+]
+
+
+@pytest.mark.parametrize(("where", "more", "what"), WAITS)
+def test_a_rank_that_dies_where_a_device_waits_for_it(
+    ranks2: RankPool, where: str, more: dict[str, Any], what: str
+) -> None:
+    waits, died = ranks2.run_to_the_end(ranks.without_other, "dies", where, more)
     assert died.failure is not None
     assert "rank 1 is gone" in waits.result
 
 
-@pytest.mark.parametrize(
-    ("where", "what"), [("_allgather_base", "gathering"), ("alltoall_base", "the gradient of")]
-)
-def test_a_rank_whose_device_hangs(ranks2: RankPool, where: str, what: str) -> None:
-    waits, _ = ranks2.run_to_the_end(ranks.without_other, "hangs", where)
+def test_a_rank_that_dies_ends_replicas_that_do_not_wait_for_it(ranks4: RankPool) -> None:
+    """Rank 2 shares nothing with rank 1, but waits for rank 3, who waits for rank 1."""
+    outcomes = ranks4.run_to_the_end(ranks.without_other, "dies", "alltoall_base", {"replicas": 2})
+    assert outcomes[1].failure is not None
+    for rank in (0, 2, 3):
+        assert "is gone" in outcomes[rank].result or "ended by" in outcomes[rank].result
+
+
+@pytest.mark.parametrize(("where", "more", "what"), WAITS)
+def test_a_rank_whose_device_hangs(
+    ranks2: RankPool, where: str, more: dict[str, Any], what: str
+) -> None:
+    waits, _ = ranks2.run_to_the_end(ranks.without_other, "hangs", where, more)
     assert f"rank 1 did not take part in {what}" in waits.result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from tests.support.cuda import ranks
 from tests.support.gathering import deviating
 from tests.support.ranks import rank_training
-from tests.support.ranks.processes import RankPool
+from tests.support.ranks.processes import RankFailure, RankPool
 
+CHUNK_BYTES = 16384 * 2  # in bf16
 ON_DEVICE = {"backend": "cuda", "device_memory": "64MiB"}
 
 
@@ -19,14 +21,60 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
+def gathered_to_ram(found: dict[str, Any], stage: int) -> int:
+    """Bytes of the other of two ranks' shards that all gathers to homes in RAM brought there: of
+    every step, and of the first values."""
+    return 0 if stage == 3 else (ranks.STEPS + 1) * int(found["chunks"]) * CHUNK_BYTES // 2
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_of_a_mean_one_shard_crosses_the_link(ranks2: RankPool, stage: int) -> None:
     options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
-    options["zero_stage"] = stage
+    options |= {"zero_stage": stage, "overlap_updates": "none"}
     in_ram = ranks2.run(ranks.train, options, 2)
     for mine, other in zip(ranks2.run(ranks.train, options, 2, 1, True), in_ram, strict=True):
+        assert mine["d2h"] - gathered_to_ram(mine, stage) == other["d2h"] // 2
+        assert same(mine["masters"], other["masters"])
+
+
+def test_of_a_mean_over_replicas_one_shard_crosses_the_link(ranks4: RankPool) -> None:
+    options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
+    options["host_memory"] = "8MiB"
+    in_ram = ranks4.run(ranks.train, options, 2, 2)
+    for mine, other in zip(ranks4.run(ranks.train, options, 2, 2, True), in_ram, strict=True):
         assert mine["d2h"] == other["d2h"] // 2
         assert same(mine["masters"], other["masters"])
+
+
+def test_in_stage_1_the_whole_goes_up_and_a_shard_of_the_mean_comes_back(
+    ranks2: RankPool,
+) -> None:
+    """Beside parameters, which do the reverse."""
+    options = {"placement_policy": "cpu", "device_memory": "2MiB", "dtype": "bf16"}
+    options |= {"zero_stage": 1, "overlap_updates": "none"}
+    in_ram = ranks2.run(ranks.train, options)
+    for mine, other in zip(ranks2.run(ranks.train, options, 1, 1, True), in_ram, strict=True):
+        gathered = gathered_to_ram(mine, 1)
+        means = mine["chunks"] * CHUNK_BYTES * ranks.STEPS
+        assert mine["h2d"] - other["h2d"] == means + gathered
+        assert mine["d2h"] - other["d2h"] == means // 2 + gathered
+        assert same(mine["masters"], other["masters"])
+
+
+def test_in_stage_1_what_is_on_the_device_stays_there(ranks2: RankPool) -> None:
+    options = {"placement_policy": "cuda", "device_memory": "64MiB", "dtype": "bf16"}
+    for mine in ranks2.run(ranks.train, options | {"zero_stage": 1}, 2, 1, True):
+        assert mine["h2d"] == mine["d2h"] == 0
+
+
+def test_a_budget_without_room_for_what_replicas_send_is_refused(ranks2: RankPool) -> None:
+    """Five chunks: gathered, in a bucket, received, zeros, and what the other replica sends."""
+    options = {"placement_policy": "cpu", "dtype": "bf16", "device_memory": str(4 * CHUNK_BYTES)}
+    least = f"device_memory is .*smallest that works is .*\\({5 * CHUNK_BYTES} bytes\\)"
+    with pytest.raises(RankFailure, match=least):
+        ranks2.run(ranks.train, options, 1, 2, True)
+    options["device_memory"] = str(5 * CHUNK_BYTES)
+    ranks2.run(ranks.train, options, 1, 2, True)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +85,13 @@ def test_of_a_mean_one_shard_crosses_the_link(ranks2: RankPool, stage: int) -> N
         {"dtype": "bf16", "grad_dtype": "fp32", "reduce_dtype": "bf16"},
         {"dtype": "bf16", "keep_fp32": ["*ln_*"]},
         {"dtype": "bf16", "zero_stage": 2, "placement_policy": "cuda"},
+        {"dtype": "fp16", "zero_stage": 1, "placement_policy": "cuda"},
+        {"dtype": "bf16", "zero_stage": 1, "placement_policy": "cpu", "keep_fp32": ["*ln_*"]},
     ],
-    ids=["bf16", "fp16", "grads-in-fp32", "two-chunk-groups", "all-on-device"],
+    ids=[
+        *("bf16", "fp16", "grads-in-fp32", "two-chunk-groups", "all-on-device"),
+        *("stage-1-on-device", "stage-1-in-ram"),
+    ],
 )
 @pytest.mark.parametrize("sync_each", [True, False])
 def test_accumulation_with_and_without_no_sync(
@@ -54,7 +107,7 @@ def test_accumulation_with_and_without_no_sync(
         assert same(mine["masters"], right["masters"])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_have_gradients_of_different_experts(ranks2: RankPool, stage: int) -> None:
     wanted = ranks2.run(ranks.train_experts, {"zero_stage": stage})
     options = ON_DEVICE | {"zero_stage": stage}
@@ -64,10 +117,10 @@ def test_ranks_that_have_gradients_of_different_experts(ranks2: RankPool, stage:
         assert same(mine, right)
 
 
-@pytest.mark.parametrize("memory", ["250KiB", "64MiB"])
-def test_sums_of_the_backend(ranks2: RankPool, memory: str) -> None:
+@pytest.mark.parametrize(("stage", "memory"), [(3, "250KiB"), (3, "64MiB"), (1, "64MiB")])
+def test_sums_of_the_backend(ranks2: RankPool, stage: int, memory: str) -> None:
     """(Of two ranks they have the same bits in any order.)"""
-    options = {"grad_reduce": "backend", "dtype": "bf16"}
+    options = {"grad_reduce": "backend", "dtype": "bf16", "zero_stage": stage}
     wanted = ranks2.run(deviating.reduced, options)
     on_device = options | ON_DEVICE | {"device_memory": memory}
     for mine, right in zip(
@@ -76,13 +129,33 @@ def test_sums_of_the_backend(ranks2: RankPool, memory: str) -> None:
         assert same(mine, right)
 
 
-@pytest.mark.parametrize("policy", ["cpu", "auto"])
-def test_budgets_that_move(ranks2: RankPool, policy: str) -> None:
+@pytest.mark.parametrize(("stage", "more"), [(1, 1), (2, 3)])
+def test_what_comes_to_the_device_gets_the_room_of_slots_that_are_needed_no_more(
+    ranks2: RankPool, stage: int, more: int
+) -> None:
+    """The budget is just enough for all of the state, and for `more` slots of headroom."""
+    options = ON_DEVICE | {"dtype": "bf16", "zero_stage": stage}
+    with pytest.raises(RankFailure) as refused:
+        few = {"placement_policy": "cuda", "device_memory": "4KiB"}
+        ranks2.run(ranks.with_nccl, ranks.homes_after_a_move, options | few, "4KiB")
+    least = re.search(r"smallest that works is [^(]*\((\d+) bytes\)", str(refused.value))
+    assert least is not None
+    budget = str(int(least[1]) + more * CHUNK_BYTES)
+    options |= {"placement_policy": "auto", "device_memory": "400KiB"}
+    for slots, in_ram in ranks2.run(ranks.with_nccl, ranks.homes_after_a_move, options, budget):
+        assert (slots, in_ram) == (0, 0)
+
+
+@pytest.mark.parametrize(("stage", "policy"), [(3, "cpu"), (3, "auto"), (2, "auto"), (1, "auto")])
+def test_budgets_that_move(ranks2: RankPool, stage: int, policy: str) -> None:
+    """(In stages 1 and 2 chunks are on the device of one rank, and in RAM of the other.)"""
     budgets = ["64MiB", "700KiB", "1MiB", "300KiB", "64MiB"]
     wanted = ranks2.run(
-        ranks.train_while_budgets_move, {"backend": "cpu", "dtype": "bf16"}, budgets
+        ranks.train_while_budgets_move,
+        {"backend": "cpu", "dtype": "bf16", "zero_stage": stage},
+        budgets,
     )
-    options = ON_DEVICE | {"placement_policy": policy, "dtype": "bf16"}
+    options = ON_DEVICE | {"placement_policy": policy, "dtype": "bf16", "zero_stage": stage}
     for mine, right in zip(
         ranks2.run(ranks.with_nccl, ranks.train_while_budgets_move, options, budgets),
         wanted,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.planning.belady import fetches, rounds
+from hetero.planning.belady import fetches, reserve, rounds
 from hetero.state.gathering.agreed_order import (
     AgreedOrder,
     Progress,
@@ -109,14 +109,14 @@ def test_the_gathers_of_a_step_are_beladys_and_none_is_missing_in_later_rounds(
 ) -> None:
     """Each use finds its chunk in the slots, if gathers fill them as the order says."""
     chunks = [use.chunk for use in uses]
-    slots = dict.fromkeys(range(7), 1)
-    made = order(uses, capacity)
-    first = fetches(chunks, slots, capacity)
+    slots = dict.fromkeys(chunks, 1)
+    made, reserved = order(uses, capacity), reserve(slots, capacity)
+    first = fetches(chunks, slots, capacity, (), reserved)
     found = [made.gather(number) for number in range(len(first))]
     assert [each and (each.place, each.after) for each in found] == [
         (each.use, each.after) for each in first
     ]
-    by_round = rounds(chunks, slots, capacity)
+    by_round = rounds(chunks, slots, capacity, (), reserved)
     number = 0
     for turn in range(4):
         for each in next(by_round):
