@@ -14,6 +14,7 @@ from hetero.api.compat import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from hetero.api.offload_activations import offload_activations
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.optimizers import (
     CPUAdam,
@@ -94,6 +95,7 @@ __all__ = [
     "load_pretrained",
     "masters",
     "no_sync",
+    "offload_activations",
     "register_external_parameter",
     "resume",
     "save",

@@ -33,10 +33,14 @@ DEFAULT_LINK_GBPS = 16.0  # of PCIe 4.0 x8, or of a shared x16 slot
 _MEMORY_OPTIONS = (
     "host_memory",
     "reserve_memory",
+    "activation_memory",
     "device_memory",
     "nvme_capacity",
     "process_memory",
 )
+_AUTO_OPTIONS = ("activation_memory", "process_memory")
+# Of host_memory ("auto"), and of a device's memory, activations have one part in so many.
+_ACTIVATION_SHARES = 4, 8
 _ALIASES = {"tensor_placement_policy": "placement_policy"}
 
 
@@ -61,11 +65,15 @@ class Config:
             Default: 16, as PCIe 4.0 x8 has.
         host_memory: hard limit of RAM for model state. Default: 80 % of what is available now, of
             which nothing is used without need. If it is given, what is left of it keeps optimizer
-            state between steps, which saves NVMe traffic. It does not count activations and
-            libraries; process_memory does.
+            state between steps, which saves NVMe traffic. It does not count activations, unless
+            activation_memory is given, and libraries; process_memory does.
         reserve_memory: bytes of host_memory that stay free for parameters that get optimizer state
             later: unfrozen ones, and those of new param groups. In bf16 with Adam they need about
             14 bytes per element. Default: none. It is missing for everything else.
+        activation_memory: bytes of host_memory for what autograd saves for backward; the rest goes
+            to nvme_path and comes back ahead of its use. Default: autograd keeps all, uncounted.
+            "auto": a quarter of host_memory, and what finds no room stays uncounted; with a number
+            that is an error. With a separate device, an eighth of device_memory is for them, too.
         device_memory: hard limit of device memory: for parameters while they are used, gradients
             on their way to RAM, and what has its home there. Needed by "emulated". Default with
             CUDA: "auto", 70 % of what is free at first, and after two steps all that a step leaves
@@ -153,6 +161,7 @@ class Config:
     link_gbps: float | None = None
     host_memory: int | str | None = None
     reserve_memory: int | str | None = None
+    activation_memory: int | str | None = None
     device_memory: int | str | None = None
     nvme_path: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
     nvme_capacity: int | str | None = None
@@ -183,11 +192,11 @@ class Config:
             value = getattr(self, name)
             if name == "device_memory" and value == "auto":
                 self._set(name, None)
-            elif value is not None and (name, value) != ("process_memory", "auto"):
+            elif value is not None and (name not in _AUTO_OPTIONS or value != "auto"):
                 try:
                     self._set(name, parse_bytes(value))
                 except ValueError as error:
-                    hint = ", or 'auto'" if name == "process_memory" else ""
+                    hint = ", or 'auto'" if name in _AUTO_OPTIONS else ""
                     raise ValueError(f"{name}: {error}{hint}") from None
         _check_choice("backend", self.backend, get_args(BackendName))
         if self.backend == "auto":
@@ -378,6 +387,18 @@ class Config:
     def reserve_bytes(self) -> int:
         """reserve_memory in bytes; 0 if it was not given."""
         return 0 if self.reserve_memory is None else parse_bytes(self.reserve_memory)
+
+    def activation_bytes(self, host_bytes: int, device_bytes: int | None) -> tuple[int, int]:
+        """The bytes of RAM, and of a DEVICE that is not RAM, that activations have.
+
+        Of budgets of so many bytes; None: DEVICE is RAM. (0, 0) if activation_memory is None.
+        """
+        if self.activation_memory is None:
+            return 0, 0
+        on_device = 0 if device_bytes is None else device_bytes // _ACTIVATION_SHARES[1]
+        if self.activation_memory == "auto":
+            return host_bytes // _ACTIVATION_SHARES[0], on_device
+        return parse_bytes(self.activation_memory), on_device
 
     @classmethod
     def make(

@@ -75,6 +75,9 @@ class IoOp:
     def done(self) -> bool: ...
     def wait(self) -> None:
         """Blocks until complete; raises NativeIoError if it failed (each time it is called)."""
+    def hurry(self) -> None:
+        """Somebody waits for it now: what is not in flight takes its turn as if it were not `soon`,
+        after transfers that were hurried, or were not `soon`, before. From any thread."""
     def cancel(self) -> None:
         """Drops what is not in flight; wait() raises NativeIoError with errno ECANCELED once the
         rest is done. Nothing if the operation is done or was cancelled. From any thread."""
@@ -138,9 +141,11 @@ class IoEngine:
         for threads, which have nothing to register with."""
     def unregister(self, arena: Arena) -> None:
         """Waits for the engine's transfers, then undoes register(); nothing if not registered."""
-    def read(self, file: int, address: int, nbytes: int, offset: int) -> IoOp:
-        """Starts filling memory from the file. The memory must be in one Arena: ValueError."""
-    def write(self, file: int, address: int, nbytes: int, offset: int) -> IoOp:
+    def read(self, file: int, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts filling memory from the file. The memory must be in one Arena: ValueError.
+        `soon`: nobody waits for it yet; it takes its turn after all that somebody waits for, and
+        before the step pipeline's transfers."""
+    def write(self, file: int, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
         """Starts writing memory to the file; as read()."""
     @property
     def stats(self) -> dict[str, Any]:

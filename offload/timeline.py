@@ -1,7 +1,8 @@
 """What each resource did when: recorded on request, as intervals.
 
 A *lane* is a resource: "compute" (what the training loop calls forward, backward, optimizer),
-"gather" (compute waits for a chunk's parameters), "update" (tiles of the optimizer's update on the
+"gather" (compute waits for a chunk's parameters), "activation" (compute waits for what backward
+needs, or for room for it), "update" (tiles of the optimizer's update on the
 CPU), "nvme_read", "nvme_write", "h2d", "d2h" (the link). An *interval* is a time in which a lane
 was busy with one thing; intervals of a lane may overlap, as transfers in flight do.
 
@@ -24,12 +25,15 @@ from typing import Any, Literal
 
 from offload import _native
 
-LaneName = Literal["compute", "gather", "update", "nvme_read", "nvme_write", "h2d", "d2h"]
+LaneName = Literal[
+    "compute", "gather", "activation", "update", "nvme_read", "nvme_write", "h2d", "d2h"
+]
 
 # In the order of pictures, with the words there.
 LANES: dict[LaneName, str] = {
     "compute": "training loop",
     "gather": "waits for a chunk",
+    "activation": "waits for an activation",
     "update": "update on CPU",
     "nvme_read": "NVMe read",
     "nvme_write": "NVMe write",

@@ -74,13 +74,13 @@ class _Block(nn.Module):
 class Gpt(nn.Module):
     """Its forward gives the loss of predicting the next token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, shape.width)
+        self.tokens = nn.Embedding(vocabulary, shape.width)
         self.positions = nn.Embedding(shape.seq_len, shape.width)
         self.blocks = nn.ModuleList([_Block(shape) for _ in range(shape.layers)])
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(shape.width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         self.register_buffer("places", torch.arange(shape.seq_len))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero.activations.limits import ActivationLimits
 from hetero.config import Config
 from hetero.state.loss_scale import LossScale
 from hetero.state.memory.state_files import StateFiles
@@ -15,7 +16,8 @@ from offload.memory.ledger import Ledger
 class Shared:
     """What all chunk groups of an engine share.
 
-    `notes` are lines for the user, to append to; `state_files` those of a durable state, else None.
+    `notes` are lines for the user, to append to; `state_files` those of a durable state, else None;
+    `activations` what is left to activations, or None if autograd keeps them.
     """
 
     config: Config
@@ -24,3 +26,4 @@ class Shared:
     notes: list[str]
     loss_scale: LossScale
     state_files: StateFiles | None = None
+    activations: ActivationLimits | None = None

@@ -132,7 +132,10 @@ class PlacementCandidates:
         self._budgets = budgets
         self._slot = spec.slot
         self._host = budgets.host - budgets.taken_host - budgets.reserved_host
-        self._device = None if budgets.device is None else budgets.device - budgets.taken_device
+        self._host -= budgets.activations_host
+        self._device = None
+        if budgets.device is not None:
+            self._device = budgets.device - budgets.taken_device - budgets.activations_device
         # Frozen chunks first: on DEVICE they take a fraction of the room, and save as many fetches.
         self._to_device = sorted(layout.chunks, key=lambda c: (c.trainable, c.slots, _spread(c.id)))
         self._ranked_without = lru_cache(maxsize=64)(lambda n: _Ranked(self._to_device[n:]))
@@ -395,9 +398,10 @@ class PlacementCandidates:
             made,
             host_bytes=budgets.taken_host
             + budgets.reserved_host
+            + budgets.activations_host
             + max(made.host_bytes, building + budgets.waiting),
             disk_bytes=budgets.taken_disk + made.disk_bytes,
-            device_bytes=budgets.taken_device + made.device_bytes,
+            device_bytes=budgets.taken_device + budgets.activations_device + made.device_bytes,
         )
         return made, total
 

@@ -128,6 +128,7 @@ def arrange(
     is_kept = [id(param) in kept for param in params]
     of_params = [(optimized or {}).get(id(param), dtypes) for param in params]
     kinds = kinds_of(specs, is_kept, config, of_params)
+    activations = config.activation_bytes(host_bytes, device_bytes)
     budgets = Budgets(
         host_bytes,
         disk_bytes,
@@ -135,6 +136,8 @@ def arrange(
         device_bytes,
         keep_optim_states=config.host_memory is not None,
         reserved_host=config.reserve_bytes,
+        activations_host=activations[0],
+        activations_device=activations[1],
     )
     by_index = dict(enumerate(params))
     chunk_groups = plan_chunk_groups(model, kinds, by_index, config, budgets, shard, policy=policy)

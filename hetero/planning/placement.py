@@ -42,6 +42,8 @@ class Budgets:
     keep_optim_states: bool = True
     taken_host: int = 0  # by other chunk groups, like all that is taken
     reserved_host: int = 0  # RAM that stays free for parameters that come later
+    activations_host: int = 0  # RAM, and bytes of DEVICE, for what autograd saves
+    activations_device: int = 0
     taken_disk: int = 0
     taken_gathered: int = 0
     taken_device: int = 0

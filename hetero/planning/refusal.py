@@ -39,6 +39,8 @@ def words(smallest: Placement, spec: GroupSpec) -> str:
         )
     if budgets.reserved_host:
         parts.append(f"reserve_memory is {format_bytes(budgets.reserved_host)} of RAM;")
+    if budgets.activations_host:
+        parts.append(f"activation_memory is {format_bytes(budgets.activations_host)} of RAM;")
     if smallest.host_bytes > budgets.host:
         parts.append(
             f"host_memory is {_exact(budgets.host)}, and the smallest that works is "
@@ -71,8 +73,9 @@ def words(smallest: Placement, spec: GroupSpec) -> str:
     if budgets.disk and smallest.disk_bytes > budgets.disk and smallest.host_bytes <= budgets.host:
         fixes = "free space there, or raise nvme_capacity or host_memory"
     if not budgets.under_construction and smallest.host_bytes > budgets.host:
+        reserve = smallest.host_bytes - budgets.taken_host - budgets.activations_host
         fixes = (
-            f"initialize with reserve_memory={smallest.host_bytes - budgets.taken_host} or more, "
+            f"initialize with reserve_memory={reserve} or more, "
             f"of host_memory, which is then left for parameters that come later"
         )
     return " ".join([*parts, fixes])

@@ -7,10 +7,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
 from hetero.chunks.layout import Layout
@@ -21,7 +22,7 @@ from hetero.runtime.gradients.grad_factors import GradFactors
 from hetero.runtime.gradients.grad_hook import GradHook
 from hetero.runtime.gradients.grad_intake import GradIntake
 from hetero.runtime.last_step import LastStep, OldState
-from hetero.runtime.modules.all_params import AllParams
+from hetero.runtime.modules.all_params import AddsParams, AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
 from hetero.runtime.modules.param_uses import ParamUses
@@ -41,16 +42,6 @@ from offload.interrupts import uninterrupted
 from offload.memory.operation import THREAD_PREFIX, in_background
 
 
-class AddsParams(Protocol):
-    """Gives parameters a place that they did not get at initialize()."""
-
-    def take_in_unfrozen(self) -> None:
-        """Adds frozen parameters that need gradients by now and are the optimizer's."""
-
-    def admit(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Adds the parameters of a new param group."""
-
-
 class Engine:
     """One model and one optimizer, run inside the budgets.
 
@@ -66,6 +57,7 @@ class Engine:
         shared: Shared,
         first_number: Mapping[int, int],
         optimizers: Sequence[OptimizerView],
+        activations: ActivationStore | None = None,
     ) -> None:
         """Points the model's parameters to their homes and installs the hooks.
 
@@ -78,8 +70,7 @@ class Engine:
         """
         self.shared = shared
         self.config, self.backend = shared.config, shared.backend
-        self.ledger, self.notes = shared.ledger, shared.notes
-        self.loss_scale = shared.loss_scale
+        self.ledger, self.notes, self.loss_scale = shared.ledger, shared.notes, shared.loss_scale
         self.first_number = dict(first_number)
         self.world: ProcessGroups = chunk_groups[0].world
         self.params = AllParams()
@@ -93,7 +84,8 @@ class Engine:
             self.params, self.grad_intake, shared, self.world.shard, lambda: self.tracer.forget()
         )
         calls = EnteredCalls()
-        self._param_uses = ParamUses(self.params, calls)
+        self.activations = activations
+        self.param_uses = ParamUses(self.params, calls, activations)
         self._model = weakref.ref(model)
         self.optimizers = optimizers
         self._added_params: AddsParams | None = None
@@ -109,7 +101,7 @@ class Engine:
             self._module_hooks = ModuleHooks(
                 model,
                 self.params,
-                self._param_uses,
+                self.param_uses,
                 calls,
                 shared,
                 self._before_forward,
@@ -157,7 +149,7 @@ class Engine:
         self.grad_intake.take_over(chunk_group)
         for m in chunk_group.members:
             m.param._hetero_engine = self  # type: ignore[attr-defined]
-            m.param._hetero_owner = self._param_uses  # type: ignore[attr-defined]
+            m.param._hetero_owner = self.param_uses  # type: ignore[attr-defined]
             old = self.params.known(m.param)
             if old is not None:
                 old.retire()
@@ -397,7 +389,7 @@ class Engine:
     @property
     def traffic(self) -> Traffic:
         """Bytes moved so far; between DEVICE and HOST none if they are the same memory."""
-        return traffic_of(self.chunk_groups, self.backend)
+        return traffic_of(self.chunk_groups, self.backend, self.activations)
 
     @property
     def gather_wait_s(self) -> float:
@@ -494,6 +486,8 @@ class Engine:
         finally:
             self.params.close()
             self.hooks.close()
+            if self.activations is not None:
+                self.activations.close()
             for chunk_group in reversed(self.chunk_groups):
                 chunk_group.close()
                 chunk_group.world.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from offload.device.backend import Backend
 
@@ -19,10 +20,18 @@ class Traffic:
     disk_write: int
     sent: int = 0  # to other ranks: shards of parameters, and of gradients to be averaged
     received: int = 0
+    # Of what saved tensors are in, whole pages of the disk; h2d, d2h, disk_read and disk_write
+    # have these bytes, too.
+    activations_h2d: int = 0
+    activations_d2h: int = 0
+    activations_read: int = 0
+    activations_written: int = 0
 
 
-def traffic_of(chunk_groups: Sequence[ChunkGroup], backend: Backend) -> Traffic:
-    """Of all chunk groups, which compute on `backend`."""
+def traffic_of(
+    chunk_groups: Sequence[ChunkGroup], backend: Backend, activations: ActivationStore | None
+) -> Traffic:
+    """Of all chunk groups, which compute on `backend`, and of what autograd saved."""
     read = written = 0
     for disk in (chunk_group.disk for chunk_group in chunk_groups):
         if disk is not None:
@@ -32,4 +41,10 @@ def traffic_of(chunk_groups: Sequence[ChunkGroup], backend: Backend) -> Traffic:
     groups = [peers for chunk_group in chunk_groups for peers in chunk_group.world.groups()]
     sent = sum(peers.sent_bytes for peers in groups)
     received = sum(peers.received_bytes for peers in groups)
-    return Traffic(backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received)
+    of_activations = (0, 0, 0, 0)
+    if activations is not None:
+        of_activations = activations.moved_bytes
+        own_read, own_written = activations.own_io_bytes
+        read, written = read + own_read, written + own_written
+    moved = backend.h2d_bytes, backend.d2h_bytes, read, written, sent, received
+    return Traffic(*moved, *of_activations)

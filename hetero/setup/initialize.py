@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from hetero.activations.build import build_activation_store
+from hetero.activations.limits import ActivationLimits
+from hetero.activations.store import ActivationStore
 from hetero.api.module_state_dict import StateDictHooks
 from hetero.api.optimizer import HybridOptimizer
 from hetero.chunk_groups.build import build_chunk_group
@@ -333,13 +336,19 @@ def _build(
     specs.sort(key=lambda spec: spec.index)
     ends = accumulate(spec.numel for spec in specs)
     first_number = {s.index: end - s.numel for s, end in zip(specs, ends, strict=True)}
+    bytes_of = config.activation_bytes(construction.host_bytes, construction.device_bytes)
     spare_bytes = construction.host_bytes - sum(plan.placement.host_bytes for plan in plans)
+    spare_bytes -= bytes_of[0]
     params = dict(enumerate(arrangement.params))
     notes: list[str] = []
     loss_scale = LossScale()
     if config.dtype == "fp16" and config.initial_loss_scale is not None:
         loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
-    shared = Shared(config, backend, construction.ledger, notes, loss_scale, state_files)
+    limits: ActivationLimits | None = None
+    if config.activation_memory is not None:
+        limits = ActivationLimits(*bytes_of, is_strict=config.activation_memory != "auto")
+    ledger = construction.ledger
+    shared = Shared(config, backend, ledger, notes, loss_scale, state_files, limits)
     chunk_groups: list[ChunkGroup] = []
     # Placed last first, and made in the same order, for which the plans have reckoned.
     for plan in reversed(plans):
@@ -357,7 +366,18 @@ def _build(
     notes += [f"while the model was built: {n}" for n in construction.notes if n not in notes]
     notes += backend.notes
     move_rest(model, managed=map(id, arrangement.params), device=backend.device)
-    engine = Engine(model, chunk_groups, shared, first_number, optimizers)
+    activations: ActivationStore | None = None
+    if limits is not None:
+        main = chunk_groups[0]
+        activations = build_activation_store(
+            config,
+            limits,
+            backend,
+            ledger,
+            notes,
+            lambda: None if main.disk is None else main.disk.io,
+        )
+    engine = Engine(model, chunk_groups, shared, first_number, optimizers, activations)
     resources.pop_all()
     resources.callback(engine.close)
     engine.params.begin_gathers()

@@ -169,9 +169,10 @@ using Transfer = Handle<IoEngine, IoOp>;
 
 template <IoKind kind>
 Transfer submit(const std::shared_ptr<IoEngine>& engine, int file, std::uintptr_t address,
-                std::size_t nbytes, std::uint64_t offset) {
-  return Transfer(engine,
-                  engine->submit(kind, file, reinterpret_cast<void*>(address), nbytes, offset));
+                std::size_t nbytes, std::uint64_t offset, bool soon) {
+  const IoTurn turn = soon ? IoTurn::soon : IoTurn::next;
+  return Transfer(
+      engine, engine->submit(kind, file, reinterpret_cast<void*>(address), nbytes, offset, turn));
 }
 
 int add_striped_file(IoEngine& engine, const std::vector<std::pair<int, std::string>>& sources,
@@ -211,7 +212,8 @@ void bind_io(py::module_& module) {
       module, "NativeIoError", "A failed transfer: which, of what file, how far it came, and why.");
   py::register_local_exception_translator(&translate);
 
-  Transfer::bind(module, "IoOp");
+  Transfer::bind(module, "IoOp")
+      .def("hurry", [](const Transfer& self) { self.owner->hurry(*self.op); }, ReleaseGil());
 
   py::class_<StripeMap>(module, "StripeMap")
       .def(py::init<const std::vector<unsigned>&, std::uint64_t>(), "weights"_a, "unit_bytes"_a)
@@ -250,9 +252,9 @@ void bind_io(py::module_& module) {
       .def("register", &IoEngine::register_memory, "arena"_a, ReleaseGil())
       .def("unregister", &IoEngine::unregister_memory, "arena"_a, ReleaseGil())
       .def("read", &submit<IoKind::read>, "file"_a, "address"_a, "nbytes"_a, "offset"_a,
-           ReleaseGil())
+           "soon"_a = false, ReleaseGil())
       .def("write", &submit<IoKind::write>, "file"_a, "address"_a, "nbytes"_a, "offset"_a,
-           ReleaseGil())
+           "soon"_a = false, ReleaseGil())
       .def_property_readonly("stats", &stats_of)
       .def(
           "inject",

@@ -37,8 +37,9 @@ struct Handle {
     if (op && !op->done()) without_gil([&] { owner->abandon(*op); });
   }
 
-  static void bind(py::module_& module, const char* name) {
-    py::class_<Handle>(module, name)
+  // The class; operations of some kinds can do more.
+  static py::class_<Handle> bind(py::module_& module, const char* name) {
+    return py::class_<Handle>(module, name)
         .def("done", [](const Handle& self) { return self.op->done(); })
         .def(
             "wait", [](const Handle& self) { self.op->wait(); }, ReleaseGil())

@@ -56,7 +56,7 @@ std::shared_ptr<Operation> BlockQueue::submit(IoKind kind, std::shared_ptr<IoFil
                                               std::uint64_t offset, Span memory, IoTurn turn) {
   auto op = std::make_shared<Operation>(kind, std::move(file), address, nbytes, offset,
                                         next_serial_, std::move(memory));
-  Backlog& backlog = turn == IoTurn::next ? next_ : idle_;
+  Backlog& backlog = backlog_of(turn);
   backlog.push_back(op);
   try {
     unsettled_.insert(op->serial);
@@ -72,6 +72,20 @@ std::shared_ptr<Operation> BlockQueue::submit(IoKind kind, std::shared_ptr<IoFil
   return op;
 }
 
+void BlockQueue::hurry(Operation& op) {
+  if (op.all_launched()) return;
+  for (const IoTurn turn : {IoTurn::soon, IoTurn::idle}) {
+    Backlog& from = backlog_of(turn);
+    const auto is_it = [&](const auto& each) { return each.get() == &op; };
+    const auto found = std::find_if(from.begin(), from.end(), is_it);
+    if (found == from.end()) continue;
+    backlog_of(IoTurn::next).push_back(*found);  // first, because it may throw
+    from.erase(found);
+    break;
+  }
+  check();
+}
+
 void BlockQueue::cancel(Operation& op) {
   if (op.done()) return;
   op.cancel();
@@ -79,14 +93,14 @@ void BlockQueue::cancel(Operation& op) {
 }
 
 void BlockQueue::cancel_backlog() {
-  for (Backlog* backlog : {&next_, &idle_}) {
-    for (const auto& op : *backlog) {
+  for (Backlog& backlog : backlogs_) {
+    for (const auto& op : backlog) {
       if (op->all_launched()) continue;
       op->cancel();
       ++stats_.errors;
       settle_if_finished(*op);
     }
-    backlog->clear();
+    backlog.clear();
   }
 }
 
@@ -137,10 +151,10 @@ Block* BlockQueue::take() {
 
 // The one whose first operation is to be launched next; null if none is left.
 BlockQueue::Backlog* BlockQueue::backlog() {
-  for (Backlog* backlog : {&next_, &idle_}) {
+  for (Backlog& backlog : backlogs_) {
     // An operation that failed early or was cancelled has nothing left to launch.
-    while (!backlog->empty() && backlog->front()->all_launched()) backlog->pop_front();
-    if (!backlog->empty()) return backlog;
+    while (!backlog.empty() && backlog.front()->all_launched()) backlog.pop_front();
+    if (!backlog.empty()) return &backlog;
   }
   return nullptr;
 }
@@ -340,8 +354,8 @@ void BlockQueue::check() const {
   }
   HETERO_CHECK(listed == queued_);
   HETERO_CHECK(count[3] != 0 || resting_ == nullptr);
-  for (const Backlog* backlog : {&next_, &idle_}) {
-    for (const auto& op : *backlog) {
+  for (const Backlog& backlog : backlogs_) {
+    for (const auto& op : backlog) {
       HETERO_CHECK(op->done() || unsettled_.contains(op->serial));
       HETERO_CHECK(op->launched <= op->nbytes);
     }

@@ -3,6 +3,7 @@
 // owner has a mutex for it, and transfers what it take()s.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -56,6 +57,9 @@ class BlockQueue {
   std::shared_ptr<Operation> submit(IoKind kind, std::shared_ptr<IoFile> file, std::byte* address,
                                     std::size_t nbytes, std::uint64_t offset, Span memory,
                                     IoTurn turn);
+  // Somebody waits for `op` now: its blocks that are not in flight become those of IoTurn::next.
+  // Nothing if there are none, or if they are that already.
+  void hurry(Operation& op);
   // Drops the blocks that are not in flight. Nothing if `op` is done.
   void cancel(Operation& op);
   // The same of all operations that are not in flight as a whole; each counts as an error.
@@ -121,8 +125,10 @@ class BlockQueue {
   Block* resting_ = nullptr;
   std::size_t transferring_ = 0;
   int lost_error_ = 0;
-  // Operations with bytes not yet in flight, those of IoTurn::next and those of IoTurn::idle.
-  Backlog next_, idle_;
+  Backlog& backlog_of(IoTurn turn) { return backlogs_[static_cast<std::size_t>(turn)]; }
+
+  // Operations with bytes not yet in flight, by IoTurn.
+  std::array<Backlog, kIoTurns> backlogs_;
   std::set<std::uint64_t> unsettled_;  // serial numbers
   std::uint64_t next_serial_ = 0;
   Faults<Fault> read_faults_, write_faults_;

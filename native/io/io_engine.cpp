@@ -170,6 +170,12 @@ std::shared_ptr<IoOp> IoEngine::submit(IoKind kind, int id, void* address, std::
   return op;
 }
 
+void IoEngine::hurry(IoOp& op) {
+  if (op.done()) return;
+  const MutexLock lock(shared_.mutex, fork_);
+  shared_.queue.hurry(static_cast<Operation&>(op));
+}
+
 void IoEngine::cancel(IoOp& op) {
   if (op.done()) return;
   const MutexLock lock(shared_.mutex, fork_);

@@ -50,6 +50,9 @@ class IoEngine {
   // close().
   std::shared_ptr<IoOp> submit(IoKind kind, int file, void* address, std::size_t nbytes,
                                std::uint64_t offset, IoTurn turn = IoTurn::next);
+  // Somebody waits for `op` now: what is not in flight takes its turn as of IoTurn::next. `op` is
+  // this engine's.
+  void hurry(IoOp& op);
   // Drops the blocks of `op` that are not in flight; wait() throws an IoError of ECANCELED as soon
   // as those in flight are done. Nothing if it is done or was cancelled. `op` is this engine's.
   void cancel(IoOp& op);

@@ -19,9 +19,11 @@ namespace hetero {
 
 enum class IoKind { read, write };
 
-// When an operation's blocks take their turn: in the order of submission, those that can wait after
-// all others. A block that is in flight is not overtaken.
-enum class IoTurn { next, idle };
+// When an operation's blocks take their turn: first those of `next`, for which somebody waits; then
+// those of `soon`, for which somebody is going to; and those of `idle`, which can wait, after all
+// others. Among equals it is the order of submission. A block that is in flight is not overtaken.
+enum class IoTurn { next, soon, idle };
+inline constexpr std::size_t kIoTurns = 3;
 
 // Why an operation failed. Noted by the engine's threads, so it allocates nothing; the waiter makes
 // the exception of it. One that cancel() or close() cut off has ECANCELED, and its numbers are

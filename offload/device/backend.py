@@ -15,7 +15,7 @@ from offload._native import Link, LinkOp, OffloadOp, OffloadQueue, UpdateKind
 from offload.device.updater import Updater
 from offload.memory.arena import HostArena
 from offload.memory.ledger import Ledger
-from offload.memory.operation import Operation
+from offload.memory.operation import Operation, Transfer
 from offload.memory.tiers import Account, Tier
 
 if TYPE_CHECKING:
@@ -83,14 +83,14 @@ class Backend:
         None if that is done when the caller's call returns."""
         return None
 
-    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Operation:
+    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Starts copying `source`, in RAM, to `to`, on the device: flat, of the same bytes.
 
         Both are kept until the copy is done. wait() raises an OSError if it failed.
         """
         raise AssertionError("what is in RAM is where the CPU computes")
 
-    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
+    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Transfer:
         """Starts copying `source`, on the device, to `to`, in RAM; otherwise as fetch().
 
         `after` is the event after which `source` is computed, of record_event(); by default, an
@@ -190,12 +190,12 @@ class EmulatedBackend(Backend):
         stats = self.link.stats
         return stats["h2d_busy_s"], stats["d2h_busy_s"]
 
-    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Operation:
+    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> Transfer:
         check_sides(to, source)
         op = self.link.copy("h2d", to.data_ptr(), source.data_ptr(), to.nbytes)
         return _Copy(op, to, source)
 
-    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Operation:
+    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Transfer:
         check_sides(to, source)
         op = self.link.copy("d2h", to.data_ptr(), source.data_ptr(), to.nbytes)
         return _Copy(op, to, source)
@@ -223,6 +223,9 @@ class _Copy:
     def __init__(self, op: LinkOp, *tensors: torch.Tensor) -> None:
         self._op = op  # first, because it goes first: it then ends
         self._tensors = tensors
+
+    def done(self) -> bool:
+        return self._op.done()
 
     def wait(self) -> None:
         try:

@@ -114,9 +114,7 @@ class CudaBackend(Backend):
             self.h2d_bytes += to.nbytes
         return copy
 
-    def grad_offload(
-        self, to: torch.Tensor, source: torch.Tensor, after: Event | None = None
-    ) -> _Copy:
+    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> _Copy:
         check_sides(to, source)
         after = self.record_event() if after is None else after
         with self._lock:

@@ -59,7 +59,7 @@ class HomeCopier:
         self._run(len(to), read, self._to_device(to))
 
     def _from_device(self, source: torch.Tensor) -> _Move:
-        return lambda part, buffer: self._backend.grad_offload(buffer, source[part])
+        return lambda part, buffer: self._backend.to_ram(buffer, source[part])
 
     def _to_device(self, to: torch.Tensor) -> _Move:
         return lambda part, buffer: self._backend.fetch(to[part], buffer)

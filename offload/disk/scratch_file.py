@@ -280,13 +280,16 @@ class Transfers:
         members = [(m.fd, m.path) for m in scratch.members]
         self.file = engine.add_striped_file(members, stripes, checksums)
 
-    def read(self, address: int, nbytes: int, offset: int) -> IoOp:
-        """Starts reading file bytes [offset, offset + nbytes) to `address`."""
-        return self.engine.read(self.file, address, nbytes, offset)
+    def read(self, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts reading file bytes [offset, offset + nbytes) to `address`.
 
-    def write(self, address: int, nbytes: int, offset: int) -> IoOp:
-        """Starts writing `nbytes` at `address` to the file at `offset`."""
-        return self.engine.write(self.file, address, nbytes, offset)
+        `soon`: nobody waits for it yet, so it comes after what somebody waits for (IoOp.hurry()).
+        """
+        return self.engine.read(self.file, address, nbytes, offset, soon)
+
+    def write(self, address: int, nbytes: int, offset: int, soon: bool = False) -> IoOp:
+        """Starts writing `nbytes` at `address` to the file at `offset`; `soon` as for read()."""
+        return self.engine.write(self.file, address, nbytes, offset, soon)
 
     def close(self) -> None:
         """Waits for the transfers under way; idempotent."""

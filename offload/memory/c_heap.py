@@ -1,8 +1,9 @@
-"""The C heap: memory that was freed but not given back to the system."""
+"""The C heap: memory that was freed, or is about to be, and goes back to the system."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from contextlib import suppress
 
 
@@ -14,3 +15,17 @@ def trim_heap() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+def discard_pages(address: int, nbytes: int) -> None:
+    """Gives back the pages wholly inside memory whose owner is about to free it.
+
+    What they had is lost. The heap would keep them for reuse, as trim_heap() says, and this takes
+    one call of the system for just them.
+    """
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        with suppress(OSError, AttributeError):
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -25,6 +25,13 @@ class Operation(Protocol):
         """Its result is not needed: wait(), which is called nevertheless, may end early."""
 
 
+class Transfer(Operation, Protocol):
+    """An operation that can also be asked whether it is done."""
+
+    def done(self) -> bool:
+        """Whether wait() returns, or raises, at once."""
+
+
 def in_background() -> bool:
     """Whether the caller's thread is one of this project's, for whose end closing waits."""
     return threading.current_thread().name.startswith(THREAD_PREFIX)

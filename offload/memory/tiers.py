@@ -26,6 +26,7 @@ class Account(enum.Enum):
     BUFFER = "buffer"  # the optimizer pipeline's buffers
     LINK = "link"  # buffers for what is on its way between DEVICE and RAM
     FILE = "file"  # the file of all DISK homes
+    ACTIVATION = "activation"  # what autograd saved for backward
     INIT = "init"  # parameters under construction, in their construction dtype
 
 

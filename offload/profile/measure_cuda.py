@@ -86,9 +86,7 @@ def _link(backend: CudaBackend, copy_bytes: int) -> tuple[float, float]:
             for slot in range(COPIES)
         ]
         h2d_s = _median_s(backend, lambda: [backend.fetch(to, source) for to, source in sides])
-        d2h_s = _median_s(
-            backend, lambda: [backend.grad_offload(to, source) for source, to in sides]
-        )
+        d2h_s = _median_s(backend, lambda: [backend.to_ram(to, source) for source, to in sides])
         return COPIES * copy_bytes / h2d_s, COPIES * copy_bytes / d2h_s
 
 

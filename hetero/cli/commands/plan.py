@@ -39,6 +39,7 @@ _TRAIN_OPTIONS = {
     "config": "JSON file with the configuration of any Hugging Face causal language model",
     "vocab_size": "of a model by name (default: as published)",
     "host_memory": f"RAM, {_DEFAULT_BYTES}",
+    "activation_memory": "part of it for what autograd saves, as `hetero train` says",
     "device_memory": "memory of a device, where the profile has one that is not RAM,"
     f" {_DEFAULT_BYTES}",
     "nvme_path": "folder on NVMe, once per disk; with --profile it need not exist (default: none)",
@@ -173,6 +174,7 @@ def _plan(
         raise ValueError("--policy nvme needs --nvme-path, a folder on the NVMe disk")
     config = Config(
         host_memory=machine.host_bytes,
+        activation_memory=options.activation_memory,
         dtype=options.dtype,
         chunk_numel=options.chunk_numel,
         zero_stage=options.zero_stage,

@@ -196,13 +196,17 @@ def memory_config(
         third = USUAL_STATE_BYTES_PER_PARAM * params // ranks.count // 3
         host_memory = max(third, LEAST_DEFAULT_HOST_BYTES)
     nvme_path = options.nvme_path
-    if not nvme_path and (options.policy in ("nvme", "auto") or options.commit_every is not None):
+    others = options.commit_every, options.activation_memory
+    if not nvme_path and (
+        options.policy in ("nvme", "auto") or any(each is not None for each in others)
+    ):
         nvme_path = (str(folder.path),)
     return hetero.Config.make(
         placement_policy=options.policy,
         backend=options.backend,
         link_gbps=options.link_gbps,
         host_memory=host_memory,
+        activation_memory=options.activation_memory,
         device_memory=options.device_memory,
         nvme_path=nvme_path or None,
         nvme_capacity=options.nvme_capacity,

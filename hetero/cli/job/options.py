@@ -96,6 +96,12 @@ class TrainOptions:
         " whatever else it holds; auto: what cgroups and limits allow (default: no limit)",
         metavar="BYTES",
     )
+    activation_memory: str | None = _option(
+        "part of the RAM budget for what autograd saves, like 1GiB or auto (a quarter); the rest of"
+        " it goes to NVMe and comes back ahead of backward (default: autograd keeps all, outside of"
+        " the budget)",
+        metavar="BYTES",
+    )
     nvme_path: tuple[str, ...] = _option(
         "existing folder on the NVMe disk for the state file; give it once per disk to spread the"
         " state over several (default: the run folder)",

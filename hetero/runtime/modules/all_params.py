@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,16 @@ from hetero.state.gathering.agreement import agree_on_gathers, begin_gathers
 from hetero.state.managed_param import ManagedParam, ParamState
 from offload.errors import ClosedError, HeteroError
 from offload.interrupts import Damage
+
+
+class AddsParams(Protocol):
+    """Gives parameters a place that they did not get at initialize()."""
+
+    def take_in_unfrozen(self) -> None:
+        """Adds frozen parameters that need gradients by now and are the optimizer's."""
+
+    def admit(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Adds the parameters of a new param group."""
 
 
 class AllParams:

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hetero.activations.store import ActivationStore
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.saved_tensors import SavedTensors
@@ -43,11 +44,13 @@ class ParamUses:
     weight, a language model's head the embedding's, a loss all parameters, an average of weights.
     """
 
-    def __init__(self, params: AllParams, calls: EnteredCalls) -> None:
-        """`calls` are the forwards of all threads."""
+    def __init__(
+        self, params: AllParams, calls: EnteredCalls, activations: ActivationStore | None = None
+    ) -> None:
+        """`calls` are the forwards of all threads; `activations` have what these save."""
         self._params = params
         self._calls = calls
-        self.saved_tensors = SavedTensors(params)
+        self.saved_tensors = SavedTensors(params, activations)
         self._threads = threading.Lock()
         self._several_threads = False
 

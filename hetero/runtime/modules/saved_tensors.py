@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hetero.activations.saved_activation import SavedActivation, has_plain_memory
+from hetero.activations.store import ActivationStore
 from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.call_stack import is_recomputing
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
@@ -32,28 +34,42 @@ class SavedTensor:
 class SavedTensors:
     """Saved-tensor hooks for the time while modules run, so that forward pins no copies."""
 
-    def __init__(self, params: AllParams) -> None:
+    def __init__(self, params: AllParams, activations: ActivationStore | None = None) -> None:
+        """`activations` have what is no view of a gathered copy; None: autograd keeps it."""
         self._params = params
+        self._activations = activations
 
     @property
     def needed(self) -> bool:
         """Whether pack() and unpack() must see what autograd saves."""
-        return self._params.gathers
+        return self._activations is not None or self._params.gathers
 
-    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView:
-        """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again."""
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedActivation:
+        """What autograd keeps for `tensor`: for a view of a gathered copy, how to make it again.
+
+        Raises BudgetError, StoreError or an OSError if activations have no room for it.
+        """
         plain = tensor.layout is torch.strided and not isinstance(tensor, OffloadedTensor)
         if plain and self._params.is_open:  # (another thread's hooks stay after an interruption)
             for chunk_group in self._params.chunk_groups:
                 view = chunk_group.params.pack(tensor)
                 if view is not None:
                     return view
+            if self._activations is not None and has_plain_memory(tensor):
+                saved = self._activations.pack(tensor)
+                if saved is not None:
+                    return saved
         return SavedTensor(_without_graph(tensor), tensor._version)
 
-    def unpack(self, saved: SavedTensor | SavedView) -> torch.Tensor:
-        """The tensor that was packed. Raises StaleGraphError if it was changed since."""
+    def unpack(self, saved: SavedTensor | SavedView | SavedActivation) -> torch.Tensor:
+        """The tensor that was packed.
+
+        Raises StaleGraphError if it was changed since, and what bringing it back meets.
+        """
         if isinstance(saved, SavedView):
             return self._gather(saved)
+        if isinstance(saved, SavedActivation):
+            return saved.unpack()
         if saved.tensor._version != saved.version:
             raise StaleGraphError(
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified "

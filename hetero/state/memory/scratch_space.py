@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hetero.config import Config
 from hetero.state.memory.state_files import StateFiles
 from offload._native import IoEngine, IoOp
-from offload.disk.free_space import FreeSpace
 from offload.disk.scratch_file import ScratchFile, Transfers, make_io_engine
+from offload.memory.free_space import FreeSpace
 from offload.memory.ledger import Ledger
 from offload.memory.tiers import Account
 

@@ -66,7 +66,7 @@ def test_work_sees_what_was_fetched_for_it(seed: int, length: int, several: bool
             runtime.give(runtime.compute, lambda a=alias, e=expected: use(a, e), reads=memory)
             if chance.random() < 0.3:
                 into = torch.zeros(SLOT, dtype=torch.uint8)
-                backend.grad_offload(into, alias, backend.record_event())
+                backend.to_ram(into, alias, backend.record_event())
                 offloaded.append((into, expected))
                 # What is offloaded is kept until it is there; so the slot stays pinned in truth.
                 runtime.wait(runtime.compute, runtime.record(backend._draining.stream))
@@ -154,7 +154,7 @@ def test_capturing_a_graph_is_refused() -> None:
     with pytest.raises(HeteroError, match="CUDA graph is being captured"):
         arena.view(0, 1, torch.uint8, pinned=True)
     with pytest.raises(HeteroError, match="CUDA graph is being captured"):
-        backend.grad_offload(torch.empty(4), torch.empty(4))
+        backend.to_ram(torch.empty(4), torch.empty(4))
     runtime.captures = False
     assert arena.live_views() == 0
     runtime.synchronize_all()

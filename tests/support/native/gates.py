@@ -48,6 +48,9 @@ class HeldOp:
             raise self._error
         self._op.wait()
 
+    def hurry(self) -> None:
+        """Nothing: when it starts is the test's."""
+
     def cancel(self) -> None:
         """As the transfer's."""
         with self._lock:
@@ -107,9 +110,9 @@ class GatedTransfers(Transfers):
         super().__init__(*args)
         self.gate = Gate()
 
-    def read(self, address: int, nbytes: int, offset: int) -> Any:
+    def read(self, *arguments: Any) -> Any:
         """As Transfers."""
-        return self.gate.start(lambda: super(GatedTransfers, self).read(address, nbytes, offset))
+        return self.gate.start(lambda: super(GatedTransfers, self).read(*arguments))
 
 
 class GatedBackend(EmulatedBackend):
@@ -123,9 +126,9 @@ class GatedBackend(EmulatedBackend):
         """As EmulatedBackend."""
         return self.gate.start(lambda: super(GatedBackend, self).fetch(to, source))
 
-    def grad_offload(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
+    def to_ram(self, to: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
         """As EmulatedBackend."""
-        return self.gate.start(lambda: super(GatedBackend, self).grad_offload(to, source, after))
+        return self.gate.start(lambda: super(GatedBackend, self).to_ram(to, source, after))
 
     def offload(self, *arguments: Any) -> Any:
         """As EmulatedBackend."""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import hetero
 from hetero.planning.placement import Placement
 from hetero.runtime.relocation.migration import InUseError
-from offload.disk.free_space import FreeSpace
 from offload.errors import BudgetError
+from offload.memory.free_space import FreeSpace
 from offload.memory.tiers import Tier
 from tests.support.ranks.processes import RankPool
 from tests.support.training.loops import Run, batches, build, tiny_gpt2, train

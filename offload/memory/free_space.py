@@ -1,10 +1,10 @@
-"""Which parts of a file are free to be used again."""
+"""Which parts of a file, or of an arena, are free to be used again."""
 
 from __future__ import annotations
 
 
 class FreeSpace:
-    """First-fit allocation of ranges of bytes; neighbouring free ranges become one."""
+    """First-fit allocation of ranges of bytes, or of slots; neighbouring free ranges become one."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # (begin, end), ascending, never touching
@@ -13,6 +13,11 @@ class FreeSpace:
     def nbytes(self) -> int:
         """Free bytes in all."""
         return sum(end - begin for begin, end in self._ranges)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The free ranges, (begin, end), ascending."""
+        return tuple(self._ranges)
 
     def take(self, nbytes: int) -> int | None:
         """Allocates `nbytes`. Returns their offset, or None if no free range is as long."""

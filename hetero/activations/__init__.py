@@ -1,0 +1,1 @@
+"""What autograd saves for backward, in the memory that the budgets give it, and on NVMe."""

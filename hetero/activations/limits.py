@@ -1,0 +1,59 @@
+"""How much memory activations may have, and which of them are worth a transfer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.memory.sizes import PAGE_BYTES
+
+_SLOTS = 1024  # about so many in all: what a run wastes at its end is then little
+_MAX_SLOT_BYTES = 2 << 20  # a huge page
+# A transfer of n bytes costs Python about 0.1 ms and the disk as much until the first byte comes.
+# At 2 GB/s that is 400 KB: below, most of the time moves nothing. With little memory less is worth
+# it, or what stays would fill it.
+_LEAST_BYTES = 256 << 10
+_LEAST_SHARE = 64
+# Of RAM that compute uses in place, for slots: bytes on their way to the file, and back.
+_WINDOW_SHARE = 4
+
+
+@dataclass(frozen=True)
+class ActivationLimits:
+    """Bytes that activations may have, and what follows from them.
+
+    Attributes:
+        host_bytes: of RAM, saved tensors and slots together.
+        device_bytes: of a device with memory of its own, likewise; 0 without one.
+        is_strict: whether a saved tensor without room is an error. If not, it is left to autograd,
+            in memory that no budget counts.
+    """
+
+    host_bytes: int
+    device_bytes: int = 0
+    is_strict: bool = True
+
+    @property
+    def least_bytes(self) -> int:
+        """What is smaller stays where it is."""
+        return min(_LEAST_BYTES, self.compute_bytes // _LEAST_SHARE)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of the memory where compute happens."""
+        return self.device_bytes or self.host_bytes
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """The size of the slots of so many bytes: a power of two, and whole pages."""
+        wanted = max(1, nbytes // _SLOTS)
+        return min(_MAX_SLOT_BYTES, max(PAGE_BYTES, 1 << (wanted.bit_length() - 1)))
+
+    def window_bytes(self, largest_bytes: int) -> int:
+        """What of RAM where compute happens saved tensors leave to slots, if some may leave.
+
+        Two of the largest fit: one on its way, and one that backward waits for.
+        """
+        return max(self.host_bytes // _WINDOW_SHARE, 2 * largest_bytes)
+
+    def may_leave(self, nbytes: int) -> bool:
+        """Whether an activation of that size is worth a transfer."""
+        return nbytes >= self.least_bytes

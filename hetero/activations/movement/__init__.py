@@ -1,0 +1,1 @@
+"""How activations leave the memory that computes, and come back."""

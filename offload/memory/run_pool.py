@@ -1,0 +1,162 @@
+"""Runs of slots for arrays of any size, which are charged while somebody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offload.memory.arena import HostArena
+from offload.memory.free_space import FreeSpace
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive slots of an arena."""
+
+    first: int
+    slots: int
+
+
+class RunPool:
+    """First-fit allocation of runs in an arena whose slots are charged as they are first used.
+
+    What was given back stays charged, for the next one, until shrink(). A run that tensors or
+    transfers still use when it is given back is free when they are gone.
+    """
+
+    def __init__(self, arena: HostArena, room: Callable[[], int], in_one: bool = False) -> None:
+        """
+        Args:
+            arena: has the slots. More than there may be at once, so that long runs are found:
+                what is not charged costs addresses alone.
+            room: the bytes that may be charged in all, at the time.
+            in_one: all slots are charged at the first use, and stay: RAM that is page-locked, which
+                takes its time and may not be cut, and memory of a device.
+        """
+        self.arena = arena
+        self._room = room
+        self._in_one = in_one
+        self._free = FreeSpace()  # of slots
+        self._free.give(0, arena.slots)
+        self._charged = bytearray(arena.slots)  # 1: charged
+        self._pinned: list[Run] = []  # given back, and used still
+        self.charged_bytes = 0
+        self.used_bytes = 0  # of runs that are allocated
+
+    def slots_for(self, nbytes: int) -> int:
+        """How many slots `nbytes` take."""
+        return -(-nbytes // self.arena.slot_bytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of runs that were given back, and that tensors or transfers use."""
+        return sum(run.slots for run in self._pinned) * self.arena.slot_bytes
+
+    def take(self, slots: int) -> Run | None:
+        """Allocates a run; None if there is no room. Raises BudgetError if the ledger has none."""
+        self._sweep()
+        first = self._free.take(slots)
+        if first is None:
+            return None
+        run = Run(first, slots)
+        if not self._charge(run):
+            self._free.give(first, slots)
+            return None
+        self.used_bytes += slots * self.arena.slot_bytes
+        return run
+
+    def _charge(self, run: Run) -> bool:
+        """Whether there is room for the slots of `run` that are not charged, which then are."""
+        slot_bytes = self.arena.slot_bytes
+        if self._in_one:
+            if not self.charged_bytes:
+                self.arena.commit(0, self.arena.slots)
+                self._mark(Run(0, self.arena.slots), True)
+            return True
+        fresh = run.slots - sum(self._charged[run.first : run.first + run.slots])
+        excess = self.charged_bytes + fresh * slot_bytes - self._room()
+        if fresh and excess > 0:
+            self._uncharge(-(-excess // slot_bytes))
+            if self.charged_bytes + fresh * slot_bytes > self._room():
+                return False
+        if fresh:
+            self.arena.commit(run.first, run.slots)
+            self._mark(run, True)
+        return True
+
+    def _mark(self, run: Run, charged: bool) -> None:
+        changed = sum(self._charged[run.first : run.first + run.slots])
+        self._charged[run.first : run.first + run.slots] = bytes([charged]) * run.slots
+        changed = run.slots - changed if charged else -changed
+        self.charged_bytes += changed * self.arena.slot_bytes
+
+    def give_back(self, run: Run) -> None:
+        """Frees a run that take() allocated, once nothing uses it."""
+        self.used_bytes -= run.slots * self.arena.slot_bytes
+        if self.is_pinned(run):
+            self._pinned.append(run)
+        else:
+            self._free.give(run.first, run.slots)
+
+    def is_pinned(self, run: Run) -> bool:
+        """Whether tensors or transfers use the run."""
+        return self.arena.pins[run.first] > 0 or self.arena.has_transfers(run.first, run.slots)
+
+    def _sweep(self) -> None:
+        """Frees runs that nothing uses any more."""
+        if self._pinned:
+            used = []
+            for run in self._pinned:
+                if self.is_pinned(run):
+                    used.append(run)
+                else:
+                    self._free.give(run.first, run.slots)
+            self._pinned = used
+
+    def shrink(self, nbytes: int = 0) -> bool:
+        """Charges at most `nbytes`, as far as slots are free; whether it is so now."""
+        if self._in_one:
+            return self.charged_bytes <= nbytes
+        self._sweep()
+        excess = self.charged_bytes - nbytes
+        if excess > 0:
+            self._uncharge(-(-excess // self.arena.slot_bytes))
+        return self.charged_bytes <= nbytes
+
+    def _uncharge(self, slots: int) -> None:
+        """Gives back charge and pages of so many slots that are free, as far as there are so many.
+
+        From the end on: so the first ones are used again and again.
+        """
+        for begin, end in reversed(self._free.ranges):
+            for run in reversed(list(self._charged_runs(begin, end))):
+                if slots <= 0:
+                    return
+                cut = min(slots, run.slots)
+                last = Run(run.first + run.slots - cut, cut)
+                self.arena.decommit(last.first, last.slots)
+                self._mark(last, False)
+                slots -= cut
+
+    def _charged_runs(self, begin: int, end: int) -> Iterable[Run]:
+        """The slots in [begin, end) that are charged, as runs."""
+        at = begin
+        while (first := self._charged.find(1, at, end)) >= 0:
+            stop = self._charged.find(0, first, end)
+            at = end if stop < 0 else stop
+            yield Run(first, at - first)
+
+    def address(self, run: Run) -> int:
+        """Of its first byte."""
+        return self.arena.address(run.first)
+
+    def view(self, run: Run, nbytes: int, pinned: bool = True) -> torch.Tensor:
+        """The first bytes of a run, flat; `pinned`: it is not free while the tensor lives."""
+        return self.arena.view(run.first, run.slots, torch.uint8, pinned)[:nbytes]
+
+    def close(self) -> None:
+        """Gives the arena back; what views it keeps its memory."""
+        self.charged_bytes = 0
+        self.arena.close()
