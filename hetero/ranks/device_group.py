@@ -24,7 +24,7 @@ from offload.device.cuda_backend import CudaBackend, DeviceStreams
 from offload.device.event_pool import Event
 from offload.errors import PeerError
 from offload.interrupts import deliver_signals
-from offload.memory.operation import Worker
+from offload.memory.operation import THREAD_PREFIX, Worker
 
 _LOOKS = 3  # in vain after another rank's failure is known: the collective may not need that rank
 
@@ -149,10 +149,22 @@ class DeviceGroup:
 
     @staticmethod
     def _end_collectives(streams: DeviceStreams) -> None:
-        for group in (streams.group, streams.replicas):
-            if group is not None:
-                with contextlib.suppress(RuntimeError):
-                    group.abort()
+        """Aborts both groups at once: what one of them waits for in the stream may be the other's,
+        which does not end before its own abort."""
+
+        def end(group: Any) -> None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+        groups = [group for group in (streams.group, streams.replicas) if group is not None]
+        threads = [
+            threading.Thread(target=end, args=[group], name=f"{THREAD_PREFIX}aborting")
+            for group in groups
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def close(self) -> None:
         """Ends the thread, when nothing is under way, and the connections; idempotent.

@@ -305,9 +305,11 @@ class Params:
     def begin_speculation(self, chunk: Chunk, speculation: Speculation) -> bool:
         """A speculative update is about to be submitted: its parameters are UPDATING.
 
-        Returns False, with nothing changed, if another tensor views the chunk's home: whoever reads
-        that would see values that step() may not confirm.
+        Returns False, with nothing changed, if another tensor views the chunk's home, or another
+        rank may be reading it: whoever reads would see values that step() may not confirm.
         """
+        if self.agreed_gathers is not None and self.agreed_gathers.is_lent(chunk):
+            return False
         self._updates.wait_copied(chunk)
         for m in speculation.members:
             m.begin_update(revocable=True)

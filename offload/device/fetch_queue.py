@@ -168,6 +168,7 @@ class FetchQueue:
             if in_ram is None:
                 return
             self._queue.popleft()
+            self._leave_out(fetch)  # where RAM has had it still, nothing was read
             self._under_way += 1
             fetch.in_ram, fetch.state = in_ram, FetchState.STAGING
             fetch.chain.start()

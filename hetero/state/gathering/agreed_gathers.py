@@ -171,7 +171,8 @@ class AgreedGathers:
 
     def _begin(self, chunk: int, must: bool) -> bool:
         """Starts bringing the chunk to slots, with all ranks; False if there is no room."""
-        self._gathering.expect(chunk)  # by the backing of the slots
+        if not self._gathering.expect(chunk, must):  # by the backing of the slots
+            return False
         has_begun = False
         try:
             has_begun = self._cache.begin(chunk, must)
@@ -223,7 +224,11 @@ class AgreedGathers:
 
     def let_go(self) -> None:
         """All ranks have made the same all-gathers: values may change afterwards."""
-        self._gathering.stream.transport.let_go()
+        self._gathering.stream.let_go()
+
+    def is_lent(self, chunk: Chunk) -> bool:
+        """Whether other ranks may be reading this rank's shard."""
+        return self._gathering.stream.is_lent(chunk)
 
     def end_step(self, records: Collection[tuple[Use, ...]], slots: int) -> None:
         """A step is over, and values are going to change.

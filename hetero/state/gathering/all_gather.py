@@ -116,10 +116,18 @@ class Gathering:
         started = self.start_expected(chunk, lambda: self.start(found, whole))
         return self.read_alone(found, whole) if started is None else started
 
-    def expect(self, chunk: int) -> None:
-        """All ranks are about to make an all-gather of the chunk: its next read() takes part."""
+    def expect(self, chunk: int, must: bool) -> bool:
+        """All ranks are about to make an all-gather of the chunk: its next read() takes part.
+
+        One of the same chunk may not have been started yet. If this is a `must` it is waited for,
+        as in take_part(), and else this returns False.
+        """
         with self._changed:
+            if chunk in self._expected and not must:
+                return False
+            self._wait_until(lambda: chunk not in self._expected)
             self._expected.add(chunk)
+            return True
 
     def forget_expected(self, chunk: int) -> None:
         """The chunk's next read() is of this rank alone; idempotent."""
@@ -146,10 +154,14 @@ class Gathering:
         with self._changed:
             if self._expected and not must:
                 return False
-            while not self._changed.wait_for(lambda: not self._expected, LOOK_S):
-                deliver_signals()
+            self._wait_until(lambda: not self._expected)
             self.stream.start(chunk)
         return True
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Until it is so. Holds the lock."""
+        while not self._changed.wait_for(is_so, LOOK_S):
+            deliver_signals()
 
     def is_common(self, chunk: int) -> bool:
         """Whether all ranks are about to gather the chunk."""

@@ -69,8 +69,9 @@ class CommonGather:
             began_s = time.perf_counter()
             try:
                 while not self._stream.wait(self):
+                    read = self._read  # before letting go: a gather that ends then stores nothing
                     if self.target.let_go():
-                        self._read()
+                        read()
                         break
                 if self.error is None:
                     self.target.follow()
@@ -140,6 +141,17 @@ class GatherStream:
         self.wait_s = 0.0  # seconds of waiting for them
         self._digest = blake2b(digest_size=7)
         self._all_in_ram = False
+        # Ids of chunks of which others may be reading this rank's shard.
+        self._lent: tuple[int, ...] = ()
+
+    def is_lent(self, chunk: Chunk) -> bool:
+        """Whether other ranks may be reading this rank's shard of the chunk."""
+        return chunk.id in self._lent
+
+    def let_go(self) -> None:
+        """All ranks have made the gathers that this one has: none reads its shards any more."""
+        self._lent = ()
+        self.transport.let_go()
 
     def note_homes(self, all_in_ram: bool) -> None:
         """Whether every rank has all of its shards in memory, for gathers that are started later.
@@ -179,6 +191,7 @@ class GatherStream:
 
     def _gather(self, gather: CommonGather) -> BaseException | None:
         """Returns what went wrong."""
+        self._lent = (*self._lent[-1:], gather.chunk.id)
         try:
             error = self._find_failure(gather)
             what = f"gathering {gather.chunk.name}"
@@ -195,6 +208,7 @@ class GatherStream:
                     except Exception as failure:
                         error = self._tell_failure(gather, failure)
                 self.transport.gather(gather.target, shard, what, opened, gather.keeps_shards)
+            self._lent = (gather.chunk.id,) if gather.keeps_shards else ()
             return error or self._news.failure_of(gather.number)
         except Exception as failure:
             return failure.with_traceback(None)

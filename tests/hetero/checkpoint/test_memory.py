@@ -18,7 +18,7 @@ BESIDE_CHECKPOINT = 48 * MIB  # the buffers of a save or a load
 
 # argv: folder, compute dtype, dtype of the export.
 _SCRIPT = """
-import json, sys
+import gc, json, sys
 from pathlib import Path
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ from offload.memory.process_memory import peak_resident_bytes, resident_bytes
 folder, compute, dtype, host_memory = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
 
 def grown_by(call):
-    # The peak counts from here on.
+    # What an engine before has left is no part of it. The peak counts from here on.
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes()
     call()

@@ -256,6 +256,17 @@ def test_common_reads_keep_their_order_and_none_is_missing(rig):
     assert torch.equal(r.use(1), r.want(1))
 
 
+def test_a_common_read_of_what_ram_still_has_is_left_out(rig):
+    common = Common()
+    r = rig(2, 2, [1, 1], common=common)
+    assert torch.equal(r.use(1), r.want(1))
+    r.cache.drop(1)  # from the device alone
+    common.expected.add(1)
+    assert torch.equal(r.use(1), r.want(1))
+    assert common.log == [(1, "left out")]
+    assert r.engine.stats["reads"] == 1
+
+
 def test_a_common_read_that_is_dropped_next_is_left_out_at_once(rig):
     common = Common(1)
     r = rig(3, 1, [1, 1, 1], common=common)

@@ -6,6 +6,7 @@ import errno
 import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import hetero
 from hetero.planning.placement import Placement
-from hetero.runtime.relocation.migration import InUseError
+from hetero.runtime.relocation.migration import InUseError, Migration
 from offload.errors import BudgetError
 from offload.memory.free_space import FreeSpace
 from offload.memory.tiers import Tier
@@ -229,15 +230,19 @@ def test_a_failed_write_leaves_everything_where_it_was(nth: int, tmp_path: Path)
 
 
 def test_what_cannot_be_read_stays_in_the_file(tmp_path: Path) -> None:
-    """(Without reading ahead, whose reads would be counted, too.)"""
-    training = Steps(*start(tmp_path, host_memory=LEAST, prefetch=False))
+    training = Steps(*start(tmp_path, host_memory=LEAST))
     engine = training.engine
     training.step()
     before = engine.placement
-    engine.chunk_groups[0].pipeline.flush()
-    engine.synchronize()
-    engine.chunk_groups[0].disk.io.inject("read", 2, errno.EIO)
-    with pytest.raises(OSError, match="Input/output error"):
+    read_in = Migration._read_in
+
+    def fail_to_read_in(migration: Migration) -> BaseException | None:
+        # Here, where nothing else reads any more.
+        engine.chunk_groups[0].disk.io.inject("read", 2, errno.EIO)
+        return read_in(migration)
+
+    reads_fail = patch.object(Migration, "_read_in", fail_to_read_in)
+    with reads_fail, pytest.raises(OSError, match="Input/output error"):
         engine.set_budget(MOST)
     now = engine.placement
     on_disk = [tiers.count(Tier.DISK) for tiers in (now.param, now.grad, now.optim_state)]
