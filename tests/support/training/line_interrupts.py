@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import signal
 import sys
 import weakref
@@ -23,7 +24,8 @@ class LineInterrupt:
     function are one place, because the signal is delivered at its end, wherever it came. Three
     files have none: what callbacks of weak references raise Python ignores, torch's own grad mode
     stays off if no_grad() is interrupted at its end, and torch functions stay off if a profiler's
-    range is, which a signal, unlike this, cannot do.
+    range is, which a signal, unlike this, cannot do. For the same reason a line that switches torch
+    functions off is none: the end of that block is one call of a function in C.
     """
 
     def __init__(self, at: int = 0) -> None:
@@ -44,7 +46,7 @@ class LineInterrupt:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename in _WITHOUT_PLACES:
             return None
-        if event == "line":
+        if event == "line" and "DisableTorchFunction" not in _source(frame):
             held_back = interrupts._block._depth > 0
             self.places += not (held_back and self._was_held_back)
             self._was_held_back = held_back
@@ -52,3 +54,7 @@ class LineInterrupt:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 signal.raise_signal(signal.SIGINT)
         return self._trace
+
+
+def _source(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
