@@ -127,9 +127,13 @@ class Activation:
         return references > _OWN[0] or holders > _OWN[1] + len(self.tensors) - 1
 
     def kept(self, key: int) -> torch.Tensor:
-        """The saved tensor, while it is KEPT or LEAVING. Raises StaleGraphError if it changed."""
+        """The saved tensor, while it is KEPT or LEAVING. Raises StaleGraphError if it changed.
+
+        It is an alias of the caller's own, so that is_held_by_others() as long as it is used:
+        what is kept here would not tell, and its pages would be discarded under its user.
+        """
         self.check(key)
-        return self.tensors[key]
+        return self.tensors[key].detach()
 
     def check(self, key: int) -> None:
         """Raises StaleGraphError if the saved tensor was changed in place after it was saved."""

@@ -35,10 +35,7 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
 
 
 class ActivationStore:
-    """The activations of one engine.
-
-    It is for one thread's graphs at a time: what another thread saves meanwhile autograd keeps.
-    """
+    """The activations of one engine, of graphs of any threads."""
 
     def __init__(
         self, limits: ActivationLimits, kept: KeptTensors, movement: Movement, notes: list[str]
@@ -64,7 +61,6 @@ class ActivationStore:
         # By storage, what was brought back, and some of which the slots were given up.
         self._handed_out: dict[int, Activation] = {}
         self._is_open = True
-        self._thread = threading.get_ident()  # whose activations these are
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -92,7 +88,7 @@ class ActivationStore:
         if _is_leaf(tensor) or (tensor._base is not None and _is_leaf(tensor._base)):
             return None
         with self._locked():
-            if not (self._is_open and self._is_for_this_thread()):
+            if not self._is_open:
                 return None
             back = self._brought_back(tensor.untyped_storage()._cdata)
             if back is not None:
@@ -109,12 +105,6 @@ class ActivationStore:
             activation.add(saved.key, tensor)
             self._keys[activation] = self._keys.get(activation, 0) + 1
             return saved
-
-    def _is_for_this_thread(self) -> bool:
-        """Whether no other thread has activations here."""
-        if not len(self._order):
-            self._thread = threading.get_ident()
-        return self._thread == threading.get_ident()
 
     def _brought_back(self, storage: int) -> Activation | None:
         """The activation that has handed the storage out, and has it still."""

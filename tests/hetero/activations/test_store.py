@@ -177,6 +177,19 @@ class TestWhatOthersHold:
             assert torch.equal(unpack(saved), expected)
             del others
 
+    def test_nor_is_what_backward_was_given(self, tmp_path: Path) -> None:
+        """Another thread may save while an operator of backward computes with it."""
+        with open_store(tmp_path) as rig:
+            saved = save(rig, 12)
+            given = unpack(saved[0])
+            others = save(rig, 40)
+            assert torch.equal(given, values(0))
+            del given
+            others += save(rig, 40)
+            assert saved[0].activation.state is not ActivationState.KEPT
+            assert torch.equal(unpack(saved[0]), values(0))
+            del saved, others
+
     def test_parameters_and_leaves_are_left_alone(self, tmp_path: Path) -> None:
         with open_store(tmp_path) as rig:
             param = torch.nn.Parameter(values(0).view(64, 64))
