@@ -40,8 +40,11 @@ _MEMORY_OPTIONS = (
     "process_memory",
 )
 _AUTO_OPTIONS = ("activation_memory", "process_memory")
-# Of host_memory ("auto"), and of a device's memory, activations have one part in so many.
-_ACTIVATION_SHARES = 4, 8
+# Of a device's memory activations have one part in so many, and of host_memory ("auto") the first
+# of these shares that leaves enough for model state; at least what is of use to small models.
+_DEVICE_SHARE = 8
+_HOST_SHARES = 4, 8
+_LEAST_ACTIVATION_BYTES = 16 << 20
 _ALIASES = {"tensor_placement_policy": "placement_policy"}
 
 
@@ -396,17 +399,21 @@ class Config:
         """reserve_memory in bytes; 0 if it was not given."""
         return 0 if self.reserve_memory is None else parse_bytes(self.reserve_memory)
 
-    def activation_bytes(self, host_bytes: int, device_bytes: int | None) -> tuple[int, int]:
-        """The bytes of RAM, and of a DEVICE that is not RAM, that activations have.
+    def activation_bytes(self, host_bytes: int, device_bytes: int | None) -> list[tuple[int, int]]:
+        """The bytes of RAM, and of a DEVICE that is not RAM, that activations may have.
 
-        Of budgets of so many bytes; None: DEVICE is RAM. (0, 0) without activation_limit.
+        Of budgets of so many bytes; None: DEVICE is RAM. Several are to be tried in their order,
+        until the model state has room, too. [(0, 0)] without activation_limit.
         """
         if self.activation_limit is None:
-            return 0, 0
-        on_device = 0 if device_bytes is None else device_bytes // _ACTIVATION_SHARES[1]
-        if self.activation_limit == "auto":
-            return host_bytes // _ACTIVATION_SHARES[0], on_device
-        return parse_bytes(self.activation_limit), on_device
+            return [(0, 0)]
+        on_device = 0 if device_bytes is None else device_bytes // _DEVICE_SHARE
+        if self.activation_limit != "auto":
+            return [(parse_bytes(self.activation_limit), on_device)]
+        # Where the whole process has a limit, state gets more when steps have shown what they need.
+        shares = _HOST_SHARES if self.process_memory is None else (2, *_HOST_SHARES)
+        parts = [host_bytes // share for share in shares]
+        return [(part, on_device) for part in (*parts, min(parts[-1], _LEAST_ACTIVATION_BYTES))]
 
     @property
     def activation_limit(self) -> int | str | None:

@@ -35,6 +35,7 @@ def build_activation_store(
     ledger: Ledger,
     notes: list[str],
     model_state_io: Callable[[], IoEngine | None],
+    excess: Callable[[int], int] = lambda _: 0,
 ) -> ActivationStore:
     """A store without activations. It takes memory when it needs it, within `limits`.
 
@@ -45,6 +46,7 @@ def build_activation_store(
         ledger: charged.
         notes: lines for the user, to append to.
         model_state_io: the I/O engine of model state, if it has one; it lives longer.
+        excess: by how many bytes the process is larger than it may be, if so many more come.
     """
     tier = Tier.DEVICE if backend.separate else Tier.HOST
     kept = KeptTensors(ledger, tier, limits.may_leave)
@@ -55,11 +57,11 @@ def build_activation_store(
     if not backend.separate:
 
         def room() -> int:
-            return limits.host_bytes - kept.nbytes
+            return limits.usable_bytes - kept.nbytes
 
         arena = HostArena(_ADDRESSES * slots, slot_bytes, ledger, Account.ACTIVATION)
         ram = RamCopies(RunPool(arena, room), room, file, unwritten_bytes=0)
-        movement = InRam(limits, kept, ram, file, config.prefetch)
+        movement = InRam(limits, kept, ram, file, config.prefetch, excess)
     else:
         arena = backend.host_arena(slots, slot_bytes, ledger, Account.ACTIVATION)
         nbytes = slots * slot_bytes

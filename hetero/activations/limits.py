@@ -15,22 +15,26 @@ _LEAST_BYTES = 256 << 10
 _LEAST_SHARE = 64
 # Of RAM that compute uses in place, for slots: bytes on their way to the file, and back.
 _WINDOW_SHARE = 4
+_HANDFUL = 8
+_LEAST_KEPT = 8  # one part in so many is never lent
 
 
-@dataclass(frozen=True)
+@dataclass
 class ActivationLimits:
     """Bytes that activations may have, and what follows from them.
 
     Attributes:
-        host_bytes: of RAM, saved tensors and slots together.
+        host_bytes: of RAM, saved tensors and slots together. It may become less between steps.
         device_bytes: of a device with memory of its own, likewise; 0 without one.
         is_strict: whether a saved tensor without room is an error. If not, it is left to autograd,
             in memory that no budget counts.
+        lent_bytes: of RAM where compute happens, what others in the process need for now.
     """
 
     host_bytes: int
     device_bytes: int = 0
     is_strict: bool = True
+    lent_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
@@ -42,6 +46,17 @@ class ActivationLimits:
         """Of the memory where compute happens."""
         return self.device_bytes or self.host_bytes
 
+    @property
+    def usable_bytes(self) -> int:
+        """Of RAM where compute happens, what is not lent."""
+        return self.host_bytes - self.lent_bytes
+
+    def lend(self, nbytes: int, largest_bytes: int) -> None:
+        """So many bytes more are others', as far as there is room left for the largest saved
+        tensor, on its way and in use."""
+        most = self.host_bytes - max(self.host_bytes // _LEAST_KEPT, 3 * largest_bytes)
+        self.lent_bytes = max(self.lent_bytes, min(self.lent_bytes + nbytes, most))
+
     def slot_bytes(self, nbytes: int) -> int:
         """The size of the slots of so many bytes: a power of two, and whole pages."""
         wanted = max(1, nbytes // _SLOTS)
@@ -52,8 +67,14 @@ class ActivationLimits:
 
         Two of the largest fit: one on its way, and one that backward waits for.
         """
-        return max(self.host_bytes // _WINDOW_SHARE, 2 * largest_bytes)
+        return max(self.usable_bytes // _WINDOW_SHARE, 2 * largest_bytes)
 
     def may_leave(self, nbytes: int) -> bool:
-        """Whether an activation of that size is worth a transfer."""
+        """Whether an activation of that size is worth a transfer, and can come back.
+
+        A device's slots are half of its part, and one operator's backward may need a handful. Where
+        the user has given a number, that they do not fit is an error.
+        """
+        if self.device_bytes and not self.is_strict and nbytes * _HANDFUL > self.device_bytes // 2:
+            return False
         return nbytes >= self.least_bytes

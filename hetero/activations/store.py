@@ -63,6 +63,9 @@ class ActivationStore:
         self._handed_out: dict[int, Activation] = {}
         self._is_open = True
         self.saved_bytes = 0  # so far, of all storages that were new
+        # Of the storages that graphs have, wherever their bytes are; and the most there ever were.
+        self.alive_bytes = self.peak_alive_bytes = 0
+        self.recomputes = False  # blocks are computed again, so that less is saved
         # Seconds for which compute could not go on so far, in forward and in backward.
         self.pack_s = self.unpack_s = 0.0
 
@@ -150,6 +153,8 @@ class ActivationStore:
         self._kept.add(activation)
         self._order.append(activation)
         self.saved_bytes += activation.nbytes
+        self.alive_bytes += activation.nbytes
+        self.peak_alive_bytes = max(self.peak_alive_bytes, self.alive_bytes)
         return activation
 
     def _make_room(self, activation: Activation) -> str | None:
@@ -248,6 +253,7 @@ class ActivationStore:
                 if activation.back is not None:
                     self._handed_out.pop(activation.back.storage, None)
                 self._order.remove(activation)
+                self.alive_bytes -= activation.nbytes
                 self.movement.drop(activation)
         if not len(self._order):
             self._handed_out.clear()
@@ -262,6 +268,19 @@ class ActivationStore:
     def kept_bytes(self) -> int:
         """Of saved tensors that stay where compute happens, and that nobody else holds."""
         return self._kept.nbytes
+
+    @property
+    def least_host_bytes(self) -> int:
+        """Of RAM, what the largest saved tensor so far needs to leave and to come back."""
+        return 3 * self._kept.largest_bytes
+
+    @property
+    def wanted_host_bytes(self) -> int:
+        """Of RAM, what steps like those so far need so that nothing has to leave; all that there
+        is if that is less, or if blocks are computed again for want of more."""
+        if self.recomputes:
+            return self.limits.host_bytes
+        return min(self.limits.host_bytes, self.peak_alive_bytes * 3 // 2 + self.least_host_bytes)
 
     @property
     def keepable_bytes(self) -> int:

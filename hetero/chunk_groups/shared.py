@@ -10,6 +10,7 @@ from hetero.state.loss_scale import LossScale
 from hetero.state.memory.state_files import StateFiles
 from offload.device.backend import Backend
 from offload.memory.ledger import Ledger
+from offload.memory.process_memory import ProcessExcess
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Shared:
     """What all chunk groups of an engine share.
 
     `notes` are lines for the user, to append to; `state_files` those of a durable state, else None;
-    `activations` what is left to activations, or None if autograd keeps them.
+    `activations` what is left to activations, or None if autograd keeps them; `excess` by how much
+    the process is too large, or None if it has no limit.
     """
 
     config: Config
@@ -27,3 +29,4 @@ class Shared:
     loss_scale: LossScale
     state_files: StateFiles | None = None
     activations: ActivationLimits | None = None
+    excess: ProcessExcess | None = None

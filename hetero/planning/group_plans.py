@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 
@@ -80,6 +81,7 @@ class Arrangement:
 
     params: tuple[torch.nn.Parameter, ...]
     chunk_groups: tuple[ChunkGroupPlan, ...]
+    activation_bytes: tuple[int, int]  # of RAM, and of a DEVICE that is not RAM
 
 
 def arrange(
@@ -128,7 +130,6 @@ def arrange(
     is_kept = [id(param) in kept for param in params]
     of_params = [(optimized or {}).get(id(param), dtypes) for param in params]
     kinds = kinds_of(specs, is_kept, config, of_params)
-    activations = config.activation_bytes(host_bytes, device_bytes)
     budgets = Budgets(
         host_bytes,
         disk_bytes,
@@ -136,12 +137,20 @@ def arrange(
         device_bytes,
         keep_optim_states=config.host_memory is not None,
         reserved_host=config.reserve_bytes,
-        activations_host=activations[0],
-        activations_device=activations[1],
     )
     by_index = dict(enumerate(params))
-    chunk_groups = plan_chunk_groups(model, kinds, by_index, config, budgets, shard, policy=policy)
-    return Arrangement(tuple(params), chunk_groups)
+    plan = partial(plan_chunk_groups, model, kinds, by_index, config)
+    refusal: PlacementError | None = None
+    for activations in config.activation_bytes(host_bytes, device_bytes):
+        beside = replace(
+            budgets, activations_host=activations[0], activations_device=activations[1]
+        )
+        try:
+            return Arrangement(tuple(params), plan(beside, shard, policy=policy), activations)
+        except PlacementError as error:
+            refusal = error
+    assert refusal is not None
+    raise refusal
 
 
 # Which dtype a parameter has

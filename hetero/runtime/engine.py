@@ -117,7 +117,7 @@ class Engine:
             self.recompute = Recompute(model, self.chunk_groups, shared, uses, activations)
             self.hooks.callback(self.recompute.close)
             relocation = Relocation(self.params, shared, self._pause, self.homes_moved)
-            self.budget_moves = BudgetMoves(relocation, beside)
+            self.budget_moves = BudgetMoves(relocation, beside, activations)
             self.predictions = StepPredictions(
                 self.chunk_groups, shared, self.budget_moves.group_plans, self.tracer, activations
             )

@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -43,13 +44,16 @@ class ConstructionArena:
 
     def __init__(self, config: Config, world: ProcessGroups) -> None:
         """An arena without parameters; all ranks of `world` make one."""
-        self.config = config
+        self.given_config = config
         self.world = world
 
         def agreed(nbytes: int) -> int:  # the same on all ranks, or their plans would differ
             return world.agree(nbytes, min, "budgets")
 
         self.process_share = ProcessShare(config, world.local_ranks)
+        # A limit of one rank's process is one of all (BudgetMoves), and what follows from it, too.
+        follows = world.agree(int(config.activation_limit == "auto"), max, "a limit")
+        self.config = replace(config, activation_memory="auto") if follows else config
         self.host_bytes = agreed(self.process_share.host_bytes)
         self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
         # None unless DEVICE has memory of its own.

@@ -42,6 +42,8 @@ from hetero.state.managed_param import ManagedParam, can_train, refuse_managed
 from hetero.state.memory.state_files import StateFiles
 from offload.device.backend import Backend
 from offload.errors import HeteroError
+from offload.memory.process_memory import ProcessExcess
+from offload.memory.tiers import Tier
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 # One optimizer of hetero, or a list or tuple of them.
@@ -109,7 +111,8 @@ def initialize(
     try:
         with ExitStack() as resources, world.telling_failures("hetero.initialize()"):
             if not adopting:
-                _refuse_other_options(made, config, options, process_group, mesh)
+                given_config = construction.given_config
+                _refuse_other_options(given_config, config, options, process_group, mesh)
                 _check(model, optimizers)
             if made.durable:
                 _check_commits(made, optimizers)
@@ -129,19 +132,7 @@ def initialize(
                 between_devices=can_gather_between_devices(world, backend),
             )
             _check_for_ranks(made, shard)
-            try:
-                arrangement = arrange(
-                    model,
-                    made,
-                    views[0].dtypes,
-                    construction.host_bytes,
-                    construction.disk_bytes,
-                    _dtypes_by_param(optimizers, views),
-                    shard,
-                    construction.device_bytes,
-                )
-            except PlacementError as refusal:
-                raise construction.process_share.in_its_words(refusal) from None
+            arrangement = _arrange(model, construction, optimizers, views, shard)
             start_alike(model, arrangement, construction)
             resources.enter_context(construction.placing())
             construction.keep_own_parts()
@@ -167,6 +158,40 @@ def initialize(
             engine.close()
             raise
     return model, optimizer
+
+
+def _arrange(
+    model: torch.nn.Module,
+    construction: ConstructionArena,
+    optimizers: Sequence[HybridOptimizer],
+    views: Sequence[OptimizerView],
+    shard: Shard,
+) -> Arrangement:
+    """Places what the model has; `construction.host_bytes` are then what it was placed within.
+
+    Raises PlacementError, ValueError.
+    """
+    share = construction.process_share
+    refusal: PlacementError | None = None
+    for host_bytes in share.first_host_bytes(construction.host_bytes):
+        try:
+            arrangement = arrange(
+                model,
+                construction.config,
+                views[0].dtypes,
+                host_bytes,
+                construction.disk_bytes,
+                _dtypes_by_param(optimizers, views),
+                shard,
+                construction.device_bytes,
+            )
+        except PlacementError as error:
+            refusal = error
+        else:
+            construction.host_bytes = host_bytes
+            return arrangement
+    assert refusal is not None
+    raise share.in_its_words(refusal) from None
 
 
 def _check_for_ranks(config: Config, shard: Shard) -> None:
@@ -336,7 +361,7 @@ def _build(
     specs.sort(key=lambda spec: spec.index)
     ends = accumulate(spec.numel for spec in specs)
     first_number = {s.index: end - s.numel for s, end in zip(specs, ends, strict=True)}
-    bytes_of = config.activation_bytes(construction.host_bytes, construction.device_bytes)
+    bytes_of = arrangement.activation_bytes
     spare_bytes = construction.host_bytes - sum(plan.placement.host_bytes for plan in plans)
     spare_bytes -= bytes_of[0]
     params = dict(enumerate(arrangement.params))
@@ -348,7 +373,8 @@ def _build(
     if config.activation_limit is not None:
         limits = ActivationLimits(*bytes_of, is_strict=config.activation_limit != "auto")
     ledger = construction.ledger
-    shared = Shared(config, backend, ledger, notes, loss_scale, state_files, limits)
+    excess = _excess(config, construction)
+    shared = Shared(config, backend, ledger, notes, loss_scale, state_files, limits, excess)
     chunk_groups: list[ChunkGroup] = []
     # Placed last first, and made in the same order, for which the plans have reckoned.
     for plan in reversed(plans):
@@ -376,12 +402,23 @@ def _build(
             ledger,
             notes,
             lambda: None if main.disk is None else main.disk.io,
+            (lambda _: 0) if excess is None else excess,
         )
     engine = Engine(model, chunk_groups, shared, first_number, optimizers, activations)
     resources.pop_all()
     resources.callback(engine.close)
     engine.params.begin_gathers()
+    ledger.set_budget(Tier.HOST, construction.host_bytes)
     return engine
+
+
+def _excess(config: Config, construction: ConstructionArena) -> ProcessExcess | None:
+    """By how many bytes the process is larger than process_memory, if that has a limit."""
+    limit, ledger = config.process_bytes(construction.world.local_ranks), construction.ledger
+    if limit is None:
+        return None
+    tiers = [Tier.HOST] if config.backend != "emulated" else [Tier.HOST, Tier.DEVICE]
+    return ProcessExcess(limit, lambda: sum(ledger.in_use_bytes[tier.value] for tier in tiers))
 
 
 class _FromConstruction(FirstValues):

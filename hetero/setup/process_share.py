@@ -18,6 +18,13 @@ class ProcessShare:
         self._beside_bytes = resident_bytes()
         self.host_bytes = config.host_bytes(local_ranks, self._beside_bytes)
 
+    def first_host_bytes(self, host_bytes: int) -> tuple[int, ...]:
+        """What model state and activations get of `host_bytes` until steps were seen: two thirds
+        where that follows from process_memory, all if that is not enough."""
+        if self._limit is None:
+            return (host_bytes,)
+        return host_bytes * 2 // 3, host_bytes
+
     def too_small(self, what: str, least: int) -> str | None:
         """Why `least` bytes of state do not fit, if the host budget follows from process_memory.
 

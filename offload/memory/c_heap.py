@@ -6,6 +6,9 @@ import ctypes
 import mmap
 from contextlib import suppress
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_LARGE_BYTES = 1 << 20
+
 
 def trim_heap() -> None:
     """Gives free heap pages back, so that resident memory is what is in use.
@@ -15,6 +18,16 @@ def trim_heap() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+def return_large_blocks() -> None:
+    """From now on freed blocks of a MiB and more go back to the system at once.
+
+    glibc would learn to keep blocks of up to 32 MiB in its heaps, where what is freed between
+    others stays resident. Each such block then costs its page faults anew, some 0.3 ms a MiB.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def discard_pages(address: int, nbytes: int) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
+
+from offload.memory.c_heap import return_large_blocks, trim_heap
 
 _STATM = "/proc/self/statm"
 _CGROUPS = Path("/sys/fs/cgroup")
+_MARGIN_BYTES = 24 << 20  # what allocators keep, and libraries for a moment; less of small limits
 
 
 class ResidentMemory:
@@ -21,11 +25,56 @@ class ResidentMemory:
         """Resident bytes (RSS) now."""
         return int(os.pread(self._fd, 128, 0).split()[1]) * mmap.PAGESIZE
 
+    def peak(self) -> int:
+        """peak_resident_bytes()."""
+        return peak_resident_bytes()
+
     def close(self) -> None:
         """Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def margin_bytes(limit_bytes: int) -> int:
+    """What is left free below a limit: a process never takes the same memory twice."""
+    return min(limit_bytes // 16, limit_bytes // 64 + _MARGIN_BYTES)
+
+
+class ProcessExcess:
+    """By how many bytes this process is larger than it may be, which something in it can free."""
+
+    def __init__(self, limit_bytes: int, managed_bytes: Callable[[], int]) -> None:
+        """`limit_bytes` of resident memory are what it may have, but for a small margin, and
+        `managed_bytes` the part that a ledger counts.
+
+        From now on memory that is freed leaves the process, so that its size says what it uses.
+        """
+        return_large_blocks()
+        self._managed_bytes = managed_bytes
+        self._peak_beside_bytes = 0
+        self._margin = margin_bytes(limit_bytes)
+        self._limit = limit_bytes - self._margin
+        self._trimmed_at = 0  # resident bytes after the heap was trimmed last
+
+    def __call__(self, soon_bytes: int) -> int:
+        """Bytes too many when `soon_bytes` more will be there; 0: none.
+
+        Some 20 microseconds, unless the heap has free pages to give back first.
+        """
+        limit = self._limit - soon_bytes
+        nbytes = resident_bytes()
+        beside_bytes = nbytes - self._managed_bytes()
+        self._peak_beside_bytes = max(self._peak_beside_bytes, beside_bytes)
+        if nbytes > limit and nbytes - self._trimmed_at > self._margin // 2:
+            trim_heap()
+            nbytes = self._trimmed_at = resident_bytes()
+        return max(0, nbytes - limit)
+
+    def take_peak_beside(self) -> int:
+        """The most bytes that no ledger counted at any call since this was asked last."""
+        peak, self._peak_beside_bytes = self._peak_beside_bytes, 0
+        return peak
 
 
 def resident_bytes() -> int:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from hetero.activations.activation import Activation, ActivationState
 from hetero.activations.handed_out import HandedOut
+from hetero.activations.kept_tensors import KeptTensors
+from hetero.activations.limits import ActivationLimits
+from hetero.activations.movement.activation_file import ActivationFile
 from hetero.activations.movement.movement import MOST_LOOKED_AT, Movement
+from hetero.activations.movement.ram_copies import RamCopies
 from offload import timeline
+
+# Results and gradients on their way, which no budget counts, are of the size of saved tensors.
+_SOON = 2
 
 
 class InRam(Movement):
@@ -19,11 +26,25 @@ class InRam(Movement):
     back is used in its slots.
     """
 
+    def __init__(
+        self,
+        limits: ActivationLimits,
+        kept: KeptTensors,
+        ram: RamCopies,
+        file: ActivationFile | None,
+        reads_ahead: bool,
+        excess: Callable[[int], int],
+    ) -> None:
+        """As Movement; `excess` says by how many bytes the process is too large, if so many more
+        come."""
+        super().__init__(limits, kept, ram, file, reads_ahead)
+        self._excess = excess
+
     def kept_limit(self, largest_bytes: int) -> int:
-        host_bytes = self._limits.host_bytes
+        usable_bytes = self._limits.usable_bytes
         if self.file is None:
-            return host_bytes
-        return host_bytes - self._limits.window_bytes(largest_bytes)
+            return usable_bytes
+        return usable_bytes - self._limits.window_bytes(largest_bytes)
 
     @property
     def elsewhere_bytes(self) -> int:
@@ -53,7 +74,7 @@ class InRam(Movement):
         raise AssertionError("what leaves has left at once")
 
     def wait_for_room(self, nbytes: int) -> bool:
-        left = self._limits.host_bytes - self._kept.nbytes - nbytes
+        left = self._limits.usable_bytes - self._kept.nbytes - nbytes
         return left >= 0 and self._ram.shrink_to(left)
 
     def begin_return(self, activation: Activation, must: bool) -> bool:
@@ -70,17 +91,27 @@ class InRam(Movement):
         return self._ram.hand_out(activation)
 
     def read_ahead(self, upcoming: Iterable[Activation]) -> None:
+        self._give_way()
         for activation in islice(upcoming, MOST_LOOKED_AT):
             if not self.begin_return(activation, must=False):
                 return
 
     def settle(self) -> None:
         self._ram.settle()
+        self._give_way()
+
+    def _give_way(self) -> None:
+        """Lends what the rest of the process needs for now."""
+        if self.file is not None:
+            largest = self._kept.largest_bytes
+            if excess := self._excess(_SOON * largest):
+                self._limits.lend(excess, largest)
 
     def _drop_copies(self, activation: Activation) -> None:
         self._ram.drop(activation)
 
     def rest(self) -> None:
+        self._limits.lent_bytes = 0
         self._ram.settle()
         self._ram.pool.shrink()
 

@@ -69,6 +69,7 @@ class Recompute:
         if self._calls is None:
             return
         self._calls.end_forward()
+        self._activations.recomputes = any(self._calls.latest.recomputed)
         now = self._activations.pack_s, self._activations.unpack_s
         packed_s, unpacked_s = (new - old for new, old in zip(now, self._waited, strict=True))
         self._waited = now

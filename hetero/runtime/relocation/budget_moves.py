@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
 from hetero.planning.group_plans import ChunkGroupPlan, place_groups
@@ -20,7 +21,7 @@ from hetero.runtime.relocation.relocate import Change, Relocation, same
 from offload.errors import BudgetError, HeteroError, PeerError
 from offload.memory.c_heap import trim_heap
 from offload.memory.sizes import format_bytes, parse_bytes
-from offload.memory.tiers import Tier
+from offload.memory.tiers import Account, Tier
 
 _FIRST_STEPS = 2  # the first one does things that no other does
 _NO_LIMIT = (1 << 63) - 1  # bytes
@@ -29,10 +30,17 @@ _NO_LIMIT = (1 << 63) - 1  # bytes
 class BudgetMoves:
     """Chooses placements for other budgets, and moves homes there."""
 
-    def __init__(self, relocation: Relocation, beside: BesideMemory) -> None:
+    def __init__(
+        self,
+        relocation: Relocation,
+        beside: BesideMemory,
+        activations: ActivationStore | None = None,
+    ) -> None:
         """Nothing has moved yet; `beside` measures what a process and a device hold beside model
-        state.
+        state, of which `activations` have a part that nobody chose if activation_memory is "auto".
         """
+        self._activations = activations
+        self._is_auto = relocation.shared.config.activation_limit == "auto"
         self._relocation = relocation
         self._chunk_groups, self._shared = relocation.chunk_groups, relocation.shared
         self._config, self._ledger = self._shared.config, self._shared.ledger
@@ -68,18 +76,25 @@ class BudgetMoves:
         """
         device_bytes = max(device_bytes, self._beside.device_bytes())
         needed = {Tier.HOST: host_bytes, Tier.DEVICE: device_bytes}
+        # What the ledger has charged at most, activations included, may have been there then.
+        peak = self._beside.new_peak()
+        needed[Tier.HOST] = max(host_bytes, peak - self._ledger.peak_bytes[Tier.HOST.value])
+        if self._shared.excess is not None:
+            needed[Tier.HOST] = max(needed[Tier.HOST], self._shared.excess.take_peak_beside())
         self._beside.reset()
         self._steps += 1
         refusal = None
         for tier, limit in self.limits.items():
-            refusal = self._keep_within(limit, needed[tier]) or refusal
+            of_tier = peak if tier is Tier.HOST else 0
+            refusal = self._keep_within(limit, needed[tier], of_tier) or refusal
         if self._steps >= _FIRST_STEPS:
             self._raise_once()
         if refusal is not None:
             raise refusal
 
-    def _keep_within(self, limit: MemoryLimit, needed: int) -> BudgetError | None:
-        """Lowers a budget if its limit is passed, or was in the step that had `needed` beside it.
+    def _keep_within(self, limit: MemoryLimit, needed: int, peak: int) -> BudgetError | None:
+        """Lowers a budget if its limit is passed, or was in the step that had `needed` beside it,
+        and `peak` in all.
 
         Returns what is to be raised if it cannot be so low.
         """
@@ -87,19 +102,49 @@ class BudgetMoves:
         needed = agree(needed, max, "memory")
         limit.peak_bytes = max(limit.peak_bytes, needed)
         # What is charged may differ between ranks.
-        if not agree(int(limit.passed(needed)), max, "a limit"):
+        promised = 0
+        if tier is Tier.HOST and self._activations is not None:
+            self._take_back()
+            limits = self._activations.limits
+            promised = max(0, limits.host_bytes - self._ledger.used(tier, Account.ACTIVATION))
+        if not agree(int(limit.passed(needed, peak, promised)), max, "a limit"):
             return None
         if tier is Tier.HOST:
             trim_heap()  # what the allocator keeps counts, too
         left = agree(limit.state_bytes(needed), min, "a budget")
         before = self._ledger.budget_bytes[tier.value] or 0
         try:
-            placements = self._place(self._budgets({tier: max(1, left)}))
+            placements = self._place_within(tier, max(1, left))
         except PlacementError as refusal:
             return BudgetError(too_much(tier, limit.limit, needed, left, refusal))
         # If it cannot be now, the next step tries again.
         self._change(placements, {tier: left}, _why(tier, needed, left, before))
         return None
+
+    def _place_within(self, tier: Tier, left: int) -> list[Placement]:
+        """A placement with `left` bytes of a tier, of which activations have less than before if
+        that is what it takes and nobody has chosen what they have. Raises PlacementError."""
+        try:
+            return self._place(self._budgets({tier: left}))
+        except PlacementError as refusal:
+            if tier is not Tier.HOST or self._activations is None or not self._is_auto:
+                raise
+            limits = self._activations.limits
+            before = limits.host_bytes
+            limits.host_bytes = left - (refusal.smallest_host_bytes - before)
+            if not self._activations.least_host_bytes <= limits.host_bytes < before:
+                limits.host_bytes = before
+                raise
+            return self._place(self._budgets({tier: left}))
+
+    def _take_back(self) -> int:
+        """Of the RAM that was left for activations, the bytes that steps have not needed."""
+        if self._activations is None or not self._is_auto:
+            return 0
+        limits = self._activations.limits
+        wanted = self._agree(self._activations.wanted_host_bytes, max, "activation_memory")
+        given_back, limits.host_bytes = limits.host_bytes - wanted, wanted
+        return given_back
 
     def _raise_once(self) -> None:
         """Budgets of which a part was left for what steps need become what steps have shown."""
@@ -109,8 +154,10 @@ class BudgetMoves:
             before = self._ledger.budget_bytes[tier.value] or 0
             allowed = self._agree(limit.state_bytes(limit.peak_bytes), min, "a budget")
             limit.was_raised = True
-            if allowed <= before:
+            taken_back = self._take_back() if tier is Tier.HOST else 0
+            if allowed <= before and not taken_back:
                 continue
+            allowed = max(allowed, before)
             try:
                 placements = self._place(self._budgets({tier: allowed}))
             except PlacementError:  # with more of this, more is needed of what there is no more of

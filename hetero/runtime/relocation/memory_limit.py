@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from offload.device.backend import Backend
 from offload.memory.ledger import Ledger
-from offload.memory.process_memory import ResidentMemory
+from offload.memory.process_memory import ResidentMemory, margin_bytes
 from offload.memory.tiers import Tier
 
-_MARGIN = 64  # one part in so many of the limit stays free: memory is never twice the same
 _RESERVE = 32  # one part in so many of a device: for what its allocator cannot use, and for others
 
 
@@ -25,6 +24,7 @@ class BesideMemory:
 
     def __init__(self, ledger: Ledger, backend: Backend) -> None:
         self._resident = ResidentMemory()
+        self._peak = self._resident.peak()
         self._process = os.getpid()
         self._ledger = ledger
         self._backend = backend
@@ -33,6 +33,13 @@ class BesideMemory:
         """(in RAM, on a DEVICE that is not RAM) now."""
         host = self._resident.nbytes() - self.managed_bytes(Tier.HOST)
         return max(0, host), self.device_bytes()
+
+    def new_peak(self) -> int:
+        """The most bytes that the process ever held, if that is more than when it was asked last;
+        else 0. The kernel counts it, so what a step had for a moment is in it."""
+        peak, before = self._resident.peak(), self._peak
+        self._peak = max(peak, before)
+        return peak if peak > before else 0
 
     def device_bytes(self) -> int:
         """The most bytes beside model state on a DEVICE that is not RAM since the last reset()."""
@@ -62,9 +69,9 @@ class BesideMemory:
 class MemoryLimit:
     """How many bytes of a tier model state may have, so that all stays within a limit.
 
-    That becomes less as soon as a step needed more beside it, by what is missing and a 64th of the
-    limit. It becomes more only once: after the first steps, when what they need is known. So it
-    does not go up and down.
+    That becomes less as soon as a step needed more beside it, by what is missing and a margin. It
+    becomes more only once: after the first steps, when what they need is known. So it does not go
+    up and down.
 
     Attributes:
         tier: whose memory the limit is of.
@@ -82,14 +89,16 @@ class MemoryLimit:
     was_raised: bool = False
     peak_bytes: int = 0
 
-    def passed(self, beside_bytes: int) -> bool:
-        """Whether a step that had `beside_bytes` beside model state passed the limit."""
-        return beside_bytes + self.beside.managed_bytes(self.tier) > self.limit
+    def passed(self, beside_bytes: int, peak: int, promised_bytes: int) -> bool:
+        """Whether a step that had `beside_bytes` beside model state passed the limit, or `peak`
+        bytes at any moment; or one would that uses what it was `promised_bytes` of, too."""
+        managed_bytes = self.beside.managed_bytes(self.tier) + promised_bytes
+        return max(peak, beside_bytes + managed_bytes) > self.limit
 
     def state_bytes(self, beside_bytes: int) -> int:
         """Bytes that model state may have beside `beside_bytes` of anything else."""
         others = self.beside.shared_bytes(self.tier)
-        return min(self.wanted_bytes, self.limit - self.limit // _MARGIN - beside_bytes - others)
+        return min(self.wanted_bytes, self.limit - margin_bytes(self.limit) - beside_bytes - others)
 
 
 def usable_device_bytes(backend: Backend) -> int | None:
