@@ -28,10 +28,15 @@ class Recompute:
     ) -> None:
         """Takes over the calls of the model's blocks until close(), if activations have a budget.
 
-        Raises ValueError if a pattern of the option fits no module.
+        Raises ValueError if a pattern of the option fits no module, or there is no budget.
         """
         self._calls: BlockCalls | None = None
         mode = shared.config.recompute
+        if activations is None and mode not in ("auto", "none"):
+            raise ValueError(
+                f"recompute={mode!r} computes blocks again in backward only where what autograd "
+                f"saves has a budget; give activation_memory, too ('auto' is enough)"
+            )
         if activations is None or mode == "none":
             return
         self._activations = activations
