@@ -1,0 +1,68 @@
+"""Models of blocks, and what an engine has computed again of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hetero
+from hetero.runtime.recompute.forward import Forward
+
+
+class Inner(nn.Module):
+    """A residual block: two linear layers with a nonlinearity and dropout between them."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(self.dropout(F.gelu(self.inner(x))))
+
+
+class Stack(nn.Module):
+    """`count` residual blocks between a scale and nothing.
+
+    Its attribute `outer_checkpoint` says of which kind of checkpoint the blocks are inside.
+    """
+
+    def __init__(self, count: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.blocks = nn.ModuleList([Inner(64, dropout) for _ in range(count)])
+        self.outer_checkpoint: bool | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.outer_checkpoint is not None:
+            return checkpoint(self._inside, x, use_reentrant=self.outer_checkpoint)
+        return self._inside(x)
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def latest(engine: hetero.Engine, begun: bool = False) -> Forward:
+    """The last forward that has ended; `begun`: or that has begun."""
+    calls: Any = engine.recompute._calls
+    assert calls is not None
+    return calls._forward if calls._forward.costs else calls.latest
+
+
+def plain_grads(
+    make: Callable[[], nn.Module], loss: Callable[[Any], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The gradients that torch alone computes, of a model under seed 0."""
+    torch.manual_seed(0)
+    model = make()
+    loss(model).backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
