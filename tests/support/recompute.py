@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.runtime.recompute.forward import Forward
+from tests.support.training.loops import build
 
 
 class Inner(nn.Module):
@@ -51,8 +52,8 @@ class Stack(nn.Module):
         return x
 
 
-def latest(engine: hetero.Engine, begun: bool = False) -> Forward:
-    """The last forward that has ended; `begun`: or that has begun."""
+def latest(engine: hetero.Engine) -> Forward:
+    """The last forward whose calls have been made."""
     calls: Any = engine.recompute._calls
     assert calls is not None
     return calls._forward if calls._forward.costs else calls.latest
@@ -66,3 +67,28 @@ def plain_grads(
     model = make()
     loss(model).backward()
     return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def recomputing_steps(
+    rank: int, world: int, options: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[list[bool]]]:
+    """On every rank: losses and masters of some steps, and by step which calls were computed again.
+
+    Each step has two micro-batches.
+    """
+    given = {"dtype": "fp32", "chunk_numel": 16384, "rank_timeout_s": 30.0} | options
+    model, optimizer = build(lambda: Stack(4, dropout=0.1), **given)
+    torch.manual_seed(10 + rank)
+    found, again = [], []
+    for _ in range(4):
+        for _ in range(2):
+            loss = model(torch.randn(32, 64)).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        if optimizer.engine.config.recompute != "none":
+            again.append(list(latest(optimizer.engine).recomputed))
+        optimizer.step()
+        optimizer.zero_grad()
+    found += hetero.masters(model.parameters())
+    optimizer.engine.close()
+    return found, again

@@ -16,9 +16,8 @@ from transformers import GPT2LMHeadModel
 
 from offload.errors import BudgetError, StaleGraphError
 from offload.memory.tiers import Account, Tier
-from tests.support.activations import steps_of_rank
 from tests.support.ranks.processes import RankPool
-from tests.support.recompute import Stack, latest, plain_grads
+from tests.support.recompute import Stack, latest, plain_grads, recomputing_steps
 from tests.support.training.loops import Run, batches, build, tiny_gpt2, train
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -158,15 +157,19 @@ def test_written_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks(ranks2: RankPool, stage: int, tmp_path: Path) -> None:
+    """They compute the same calls again, and in stage 3 all uses are as the agreed order has them
+    from the second step on."""
     options = {"zero_stage": stage, "placement_policy": "nvme", "nvme_path": str(tmp_path)}
-    options |= {"host_memory": "6MiB", "activation_memory": "200KiB"}
+    options |= {"host_memory": "6MiB", "activation_memory": "64KiB"}
     none, auto, every = (
-        ranks2.run(steps_of_rank, options | {"recompute": mode}, 24)
-        for mode in ("none", "auto", ["layers.*"])
+        ranks2.run(recomputing_steps, options | {"recompute": mode})
+        for mode in ("none", "auto", "all")
     )
     for found in (auto, every):
         for (expected, _), (values, _) in zip(none, found, strict=True):
             assert all(map(torch.equal, values, expected))
+        assert found[0][1] == found[1][1]
+    assert every[0][1][-1] == [True] * 4
 
 
 def of_transformers(kind: str) -> Any:
@@ -304,7 +307,7 @@ def test_second_derivatives() -> None:
     model, optimizer = stack()
     warmed(model, optimizer, X)
     penalty(model).backward()
-    assert all(latest(optimizer.engine, begun=True).recomputed)
+    assert all(latest(optimizer.engine).recomputed)
     expected = plain_grads(lambda: Stack(3), penalty)
     assert all(map(torch.equal, grads(model), expected))
     optimizer.engine.close()
@@ -381,7 +384,7 @@ def test_torch_compile(when: str) -> None:
         optimizer.zero_grad()
         called(X).sum().backward()
     if when != "whole":
-        assert latest(optimizer.engine, begun=True).recomputed == [True] * 3
+        assert latest(optimizer.engine).recomputed == [True] * 3
     expected = plain_grads(lambda: Stack(3), lambda m: m(X).sum())
     torch.testing.assert_close(grads(model), expected)
     optimizer.engine.close()
