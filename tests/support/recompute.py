@@ -71,15 +71,16 @@ def plain_grads(
 
 def recomputing_steps(
     rank: int, world: int, options: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[list[bool]]]:
-    """On every rank: losses and masters of some steps, and by step which calls were computed again.
+) -> tuple[list[torch.Tensor], list[list[bool]], list[int]]:
+    """On every rank: losses and masters of some steps, and by step which calls were computed again
+    and how many uses of chunks were not as the agreed order has them.
 
     Each step has two micro-batches.
     """
     given = {"dtype": "fp32", "chunk_numel": 16384, "rank_timeout_s": 30.0} | options
     model, optimizer = build(lambda: Stack(4, dropout=0.1), **given)
     torch.manual_seed(10 + rank)
-    found, again = [], []
+    found, again, deviations = [], [], []
     for _ in range(4):
         for _ in range(2):
             loss = model(torch.randn(32, 64)).square().mean()
@@ -87,8 +88,11 @@ def recomputing_steps(
             found.append(loss.detach())
         if optimizer.engine.config.recompute != "none":
             again.append(list(latest(optimizer.engine).recomputed))
+        gathers = optimizer.engine.chunk_groups[0].params.agreed_gathers
+        if gathers is not None and gathers._progress is not None:
+            deviations.append(gathers._progress.deviations)
         optimizer.step()
         optimizer.zero_grad()
     found += hetero.masters(model.parameters())
     optimizer.engine.close()
-    return found, again
+    return found, again, deviations
