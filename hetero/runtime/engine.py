@@ -114,7 +114,7 @@ class Engine:
             )
             self.hooks.callback(beside.close)
             uses = self.param_uses.saved_tensors
-            self.recompute = Recompute(model, self.chunk_groups, shared, uses, activations)
+            self.recompute = Recompute(model, self.params, shared, uses, activations)
             self.hooks.callback(self.recompute.close)
             relocation = Relocation(self.params, shared, self._pause, self.homes_moved)
             self.budget_moves = BudgetMoves(relocation, beside, activations)

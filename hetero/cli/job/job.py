@@ -207,6 +207,7 @@ def memory_config(
         link_gbps=options.link_gbps,
         host_memory=host_memory,
         activation_memory=options.activation_memory,
+        recompute=options.recompute,
         device_memory=options.device_memory,
         nvme_path=nvme_path or None,
         nvme_capacity=options.nvme_capacity,

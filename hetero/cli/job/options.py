@@ -16,6 +16,7 @@ DEFAULT_MODEL = "gpt2-100m"
 SCHEDULES = ("cosine", "constant")
 OPTIMIZERS = ("adamw", "lion", "adagrad", "sgd")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
+RECOMPUTE = ("auto", "none", "all")
 OVERLAPS = tuple(overlap.value for overlap in OverlapUpdates)
 
 # Titles and descriptions of the groups that the help shows, by the first option of each.
@@ -101,6 +102,13 @@ class TrainOptions:
         " it goes to NVMe and comes back ahead of backward (default: autograd keeps all, outside of"
         " the budget)",
         metavar="BYTES",
+    )
+    recompute: str = _option(
+        "which of the model's layers compute their forward again in backward, so that less of it"
+        " is kept or goes to NVMe, where --activation-memory or --process-memory limits that: auto"
+        " (as many as make a step shortest), none or all. The same bits in all cases",
+        RECOMPUTE[0],
+        choices=RECOMPUTE,
     )
     nvme_path: tuple[str, ...] = _option(
         "existing folder on the NVMe disk for the state file; give it once per disk to spread the"
@@ -245,6 +253,12 @@ class TrainOptions:
             self._require(name, math.isfinite(value) and value >= 0, "a finite number, 0 or more")
         self._require("warmup", self.warmup >= 0, "0 or more")
         self._require("seed", 0 <= self.seed < 2**63, "in [0, 2**63)")
+        has_budget = self.activation_memory is not None or self.process_memory is not None
+        if self.recompute == "all" and not has_budget:
+            raise ValueError(
+                "--recompute all is for what --activation-memory limits; give it, too (auto is "
+                "enough)"
+            )
         if self.config is not None and self.vocab_size is not None:
             raise ValueError(
                 "--vocab-size is for models by name; with --config set vocab_size in the file"

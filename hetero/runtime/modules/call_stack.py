@@ -43,6 +43,11 @@ def module_frame(*functions: str) -> FrameType:
     return innermost
 
 
+def is_in_checkpoint() -> bool:
+    """Whether a checkpoint of either kind runs, for the first time or again."""
+    return any(f.f_code.co_filename == checkpoint_module.__file__ for f in _callers())
+
+
 def is_recomputing() -> bool:
     """Whether a non-reentrant checkpoint is being recomputed."""
     for frame in _callers():

@@ -11,7 +11,7 @@ import torch
 from hetero.activations.saved_activation import SavedActivation, has_plain_memory
 from hetero.activations.store import ActivationStore
 from hetero.runtime.modules.all_params import AllParams
-from hetero.runtime.modules.call_stack import is_recomputing
+from hetero.runtime.modules.call_stack import is_in_checkpoint, is_recomputing
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor
 from hetero.state.params import SavedView
 from offload.errors import StaleGraphError
@@ -49,17 +49,25 @@ class SavedTensors:
 
         Raises BudgetError, StoreError or an OSError if activations have no room for it.
         """
-        plain = tensor.layout is torch.strided and not isinstance(tensor, OffloadedTensor)
-        if plain and self._params.is_open:  # (another thread's hooks stay after an interruption)
-            for chunk_group in self._params.chunk_groups:
-                view = chunk_group.params.pack(tensor)
-                if view is not None:
-                    return view
-            if self._activations is not None and has_plain_memory(tensor):
-                saved = self._activations.pack(tensor)
-                if saved is not None:
-                    return saved
+        view = self.pack_view(tensor)
+        if view is not None:
+            return view
+        if self._activations is not None and self._is_plain(tensor) and has_plain_memory(tensor):
+            saved = self._activations.pack(tensor)
+            if saved is not None:
+                return saved
         return SavedTensor(_without_graph(tensor), tensor._version)
+
+    def pack_view(self, tensor: torch.Tensor) -> SavedView | None:
+        """How to make `tensor` again if it is a view of a gathered copy; else None."""
+        if not self._is_plain(tensor):
+            return None
+        packed = (chunk_group.params.pack(tensor) for chunk_group in self._params.chunk_groups)
+        return next((view for view in packed if view is not None), None)
+
+    def _is_plain(self, tensor: torch.Tensor) -> bool:
+        plain = tensor.layout is torch.strided and not isinstance(tensor, OffloadedTensor)
+        return plain and self._params.is_open  # (another thread's hooks stay after an interruption)
 
     def unpack(self, saved: SavedTensor | SavedView | SavedActivation) -> torch.Tensor:
         """The tensor that was packed.
@@ -82,6 +90,15 @@ class SavedTensors:
     def _gather(self, view: SavedView) -> torch.Tensor:
         self._params.check_open()
         return self._params.group(view.chunk).params.unpack(view)
+
+    @property
+    def are_alone(self) -> bool:
+        """Whether autograd asks these hooks, and none around them, of a checkpoint say."""
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        if top is None:
+            return not is_in_checkpoint()
+        hooks = top(False)
+        return hooks is not None and getattr(hooks[0], "__self__", None) is self
 
     def hooks(self, packing: bool) -> Hooks | None:
         """The hooks that autograd is to ask from here on; None if it asks these already (`packing`:
@@ -133,8 +150,8 @@ class _OverOthers:
 
     def pack(self, tensor: torch.Tensor) -> SavedView | _PackedByOthers:
         """What is kept for `tensor`."""
-        saved = self.saved_tensors.pack(tensor)
-        return saved if isinstance(saved, SavedView) else _PackedByOthers(self._pack_other(tensor))
+        view = self.saved_tensors.pack_view(tensor)
+        return _PackedByOthers(self._pack_other(tensor)) if view is None else view
 
     def unpack(self, saved: SavedView | _PackedByOthers) -> torch.Tensor:
         """The tensor that was packed."""

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -30,7 +32,8 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
     """The model's blocks, in its order; none of them is inside another one.
 
     They are the children of a ModuleList or a Sequential that have children themselves, and of
-    which at least two are alike: transformer layers, residual blocks. (Alike layers without
+    which at least two are alike, and with these all of their class: transformer layers, residual
+    blocks, of which the first one is often another one than the rest. (Alike layers without
     children, as Linear, are no blocks: to compute them again saves next to nothing.)
 
     Args:
@@ -50,11 +53,18 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
 
 def _repeated(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
-        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+        if isinstance(module, _CONTAINERS):
             children = [(n, c) for n, c in module.named_children() if next(c.children(), None)]
             likenesses = [_likeness(child) for _, child in children]
+            classes = {
+                type(child)
+                for (_, child), likeness in zip(children, likenesses, strict=True)
+                if likenesses.count(likeness) > 1
+            }
             for (own, child), likeness in zip(children, likenesses, strict=True):
-                if likenesses.count(likeness) > 1:
+                # Containers of one class have no more in common than that.
+                is_of_class = type(child) in classes and type(child) not in _CONTAINERS
+                if is_of_class or likenesses.count(likeness) > 1:
                     yield f"{name}.{own}" if name else own, child
 
 

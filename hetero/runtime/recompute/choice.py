@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+_MOST_COUNTS = 128  # that are compared
+
 
 @dataclass(frozen=True)
 class CallCost:
@@ -21,16 +23,24 @@ class CallCost:
             far as nothing else has saved that.
         input_bytes: what is saved if it is.
         forward_s: seconds to compute it once.
+        size_bytes: of its input; what other inputs cost is reckoned from that.
+        is_repeatable: whether it can be computed again.
     """
 
     saved_bytes: int
     input_bytes: int
     forward_s: float
+    size_bytes: int = 0
+    is_repeatable: bool = True
 
     def times(self, share: float) -> CallCost:
         """For an input of so many times the bytes."""
         return CallCost(
-            int(self.saved_bytes * share), int(self.input_bytes * share), self.forward_s * share
+            int(self.saved_bytes * share),
+            int(self.input_bytes * share),
+            self.forward_s * share,
+            int(self.size_bytes * share),
+            self.is_repeatable,
         )
 
 
@@ -83,19 +93,20 @@ def choose(
 
     Args:
         calls: of one forward, in their order.
-        kept_bytes: what may be kept where compute happens.
+        kept_bytes: what may be kept where compute happens; less than 0 if others need more.
         away_bytes: what may be elsewhere; None: any number.
         rates: None if they are not known yet: then all are computed again unless all can be kept,
             which takes the fewest bytes and needs no rate.
     """
+    repeatable = sum(call.is_repeatable for call in calls)
     if rates is None:
         none = of_count(calls, 0, kept_bytes, away_bytes, None)
         if not none.leaving_bytes:
             return none
-        return of_count(calls, len(calls), kept_bytes, away_bytes, None)
-    choices = (
-        of_count(calls, count, kept_bytes, away_bytes, rates) for count in range(len(calls) + 1)
-    )
+        return of_count(calls, repeatable, kept_bytes, away_bytes, None)
+    # Not each count of very many: all of them would take longer than what they decide about.
+    counts = sorted({*range(0, repeatable, 1 + repeatable // _MOST_COUNTS), repeatable})
+    choices = (of_count(calls, count, kept_bytes, away_bytes, rates) for count in counts)
     # Of equal ones the first, which computes least. Where none is possible, the one that comes
     # nearest.
     return min(
@@ -113,12 +124,14 @@ def of_count(
 ) -> Choice:
     """What comes of it if `count` calls are computed again; arguments as choose().
 
-    Those that are kept are the last ones, because backward needs them first. Those that are
-    computed again are spread evenly among the others, so that the transfers of the rest have
-    compute beside them all the time.
+    Of those that can be. Those that are kept are the last ones, because backward needs them first.
+    Those that are computed again are spread evenly among the others, so that the transfers of the
+    rest have compute beside them all the time.
     """
-    others = len(calls) - _kept_at_end(calls, count, kept_bytes)
-    chosen = {(2 * i + 1) * others // (2 * count) for i in range(count)} if count else set()
+    kept_from = len(calls) - _kept_at_end(calls, count, kept_bytes)
+    able = [index for index, call in enumerate(calls[:kept_from]) if call.is_repeatable]
+    assert count <= len(able)
+    chosen = {able[(2 * i + 1) * len(able) // (2 * count)] for i in range(count)}
     recomputed = tuple(index in chosen for index in range(len(calls)))
     saved = sum(
         call.input_bytes if again else call.saved_bytes
@@ -138,10 +151,12 @@ def of_count(
 
 def _kept_at_end(calls: Sequence[CallCost], count: int, kept_bytes: int) -> int:
     """How many of the last calls are kept as they are if `count` others are computed again."""
+    able = sum(call.is_repeatable for call in calls)
     kept, left = 0, kept_bytes
-    for call in reversed(calls[count:]):
+    for call in reversed(calls):
         left -= call.saved_bytes
-        if left < 0:
+        able -= call.is_repeatable
+        if left < 0 or able < count:
             break
         kept += 1
     return kept

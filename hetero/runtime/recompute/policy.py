@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero.activations.store import ActivationStore
-from hetero.runtime.recompute.block_calls import Forward
 from hetero.runtime.recompute.choice import CallCost, Choice, StepRates, choose, of_count
+from hetero.runtime.recompute.forward import Expected, Forward
 from offload.memory.sizes import format_bytes
 
 _FIRST_STEPS = 2, 3  # whose ends choose by what was seen: the first step is like no other
@@ -16,6 +16,7 @@ _LEAST_GAIN = 0.05  # of a micro-batch; for less the order of gathers is not cha
 _MORE_BYTES = 1 << 30
 # Of activations on the way, where no transfer has shown it yet: an ordinary NVMe disk's.
 ASSUMED_BYTES_PER_S = 1e9
+_USUAL = 1.0, 0  # the key of the choice for inputs as they were, and no other graphs
 _UNIT = 1e12  # ranks agree on whole numbers: picoseconds, and bytes per 1,000 s
 
 Agree = Callable[[int, Callable[[Iterable[int]], int], str], int]
@@ -31,6 +32,7 @@ class SeenStep:
         moved_bytes: per step, on the way that activations take: over the link to a device, or else
             to NVMe and from it.
         moving_s: seconds for which that was busy.
+        activation_bytes: what of `moved_bytes` are activations.
     """
 
     forward_s: float
@@ -38,6 +40,7 @@ class SeenStep:
     micro_batches: int
     moved_bytes: float
     moving_s: float
+    activation_bytes: float
 
 
 class RecomputePolicy:
@@ -60,37 +63,50 @@ class RecomputePolicy:
         self._activations = activations
         self._agree = agree
         self._steps = 0
-        self._moved_bytes = 0.0  # of activations, until the last step's end
         # What was chosen by; none until steps have shown it.
         self._costs: list[CallCost] = []
+        self._other_bytes = 0
         self._rates: StepRates | None = None
-        self._choices: dict[float, Choice] = {}  # by the share of the input's bytes in `_costs`'
+        # By the share of the input's bytes in `_costs`', and by what other graphs keep.
+        self._choices: dict[tuple[float, int], Choice] = {}
 
     # In a forward
 
-    def recomputes(self, number: int, input_bytes: int, expected: Sequence[CallCost]) -> bool:
+    def recomputes(self, number: int, size_bytes: int, expected: Expected) -> bool:
         """Whether a call is computed again; arguments as Decides."""
-        if self._is_all:
+        # Of the first forward nobody knows what it saves beside blocks.
+        if self._is_all or expected.other_bytes is None:
             return True
-        choice = self._choice(number, input_bytes, expected)
+        choice = self._choice(number, size_bytes, expected)
         # More calls than there were, of a model whose depth changes: what saves most bytes.
         return choice.recomputed[number] if number < len(choice.recomputed) else choice.count > 0
 
-    def _choice(self, number: int, input_bytes: int, expected: Sequence[CallCost]) -> Choice:
-        costs = self._costs or expected
-        one = costs[min(number, len(costs) - 1)].input_bytes
-        share = input_bytes / one if one else 1.0
+    def _choice(self, number: int, size_bytes: int, expected: Expected) -> Choice:
+        costs = self._costs or expected.costs
+        one = costs[min(number, len(costs) - 1)].size_bytes
+        share = size_bytes / one if one else 1.0
+        held_bytes = expected.held_bytes
         if not self._costs:
-            return self._choose([cost.times(share) for cost in costs])
-        if share not in self._choices:
+            assert expected.other_bytes is not None
+            others = int(expected.other_bytes * share) + held_bytes
+            return self._choose([cost.times(share) for cost in costs], others)
+        key = share, held_bytes
+        if key not in self._choices:
             if len(self._choices) > _EVERY:  # inputs of any length
-                self._choices.clear()
-            self._choices[share] = self._choose([cost.times(share) for cost in costs], share)
-        return self._choices[share]
+                self._choices = {_USUAL: self._choices[_USUAL]}
+            others = int(self._other_bytes * share) + held_bytes
+            self._choices[key] = self._choose([cost.times(share) for cost in costs], others, share)
+        return self._choices[key]
 
-    def _choose(self, costs: Sequence[CallCost], share: float = 1.0, more_bytes: int = 0) -> Choice:
+    def _choose(
+        self,
+        costs: Sequence[CallCost],
+        other_bytes: int,
+        share: float = 1.0,
+        more_bytes: int = 0,
+    ) -> Choice:
         rates = None if self._rates is None else self._rates.times(share)
-        kept_bytes = self._activations.keepable_bytes + more_bytes
+        kept_bytes = self._activations.keepable_bytes + more_bytes - other_bytes
         return choose(costs, kept_bytes, self._activations.elsewhere_bytes, rates)
 
     # Between steps
@@ -100,8 +116,6 @@ class RecomputePolicy:
 
         Raises PeerError if a rank does not come.
         """
-        moved_bytes = float(sum(self._activations.moved_bytes))
-        of_step, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes
         self._steps += 1
         due = self._steps in _FIRST_STEPS or self._steps % _EVERY == 0
         if not due or self._is_all:
@@ -110,11 +124,9 @@ class RecomputePolicy:
         if not self._agree(int(is_known), min, "what is computed again"):
             return
         assert seen is not None
-        self._take(*self._agreed(forward, seen, of_step))
+        self._take(*self._agreed(forward, seen), forward.other_bytes or 0)
 
-    def _agreed(
-        self, forward: Forward, seen: SeenStep, activation_bytes: float
-    ) -> tuple[list[CallCost], StepRates]:
+    def _agreed(self, forward: Forward, seen: SeenStep) -> tuple[list[CallCost], StepRates]:
         def agree(value: float, choose_one: Callable[[Iterable[int]], int]) -> float:
             return self._agree(int(value * _UNIT), choose_one, "what is computed again") / _UNIT
 
@@ -122,7 +134,7 @@ class RecomputePolicy:
         block_s = sum(cost.forward_s for cost in forward.costs)
         # Seconds per byte are the same for all blocks, which are alike as a rule: single calls are
         # too short to be measured well, and ranks have one number to agree on.
-        s_per_byte = agree(block_s / saved, max)
+        s_per_byte = agree(block_s / saved * 1e9, max) / 1e9
         costs = [replace(c, forward_s=c.saved_bytes * s_per_byte) for c in forward.costs]
         parts = seen.micro_batches
         bytes_per_s = ASSUMED_BYTES_PER_S
@@ -132,26 +144,28 @@ class RecomputePolicy:
             agree(seen.forward_s / parts, max),
             agree(max(0.0, seen.backward_s / parts - forward.again_s), max),
             agree(bytes_per_s / _UNIT, min) * _UNIT,
-            agree(max(0.0, seen.moved_bytes - activation_bytes) / parts / _UNIT, max) * _UNIT,
+            agree(max(0.0, seen.moved_bytes - seen.activation_bytes) / parts / _UNIT, max) * _UNIT,
         )
         return costs, rates
 
-    def _take(self, costs: list[CallCost], rates: StepRates) -> None:
+    def _take(self, costs: list[CallCost], rates: StepRates, other_bytes: int) -> None:
         """Chooses by these from now on, unless that gains next to nothing over what is chosen."""
-        before = self._choices.get(1.0)
-        old = self._costs, self._rates, self._choices
-        self._costs, self._rates, self._choices = costs, rates, {}
-        new = self._choose(costs)
-        self._choices[1.0] = new
+        before = self._choices.get(_USUAL)
+        old = self._costs, self._rates, self._other_bytes, self._choices
+        self._costs, self._rates, self._other_bytes, self._choices = costs, rates, other_bytes, {}
+        new = self._choose(costs, other_bytes)
+        self._choices[_USUAL] = new
         if before is None or new.micro_batch_s is None or len(before.recomputed) != len(costs):
             return
-        kept, elsewhere = self._activations.keepable_bytes, self._activations.elsewhere_bytes
-        same = of_count(costs, before.count, kept, elsewhere, rates)
+        if before.count > sum(cost.is_repeatable for cost in costs):
+            return
+        kept = self._activations.keepable_bytes - other_bytes
+        same = of_count(costs, before.count, kept, self._activations.elsewhere_bytes, rates)
         assert same.micro_batch_s is not None
         if same.is_possible and same.micro_batch_s - new.micro_batch_s < (
             _LEAST_GAIN * same.micro_batch_s
         ):
-            self._costs, self._rates, self._choices = old
+            self._costs, self._rates, self._other_bytes, self._choices = old
 
     # Words
 
@@ -159,7 +173,11 @@ class RecomputePolicy:
         """What became of the calls of `forward`, what is expected of it, and what more RAM would
         change."""
         if not forward.costs:
-            return "No block has been called yet, so none is computed again in backward."
+            return (
+                "No call of a block was seen yet that could be computed again in backward; those "
+                "under torch.compile, in checkpoints, and in other threads than the forward's "
+                "never are."
+            )
         again, calls = sum(forward.recomputed), len(forward.costs)
         saved = sum(cost.saved_bytes for cost in forward.costs) // calls
         inputs = sum(cost.input_bytes for cost in forward.costs) // calls
@@ -176,7 +194,8 @@ class RecomputePolicy:
                 "They were chosen by bytes: steps have not shown yet what seconds it takes."
             )
             return " ".join(lines)
-        now, more = self._choose(self._costs), self._choose(self._costs, more_bytes=_MORE_BYTES)
+        now = self._choose(self._costs, self._other_bytes)
+        more = self._choose(self._costs, self._other_bytes, more_bytes=_MORE_BYTES)
         lines.append(
             f"{format_bytes(now.leaving_bytes)} leave for slower memory at "
             f"{self._rates.bytes_per_s / 1e9:.2g} GB/s; a micro-batch is expected to take "

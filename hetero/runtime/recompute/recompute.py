@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from hetero.activations.store import ActivationStore
-from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
 from hetero.runtime.learned_rates import Counters
+from hetero.runtime.modules.all_params import AllParams
 from hetero.runtime.modules.saved_tensors import SavedTensors
 from hetero.runtime.recompute.block_calls import BlockCalls
 from hetero.runtime.recompute.blocks import find_blocks
@@ -23,22 +21,29 @@ class Recompute:
     def __init__(
         self,
         model: torch.nn.Module,
-        chunk_groups: Sequence[ChunkGroup],
+        params: AllParams,
         shared: Shared,
         saved_tensors: SavedTensors,
         activations: ActivationStore | None,
     ) -> None:
         """Takes over the calls of the model's blocks until close(), if activations have a budget.
 
-        Raises ValueError if a pattern of the option fits no module.
+        Raises ValueError if a pattern of the option fits no module, or there is no budget.
         """
         self._calls: BlockCalls | None = None
         mode = shared.config.recompute
+        if activations is None and mode not in ("auto", "none"):
+            raise ValueError(
+                f"recompute={mode!r} computes blocks again in backward only where what autograd "
+                f"saves has a budget; give activation_memory, too ('auto' is enough)"
+            )
         if activations is None or mode == "none":
             return
         self._activations = activations
         self._is_separate = shared.backend.separate
         self._waited = 0.0, 0.0  # by the activations, until the last step's end
+        self._moved_bytes = 0  # of activations, likewise
+        chunk_groups = params.chunk_groups
         self._policy = RecomputePolicy(mode, activations, chunk_groups[0].world.agree)
 
         def waits_s() -> float:
@@ -48,7 +53,7 @@ class Recompute:
         blocks = find_blocks(model, None if isinstance(mode, str) else mode)
         if blocks:
             self._calls = BlockCalls(
-                blocks, saved_tensors, activations, self._policy, waits_s, shared.notes
+                blocks, params, saved_tensors, activations, self._policy, waits_s, shared.notes
             )
 
     def close(self) -> None:
@@ -68,11 +73,14 @@ class Recompute:
         """
         if self._calls is None:
             return
-        self._calls.end_forward()
+        self._calls.end_step()
         self._activations.recomputes = any(self._calls.latest.recomputed)
         now = self._activations.pack_s, self._activations.unpack_s
         packed_s, unpacked_s = (new - old for new, old in zip(now, self._waited, strict=True))
         self._waited = now
+        so_far = self._activations.moved_bytes
+        moved_bytes = sum(so_far[:2] if self._is_separate else so_far[2:])
+        own_bytes, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes
         seen = None
         if made is not None:
             seen = SeenStep(
@@ -81,6 +89,7 @@ class Recompute:
                 made.micro_batches,
                 moved.h2d_bytes + moved.d2h_bytes if self._is_separate else moved.nvme_bytes,
                 moved.h2d_s + moved.d2h_s if self._is_separate else moved.nvme_s,
+                own_bytes,
             )
         self._policy.end_step(self._calls.latest, seen)
 

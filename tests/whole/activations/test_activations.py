@@ -87,7 +87,7 @@ def test_the_same_bits(settings: dict[str, Any], reentrant: bool | None, tmp_pat
     if reentrant is None:
         assert moved.activations_written > 0
         assert moved.activations_read > 0
-    if engine.backend.separate:
+    if engine.backend.separate and reentrant is not False:  # its few inputs find room
         assert moved.h2d >= moved.activations_h2d > 0
         assert moved.d2h >= moved.activations_d2h > 0
     assert set(engine.ledger.in_use_bytes.values()) == {0}
