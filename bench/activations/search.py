@@ -1,0 +1,40 @@
+"""The largest number that works, found in few tries, each of which may take minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def longest(
+    works: Callable[[int], bool], first: int, least: int, most: int, bisections: int
+) -> int:
+    """The largest multiple of `least`, up to `most`, of which `works` was true; 0 if of none.
+
+    Up to some number all work, and from there on none. From `first` it doubles until one does not
+    work; if `first` does not, it doubles from `least` on. Then it halves what is between so many
+    times.
+    """
+    low, high = 0, most + least
+    for begin in (first, least):
+        if begin < high:
+            if works(begin):
+                low = begin
+                break
+            high = begin
+    else:
+        return 0
+    while low < most and 2 * low < high:
+        at = min(2 * low, most)
+        if works(at):
+            low = at
+        else:
+            high = at
+    for _ in range(bisections if high <= most else 0):
+        at = (low + high) // 2 // least * least
+        if at <= low:
+            break
+        if works(at):
+            low = at
+        else:
+            high = at
+    return low
