@@ -14,22 +14,23 @@ def longest(
     work; if `first` does not, it doubles from `least` on. Then it halves what is between so many
     times.
     """
-    low, high = 0, most + least
-    for begin in (first, least):
-        if begin < high:
-            if works(begin):
-                low = begin
-                break
-            high = begin
-    else:
+    low, high = 0, None
+    for begin in dict.fromkeys((first, least)):
+        if works(begin):
+            low = begin
+            break
+        high = begin
+    if not low:
         return 0
-    while low < most and 2 * low < high:
+    while low < most and (high is None or 2 * low < high):
         at = min(2 * low, most)
         if works(at):
             low = at
         else:
             high = at
-    for _ in range(bisections if high <= most else 0):
+    if high is None:
+        return low
+    for _ in range(bisections):
         at = (low + high) // 2 // least * least
         if at <= low:
             break

@@ -243,7 +243,8 @@ def _make_torch(spec: Spec) -> Training:
         import hetero
 
         hetero.tile_heads(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, foreach=False)
+    # Fused, it makes no temporary tensors, and is several times as fast as one that is not.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def update() -> None:
         optimizer.step()
