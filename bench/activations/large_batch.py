@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             option, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
         )
-    parser.add_argument("--host-memory", default="1GiB", metavar="SIZE", help="activations included")
+    parser.add_argument(
+        "--host-memory", default="1GiB", metavar="SIZE", help="activations included"
+    )
     parser.add_argument("--activation-memory", default="384MiB", metavar="SIZE")
     parser.add_argument("--recompute", choices=("auto", "none", "all"), default="auto")
     parser.add_argument(
@@ -132,9 +134,7 @@ def _specs(arguments: argparse.Namespace) -> dict[str, Spec]:
     return specs
 
 
-def _sample(
-    name: str, spec: Spec, folder: str, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def _sample(name: str, spec: Spec, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
     sample = run_trial(spec, folder, arguments.timeout)
     if sample["status"] != "trained":
         raise ValueError(f"{name}: {sample['status']}: {sample['error']}")

@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     budgets = sorted(parse_size("--budgets", text) for text in names(arguments.budgets))
     with tempfile.TemporaryDirectory(dir=arguments.path, prefix="bench-longest-") as folder:
         searches = {name: _Search(name, arguments, folder) for name in chosen}
-        found = [
+        found: list[dict[str, Any]] = [
             {"kind": kind, "budget_bytes": budget, "contender": name}
             | searches[name].longest(kind, budget)
             for kind in kinds

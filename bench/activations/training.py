@@ -179,9 +179,7 @@ def _train(spec: Spec) -> dict[str, Any]:
             "forward_s": _median(forward_s[counted]),
             "blocks_forward_s": _median(blocks_s[counted]) if blocks_s else None,
             "made_s": made_s,
-            "bytes_per_step": {
-                name: (moved[name] - before.get(name, 0)) / steps for name in moved
-            },
+            "bytes_per_step": {name: (moved[name] - before.get(name, 0)) / steps for name in moved},
             "io_engine": training.io_engine,
             "threads": torch.get_num_threads(),
         }
@@ -269,7 +267,11 @@ def _make_hetero(spec: Spec) -> Training:
     with hetero.ZeroInitContext(**options):
         model = _gpt(spec)
     blocks = model.blocks
-    if "recompute" not in options and recompute in ("auto", "all") and "activation_memory" in options:
+    if (
+        "recompute" not in options
+        and recompute in ("auto", "all")
+        and "activation_memory" in options
+    ):
         checkpoint_blocks(model)
     hetero.tile_heads(model)
     optimizer: Any = hetero.HybridAdam(model.parameters(), lr=LR)

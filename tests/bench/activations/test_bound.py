@@ -36,7 +36,10 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
             "disk_write": (activations + state) / 2,
         }
         return {
-            **{"status": "trained", "error": None, "seconds": 1.0, "forward_s": 3.0},
+            "status": "trained",
+            "error": None,
+            "seconds": 1.0,
+            "forward_s": 3.0,
             "step_s": STEPS_S[name],
             "blocks_forward_s": 4.0 if spec.time_blocks else None,
             "bytes_per_step": {} if name == "in memory" and spec.contender == "torch" else moved,
@@ -68,9 +71,7 @@ def arguments(path: Path, *more: str) -> list[str]:
     return [*TINY, "--seq-len", "4096", "--io-size", "32MiB", "--path", str(path), *more]
 
 
-def test_json(
-    no_processes: list[Spec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json(no_processes: list[Spec], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(tmp_path, "--json", "--rounds", "2")) == 0
     result = json.loads(capsys.readouterr().out)
     found = result["results"]

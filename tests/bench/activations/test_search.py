@@ -31,9 +31,7 @@ def search(border: int, first: int, most: int, bisections: int = 2) -> tuple[int
         (100, 64, 1 << 17, 64, [64, 128]),
     ],
 )
-def test_what_is_tried(
-    border: int, first: int, most: int, found: int, tried: list[int]
-) -> None:
+def test_what_is_tried(border: int, first: int, most: int, found: int, tried: list[int]) -> None:
     assert search(border, first, most) == (found, tried)
 
 
