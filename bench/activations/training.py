@@ -255,24 +255,10 @@ def _make_torch(spec: Spec) -> Training:
 def _make_hetero(spec: Spec) -> Training:
     """With the loss in tiles."""
     import hetero
-    from bench.work.gpt import checkpoint_blocks
 
-    options = dict(spec.options)
-    # STAND-IN until hetero has the option.
-    recompute = options.get("recompute")
-    if "recompute" not in hetero.Config.__dataclass_fields__:
-        options.pop("recompute", None)
-        if "process_memory" in options:
-            options.setdefault("activation_memory", "auto")
-    with hetero.ZeroInitContext(**options):
+    with hetero.ZeroInitContext(**spec.options):
         model = _gpt(spec)
     blocks = model.blocks
-    if (
-        "recompute" not in options
-        and recompute in ("auto", "all")
-        and "activation_memory" in options
-    ):
-        checkpoint_blocks(model)
     hetero.tile_heads(model)
     optimizer: Any = hetero.HybridAdam(model.parameters(), lr=LR)
     managed, optimizer = hetero.initialize(model, optimizer)
