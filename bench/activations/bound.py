@@ -18,12 +18,13 @@ turns: with everything in RAM and no limit ("in memory"), and within --process-m
 So what is recomputed is not in the bound. Ratios are taken within a round and their median given.
 
 Offloading a block's activations takes NVMe time, and recomputing takes the time of the block's
-forward, which is measured in memory. The two cost the same at the rate "of a block", its bytes over
-those seconds, if none of the transfer hides behind compute. If all of it does, a step with all
-offloaded takes as long as one with all recomputed at the rate "of a step". Bytes grow with the
-tokens, and a forward's seconds with attention faster than that: from the length "crossing at" on,
-one sequence's offloading takes less time than its recomputing at the measured rate, by the counted
-operations.
+forward; that, and the bytes that autograd saves, are measured in memory. The two cost the same at
+the rate "of a block", its bytes over those seconds, if none of the transfer hides behind compute.
+If all of it does, a step with all offloaded takes as long as one with all recomputed at the rate
+"of a step". Bytes grow with the tokens, and a forward's seconds, with attention, faster than that:
+at sequences longer than "crossing at" offloading takes less time than recomputing at the measured
+rate, by the operations that are counted; at 0, at any length. "Offloading all" is so far as RAM
+does not keep activations.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--seq-len", 4096, "tokens of a sequence"),
         ("--batch-size", 1, "sequences"),
         ("--steps", 2, "that count, of each process"),
-        ("--skip-steps", 1, "before them"),
+        ("--skip-steps", 3, "before them, after which what is recomputed is chosen"),
         ("--rounds", 1, "turns of each contender"),
     ):
         parser.add_argument(
@@ -153,7 +154,7 @@ def _specs(arguments: argparse.Namespace, chosen: Sequence[str], budget: int) ->
     in_memory = {"placement_policy": "cpu"} if arguments.compute == "hetero" else {}
     specs = {
         IN_MEMORY: Spec(
-            arguments.compute, shape, arguments.vocabulary, in_memory, time_blocks=True, **steps
+            arguments.compute, shape, arguments.vocabulary, in_memory, measure_blocks=True, **steps
         )
     }
     for recompute in chosen:
@@ -217,9 +218,11 @@ def summarize(rounds: Sequence[Mapping[str, Any]], budget: int) -> dict[str, dic
             "bytes_per_step": moved,
             "state_bytes": _nvme_bytes(moved) - _activation_bytes(moved),
             "activation_bytes": _activation_bytes(moved),
+            "explained": samples[-1]["explained"],
         }
         if name == IN_MEMORY:
-            found["blocks_forward_s"] = statistics.median(s["blocks_forward_s"] for s in samples)
+            seconds = statistics.median(s["blocks"]["forward_s"] for s in samples)
+            found["blocks"] = samples[0]["blocks"] | {"forward_s": seconds}
         if "nvme_gbps" in samples[0]:
             found["nvme_gbps"] = statistics.median(s["nvme_gbps"] for s in samples)
         results[name] = found
@@ -229,32 +232,33 @@ def summarize(rounds: Sequence[Mapping[str, Any]], budget: int) -> dict[str, dic
 def _crossing(
     results: Mapping[str, Mapping[str, Any]], shape: Mapping[str, int]
 ) -> dict[str, Any] | None:
-    """None where "none" was not measured, or nothing was offloaded in it."""
-    none, every = results.get("none"), results.get("all")
-    if none is None or not none["activation_bytes"]:
+    """None where nothing was on NVMe, whose rate is then not known."""
+    measured = next((each for each in results.values() if "nvme_gbps" in each), None)
+    blocks = results[IN_MEMORY]["blocks"]
+    if measured is None:
         return None
-    left = every["activation_bytes"] if every is not None else 0.0
+    none, every = (results.get(name) for name in ("none", "all"))
     block = Block(
         width=shape["width"],
         seq_len=shape["seq_len"],
-        forward_s=results[IN_MEMORY]["blocks_forward_s"] / shape["layers"],
-        # What recomputing keeps, the blocks' inputs, is not what offloading is compared with.
-        nbytes=max(0.0, none["activation_bytes"] - left) / shape["layers"],
+        forward_s=blocks["forward_s"] / shape["layers"],
+        nbytes=2 * (blocks["saved_bytes"] - blocks["input_bytes"]) / shape["layers"],
     )
+    compute_s = results[IN_MEMORY]["step_s"]
     found: Crossing = crossing(
         block,
         layers=shape["layers"],
-        compute_s=none["compute_s"],
-        nvme_bytes=_nvme_bytes(none["bytes_per_step"]),
-        nvme_gbps=none["nvme_gbps"],
+        compute_s=compute_s,
+        state_bytes=measured["state_bytes"],
+        nvme_gbps=measured["nvme_gbps"],
     )
     return {
         **vars(found),
         "block_bytes": block.nbytes,
         "block_forward_s": block.forward_s,
-        "nvme_gbps": none["nvme_gbps"],
-        "offloading_s": none["step_s"] - none["compute_s"],
-        "recomputing_s": None if every is None else every["step_s"] - every["compute_s"],
+        "nvme_gbps": measured["nvme_gbps"],
+        "offloading_s": None if none is None else none["step_s"] - compute_s,
+        "recomputing_s": None if every is None else every["step_s"] - compute_s,
     }
 
 
@@ -286,13 +290,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     crossing = result["crossing"]
     if crossing is None:
-        console.print("nothing was offloaded with recompute none: no crossing", highlight=False)
+        console.print("nothing was on NVMe: no crossing", highlight=False)
         return
-    recomputing = crossing["recomputing_s"]
+    for what, key in (("offloading", "offloading_s"), ("recomputing", "recomputing_s")):
+        if crossing[key] is not None:
+            console.print(f"{what} all: {crossing[key]:+.2f} s a step", highlight=False)
     console.print(
-        f"beyond compute: {crossing['offloading_s']:.2f} s offloading all"
-        + ("" if recomputing is None else f", {recomputing:.2f} s recomputing all")
-        + f"; a block: {size(crossing['block_bytes'])} of activations there and back, forward"
+        f"a block: {size(crossing['block_bytes'])} of activations there and back, forward"
         f" {crossing['block_forward_s']:.3f} s\nboth cost the same at"
         f" {crossing['block_gbps']:.2f} GB/s of NVMe of a block,"
         f" {crossing['step_gbps']:.2f} GB/s of a step; crossing at"

@@ -13,7 +13,8 @@ class Block:
         width: elements of a hidden state.
         seq_len: tokens of a sequence.
         forward_s: seconds of its forward, of the whole batch.
-        nbytes: what offloading its activations moves, written and read.
+        nbytes: what offloading its activations moves, written and read, beyond what recomputing
+            them keeps.
     """
 
     width: int
@@ -39,7 +40,7 @@ class Crossing:
 
 
 def crossing(
-    block: Block, layers: int, compute_s: float, nvme_bytes: float, nvme_gbps: float
+    block: Block, layers: int, compute_s: float, state_bytes: float, nvme_gbps: float
 ) -> Crossing:
     """Of a model of `layers` such blocks.
 
@@ -51,11 +52,12 @@ def crossing(
         block: one block.
         layers: how many there are.
         compute_s: seconds of a step's computing, without computing anything again.
-        nvme_bytes: of a step with all offloaded, state included.
+        state_bytes: of a step, which it moves anyway.
         nvme_gbps: NVMe's measured rate.
     """
     block_gbps = block.nbytes / block.forward_s / 1e9
-    step_gbps = nvme_bytes / (compute_s + layers * block.forward_s) / 1e9
+    step_bytes = state_bytes + layers * block.nbytes
+    step_gbps = step_bytes / (compute_s + layers * block.forward_s) / 1e9
     # forward_s x (12 w + s) / (12 w + seq_len) = nbytes / rate, for the tokens of seq_len
     operations = 12 * block.width
     seq_len = block_gbps / nvme_gbps * (operations + block.seq_len) - operations

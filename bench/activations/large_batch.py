@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--batch-size", 1, "sequences of a micro-batch"),
         ("--factor", 8, "micro-batches of a step"),
         ("--steps", 2, "that count, of each process"),
-        ("--skip-steps", 1, "before them"),
+        ("--skip-steps", 3, "before them, after which what is recomputed is chosen"),
         ("--rounds", 1, "turns of each contender"),
     ):
         parser.add_argument(

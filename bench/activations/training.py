@@ -51,8 +51,7 @@ class Spec:
         micro_batches: equal parts of the batch, each with a forward and a backward of its own.
         steps: in all.
         skip_steps: first steps that are in no median, and whose bytes do not count.
-        time_blocks: whether the seconds of the blocks' forwards are measured, where no backward
-            computes them again.
+        measure_blocks: whether the blocks' costs are measured, all of whose activations stay.
     """
 
     contender: str
@@ -63,7 +62,7 @@ class Spec:
     micro_batches: int = 1
     steps: int = 2
     skip_steps: int = 1
-    time_blocks: bool = False
+    measure_blocks: bool = False
 
     def write(self, path: Path) -> None:
         """As the JSON that the program reads."""
@@ -84,13 +83,14 @@ class Spec:
 class Training:
     """A model and how its steps are made. `traffic` gives bytes moved so far, by name."""
 
-    model: Callable[[torch.Tensor], torch.Tensor]
+    model: torch.nn.Module
     blocks: torch.nn.ModuleList
     backward: Callable[[torch.Tensor], object]
     update: Callable[[], object]  # makes the gradients zero, too
     saving: Callable[[], AbstractContextManager[Any]] = nullcontext  # around forwards
     traffic: Callable[[], dict[str, int]] = dict
     io_engine: str | None = None
+    explain: Callable[[], str] = str  # what the steps were like, and why
     close: Callable[[], object] = lambda: None
 
 
@@ -140,11 +140,18 @@ def _train(spec: Spec) -> dict[str, Any]:
     made_s = time.perf_counter()
     training = _MAKERS[spec.contender](spec)
     made_s = time.perf_counter() - made_s
-    blocks = _BlockTimes(training.blocks) if spec.time_blocks else None
+    costs = None
+    if spec.measure_blocks:
+        from bench.activations.block_costs import BlockCosts
+
+        costs = BlockCosts(training.model, training.blocks)
     seq_len, batch_size = spec.shape["seq_len"], spec.shape["batch_size"]
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, spec.vocabulary, (batch_size, seq_len), generator=generator)
-    losses, seconds, forward_s, blocks_s = [], [], [], []
+    losses: list[float] = []
+    seconds: list[float] = []
+    forward_s: list[float] = []
+    blocks_s: list[float] = []
     before: dict[str, int] = {}
     try:
         for number in range(spec.steps):
@@ -153,20 +160,19 @@ def _train(spec: Spec) -> dict[str, Any]:
             begin_s, in_forward_s, loss_sum = time.perf_counter(), 0.0, 0.0
             for micro_batch in tokens.chunk(spec.micro_batches):
                 start_s = time.perf_counter()
-                with training.saving():
+                counting = nullcontext() if costs is None or number else costs.counting_bytes()
+                with training.saving(), counting:
                     loss = training.model(micro_batch) / spec.micro_batches
                 loss_sum += loss.item()
                 in_forward_s += time.perf_counter() - start_s
-                if blocks is not None:
-                    blocks.pause()
                 training.backward(loss)
                 del loss
             training.update()
             seconds.append(time.perf_counter() - begin_s)
             forward_s.append(in_forward_s)
             losses.append(loss_sum)
-            if blocks is not None:
-                blocks_s.append(blocks.take())
+            if costs is not None:
+                blocks_s.append(costs.forward_s - sum(blocks_s))
             # So that a try which is ended says on stderr how far it came.
             print(f"step {number + 1}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
         moved = training.traffic()
@@ -177,10 +183,17 @@ def _train(spec: Spec) -> dict[str, Any]:
             "steps_s": seconds,
             "step_s": _median(seconds[counted]),
             "forward_s": _median(forward_s[counted]),
-            "blocks_forward_s": _median(blocks_s[counted]) if blocks_s else None,
+            "blocks": None
+            if costs is None
+            else {
+                "forward_s": _median(blocks_s[counted]),
+                "saved_bytes": costs.saved_bytes,
+                "input_bytes": costs.input_bytes,
+            },
             "made_s": made_s,
             "bytes_per_step": {name: (moved[name] - before.get(name, 0)) / steps for name in moved},
             "io_engine": training.io_engine,
+            "explained": training.explain(),
             "threads": torch.get_num_threads(),
         }
     finally:
@@ -191,33 +204,6 @@ def _median(values: list[float]) -> float:
     from statistics import median
 
     return median(values)
-
-
-class _BlockTimes:
-    """Seconds of the forwards of a model's blocks, those in forward alone."""
-
-    def __init__(self, blocks: torch.nn.ModuleList) -> None:
-        self._began_s = self._seconds = 0.0
-        self._runs = True
-        for block in blocks:
-            block.register_forward_pre_hook(self._begin)
-            block.register_forward_hook(self._end)
-
-    def _begin(self, *_: Any) -> None:
-        self._began_s = time.perf_counter()
-
-    def _end(self, *_: Any) -> None:
-        if self._runs:
-            self._seconds += time.perf_counter() - self._began_s
-
-    def pause(self) -> None:
-        """What follows is backward; take() ends it."""
-        self._runs = False
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        seconds, self._seconds, self._runs = self._seconds, 0.0, True
-        return seconds
 
 
 def _make_torch(spec: Spec) -> Training:
@@ -275,6 +261,7 @@ def _make_hetero(spec: Spec) -> Training:
         update,
         traffic=lambda: dataclasses.asdict(engine.traffic),
         io_engine=engine.io_engine,
+        explain=engine.explain,
         close=engine.close,
     )
 

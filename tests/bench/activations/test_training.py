@@ -34,14 +34,28 @@ def test_micro_batches_are_the_batch_in_parts() -> None:
 
 def test_hetero(tmp_path: Path) -> None:
     options = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": 4 << 20}
-    spec = Spec("hetero", SHAPE, 128, options, time_blocks=True, steps=3)
+    spec = Spec("hetero", SHAPE, 128, options, steps=3)
     found = run(spec)
     assert found["status"] == "trained"
     assert found["losses"] == pytest.approx(run(replace(SPEC, steps=3))["losses"], rel=1e-2)
     assert {"disk_read", "activations_read"} <= set(found["bytes_per_step"])
-    assert 0 < found["blocks_forward_s"] <= found["forward_s"]
     assert found["io_engine"] in ("io_uring", "threads", None)
     assert found["peak_bytes"] == found["memory"]["VmHWM"] > 0
+
+
+def test_what_blocks_take_is_the_same_in_both() -> None:
+    plain = run(replace(SPEC, measure_blocks=True))
+    options = {"placement_policy": "cpu", "dtype": "bf16"}
+    ours = run(replace(SPEC, contender="hetero", options=options, measure_blocks=True))
+    hidden = 2 * 4 * 16 * 32  # bytes of hidden states in bf16
+    for found in (plain, ours):
+        assert 0 < found["blocks"]["forward_s"] <= found["forward_s"]
+        assert found["blocks"]["input_bytes"] == 2 * hidden
+        # 16 hidden states a block: its input, after each norm 1, q k v 3, attention and what it is
+        # reshaped to 2, between the halves 1, before and after GELU 8; and statistics in fp32.
+        statistics = found["blocks"]["saved_bytes"] - 2 * 16 * hidden
+        assert 0 < statistics < hidden
+    assert plain["blocks"]["saved_bytes"] == ours["blocks"]["saved_bytes"]
 
 
 def test_a_refusal_and_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
