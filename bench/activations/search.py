@@ -11,18 +11,23 @@ def longest(
     """The largest multiple of `least`, up to `most`, of which `works` was true; 0 if of none.
 
     Up to some number all work, and from there on none. From `first` it doubles until one does not
-    work; if `first` does not, it doubles from `least` on. Then it halves what is between so many
-    times.
+    work; if `first` does not, and `least` does, it halves until one works. Then it halves what is
+    between so many times.
     """
     low, high = 0, None
-    for begin in dict.fromkeys((first, least)):
-        if works(begin):
-            low = begin
-            break
-        high = begin
+    if works(first):
+        low = first
+    elif first > least and works(least):
+        low, high = least, first
+        while low == least and high // 2 > least:
+            at = high // 2 // least * least
+            if works(at):
+                low = at
+            else:
+                high = at
     if not low:
         return 0
-    while low < most and (high is None or 2 * low < high):
+    while high is None and low < most:
         at = min(2 * low, most)
         if works(at):
             low = at
