@@ -44,12 +44,14 @@ from bench.harness.program import (
     print_header,
     run_program,
 )
+from bench.work.gpt import Shape
 from offload.memory.sizes import format_bytes
 
 NAME = "bench.activations.longest"
 YARDSTICK = "torch-checkpoints"
 DEFAULT_CONTENDERS = (YARDSTICK, "torch-checkpoints-on-cpu", "hetero", "deepspeed")
 BATCH_SEQ_LEN = 128
+BUILD_TIMEOUT_S = 1800.0
 # Tokens of the shortest try, of which all are multiples.
 LEAST_TOKENS = {"sequence": 64, "batch": BATCH_SEQ_LEN}
 # Why no more tokens were found, by the status of the shortest try that did not train.
@@ -118,6 +120,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         least = 0 if option == "bisections" else 1
         if getattr(arguments, option) < least:
             raise ValueError(f"--{option.replace('_', '-')} must be {least} or more")
+    model_shape(arguments, 1, 1)
     budgets = sorted(parse_size("--budgets", text) for text in names(arguments.budgets))
     with tempfile.TemporaryDirectory(dir=arguments.path, prefix="bench-longest-") as folder:
         searches = {name: _Search(name, arguments, folder) for name in chosen}
@@ -158,6 +161,18 @@ class _Search:
         self._known: dict[tuple[str, int], dict[str, Any]] = {}
         self._begin: dict[str, int] = {}  # where the search of the next larger budget begins
         self._missing: str | None = None
+        if name == "deepspeed":
+            self._build()
+
+    def _build(self) -> None:
+        """DeepSpeed compiles its operators at first use, which is no part of a try."""
+        shape = Shape(layers=1, width=64, heads=1, seq_len=16, batch_size=1)
+        spec = Spec(self._name, vars(shape), vocabulary=256)
+        python = self._arguments.peer_python
+        found = run_trial(spec, self._folder, BUILD_TIMEOUT_S, python=python)
+        if found["status"] == "missing":
+            self._missing = found["error"]
+            tell(NAME, self._missing)
 
     def longest(self, kind: str, budget: int) -> dict[str, Any]:
         """The most tokens within the budget, what it took, and all tries."""
@@ -217,8 +232,6 @@ class _Search:
         found = run_trial(spec, self._folder, arguments.seconds, budget, python)
         if self._name != "hetero":
             self._known[kind, tokens] = found
-        if found["status"] == "missing":
-            self._missing = found["error"]
         said = found["error"] or f"{found['steps_s'][-1]:.2f} s"
         peak = format_bytes(found["peak_bytes"])
         tell(NAME, f"{label}: {found['status']}, peak {peak}, {found['seconds']:.0f} s: {said}")

@@ -23,7 +23,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     a try's time for a thousand; PyTorch does not train below 2 GiB. There is no DeepSpeed."""
     made: list[tuple[str, int, int]] = []
 
-    def run_trial(spec: Spec, _: str, timeout_s: float, budget: int, python: str) -> dict[str, Any]:
+    def run_trial(
+        spec: Spec, _: str, timeout_s: float, budget: int = 0, python: str = ""
+    ) -> dict[str, Any]:
         made.append((spec.contender, spec.tokens, budget))
         assert ("process_memory" in spec.options) == (spec.contender == "hetero")
         assert python == ("peer" if spec.contender == "deepspeed" else sys.executable)
