@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
 import hetero
-from bench.work.gpt import Gpt, Shape, fill, quick_init
+from bench.work.gpt import Gpt, Shape, checkpoint_blocks, fill, quick_init
 from offload.memory.process_memory import peak_resident_bytes, resident_bytes
 
 # So few that blocks have most of what is saved, and not the logits.
@@ -55,23 +54,12 @@ class Setting:
         return json.dumps(asdict(self))
 
 
-class _Checkpointed(torch.nn.Module):
-    """A block whose backward computes its forward again."""
-
-    def __init__(self, block: torch.nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
 def _model(setting: Setting, checkpoints: bool) -> Gpt:
     with quick_init():
         model = Gpt(setting.shape, VOCABULARY)
     fill(model)
     if checkpoints:
-        model.blocks = torch.nn.ModuleList(map(_Checkpointed, model.blocks))
+        checkpoint_blocks(model)
     return model
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 50257
 _PATTERN_NUMEL = 16 << 20
@@ -84,6 +86,14 @@ class Gpt(nn.Module):
         self.head.weight = self.tokens.weight
         self.register_buffer("places", torch.arange(shape.seq_len))
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        """By the name that models of transformers have; hetero.tile_heads() asks for it."""
+        return self.tokens
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head, likewise."""
+        return self.head
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions(self.places)
         for block in self.blocks:
@@ -91,6 +101,24 @@ class Gpt(nn.Module):
         logits = self.head(self.norm(x))[:, :-1]
         loss: torch.Tensor = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         return loss
+
+
+class _Checkpointed(nn.Module):
+    """A block whose backward computes its forward again."""
+
+    def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block = block
+        self._run = run
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._run(self.block, x)
+
+
+def checkpoint_blocks(model: Gpt, run: Callable[..., Any] | None = None) -> None:
+    """Makes each block a checkpoint: `run(block, x)`, by default torch's, not reentrant."""
+    run = run or partial(checkpoint, use_reentrant=False)
+    model.blocks = nn.ModuleList(_Checkpointed(block, run) for block in model.blocks)
 
 
 @contextmanager

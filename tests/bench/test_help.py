@@ -12,6 +12,7 @@ import pytest
     [
         *("adam", "bound", "checkpoint", "cuda", "durable", "io", "kernels.arrival"),
         *("kernels.checksum", "ladder", "predict", "step", "train"),
+        *("activations.bound", "activations.large_batch", "activations.longest"),
     ],
 )
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:

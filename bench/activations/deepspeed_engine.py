@@ -1,0 +1,62 @@
+"""DeepSpeed's ZeRO-3 on the CPU, parameters and optimizer on NVMe, checkpoints copied by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.peers.deepspeed_world import AIO, start_world
+from bench.work.gpt import Gpt, Shape, checkpoint_blocks
+
+
+def make_engine(
+    shape: dict[str, int], vocabulary: int, swap_folder: str, lr: float
+) -> tuple[Any, Any]:
+    """Its engine for a GPT-2 whose blocks are checkpoints of DeepSpeed's, and the blocks.
+
+    Raises ModuleNotFoundError where DeepSpeed is not installed.
+    """
+    # Inside zero.Init, which replaces torch.Tensor.__new__, this import would fail.
+    import torch._dynamo  # noqa: F401
+
+    deepspeed = start_world()
+    config = deepspeed_config(shape, vocabulary, swap_folder, lr)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Gpt(Shape(**shape), vocabulary)
+    blocks = model.blocks
+    deepspeed.checkpointing.configure(
+        None,
+        partition_activations=False,
+        checkpoint_in_cpu=True,
+        num_checkpoints=shape["layers"],
+    )
+    checkpoint_blocks(model, deepspeed.checkpointing.checkpoint)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=model.parameters()
+    )
+    return engine, blocks
+
+
+def deepspeed_config(
+    shape: dict[str, int], vocabulary: int, swap_folder: str, lr: float
+) -> dict[str, Any]:
+    """As what bench.train runs: pipelined, with buffers no larger than the largest tensor."""
+    place: dict[str, Any] = {
+        "device": "nvme",
+        "nvme_path": swap_folder,
+        "pin_memory": False,
+        "buffer_count": 5,
+    }
+    rows = max(vocabulary, shape["seq_len"], 4 * shape["width"])
+    return {
+        "train_micro_batch_size_per_gpu": shape["batch_size"],
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "offload_optimizer": place | {"pipeline_read": True, "pipeline_write": True},
+            "offload_param": place | {"buffer_size": rows * shape["width"] + (1 << 20)},
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": lr}},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "aio": AIO,
+    }
