@@ -111,15 +111,19 @@ class BudgetMoves:
             return None
         if tier is Tier.HOST:
             trim_heap()  # what the allocator keeps counts, too
-        left = agree(limit.state_bytes(needed), min, "a budget")
         before = self._ledger.budget_bytes[tier.value] or 0
-        try:
-            placements = self._place_within(tier, max(1, left))
-        except PlacementError as refusal:
-            return BudgetError(too_much(tier, limit.limit, needed, left, refusal))
-        # If it cannot be now, the next step tries again.
-        self._change(placements, {tier: left}, _why(tier, needed, left, before))
-        return None
+        refused: BudgetError | None = None
+        for margin in (True, False):  # rather without one than not at all
+            left = agree(limit.state_bytes(needed, margin), min, "a budget")
+            try:
+                placements = self._place_within(tier, max(1, left))
+            except PlacementError as refusal:
+                refused = BudgetError(too_much(tier, limit.limit, needed, left, refusal))
+            else:
+                # If it cannot be now, the next step tries again.
+                self._change(placements, {tier: left}, _why(tier, needed, left, before))
+                return None
+        return refused
 
     def _place_within(self, tier: Tier, left: int) -> list[Placement]:
         """A placement with `left` bytes of a tier, of which activations have less than before if

@@ -95,10 +95,11 @@ class MemoryLimit:
         managed_bytes = self.beside.managed_bytes(self.tier) + promised_bytes
         return max(peak, beside_bytes + managed_bytes) > self.limit
 
-    def state_bytes(self, beside_bytes: int) -> int:
-        """Bytes that model state may have beside `beside_bytes` of anything else."""
+    def state_bytes(self, beside_bytes: int, margin: bool = True) -> int:
+        """Bytes that model state may have beside `beside_bytes` of anything else, and a margin."""
         others = self.beside.shared_bytes(self.tier)
-        return min(self.wanted_bytes, self.limit - margin_bytes(self.limit) - beside_bytes - others)
+        free = margin_bytes(self.limit) if margin else 0
+        return min(self.wanted_bytes, self.limit - free - beside_bytes - others)
 
 
 def usable_device_bytes(backend: Backend) -> int | None:
