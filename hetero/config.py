@@ -154,8 +154,9 @@ class Config:
         rank_timeout_s: seconds for which a rank waits for another before it gives it up with a
             PeerError that names it. Default: 600. Raise it if one rank may be that much slower.
         process_memory: limit of the whole process (RSS), activations and libraries included, or
-            "auto": what the cgroup or RLIMIT_AS allows. When the measured size would pass it,
-            host_memory is lowered and state moves to NVMe, between steps. Default: no limit.
+            "auto": what the cgroup or RLIMIT_AS allows. Activations give way to what a step needs
+            otherwise; between steps host_memory is lowered, and state moves to NVMe. Default: no
+            limit.
         initial_loss_scale: first factor of fp16's dynamic loss scaling, from 1 on. Default: 65536.
             None: hetero does not scale the loss, for loops that use torch.amp.GradScaler.
         loss_scale_window: steps without overflow after which the loss scale is doubled. Default:
