@@ -48,6 +48,7 @@ class Spec:
     dtype: str = "bf16"
     threads: int | None = None
     seed: int = 0
+    tiles: bool = True
 
     def write(self, path: Path) -> None:
         """As the JSON that the program reads."""
@@ -76,6 +77,15 @@ def outside_bytes(spec: Spec) -> int:
     kept = 2 * tokens * width * layers if spec.checkpointing else layer * layers
     logits = 16 * tokens * vocabulary
     embedding, matrix = 2 * vocabulary * width, 2 * 4 * width * width
+    if spec.tiles:
+        return (
+            kept
+            + layer
+            + 16 * 16 * vocabulary
+            + 12 * tokens * width
+            + max(embedding, 2 * matrix)
+            + 2 * matrix
+        )
     return kept + layer + logits + max(3 * embedding, 2 * matrix) + 2 * matrix
 
 
@@ -122,6 +132,7 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import hetero
+    from offload.memory.process_memory import peak_resident_bytes
 
     config = AutoConfig.for_model(**spec.model_config)
     config.use_cache = False
@@ -134,12 +145,15 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
         dtype=spec.dtype,
     ):
         model = AutoModelForCausalLM.from_config(config).train()
+    if spec.tiles:
+        hetero.tile_heads(model, tile_tokens=16)
     if spec.checkpointing:
         model.gradient_checkpointing_enable()
     params = sum(p.numel() for p in model.parameters())
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), lr=1e-4))
     engine = optimizer.engine
     constructed_s = time.perf_counter() - begin_s
+    constructed_peak = peak_resident_bytes()
     before = engine.traffic
     losses, seconds = [], []
     try:
@@ -161,6 +175,7 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
             "losses": losses,
             "all_finite": all(map(math.isfinite, losses)),
             "constructed_s": constructed_s,
+            "constructed_peak_rss_bytes": constructed_peak,
             "step_s": seconds,
             "peak_managed_bytes": dict(engine.ledger.peak_bytes),
             "nvme_bytes_per_step": moved // spec.steps,

@@ -1,0 +1,119 @@
+"""Parameters that are larger than the host budget are built tile by tile, in the scratch file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.setup.construction_file import BLOCK_BYTES
+from hetero.setup.init_context import ZeroInitContext
+from hetero.stand_ins.construction_uses import rows_of
+from offload.memory.process_memory import resident_bytes
+
+BUDGET = BLOCK_BYTES + (1 << 20)
+ROWS, WIDTH = 60013, 53  # 12 MiB of fp32, and no multiple of anything
+
+
+def small_context(path: Path) -> ZeroInitContext:
+    return hetero.ZeroInitContext(
+        placement_policy="nvme", nvme_path=str(path), host_memory=BUDGET, dtype="fp32"
+    )
+
+
+def plain_embedding() -> nn.Module:
+    return nn.Embedding(ROWS, WIDTH)
+
+
+def gpt2_embedding() -> nn.Module:
+    embedding = nn.Embedding(ROWS, WIDTH)
+    nn.init.normal_(embedding.weight, mean=0.0, std=0.02)
+    return embedding
+
+
+def linear_and_more() -> nn.Module:
+    layer = nn.Linear(WIDTH, ROWS)
+    nn.init.xavier_normal_(layer.weight)
+    with torch.no_grad():
+        layer.weight.mul_(0.5).add_(1.0)
+    return layer
+
+
+def half_linear() -> nn.Module:
+    return nn.Linear(2 * WIDTH, ROWS, dtype=torch.bfloat16)
+
+
+def from_values() -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(ROWS, WIDTH))
+    return module
+
+
+@pytest.mark.parametrize(
+    "make", [plain_embedding, gpt2_embedding, linear_and_more, half_linear, from_values]
+)
+def test_bits_and_random_numbers(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    with small_context(tmp_path) as context:
+        made = make()
+    assert torch.equal(torch.get_rng_state(), after)
+    assert context.construction.is_offloaded(made.weight)
+    assert context.construction.ledger.peak_bytes["host"] <= BUDGET
+    assert torch.equal(rows_of(made.weight, slice(0, ROWS)), plain.weight)
+    assert torch.equal(rows_of(made.weight, slice(1001, 1007)), plain.weight[1001:1007])
+    context.construction.close()
+
+
+def test_memory_is_a_tile(tmp_path: Path) -> None:
+    """In RAM there is a tile at a time, of memory that would be 96 MiB."""
+    nbytes = 96 << 20
+    with small_context(tmp_path) as context:
+        before = resident_bytes()
+        peaks: list[int] = []
+        change = context.construction.change
+
+        def changed(param: Any, made: Any) -> bool:
+            done = change(param, made)
+            peaks.append(resident_bytes())
+            return done
+
+        context.construction.change = changed  # type: ignore[method-assign]
+        embedding = nn.Embedding(nbytes // 4 // 256, 256)
+        peaks.append(resident_bytes())
+    assert len(peaks) == 2  # what draws the values, and afterwards
+    assert max(peaks) - before < 4 * BLOCK_BYTES
+    assert context.construction.is_offloaded(embedding.weight)
+    context.construction.close()
+
+
+def test_versions_count(tmp_path: Path) -> None:
+    with small_context(tmp_path) as context:
+        embedding = plain_embedding()
+        before = embedding.weight._version
+        nn.init.zeros_(embedding.weight)
+        assert embedding.weight._version > before
+    context.construction.close()
+
+
+def test_what_needs_all_values_is_refused_with_the_budget_that_works(tmp_path: Path) -> None:
+    needed = ROWS * WIDTH * 4
+    with small_context(tmp_path):
+        embedding = plain_embedding()
+        with pytest.raises(hetero.BudgetError, match=f"{needed} bytes"):
+            nn.init.orthogonal_(embedding.weight)
+
+
+def test_a_budget_below_one_tile_is_refused(tmp_path: Path) -> None:
+    context = hetero.ZeroInitContext(
+        placement_policy="nvme", nvme_path=str(tmp_path), host_memory=BLOCK_BYTES - 4096
+    )
+    with pytest.raises(hetero.BudgetError, match="host_memory must be at least"), context:
+        plain_embedding()
