@@ -24,6 +24,8 @@ LIMITS = {
     "address": resource.RLIMIT_AS,  # all address space, files and untouched parts included
 }
 
+TILE_TOKENS = 32  # whose logits are in memory at a time
+
 MARGIN_BYTES = 48 << 20  # for what is in no formula: fragments, and libraries' scratch memory
 
 
@@ -145,8 +147,8 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
         dtype=spec.dtype,
     ):
         model = AutoModelForCausalLM.from_config(config).train()
-    if spec.tiles:
-        hetero.tile_heads(model, tile_tokens=16)
+        if spec.tiles:
+            hetero.tile_embeddings(model, tile_tokens=TILE_TOKENS)
     if spec.checkpointing:
         model.gradient_checkpointing_enable()
     params = sum(p.numel() for p in model.parameters())
