@@ -8,6 +8,7 @@ memory.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,14 +40,14 @@ def tile_change(
     """The parameter that a torch function changes, and how; None if it cannot be made by tiles.
 
     `args` and `kwargs` are what it was called with. That is an in-place method of a tensor with
-    numbers as arguments, or one of torch.nn.init's functions that ask torch functions.
+    numbers as arguments, or one of torch.nn.init's functions, called by torch for its parameter.
     """
-    if func in _INITS:
-        given = dict(kwargs)
-        param = given.pop("tensor", args[0] if args else None)
-        if len(args) > 1 or not isinstance(param, torch.Tensor):
-            return None
-        made = _INITS[func](param, **given)
+    init = _INITS.get(getattr(func, "__name__", ""))
+    # By their names, because transformers puts others, which call them, in the place of torch's;
+    # and by what torch gives all of them.
+    if init is not None and kwargs.keys() == _options_of(init) | {"tensor"}:
+        param, given = kwargs["tensor"], {k: v for k, v in kwargs.items() if k != "tensor"}
+        made = init(param, **given)
         return None if made is None else (param, made)
     if func not in _FILLS and func not in _CHANGES:
         return None
@@ -106,11 +107,15 @@ def _kaiming_uniform(
     return _uniform(param, -bound, bound, generator)
 
 
-_INITS: dict[Any, Callable[..., TileChange | None]] = {
-    torch.nn.init.normal_: _normal,
-    torch.nn.init.uniform_: _uniform,
-    torch.nn.init.constant_: _constant,
-    torch.nn.init.kaiming_uniform_: _kaiming_uniform,
+def _options_of(init: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(init).parameters) - {"param"}
+
+
+_INITS: dict[str, Callable[..., TileChange | None]] = {
+    "normal_": _normal,
+    "uniform_": _uniform,
+    "constant_": _constant,
+    "kaiming_uniform_": _kaiming_uniform,
 }
 _Tensor: Any = torch.Tensor
 _FILLS = {_Tensor.normal_, _Tensor.uniform_, _Tensor.zero_, _Tensor.fill_}

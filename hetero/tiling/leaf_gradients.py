@@ -19,9 +19,7 @@ def accumulate_now(param: torch.Tensor, grad: torch.Tensor) -> bool:
     (torch.autograd.grad), or not in this parameter; or there are several ranks, between which each
     accumulated gradient would be a message more.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return False
-    if not param.is_leaf:
+    if _are_several_ranks() or not param.is_leaf:
         return False
     with torch.enable_grad(), torch._C.DisableTorchFunction():
         node: Any = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -34,6 +32,13 @@ def accumulate_now(param: torch.Tensor, grad: torch.Tensor) -> bool:
         given: torch.Tensor = _Given.apply(param, grad)  # type: ignore[no-untyped-call]
         given.backward()
     return True
+
+
+def _are_several_ranks() -> bool:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size() > 1
 
 
 class _Given(torch.autograd.Function):

@@ -52,16 +52,17 @@ def tile_embeddings(
     for owners in list(_owners_of_large_weights(model, max_numel)):
         embeddings = [owner for owner in owners if _is_plain(owner, torch.nn.Embedding)]
         heads = [owner for owner in owners if _is_plain(owner, torch.nn.Linear)]
-        if len(embeddings) + len(heads) < len(owners) or len(embeddings) > 1:
+        kinds = {(each.padding_idx, each.scale_grad_by_freq) for each in embeddings}
+        if len(embeddings) + len(heads) < len(owners) or len(kinds) > 1:
             continue  # somebody else uses the weight whole
         if not embeddings and output not in heads:
             continue  # tile_linears() is for those
         weight: torch.nn.Parameter = owners[0].weight
         rows = max(_LEAST_ROWS, max_numel // weight.shape[1] // _LEAST_ROWS * _LEAST_ROWS)
         if embeddings:
-            (embedding,) = embeddings
-            tiled = TiledEmbedding.from_embedding(embedding, rows)
-            _replace(model, embedding, tiled, made)
+            tiled = TiledEmbedding.from_embedding(embeddings[0], rows)
+            for embedding in embeddings:
+                _replace(model, embedding, tiled, made)
             parts = tiled.tiles
         else:
             parts = torch.nn.ModuleList(

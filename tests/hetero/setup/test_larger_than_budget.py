@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
 from hetero.setup.construction_file import BLOCK_BYTES
@@ -69,6 +70,24 @@ def test_bits_and_random_numbers(make: Callable[[], nn.Module], tmp_path: Path) 
     assert context.construction.ledger.peak_bytes["host"] <= BUDGET
     assert torch.equal(rows_of(made.weight, slice(0, ROWS)), plain.weight)
     assert torch.equal(rows_of(made.weight, slice(1001, 1007)), plain.weight[1001:1007])
+    context.construction.close()
+
+
+def test_a_model_of_transformers(tmp_path: Path) -> None:
+    """It puts functions of its own in the place of torch.nn.init's while it builds a model."""
+    options: dict[str, Any] = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 25013}
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(**options, bos_token_id=0, eos_token_id=0))
+
+    plain = make()
+    with small_context(tmp_path) as context:
+        made = make()
+    assert context.construction.is_offloaded(made.lm_head.weight)
+    for param, expected in zip(made.parameters(), plain.parameters(), strict=True):
+        elements = context.construction.elements(param, slice(0, param.numel()))
+        assert torch.equal(elements.view(param.shape), expected)
     context.construction.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +67,10 @@ def test_functions_of_torch_init(func: Callable[..., Any], options: dict[str, An
     whole, tiled = torch.empty(50, 7), torch.empty(50, 7)
     torch.manual_seed(2)
     func(whole, **options)
+    given = inspect.signature(func).parameters  # torch gives all options
+    kwargs = {name: options.get(name, each.default) for name, each in given.items()}
     torch.manual_seed(2)
-    by_tiles(tiled.view(-1), func, (tiled,), {"tensor": tiled, **options})
+    by_tiles(tiled.view(-1), func, (tiled,), kwargs | {"tensor": tiled})
     assert torch.equal(tiled, whole)
 
 
