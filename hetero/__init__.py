@@ -39,10 +39,10 @@ from hetero.runtime.engine import Engine
 from hetero.setup.init_context import ZeroInitContext
 from hetero.setup.initialize import initialize
 from hetero.tiling.cross_entropy import TiledCrossEntropy, tiled_cross_entropy
+from hetero.tiling.embeddings.tile_embeddings import tile_embeddings
+from hetero.tiling.embeddings.tiled_embedding import TiledEmbedding
+from hetero.tiling.embeddings.tiled_head import TiledHead
 from hetero.tiling.heads import tile_heads
-from hetero.tiling.tile_embeddings import tile_embeddings
-from hetero.tiling.tiled_embedding import TiledEmbedding
-from hetero.tiling.tiled_head import TiledHead
 from hetero.tiling.tiled_linear import TiledLinear, tile_linears
 from hetero.tiling.tiled_sequence import tile_sequence
 from offload.errors import (

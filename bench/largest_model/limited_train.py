@@ -26,8 +26,9 @@ LIMITS = {
 
 TILE_TOKENS = 32  # whose logits are in memory at a time
 
-# A layer's modules, parameters, hooks and records, and holes in the heap between what is kept.
-LAYER_BYTES = 1 << 20
+# Bytes a token, a column and a layer, of holes in the heap between what layers keep for backward:
+# as measured (the C library's heap grows by so much with each layer; tensors alive do not).
+HOLE_BYTES = 16
 
 MARGIN_BYTES = 48 << 20  # for what is in no formula: fragments, and libraries' scratch memory
 
@@ -68,7 +69,7 @@ def outside_bytes(spec: Spec) -> int:
     """RAM that a GPT-2-like model takes beside the framework and what the engine manages.
 
     With t tokens a step, width w, L layers, vocabulary V, 2 bytes an element: what is kept per
-    layer, 2tw where backward recomputes, and LAYER_BYTES; of the layer that is computed 34 tw
+    layer, 2tw where backward recomputes, with HOLE_BYTES; of the layer that is computed 34 tw
     elements and the attention's scores; logits of TILE_TOKENS, in bf16, fp32 and as log-softmax, 10
     bytes each; of all tokens the gradient of hidden states, in fp32, with what is summed to it; the
     gradient of a tile, and twice the largest matrix, which matrix products reorder. (The embedding
@@ -79,7 +80,7 @@ def outside_bytes(spec: Spec) -> int:
     vocabulary, heads = int(config["vocab_size"]), int(config["n_head"])
     tokens = spec.seq_len * spec.batch_size
     layer = 2 * 34 * tokens * width + 3 * 2 * heads * tokens * spec.seq_len
-    kept = (2 * tokens * width + LAYER_BYTES) * layers if spec.checkpointing else layer * layers
+    kept = (2 + HOLE_BYTES) * tokens * width * layers if spec.checkpointing else layer * layers
     logits = 3 * 10 * min(TILE_TOKENS, tokens) * vocabulary
     states, matrix = 8 * tokens * width, 2 * 4 * width * width
     return kept + layer + logits + states + 4 * matrix

@@ -26,7 +26,7 @@ from hetero.cli.job.optimization import make_optimizer
 from hetero.cli.job.options import TrainOptions
 from hetero.config import Config
 from hetero.planning.group_plans import arrange
-from hetero.tiling.tile_embeddings import tile_embeddings
+from hetero.tiling.embeddings.tile_embeddings import tile_embeddings
 from offload.disk.directories import free_bytes
 from offload.errors import BudgetError
 from offload.memory.sizes import format_bytes

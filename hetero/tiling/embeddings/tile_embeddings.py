@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from hetero.tiling.embeddings.tiled_embedding import TiledEmbedding, rows_param
+from hetero.tiling.embeddings.tiled_head import TiledHead
 from hetero.tiling.log_probs import check_tile_tokens, tile_parts
-from hetero.tiling.tiled_embedding import TiledEmbedding, rows_param
-from hetero.tiling.tiled_head import TiledHead
 
 _LEAST_ROWS = 64  # a tile's rows are a multiple: narrower matrix products have other bits
 
