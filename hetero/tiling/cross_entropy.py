@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from hetero.tiling.embeddings.row_tiles import RowTiles, tiled_log_probs
 from hetero.tiling.log_probs import (
     Elementwise,
     TileOptions,
     check_tile_tokens,
     label_log_probs,
 )
+from hetero.tiling.row_tiles import RowTiles, tiled_log_probs
 
 _REDUCTIONS = ("mean", "sum", "none")
 _IGNORED = -100

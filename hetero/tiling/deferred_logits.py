@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from hetero.stand_ins.offloaded_tensor import GIVE_MEMORY, OffloadedTensor
 from hetero.tiling.cross_entropy import reduced_loss
-from hetero.tiling.embeddings.row_tiles import RowTiles
 from hetero.tiling.log_probs import Elementwise, TileOptions
+from hetero.tiling.row_tiles import RowTiles
 from offload.errors import StaleGraphError
 from offload.interrupts import uninterrupted
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hetero.tiling.deferred_logits import DeferredLogits, HeadInputs
-from hetero.tiling.embeddings.row_tiles import RowTiles
 from hetero.tiling.embeddings.tiled_embedding import cut_weight
 from hetero.tiling.log_probs import check_tile_tokens
+from hetero.tiling.row_tiles import RowTiles
 
 
 class TiledHead(torch.nn.Module):

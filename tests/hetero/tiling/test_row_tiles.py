@@ -1,4 +1,4 @@
-"""hetero/tiling/embeddings/row_tiles: log-probabilities have the bits of those of one weight."""
+"""hetero/tiling/row_tiles: log-probabilities have the bits of those of one weight."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetero.tiling.embeddings.row_tiles import RowTiles, tiled_log_probs
 from hetero.tiling.log_probs import TileOptions, label_log_probs
+from hetero.tiling.row_tiles import RowTiles, tiled_log_probs
 
 TOKENS, VOCABULARY, WIDTH = 40, 300, 32
 

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from hetero.tiling.embeddings.leaf_gradients import accumulate_now
+from hetero.tiling.leaf_gradients import accumulate_now
 from hetero.tiling.log_probs import (
     TileOptions,
     VocabularyGrads,
