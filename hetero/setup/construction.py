@@ -201,9 +201,15 @@ class ConstructionArena:
         self._records.move_to_end(id(param))
         charged, record.charged = record.charged, 0
         self._release_bytes(charged)
-        if part is not None:  # after the whole was given up: there is room for a part of it
-            self.ledger.charge(Tier.HOST, Account.INIT, part_bytes(record.nbytes, self.world.ranks))
-            record.part = part
+        if part is not None:  # after the whole was given up, if it was in RAM: there is room then
+            kept_bytes = part_bytes(record.nbytes, self.world.ranks)
+            try:
+                self.ledger.charge(Tier.HOST, Account.INIT, kept_bytes)
+                record.part = part
+            except BudgetError:
+                if self.config.nvme_path is None:
+                    raise
+                record.space = self._file.write(part, record.space)
 
     def _may_move(self, param: torch.nn.Parameter) -> bool:
         return may_be_offloaded(param, heed_graphs=not self._placing)
@@ -340,12 +346,7 @@ class ConstructionArena:
 
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of a parameter's values, in memory that no budget counts."""
-        with self._bringing:
-            record = self._records[id(param)]
-            if record not in self._offloaded:
-                return memory_in(param).clone()
-            self._require_ranks_together(param)
-            return self._values(record, param)
+        return self.elements(param, slice(0, param.numel())).view(param.shape)
 
     def _charge(self, nbytes: int) -> None:
         """Charges RAM for a whole parameter. Raises BudgetError."""
@@ -486,9 +487,8 @@ class ConstructionArena:
         """Gives all parameters their values, as if they had not been adopted, and closes."""
         self.is_closed = True
         for param in params:
-            record = self._records.get(id(param))
-            if record is not None and record in self._offloaded:
-                become(param, self._values(record, param), absent=False)
+            if self.is_offloaded(param):
+                become(param, self._values(self._records[id(param)], param), absent=False)
                 become_plain(param)
             self.release(param)
         self.close()

@@ -16,6 +16,9 @@ from hetero.setup.construction_file import BLOCK_BYTES
 from hetero.setup.init_context import ZeroInitContext
 from hetero.stand_ins.construction_uses import rows_of
 from offload.memory.process_memory import resident_bytes
+from offload.memory.sizes import parse_bytes
+from tests.support.ranks import building
+from tests.support.ranks.processes import RankPool
 
 BUDGET = BLOCK_BYTES + (1 << 20)
 ROWS, WIDTH = 60013, 53  # 12 MiB of fp32, and no multiple of anything
@@ -136,3 +139,22 @@ def test_a_budget_below_one_tile_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(hetero.BudgetError, match="host_memory must be at least"), context:
         plain_embedding()
+
+
+@pytest.mark.parametrize("host_memory", ["5MiB", "9MiB"])
+def test_ranks_keep_parts(ranks2: RankPool, tmp_path: Path, host_memory: str) -> None:
+    """Their parts are in the file, or in RAM; all draw the first rank's numbers."""
+    options = {
+        "placement_policy": "nvme",
+        "nvme_path": str(tmp_path),
+        "host_memory": host_memory,
+        "dtype": "fp32",
+    }
+    torch.manual_seed(100)
+    plain = building.layers()
+    expected = [module.weight for module in plain]
+    for found in ranks2.run(building.build, options):
+        assert found["offloaded"] == [True, True]
+        assert all(map(torch.equal, found["weights"], expected))
+        assert torch.equal(found["some"], plain[0].weight[1001:1007])  # type: ignore[index]
+        assert found["peak"] <= parse_bytes(host_memory)
