@@ -17,7 +17,7 @@ from hetero.setup.init_context import ZeroInitContext
 from hetero.stand_ins.construction_uses import rows_of
 from offload.memory.process_memory import resident_bytes
 from offload.memory.sizes import parse_bytes
-from tests.support.ranks import building
+from tests.support.ranks import loading
 from tests.support.ranks.processes import RankPool
 
 BUDGET = BLOCK_BYTES + (1 << 20)
@@ -151,9 +151,9 @@ def test_ranks_keep_parts(ranks2: RankPool, tmp_path: Path, host_memory: str) ->
         "dtype": "fp32",
     }
     torch.manual_seed(100)
-    plain = building.layers()
+    plain = loading.layers()
     expected = [module.weight for module in plain]
-    for found in ranks2.run(building.build, options):
+    for found in ranks2.run(loading.build, options):
         assert found["offloaded"] == [True, True]
         assert all(map(torch.equal, found["weights"], expected))
         assert torch.equal(found["some"], plain[0].weight[1001:1007])  # type: ignore[index]

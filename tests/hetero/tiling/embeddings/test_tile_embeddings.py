@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hetero
@@ -135,6 +136,28 @@ def test_tiles_are_as_large_as_the_largest_other_parameter() -> None:
     tiles = [p.numel() for n, p in model.named_parameters() if "tiles" in n]
     assert max(tiles) <= largest < 2 * max(tiles)
     assert not hetero.tile_embeddings(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_whole_model_in_a_checkpoint(reentrant: bool) -> None:
+    """Embedding, head and loss are computed twice, and tied tiles accumulate inside of it."""
+
+    def grads(outer: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = pretrained.gpt2()
+        hetero.tile_embeddings(model, 1, tile_tokens=20)
+        scale = torch.ones((), requires_grad=True)  # a reentrant one wants an input with grad
+
+        def loss(scale: torch.Tensor) -> torch.Tensor:
+            return model(input_ids=TOKENS, labels=TOKENS).loss * scale
+
+        found = checkpoint(loss, scale, use_reentrant=reentrant) if outer else loss(scale)
+        found.backward()
+        return {name: param.grad for name, param in model.named_parameters()}
+
+    plain, found = grads(False), grads(True)
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
 # Under hetero
