@@ -143,7 +143,7 @@ class ConstructionArena:
             param._hetero_owner = ConstructionUses(self)  # type: ignore[attr-defined]
             self._records[key] = record
             self._adopted += 1
-            if not record.charged:
+            if record.charged < nbytes:  # (some parameters have no elements)
                 self._move_out(record, param)
 
     def _forget(self, key: int) -> None:

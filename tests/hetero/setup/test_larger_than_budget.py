@@ -94,6 +94,14 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     context.construction.close()
 
 
+def test_a_parameter_without_elements_stays(tmp_path: Path) -> None:
+    with small_context(tmp_path) as context:
+        empty = nn.Module()
+        empty.weight = nn.Parameter(torch.empty(0, 3))
+    assert not context.construction.is_offloaded(empty.weight)
+    context.construction.close()
+
+
 def test_memory_is_a_tile(tmp_path: Path) -> None:
     """In RAM there is a tile at a time, of memory that would be 96 MiB."""
     nbytes = 96 << 20
