@@ -11,8 +11,8 @@ of them for some steps, in a process of its own that the operating system limits
 the peak of resident memory, construction included, is within the budget. The first one tried is the
 largest for which hetero's placement says that the budget is enough, beside the framework as
 measured and activations by a formula. From there tries go up or down until one works and one does
-not, and halve what is between. (bench.largest_model.rungs.MALLOC says what glibc is told, here and
-for peers.)
+not, and halve what is between. Embeddings are in tiles (hetero.tile_embeddings).
+(bench.largest_model.rungs.MALLOC says what glibc is told, here and for peers.)
 
 DeepSpeed's ZeRO-3, with parameters and optimizer on NVMe, is searched for with --peers deepspeed,
 along the line through the runs nearest to a budget. A try that is not done after --timeout counts

@@ -39,6 +39,9 @@ from hetero.runtime.engine import Engine
 from hetero.setup.init_context import ZeroInitContext
 from hetero.setup.initialize import initialize
 from hetero.tiling.cross_entropy import TiledCrossEntropy, tiled_cross_entropy
+from hetero.tiling.embeddings.tile_embeddings import tile_embeddings
+from hetero.tiling.embeddings.tiled_embedding import TiledEmbedding
+from hetero.tiling.embeddings.tiled_head import TiledHead
 from hetero.tiling.heads import tile_heads
 from hetero.tiling.tiled_linear import TiledLinear, tile_linears
 from hetero.tiling.tiled_sequence import tile_sequence
@@ -80,6 +83,8 @@ __all__ = [
     "StoreError",
     "TensorShardStrategy",
     "TiledCrossEntropy",
+    "TiledEmbedding",
+    "TiledHead",
     "TiledLinear",
     "UnmanagedParameterError",
     "ZeroInitContext",
@@ -102,6 +107,7 @@ __all__ = [
     "save_dcp",
     "save_pretrained",
     "set_threads",
+    "tile_embeddings",
     "tile_heads",
     "tile_linears",
     "tile_sequence",

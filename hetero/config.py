@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,14 @@ import psutil
 
 from hetero.chunks.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.chunks.layout import pack
-from hetero.option_checks import check_choice, check_integer, checked_patterns, is_number
+from hetero.option_checks import (
+    check_choice,
+    check_integer,
+    checked_patterns,
+    is_number,
+    options_by_name,
+    options_from_file,
+)
 from hetero.overlap import OverlapUpdates
 from offload.device.backend import Backend, CpuBackend, EmulatedBackend
 from offload.device.cuda_backend import CudaBackend, cuda_available, default_device_bytes
@@ -445,41 +450,12 @@ class Config:
         known = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
         if isinstance(config, (str, PathLike)):
-            config = _from_file(config)
+            config = options_from_file(config)
         if isinstance(config, Config):
             values = dict(vars(config))
         elif config is not None:
-            values = _by_name(config, known)
-        return cls(**{**values, **_by_name(options, known)})
-
-
-def _by_name(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in options.items():
-        name = _ALIASES.get(key, key)
-        if name not in known:
-            near = difflib.get_close_matches(str(key), [*known, *_ALIASES], n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"unknown option {key!r}; {hint}")
-        if values.setdefault(name, value) != value:
-            raise ValueError(
-                f"{' and '.join(k for k in options if _ALIASES.get(k, k) == name)} are one option "
-                f"and differ ({values[name]!r}, {value!r}); give one of them"
-            )
-    return values
-
-
-def _from_file(path: str | PathLike[str]) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except OSError as error:
-        raise ValueError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"the configuration {path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"the configuration {path} must be a JSON object")
-    return content
+            values = options_by_name(config, known, _ALIASES)
+        return cls(**{**values, **options_by_name(options, known, _ALIASES)})
 
 
 def _paths(value: object) -> list[str | PathLike[str]]:

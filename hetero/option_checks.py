@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import cast
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, cast
 
 
 def is_number(value: object) -> bool:
@@ -41,3 +43,39 @@ def checked_patterns(option: str, value: object, of: str, such_as: str) -> tuple
             f"{value!r}"
         )
     return tuple(cast("Sequence[str]", patterns))
+
+
+def options_by_name(
+    options: Mapping[str, Any], known: Sequence[str], aliases: Mapping[str, str]
+) -> dict[str, Any]:
+    """Options by their `known` names; `aliases` are other names of some.
+
+    Raises ValueError, with the nearest names, for an unknown one, and for one that has two values.
+    """
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        name = aliases.get(key, key)
+        if name not in known:
+            near = difflib.get_close_matches(str(key), [*known, *aliases], n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"unknown option {key!r}; {hint}")
+        if values.setdefault(name, value) != value:
+            raise ValueError(
+                f"{' and '.join(k for k in options if aliases.get(k, k) == name)} are one option "
+                f"and differ ({values[name]!r}, {value!r}); give one of them"
+            )
+    return values
+
+
+def options_from_file(path: str | PathLike[str]) -> dict[str, Any]:
+    """The options in a JSON file. Raises ValueError if it is not one, or has no object."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"the configuration {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"the configuration {path} must be a JSON object")
+    return content

@@ -24,6 +24,12 @@ LIMITS = {
     "address": resource.RLIMIT_AS,  # all address space, files and untouched parts included
 }
 
+TILE_TOKENS = 32  # whose logits are in memory at a time
+
+# Bytes a token, a column and a layer, of holes in the heap between what layers keep for backward:
+# as measured (the C library's heap grows by so much with each layer; tensors alive do not).
+HOLE_BYTES = 16
+
 MARGIN_BYTES = 48 << 20  # for what is in no formula: fragments, and libraries' scratch memory
 
 
@@ -63,20 +69,21 @@ def outside_bytes(spec: Spec) -> int:
     """RAM that a GPT-2-like model takes beside the framework and what the engine manages.
 
     With t tokens a step, width w, L layers, vocabulary V, 2 bytes an element: what is kept per
-    layer, 2tw where backward recomputes; of the layer that is computed 34 tw elements and the
-    attention's scores; the logits, in bf16, fp32, as log-softmax and as both gradients, 16 tV
-    bytes; the gradients that autograd has in hand: the tied embedding's twice and their sum; and
-    twice the largest matrix, which matrix products reorder.
+    layer, 2tw where backward recomputes, with HOLE_BYTES; of the layer that is computed 34 tw
+    elements and the attention's scores; logits of TILE_TOKENS, in bf16, fp32 and as log-softmax, 10
+    bytes each; of all tokens the gradient of hidden states, in fp32, with what is summed to it; the
+    gradient of a tile, and twice the largest matrix, which matrix products reorder. (The embedding
+    is in tiles, none larger than that.)
     """
     config = spec.model_config
     width, layers = int(config["n_embd"]), int(config["n_layer"])
     vocabulary, heads = int(config["vocab_size"]), int(config["n_head"])
     tokens = spec.seq_len * spec.batch_size
     layer = 2 * 34 * tokens * width + 3 * 2 * heads * tokens * spec.seq_len
-    kept = 2 * tokens * width * layers if spec.checkpointing else layer * layers
-    logits = 16 * tokens * vocabulary
-    embedding, matrix = 2 * vocabulary * width, 2 * 4 * width * width
-    return kept + layer + logits + max(3 * embedding, 2 * matrix) + 2 * matrix
+    kept = (2 + HOLE_BYTES) * tokens * width * layers if spec.checkpointing else layer * layers
+    logits = 3 * 10 * min(TILE_TOKENS, tokens) * vocabulary
+    states, matrix = 8 * tokens * width, 2 * 4 * width * width
+    return kept + layer + logits + states + 4 * matrix
 
 
 def main(argv: list[str]) -> int:
@@ -122,6 +129,7 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import hetero
+    from offload.memory.process_memory import peak_resident_bytes
 
     config = AutoConfig.for_model(**spec.model_config)
     config.use_cache = False
@@ -134,12 +142,15 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
         dtype=spec.dtype,
     ):
         model = AutoModelForCausalLM.from_config(config).train()
+        # Neither the embedding, nor logits, nor their gradients are in memory whole.
+        hetero.tile_embeddings(model, tile_tokens=TILE_TOKENS)
     if spec.checkpointing:
         model.gradient_checkpointing_enable()
     params = sum(p.numel() for p in model.parameters())
     model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters(), lr=1e-4))
     engine = optimizer.engine
     constructed_s = time.perf_counter() - begin_s
+    constructed_peak = peak_resident_bytes()
     before = engine.traffic
     losses, seconds = [], []
     try:
@@ -161,6 +172,7 @@ def _train(spec: Spec, host_memory: int) -> dict[str, Any]:
             "losses": losses,
             "all_finite": all(map(math.isfinite, losses)),
             "constructed_s": constructed_s,
+            "constructed_peak_rss_bytes": constructed_peak,
             "step_s": seconds,
             "peak_managed_bytes": dict(engine.ledger.peak_bytes),
             "nvme_bytes_per_step": moved // spec.steps,

@@ -26,6 +26,7 @@ from hetero.cli.job.optimization import make_optimizer
 from hetero.cli.job.options import TrainOptions
 from hetero.config import Config
 from hetero.planning.group_plans import arrange
+from hetero.tiling.embeddings.tile_embeddings import tile_embeddings
 from offload.disk.directories import free_bytes
 from offload.errors import BudgetError
 from offload.memory.sizes import format_bytes
@@ -219,12 +220,12 @@ def fits(config: dict[str, Any], host_bytes: int, disk_bytes: int, spec: Spec) -
     """Whether the placement finds room for the model, of which nothing is made."""
     from transformers import AutoConfig
 
-    # It is made in fp32. (And a quick answer for most of what does not fit.)
-    if host_bytes < 4 * int(config["n_embd"]) * int(config["vocab_size"]):
+    if host_bytes < 2 * 4 * int(config["n_embd"]) ** 2:  # a quick answer for most of what does not
         return False
     options = TrainOptions(policy="nvme", dtype=spec.dtype)
     with torch.device("meta"):
         model = build_model(AutoConfig.for_model(**config))
+        tile_embeddings(model)
         made = Config(
             placement_policy="nvme",
             host_memory=host_bytes,

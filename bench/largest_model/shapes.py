@@ -67,9 +67,10 @@ def widths() -> Iterator[int]:
 def family(vocab_size: int, seq_len: int) -> list[dict[str, Any]]:
     """Configurations, the smallest first.
 
-    Width is what takes RAM (a layer's parameters are on disk until it is computed, the embedding's
-    gradient is whole), so of each width there are the shapes that have more parameters than all
-    narrower ones: the deepest, up to MOST_LAYERS or a width of LEAST_WIDTH_PER_LAYER a layer.
+    Width is what takes RAM (a layer's parameters are on disk until it is computed, and an
+    embedding's tiles are no larger), so of each width there are the shapes that have more
+    parameters than all narrower ones: the deepest, up to MOST_LAYERS or a width of
+    LEAST_WIDTH_PER_LAYER a layer.
     """
     found: list[dict[str, Any]] = []
     last = 0.0

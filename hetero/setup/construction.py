@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,14 +15,17 @@ from hetero.config import Config
 from hetero.planning.placement import part_bytes
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_file import BLOCK_BYTES, ConstructionFile
-from hetero.setup.construction_record import Record, may_be_offloaded
+from hetero.setup.construction_parts import change_part, exchange_parts, part_of
+from hetero.setup.construction_record import Record, check_adoptable, may_be_offloaded, weakly
+from hetero.setup.first_budgets import FirstBudgets
 from hetero.setup.process_share import ProcessShare
-from hetero.stand_ins.construction_uses import ConstructionAlias, ConstructionUses, arena_of
+from hetero.stand_ins.construction_uses import ConstructionUses, arena_of
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
+from hetero.stand_ins.tile_changes import TileChange
 from offload.errors import BudgetError, HeteroError
 from offload.memory.c_heap import trim_heap
 from offload.memory.ledger import Ledger
-from offload.memory.sizes import PAGE_BYTES, format_bytes
+from offload.memory.sizes import format_bytes
 from offload.memory.tiers import Account, Tier
 
 _TRIM_BYTES = 16 << 20  # freed, after which the heap is trimmed
@@ -44,21 +47,13 @@ class ConstructionArena:
 
     def __init__(self, config: Config, world: ProcessGroups) -> None:
         """An arena without parameters; all ranks of `world` make one."""
-        self.given_config = config
-        self.world = world
-
-        def agreed(nbytes: int) -> int:  # the same on all ranks, or their plans would differ
-            return world.agree(nbytes, min, "budgets")
-
+        self.given_config, self.world = config, world
         self.process_share = ProcessShare(config, world.local_ranks)
-        # A limit of one rank's process is one of all (BudgetMoves), and what follows from it, too.
-        follows = world.agree(int(config.activation_limit == "auto"), max, "a limit")
-        self.config = replace(config, activation_memory="auto") if follows else config
-        self.host_bytes = agreed(self.process_share.host_bytes)
-        self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
-        # None unless DEVICE has memory of its own.
-        device_bytes = config.device_share(world.local_ranks)
-        self.device_bytes = None if device_bytes is None else agreed(device_bytes)
+        budgets = FirstBudgets(config, world, self.process_share.host_bytes)
+        self._limits_activations = budgets.limits_activations
+        self.config = self._effective(config)
+        self.host_bytes, self.disk_bytes = budgets.host_bytes, budgets.disk_bytes
+        self.device_bytes = budgets.device_bytes
         self.ledger = Ledger(
             {
                 Tier.DEVICE: self.device_bytes or config.budget(Tier.DEVICE),
@@ -67,7 +62,7 @@ class ConstructionArena:
             },
             # Weak, here and in what params refer to: an arena that is not used any more frees its
             # file at once, not when the garbage collector comes.
-            _weakly(self._relieve),
+            weakly(self._relieve),
         )
         self._in_block = False
         self._guards = False  # parameters in RAM have the class of absent ones between their uses
@@ -80,7 +75,10 @@ class ConstructionArena:
         self._adopted = 0
         self._file = ConstructionFile(config.nvme_paths, self.ledger)
         self._untrimmed_bytes = 0
-        self._largest_bytes = 0  # of a whole parameter
+        self._largest_bytes = 0  # of a parameter that was whole in RAM
+
+    def _effective(self, config: Config) -> Config:
+        return replace(config, activation_memory="auto") if self._limits_activations else config
 
     @property
     def notes(self) -> list[str]:
@@ -120,30 +118,33 @@ class ConstructionArena:
     def adopt(self, param: torch.nn.Parameter) -> None:
         """Takes charge of a parameter, unless an arena has it or it is not of a floating dtype.
 
+        One that does not fit the host budget is offloaded at once, if a tile of it fits and there
+        is a file for it, or several ranks that keep parts of it.
+
         Raises:
             HeteroError: it is not on the CPU, or has no values of its own.
-            BudgetError: it does not fit the host budget.
+            BudgetError: it does not fit the host budget, and cannot be offloaded.
         """
         if arena_of(param) is not None or not param.is_floating_point():
             return
-        if isinstance(param, ConstructionAlias):
-            raise HeteroError(
-                f"a parameter was made of the .data, or of the state_dict(), of one of shape "
-                f"{tuple(param.shape)} that is under construction; make it of a copy: .clone()"
-            )
-        if param.device.type != "cpu":
-            raise HeteroError(
-                f"a parameter of shape {tuple(param.shape)} was made on {param.device}; build the "
-                f"model on the CPU: hetero places it"
-            )
+        check_adoptable(param)
         key, nbytes = id(param), param.numel() * param.element_size()
         with self._bringing:
-            self._charge(nbytes)
-            param._hetero_owner = ConstructionUses(self)  # type: ignore[attr-defined]
-            forget = _weakly(self._forget)
+            forget = weakly(self._forget)
             reference = weakref.ref(param, lambda _: forget(key))
-            self._records[key] = Record(reference, self._adopted, nbytes, charged=nbytes)
+            record = Record(reference, self._adopted, nbytes, charged=0)
+            try:
+                self._charge(nbytes)
+                record.charged = nbytes
+            except BudgetError:  # (memory that was never written to takes no room while it is read)
+                tile_fits = self.host_bytes >= min(nbytes, BLOCK_BYTES)
+                if not (tile_fits and self._moves_out and self._may_move(param)):
+                    raise
+            param._hetero_owner = ConstructionUses(self)  # type: ignore[attr-defined]
+            self._records[key] = record
             self._adopted += 1
+            if record.charged < nbytes:  # (some parameters have no elements)
+                self._move_out(record, param)
 
     def _forget(self, key: int) -> None:
         """Frees what there is of a parameter that was deleted, or has a home now."""
@@ -156,11 +157,16 @@ class ConstructionArena:
         if record.brought is not None:
             self._release_bytes(record.brought[1].nbytes)
 
+    @property
+    def _moves_out(self) -> bool:
+        """Whether parameters can be anywhere but whole in RAM."""
+        return self.config.nvme_path is not None or self.world.shard is not None
+
     def _relieve(self, tier: Tier, nbytes: int) -> None:
         """Frees at least `nbytes` of RAM, as far as it can: called by the ledger."""
-        has_file = self.config.nvme_path is not None
-        if self.is_closed or tier is not Tier.HOST or not (has_file or self.world.shard):
+        if self.is_closed or tier is not Tier.HOST or not self._moves_out:
             return
+        has_file = self.config.nvme_path is not None
         before = self.ledger.used(tier, Account.INIT)
         for record in list(self._records.values()):
             if before - self.ledger.used(tier, Account.INIT) >= nbytes:
@@ -176,8 +182,10 @@ class ConstructionArena:
     def _offload(self, record: Record) -> None:
         """Offloads a parameter that is in RAM, unless something else refers to its memory."""
         param = record.param()
-        if not record.charged or param is None or not self._may_move(param):
-            return
+        if record.charged and param is not None and self._may_move(param):
+            self._move_out(record, param)
+
+    def _move_out(self, record: Record, param: torch.nn.Parameter) -> None:
         values = memory_in(param)
         flat = values.contiguous().view(-1).view(torch.uint8)
         record.nbytes = flat.numel()
@@ -193,17 +201,21 @@ class ConstructionArena:
         self._records.move_to_end(id(param))
         charged, record.charged = record.charged, 0
         self._release_bytes(charged)
-        if part is not None:  # after the whole was given up: there is room for a part of it
-            self.ledger.charge(Tier.HOST, Account.INIT, part_bytes(record.nbytes, self.world.ranks))
-            record.part = part
+        if part is not None:  # after the whole was given up, if it was in RAM: there is room then
+            kept_bytes = part_bytes(record.nbytes, self.world.ranks)
+            try:
+                self.ledger.charge(Tier.HOST, Account.INIT, kept_bytes)
+                record.part = part
+            except BudgetError:
+                if self.config.nvme_path is None:
+                    raise
+                record.space = self._file.write(part, record.space)
 
     def _may_move(self, param: torch.nn.Parameter) -> bool:
         return may_be_offloaded(param, heed_graphs=not self._placing)
 
     def _part(self, nbytes: int, rank: int) -> slice:
-        """The bytes of an offloaded parameter of `nbytes` that a rank keeps."""
-        part = part_bytes(nbytes, self.world.ranks)
-        return slice(min(nbytes, rank * part), min(nbytes, (rank + 1) * part))
+        return part_of(nbytes, rank, self.world.ranks)
 
     def _drop_part(self, record: Record) -> None:
         if record.part is not None:
@@ -228,8 +240,7 @@ class ConstructionArena:
             BudgetError: they do not fit the host budget together.
             HeteroError: all ranks keep parts of one, and need not be here together.
         """
-        held: list[torch.Tensor] = []
-        used: list[Record] = []
+        held, used = list[torch.Tensor](), list[Record]()
         try:
             with self._bringing:
                 for record in [self._records[id(param)] for param in params]:
@@ -275,13 +286,51 @@ class ConstructionArena:
         become_plain(param)
         self._offloaded.discard(record)
 
-    def _require_ranks_together(self, param: torch.nn.Parameter) -> None:
+    def _require_ranks_together(self, param: torch.Tensor) -> None:
         if self.world.shard is not None and not self._in_block:
             raise HeteroError(
                 f"each rank keeps a part of a parameter of shape {tuple(param.shape)}, which is "
                 f"under construction; call hetero.initialize() first, or use it inside the block "
                 f"of ZeroInitContext, where all ranks run the same code"
             )
+
+    def change(self, param: torch.Tensor, change: TileChange) -> bool:
+        """Makes a change to an offloaded parameter where its values are, tile by tile.
+
+        Returns False, with nothing changed, if it must be made on the whole parameter.
+        """
+        with self._bringing:
+            record = self._records[id(param)]
+            if record not in self._offloaded or self.is_closed:
+                return False
+            if self.world.shard is None:
+                self._file.change(record.space, record.nbytes, param.dtype, change)
+                return True
+            if not self._in_block:
+                return False
+            part = self._part_in_file(record) if record.part is None else record.part
+            kept = self._part(record.nbytes, self.world.rank)
+            done = change_part(part, kept, self.world.ranks, param, change)
+            if record.part is None:
+                record.space = self._file.write(part, record.space)
+            return done
+
+    def elements(self, param: torch.Tensor, wanted: slice) -> torch.Tensor:
+        """A copy of some elements of the flat parameter, in memory that no budget counts."""
+        with self._bringing:
+            record = self._records[id(param)]
+            if record not in self._offloaded:
+                return memory_in(param).reshape(-1)[wanted].clone()
+            self._require_ranks_together(param)
+            values = torch.empty(wanted.stop - wanted.start, dtype=param.dtype)
+            if self.world.shard is None:
+                for begin, part in self._file.elements(record.space, wanted, param.dtype):
+                    values[begin - wanted.start :][: part.numel()] = part
+            else:
+                size = param.element_size()
+                wanted = slice(wanted.start * size, wanted.stop * size)
+                self._exchange(record, param, values.view(torch.uint8), [wanted] * self.world.ranks)
+            return values
 
     def replace(self, param: torch.nn.Parameter, values: torch.Tensor) -> None:
         """Points a parameter to other values, of whatever shape and dtype.
@@ -297,24 +346,19 @@ class ConstructionArena:
 
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of a parameter's values, in memory that no budget counts."""
-        with self._bringing:
-            record = self._records[id(param)]
-            if record not in self._offloaded:
-                return memory_in(param).clone()
-            self._require_ranks_together(param)
-            return self._values(record, param)
+        return self.elements(param, slice(0, param.numel())).view(param.shape)
 
     def _charge(self, nbytes: int) -> None:
         """Charges RAM for a whole parameter. Raises BudgetError."""
-        self._largest_bytes = max(self._largest_bytes, nbytes)
         try:
             self.ledger.charge(Tier.HOST, Account.INIT, nbytes)
         except BudgetError as error:
             raise BudgetError(self._refusal(nbytes, error)) from None
+        self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def _refusal(self, nbytes: int, error: BudgetError) -> str:
         """Why `nbytes` more do not fit, and the least budget that is known to be needed."""
-        least, what = self._largest_bytes, "the largest parameter so far"
+        least, what = max(self._largest_bytes, nbytes), "the largest parameter so far"
         if self.config.nvme_path is None and self.world.shard is None:
             least, what = self.ledger.used(Tier.HOST, Account.INIT) + nbytes, "what is built so far"
         elif self._fixed_bytes() + nbytes > least:
@@ -346,7 +390,7 @@ class ConstructionArena:
     def _exchange(
         self,
         record: Record,
-        param: torch.nn.Parameter,
+        param: torch.Tensor,
         into: torch.Tensor,
         wanted: Sequence[slice],
     ) -> None:
@@ -354,24 +398,14 @@ class ConstructionArena:
 
         `into` takes this rank's bytes, flat; `wanted` are byte ranges of the whole parameter.
         """
-        shard = self.world.shard
-        assert shard is not None
-        number = torch.tensor([record.number])
-        if not shard.are_same(number, "building the model"):
-            raise HeteroError(
-                "the ranks need different parameters while they build the model; inside "
-                "ZeroInitContext all ranks must run the same code on all parameters"
-            )
         nbytes = param.numel() * param.element_size()
-        kept = [self._part(nbytes, rank) for rank in range(shard.size)]
         mine = record.part
         if record not in self._offloaded:
-            mine = memory_in(param).contiguous().view(-1).view(torch.uint8)[kept[shard.rank]]
+            mine = memory_in(param).contiguous().view(-1).view(torch.uint8)
+            mine = mine[self._part(nbytes, self.world.rank)]
         elif mine is None:
             mine = self._part_in_file(record)
-        sends = [_common(mine, kept[shard.rank], wanted[rank]) for rank in range(shard.size)]
-        receives = [_common(into, wanted[shard.rank], kept[rank]) for rank in range(shard.size)]
-        shard.exchange(sends, receives, "building the model")
+        exchange_parts(self.world, record.number, nbytes, mine, into, wanted)
 
     def _part_in_file(self, record: Record) -> torch.Tensor:
         """Reads this rank's part of an offloaded parameter."""
@@ -438,14 +472,8 @@ class ConstructionArena:
                 end = min(begin + BLOCK_BYTES // itemsize, wanted.stop)
                 yield begin, flat[begin - first : end - first].float()
             return
-        first = wanted.start * itemsize // PAGE_BYTES * PAGE_BYTES
-        skip = wanted.start * itemsize - first
-        for begin, raw in self._file.read(
-            record.space.start + first, wanted.stop * itemsize - first
-        ):
-            values = raw[skip:].view(param.dtype).float()
-            yield (first + begin + skip) // itemsize, values
-            skip = 0
+        for begin, values in self._file.elements(record.space, wanted, param.dtype):
+            yield begin, values.float()
 
     def release(self, param: torch.nn.Parameter) -> None:
         """Frees what there is of a parameter that has a home now. Idempotent."""
@@ -459,9 +487,8 @@ class ConstructionArena:
         """Gives all parameters their values, as if they had not been adopted, and closes."""
         self.is_closed = True
         for param in params:
-            record = self._records.get(id(param))
-            if record is not None and record in self._offloaded:
-                become(param, self._values(record, param), absent=False)
+            if self.is_offloaded(param):
+                become(param, self._values(self._records[id(param)], param), absent=False)
                 become_plain(param)
             self.release(param)
         self.close()
@@ -471,21 +498,3 @@ class ConstructionArena:
         self.is_closed = True
         trim_heap()
         self._file.close()
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls the bound method as long as its object lives."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: object) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*arguments)
-
-    return call
-
-
-def _common(flat: torch.Tensor, has: slice, wanted: slice) -> torch.Tensor:
-    """The part of `flat` (the elements `has` of a longer array) that is in the range `wanted`."""
-    begin = max(has.start, wanted.start)
-    return flat[begin - has.start : max(begin, min(has.stop, wanted.stop)) - has.start]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hetero.stand_ins.tile_changes import TileChange, largest_tile, tiles
 from offload.disk.scratch_file import ScratchFile
 from offload.errors import HeteroError
 from offload.memory.ledger import Ledger
@@ -43,10 +44,35 @@ class ConstructionFile:
             self._file.write_from(whole_pages, space.start + begin)
         return space
 
+    def change(self, space: slice, nbytes: int, dtype: torch.dtype, change: TileChange) -> None:
+        """Makes a change to the first `nbytes` of a space, in which values of `dtype` are."""
+        assert self._file is not None
+        itemsize = dtype.itemsize
+        most = largest_tile(BLOCK_BYTES // itemsize) * itemsize
+        block = memoryview(mmap.mmap(-1, round_up(min(most, nbytes), PAGE_BYTES)))
+        for tile in tiles(nbytes // itemsize, BLOCK_BYTES // itemsize):
+            numel, offset = tile.stop - tile.start, space.start + tile.start * itemsize
+            whole_pages = block[: round_up(numel * itemsize, PAGE_BYTES)]
+            if not change.fills:
+                self._file.read_into(whole_pages, offset)
+            change.apply(torch.frombuffer(block, dtype=dtype)[:numel])
+            self._file.write_from(whole_pages, offset)
+
     def read_into(self, raw: torch.Tensor, offset: int) -> None:
         """Fills `raw` with the bytes from `offset` on."""
         for begin, part in self.read(offset, raw.numel()):
             raw[begin : begin + part.numel()] = part
+
+    def elements(
+        self, space: slice, wanted: slice, dtype: torch.dtype
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields (first element, values) of those of a space; they are valid until the next."""
+        itemsize = dtype.itemsize
+        first = wanted.start * itemsize // PAGE_BYTES * PAGE_BYTES
+        skip = wanted.start * itemsize - first
+        for begin, raw in self.read(space.start + first, wanted.stop * itemsize - first):
+            yield (first + begin + skip) // itemsize, raw[skip:].view(dtype)
+            skip = 0
 
     def read(self, offset: int, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (first byte after `offset`, bytes); they are valid until the next ones."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+
+from hetero.stand_ins.construction_uses import ConstructionAlias
+from offload.errors import HeteroError
 
 _USES_OF_UNSHARED = 2  # of a storage to which only the parameter and the counting code refer
 _USES_OUTSIDE_GRAPHS = 1  # of a parameter which no graph of autograd has
@@ -52,3 +56,29 @@ def may_be_offloaded(param: torch.nn.Parameter, heed_graphs: bool) -> bool:
         and 0 < nbytes == storage.nbytes()
         and torch._C._storage_Use_Count(storage._cdata) <= _USES_OF_UNSHARED
     )
+
+
+def check_adoptable(param: torch.nn.Parameter) -> None:
+    """Raises HeteroError if it is not on the CPU, or has no values of its own."""
+    if isinstance(param, ConstructionAlias):
+        raise HeteroError(
+            f"a parameter was made of the .data, or of the state_dict(), of one of shape "
+            f"{tuple(param.shape)} that is under construction; make it of a copy: .clone()"
+        )
+    if param.device.type != "cpu":
+        raise HeteroError(
+            f"a parameter of shape {tuple(param.shape)} was made on {param.device}; build the "
+            f"model on the CPU: hetero places it"
+        )
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls the bound method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
+
+    return call

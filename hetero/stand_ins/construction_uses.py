@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from hetero.ranks.process_groups import ProcessGroups
 from hetero.stand_ins.offloaded_tensor import OffloadedTensor, one_by_one
 from hetero.stand_ins.parameter_classes import PresentParameter, absent_params
-from offload.errors import HeteroError, StaleGraphError
+from hetero.stand_ins.tile_changes import TileChange, tile_change
+from offload.errors import BudgetError, HeteroError, StaleGraphError
 
 
 class ConstructionParams(Protocol):
@@ -27,6 +28,12 @@ class ConstructionParams(Protocol):
 
     def copy(self, param: torch.nn.Parameter) -> torch.Tensor:
         """A plain copy of the values."""
+
+    def change(self, param: torch.Tensor, change: TileChange) -> bool:
+        """Changes an offloaded parameter tile by tile; False: it must be changed as a whole."""
+
+    def elements(self, param: torch.Tensor, wanted: slice) -> torch.Tensor:
+        """A plain copy of some elements of the flat parameter."""
 
 
 class ConstructionUses:
@@ -48,8 +55,27 @@ class ConstructionUses:
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = absent_params((*args, *kwargs.values()))
-        with self.arena.present([p for p in found if arena_of(p) is self.arena]):
+        needed = [p for p in found if arena_of(p) is self.arena]
+        with ExitStack() as contexts:
+            try:
+                contexts.enter_context(self.arena.present(needed))
+            except BudgetError:
+                if self._changed_by_tiles(func, args, kwargs):
+                    return needed[0]
+                raise
             return func(*args, **kwargs)
+
+    def _changed_by_tiles(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Makes a change to a parameter that does not fit the budget; False if it cannot."""
+        found = tile_change(func, args, kwargs)
+        if found is None:
+            return False
+        param, change = found
+        with torch.no_grad():
+            if not self.arena.change(param, change):
+                return False
+        torch.autograd.graph.increment_version(param)
+        return True
 
     def alias(self, param: torch.nn.Parameter) -> torch.Tensor:
         """What `param.data` is: it holds no memory, so that a state_dict() needs none."""
@@ -142,6 +168,21 @@ def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             f"taken; take it again"
         )
     yield tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor
+
+
+def rows_of(param: torch.Tensor, rows: slice) -> torch.Tensor:
+    """A copy of some rows of a parameter: of one under construction no more need be in memory.
+
+    Args:
+        param: a matrix, contiguous; whole.
+        rows: a range of rows, with both ends.
+    """
+    arena = arena_of(param)
+    width = param.shape[1]
+    if arena is None:
+        return param.detach()[rows].clone()
+    wanted = slice(rows.start * width, rows.stop * width)
+    return arena.elements(param, wanted).view(-1, width)
 
 
 def arena_of(param: torch.Tensor) -> ConstructionParams | None:

@@ -177,7 +177,7 @@ def become_plain(param: torch.nn.Parameter) -> None:
     param.__dict__.pop("_hetero_itself", None)
 
 
-def memory_in(param: torch.nn.Parameter) -> torch.Tensor:
+def memory_in(param: torch.Tensor) -> torch.Tensor:
     """An alias of the parameter's memory, whatever its class; it shares the version."""
     with torch._C.DisableTorchFunction():
         return torch.Tensor.detach(param)

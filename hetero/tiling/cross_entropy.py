@@ -14,6 +14,7 @@ from hetero.tiling.log_probs import (
     check_tile_tokens,
     label_log_probs,
 )
+from hetero.tiling.row_tiles import RowTiles, tiled_log_probs
 
 _REDUCTIONS = ("mean", "sum", "none")
 _IGNORED = -100
@@ -123,7 +124,7 @@ class TiledCrossEntropy(torch.nn.Module):
 
 def reduced_loss(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | RowTiles,
     labels: torch.Tensor,
     bias: torch.Tensor | None,
     ignore_index: int,
@@ -134,12 +135,14 @@ def reduced_loss(
 ) -> torch.Tensor:
     """The loss of tiled_cross_entropy(), whose arguments are right and whose weight is present.
 
-    `weight_grad_to`, (V, w), gets the weight's gradient in place of it, if it is not None.
+    The weight's tiles, if it has some, may be absent. `weight_grad_to`, (V, w), gets the weight's
+    gradient in place of it, if it is not None.
     """
-    if has_torch_function((hidden, weight) if bias is None else (hidden, weight, bias)):
+    given = [each for each in (hidden, weight, bias) if isinstance(each, torch.Tensor)]
+    if has_torch_function(given):
         made: torch.Tensor = handle_torch_function(
             reduced_loss,
-            (hidden, weight) if bias is None else (hidden, weight, bias),
+            given,
             hidden,
             weight,
             labels,
@@ -154,14 +157,16 @@ def reduced_loss(
     shape = labels.shape
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if weight_grad_to is not None:
+        assert isinstance(weight, torch.Tensor)
         weight = _GradTo.apply(weight, weight_grad_to)  # type: ignore[no-untyped-call]
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # backward has none, so nothing may depend on it
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
         bias = None if bias is None else bias.to(dtype)
     fused = _liger() if _on_cuda(hidden) and options == TileOptions() else None
-    if fused is not None and reduction != "none":
+    if fused is not None and reduction != "none" and isinstance(weight, torch.Tensor):
         loss: torch.Tensor = fused(
             hidden,
             weight,
@@ -174,7 +179,15 @@ def reduced_loss(
         return loss.float()
     ignored = labels == ignore_index
     with torch.autocast(device, enabled=False):
-        found, sums = label_log_probs(hidden, weight, bias, labels.masked_fill(ignored, 0), options)
+        labels = labels.masked_fill(ignored, 0)
+        if isinstance(weight, RowTiles):
+            vocabulary = weight.rows
+            found, sums = tiled_log_probs(
+                hidden, weight, bias, labels, options, with_sums=bool(label_smoothing)
+            )
+        else:
+            vocabulary = weight.shape[0]
+            found, sums = label_log_probs(hidden, weight, bias, labels, options)
         # What torch does to the log-probabilities, on those of the labels alone: the same order of
         # summation, hence the same bits.
         target = torch.where(ignored, _IGNORED, 0)
@@ -187,7 +200,7 @@ def reduced_loss(
                 smooth = smooth.sum()
             if reduction == "mean":
                 smooth = smooth / (~ignored).sum()
-            nll = (1 - label_smoothing) * nll + label_smoothing / weight.shape[0] * smooth
+            nll = (1 - label_smoothing) * nll + label_smoothing / vocabulary * smooth
     return nll.reshape(shape) if reduction == "none" else nll
 
 

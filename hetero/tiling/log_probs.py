@@ -94,19 +94,12 @@ class _LabelLogProbs(torch.autograd.Function):
         options: TileOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = hidden.shape[0]
-        found, sums, largest, log_sums = torch.empty(
-            (4, tokens), dtype=torch.float32, device=hidden.device
-        )
-        for part in _parts(tokens, options.tokens(weight.shape[0])):
-            logits = _logits(hidden[part], weight, bias, options.elementwise)
-            torch.amax(logits, 1, out=largest[part])
-            log_probs = torch.log_softmax(logits, 1)
+        results = torch.empty((4, tokens), dtype=torch.float32, device=hidden.device)
+        for part in tile_parts(tokens, options.tokens(weight.shape[0])):
+            logits = _linear(hidden[part], weight, bias)
+            note_log_probs(logits, labels, part, options.elementwise, results)
             del logits
-            # Of the largest logit the log-probability is minus the logarithm of the sum, exactly.
-            torch.neg(torch.amax(log_probs, 1), out=log_sums[part])
-            torch.sum(log_probs, 1, out=sums[part])
-            found[part] = log_probs.gather(1, labels[part].unsqueeze(1)).squeeze(1)
-            del log_probs
+        found, sums, largest, log_sums = results
         ctx.options = options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, largest, log_sums)
@@ -128,18 +121,10 @@ class _LabelLogProbs(torch.autograd.Function):
         if found_grad is None:
             found_grad = torch.zeros_like(largest)
         total = found_grad if sums_grad is None else found_grad + vocabulary * sums_grad
-        for part in _parts(vocabulary, options.rows(tokens, vocabulary)):
+        grads = VocabularyGrads(hidden, labels, largest, log_sums, found_grad, total, sums_grad)
+        for part in tile_parts(vocabulary, options.rows(tokens, vocabulary)):
             rows = weight[part]
-            linear = _linear(hidden, rows, None if bias is None else bias[part])
-            grad = _probs(linear, options.elementwise, largest, log_sums)
-            if not options.elementwise:  # its values are not needed any more
-                linear = linear.new_empty(0)
-            grad.mul_(-total.unsqueeze(1))
-            if sums_grad is not None:
-                grad.add_(sums_grad.unsqueeze(1))
-            _add_at_labels(grad, labels, part, found_grad)
-            grad = _through(options.elementwise, linear, grad)
-            del linear
+            grad = grads.of(rows, None if bias is None else bias[part], part, options)
             if hidden_grad is not None:
                 hidden_grad += grad @ rows
             if weight_grad is not None:
@@ -156,26 +141,83 @@ class _LabelLogProbs(torch.autograd.Function):
         )
 
 
-def _parts(length: int, size: int) -> Iterator[slice]:
+def note_log_probs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: slice,
+    elementwise: tuple[Elementwise, ...],
+    results: torch.Tensor,
+) -> None:
+    """Writes what comes of a token tile.
+
+    Args:
+        logits: (t, V), as the head gives them.
+        labels: (T,) int64, those of all tokens.
+        part: the tile's tokens.
+        elementwise: what is done to logits.
+        results: (4, T) fp32: gets the log-probability of the label, the sum of all, the largest
+            logit, and the logarithm of the sum of exponentials, of these tokens.
+    """
+    found, sums, largest, log_sums = results
+    for function in elementwise:
+        logits = function(logits)
+    logits = logits.float()
+    torch.amax(logits, 1, out=largest[part])
+    log_probs = torch.log_softmax(logits, 1)
+    del logits
+    # Of the largest logit the log-probability is minus the logarithm of the sum, exactly.
+    torch.neg(torch.amax(log_probs, 1), out=log_sums[part])
+    torch.sum(log_probs, 1, out=sums[part])
+    found[part] = log_probs.gather(1, labels[part].unsqueeze(1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class VocabularyGrads:
+    """Gradients of logits, by vocabulary tiles.
+
+    Attributes:
+        hidden: (T, w).
+        labels: (T,) int64.
+        largest, log_sums: (T,) fp32, as note_log_probs() has them.
+        found_grad: (T,) fp32, the gradient of the labels' log-probabilities.
+        total: (T,) fp32, the sum of the gradients of all log-probabilities.
+        sums_grad: (T,) fp32, the gradient of the sums of all log-probabilities, or None.
+    """
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    largest: torch.Tensor
+    log_sums: torch.Tensor
+    found_grad: torch.Tensor
+    total: torch.Tensor
+    sums_grad: torch.Tensor | None
+
+    def of(
+        self, rows: torch.Tensor, bias: torch.Tensor | None, part: slice, options: TileOptions
+    ) -> torch.Tensor:
+        """(T, rows), in the dtype of the head: of what the head gives for some rows of the weight.
+
+        `part` are these rows' numbers in the whole weight.
+        """
+        linear = _linear(self.hidden, rows, bias)
+        grad = _probs(linear, options.elementwise, self.largest, self.log_sums)
+        if not options.elementwise:  # its values are not needed any more
+            linear = linear.new_empty(0)
+        grad.mul_(-self.total.unsqueeze(1))
+        if self.sums_grad is not None:
+            grad.add_(self.sums_grad.unsqueeze(1))
+        _add_at_labels(grad, self.labels, part, self.found_grad)
+        return _through(options.elementwise, linear, grad)
+
+
+def tile_parts(length: int, size: int) -> Iterator[slice]:
+    """Parts of at most `size`, of tokens or of rows."""
     for begin in range(0, length, size):
         yield slice(begin, min(begin + size, length))
 
 
 def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.nn.functional.linear(hidden, weight, bias)
-
-
-def _logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    elementwise: tuple[Elementwise, ...],
-) -> torch.Tensor:
-    """Logits in fp32; they may be changed."""
-    logits = _linear(hidden, weight, bias)
-    for function in elementwise:
-        logits = function(logits)
-    return logits.float()
 
 
 def _probs(

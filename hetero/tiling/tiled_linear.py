@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from hetero.stand_ins.construction_uses import rows_of
+
 # Elements of the weight that are drawn, or copied, at a time.
 _PIECE_NUMEL = 1 << 20
 
@@ -100,7 +102,8 @@ class TiledLinear(torch.nn.Module):
         """A tiled layer with the values of a plain one, before hetero.initialize().
 
         Args:
-            linear: stays as it is. It may be under construction and not in memory.
+            linear: stays as it is. It may be under construction, not in memory, and larger than
+                the budget.
             in_splits, out_splits: as of the class.
             options: input_is_already_split and combine_out_splits of the class.
 
@@ -137,7 +140,7 @@ class TiledLinear(torch.nn.Module):
         if (linear.bias is None) != (self._last_tiles()[0].bias is None):
             raise ValueError("one of the two layers has a bias, and the other has none")
         for tile, rows, columns in self._tiles():
-            tile.weight.copy_(linear.weight[rows, columns])
+            tile.weight.copy_(rows_of(linear.weight, rows)[:, columns])
             if tile.bias is not None:
                 tile.bias.copy_(linear.bias[rows])
 

@@ -307,3 +307,19 @@ def test_large_layers_of_a_model_under_construction_are_replaced(tmp_path: Path)
     disk: Any = {"placement_policy": "nvme", "nvme_path": str(tmp_path), "host_memory": "4MiB"}
     run = train(*build(make, dtype="fp32", **disk), data)
     assert run.same_bits(train(*build(make, dtype="fp32", placement_policy="cpu"), data))
+
+
+def test_a_layer_under_construction_that_is_larger_than_the_budget(tmp_path: Path) -> None:
+    """9.6 MiB of fp32 in a budget of 4.5 MiB."""
+    torch.manual_seed(0)
+    plain = nn.Linear(63, 40_000, bias=False)
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(
+        placement_policy="nvme", nvme_path=str(tmp_path), host_memory="4608KiB", dtype="fp32"
+    ) as context:
+        model = nn.Sequential(nn.Linear(63, 40_000, bias=False))
+        assert list(hetero.tile_linears(model, 1 << 16)) == ["0"]
+    assert context.construction.ledger.peak_bytes["host"] <= 4608 << 10
+    model, optimizer = hetero.initialize(model, hetero.HybridAdam(model.parameters()))
+    assert torch.equal(torch.cat(hetero.masters(model.parameters())), plain.weight)
+    optimizer.engine.close()

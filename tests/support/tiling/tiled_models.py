@@ -5,6 +5,7 @@ from __future__ import annotations
 import transformers as hf
 from torch import nn
 
+from hetero.tiling.embeddings.tile_embeddings import tile_embeddings
 from hetero.tiling.heads import tile_heads
 from hetero.tiling.tiled_linear import TiledLinear
 from hetero.tiling.tiled_sequence import tile_sequence
@@ -39,6 +40,19 @@ def qwen2() -> nn.Module:
     return model
 
 
+def tied_tiles() -> nn.Module:
+    """An embedding and a head of the same two parameters."""
+    model = gpt2_checkpointed()
+    tile_embeddings(model, 1, tile_tokens=16)
+    return model
+
+
+def untied_tiles() -> nn.Module:
+    model = llama()
+    tile_embeddings(model, 1, tile_tokens=24)
+    return model
+
+
 class Linears(nn.Module):
     """Tiles of the smallest slot's size, and of odd sizes."""
 
@@ -56,5 +70,7 @@ CASES = [
     Case("tiled-tied", tied, labelled, own_loss),
     Case("tiled-untied", untied, labelled, own_loss),
     Case("tiled-qwen2", qwen2, labelled, own_loss),
+    Case("tiled-embedding-tied", tied_tiles, labelled, own_loss),
+    Case("tiled-embedding-untied", untied_tiles, labelled, own_loss),
     Case("tiled-linears", ballasted(Linears), vectors, mean_square),
 ]

@@ -1,0 +1,1 @@
+"""Embeddings, and the heads that have their weights, by rows: each part is a parameter."""

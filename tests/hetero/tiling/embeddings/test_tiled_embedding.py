@@ -1,0 +1,142 @@
+"""hetero/tiling/embeddings/tiled_embedding: torch.nn.Embedding in parts, with its bits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hetero
+from hetero import TiledEmbedding
+
+ROWS, WIDTH = 300, 24
+
+
+def pair(tile_rows: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """A plain embedding and a tiled one under one seed."""
+    torch.manual_seed(0)
+    plain = nn.Embedding(ROWS, WIDTH, dtype=dtype, **options)
+    torch.manual_seed(0)
+    return plain, TiledEmbedding(ROWS, WIDTH, tile_rows, dtype=dtype, **options)
+
+
+@given(
+    rows=st.integers(1, 60),
+    width=st.integers(1, 20),
+    tile_rows=st.integers(1, 70),
+    padding_idx=st.none() | st.integers(-1, 0),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=60)
+def test_it_is_initialised_with_the_bits_of_embedding(
+    rows: int, width: int, tile_rows: int, padding_idx: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Embedding(rows, width, padding_idx, dtype=dtype)
+    next_number = torch.rand(1)
+    torch.manual_seed(0)
+    tiled = TiledEmbedding(rows, width, tile_rows, padding_idx, dtype=dtype)
+    assert torch.equal(torch.rand(1), next_number)
+    assert torch.equal(tiled.weight, plain.weight)
+
+
+@pytest.mark.parametrize("piece_numel", [16, 1008])
+def test_pieces_that_end_inside_of_tiles(piece_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero.tiling.embeddings.tiled_embedding._PIECE_NUMEL", piece_numel)
+    plain, tiled = pair(7)
+    assert torch.equal(tiled.weight, plain.weight)
+
+
+@pytest.mark.parametrize("tile_rows", [1, 64, 299, 300, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 70}, {"scale_grad_by_freq": True}], ids=str
+)
+def test_rows_and_gradients_have_the_bits(
+    tile_rows: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    plain, tiled = pair(tile_rows, dtype, **options)
+    ids = torch.randint(0, ROWS, (3, 50), generator=torch.Generator().manual_seed(1))
+    ids[0, :9] = 70
+    factor = torch.randn(3, 50, WIDTH, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for embedding in (plain, tiled):
+        rows = embedding(ids)
+        assert torch.equal(rows, plain(ids))
+        (rows * factor).sum().backward()
+    assert torch.equal(torch.cat([tile.weight.grad for tile in tiled.tiles]), plain.weight.grad)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0), (2, 3, 4)])
+def test_ids_of_any_shape(shape: tuple[int, ...]) -> None:
+    plain, tiled = pair(64)
+    ids = torch.ones(shape, dtype=torch.int32)
+    assert torch.equal(tiled(ids), plain(ids))
+
+
+@pytest.mark.parametrize("wrong", [-1, ROWS, 320, 100_000])
+def test_ids_outside_are_refused(wrong: int) -> None:
+    _, tiled = pair(64)
+    with pytest.raises(IndexError):
+        tiled(torch.tensor([0, wrong]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fact"),
+    [
+        ((8, 4, 0), "tile_rows must be 1 or more, got 8, 4 and 0"),
+        ((0, 4, 1), "must be 1 or more"),
+        ((8, 4, 2, 8), "padding_idx must be a row of 8, got 8"),
+    ],
+)
+def test_bad_sizes_are_refused(sizes: tuple[int, ...], fact: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fact)):
+        TiledEmbedding(*sizes)
+
+
+def test_what_tiles_do_not_have_is_refused() -> None:
+    for options in ({"max_norm": 1.0}, {"sparse": True}):
+        with pytest.raises(ValueError, match="max_norm or sparse=True"):
+            TiledEmbedding.from_embedding(nn.Embedding(4, 4, **options), 2)  # type: ignore[arg-type]
+
+
+def test_states_of_both_kinds_load() -> None:
+    _, tiled = pair(64)
+    other = nn.ModuleDict({"e": nn.Embedding(ROWS, WIDTH)})
+    model = nn.ModuleDict({"e": tiled})
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(tiled.weight, other["e"].weight)
+    assert torch.equal(tiled.embedding_state_dict("e.")["e.weight"], other["e"].weight)
+    again = nn.ModuleDict({"e": TiledEmbedding(ROWS, WIDTH, 64)})
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again["e"].weight, other["e"].weight)
+
+
+def test_from_a_frozen_embedding() -> None:
+    plain, _ = pair(64)
+    plain.weight.requires_grad_(False)
+    tiled = TiledEmbedding.from_embedding(plain.eval(), 64)
+    assert not tiled.training
+    assert not any(param.requires_grad for param in tiled.parameters())
+    assert torch.equal(tiled.weight, plain.weight)
+
+
+def test_from_an_embedding_that_is_larger_than_the_budget(tmp_path: Path) -> None:
+    """9.6 MiB of fp32, which are never in memory together, in a budget of 4.5 MiB."""
+    rows, width = 40_000, 63
+    torch.manual_seed(0)
+    plain = nn.Embedding(rows, width)
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(
+        placement_policy="nvme", nvme_path=str(tmp_path), host_memory="4608KiB", dtype="fp32"
+    ) as context:
+        tiled = TiledEmbedding.from_embedding(nn.Embedding(rows, width), 1024)
+    assert context.construction.ledger.peak_bytes["host"] <= 4608 << 10
+    model, optimizer = hetero.initialize(tiled, hetero.HybridAdam(tiled.parameters()))
+    assert torch.equal(torch.cat(hetero.masters(model.parameters())), plain.weight)
+    optimizer.engine.close()
