@@ -97,6 +97,10 @@ class ConstructionArena:
         """Whether these are all parameters that are under construction."""
         return self._records.keys() <= {id(param) for param in params}
 
+    def take_options(self, config: Config) -> None:
+        """initialize() is going to use `config`; those of memory and disk must be as before."""
+        self.config = config
+
     def begin_block(self) -> None:
         """The block of a ZeroInitContext begins."""
         self._in_block = True
