@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetero.compat.colossalai import argument_keys
 from hetero.compat.deepspeed import config_keys
 from hetero.compat.key_table import KeyTable
 
@@ -39,4 +40,9 @@ def _text(name: str) -> str:
 
 def other_projects() -> str:
     """The part of the page."""
-    return "\n".join([_text("head"), _section("deepspeed", config_keys.TABLES)])
+    sections = [
+        _text("head"),
+        _section("deepspeed", config_keys.TABLES),
+        _section("colossalai", argument_keys.TABLES),
+    ]
+    return "\n".join(sections)
