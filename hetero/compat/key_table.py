@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -91,7 +92,8 @@ class KeyTable:
                 )
             if key.treatment is Treatment.REFUSED:
                 if not _is_off(value):
-                    raise ValueError(f"{self.name}: {spelling}={value!r} is refused: {key.text}")
+                    said = f"{spelling}={reprlib.repr(value)}"
+                    raise ValueError(f"{self.name}: {said} is refused: {key.text}")
             elif key.treatment is Treatment.NOT_NEEDED:
                 log_not_needed(f"{self.name}: {spelling}", key.text)
             elif values.setdefault(name, value) != value:
@@ -133,4 +135,5 @@ def _is_off(value: object) -> bool:
     """Whether a value switches its feature off."""
     if isinstance(value, Mapping):
         return not value.get("enabled", False)
-    return value is None or value is False or value in (0, "none", "None")
+    named = isinstance(value, (str, int, float)) and value in (0, "none", "None")
+    return value is None or named

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetero.compat import fsdp
 from hetero.compat.colossalai import argument_keys
 from hetero.compat.deepspeed import config_keys
 from hetero.compat.key_table import KeyTable
@@ -44,5 +45,6 @@ def other_projects() -> str:
         _text("head"),
         _section("deepspeed", config_keys.TABLES),
         _section("colossalai", argument_keys.TABLES),
+        _section("fsdp2", [fsdp.ARGUMENTS]),
     ]
     return "\n".join(sections)
