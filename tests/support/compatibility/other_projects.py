@@ -9,6 +9,7 @@ from hetero.compat import fsdp
 from hetero.compat.colossalai import argument_keys
 from hetero.compat.deepspeed import config_keys
 from hetero.compat.key_table import KeyTable
+from hetero.compat.oneflow import graph_config
 
 _PROJECTS = Path(__file__).parent / "projects"
 
@@ -46,5 +47,6 @@ def other_projects() -> str:
         _section("deepspeed", config_keys.TABLES),
         _section("colossalai", argument_keys.TABLES),
         _section("fsdp2", [fsdp.ARGUMENTS]),
+        _section("oneflow", [graph_config.METHODS]),
     ]
     return "\n".join(sections)
