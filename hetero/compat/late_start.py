@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from hetero.api.optimizer import HybridOptimizer
 from hetero.config import Config
+from hetero.ranks.process_groups import is_distributed
 from hetero.setup.construction import ConstructionArena
 from hetero.setup.init_context import ZeroInitContext
 from hetero.setup.initialize import initialize
@@ -86,6 +88,11 @@ def construction_of(model: torch.nn.Module) -> ConstructionArena | None:
     return arena
 
 
+def _all_ranks() -> Any:
+    """The process group that is there without being given."""
+    return dist.group.WORLD if is_distributed() else None
+
+
 def start(
     model: torch.nn.Module,
     optimizer: Optimizers,
@@ -102,20 +109,30 @@ def start(
         model: built inside an EarlyContext, or outside.
         optimizer: as hetero.initialize() takes it.
         config: all options.
-        process_group, mesh: for a model that was built outside, as hetero.initialize() takes them.
+        process_group, mesh: the ranks, as hetero.initialize() takes them. Those of the context hold
+            for a model that was built in it, and others are refused.
 
     Returns:
         The optimizer.
 
     Raises:
         HeteroError: parts of the model are on disk, or with other ranks, and memory or disk would
-            change.
+            change; or the context had other ranks.
         Exception: as hetero.initialize().
     """
     construction = construction_of(model)
     if construction is None:
         initialize(model, optimizer, config, process_group=process_group, mesh=mesh)
         return optimizer
+    early = _ranks.get(construction, (None, None))
+    for name, given, before in zip(
+        ("process_group", "mesh"), (process_group, mesh), early, strict=True
+    ):
+        if given is not None and given not in (before, _all_ranks()):
+            raise HeteroError(
+                f"the model was built with another {name}; give it, or the configuration that has "
+                f"it, to the context that builds the model"
+            )
     made = construction.config
     others = [name for name in _USED_OPTIONS if getattr(config, name) != getattr(made, name)]
     if not others:
@@ -127,7 +144,6 @@ def start(
             f"the model was built with other values of {', '.join(others)}, and parts of it are on "
             f"disk, or with other ranks; give the configuration to the context that builds it"
         )
-    early = _ranks.get(construction, (None, None))
     construction.restore(model.parameters())
     construction.world.close()
     initialize(model, optimizer, config, process_group=early[0], mesh=early[1])

@@ -34,9 +34,7 @@ TOP = KeyTable(
         "dataloader_drop_last": honoured("the loader leaves out the last, smaller batch"),
         "steps_per_print": honoured("steps and learning rates are logged, logger hetero.compat"),
         "hetero": honoured("hetero's own options, as `host_memory`; they go before all others"),
-        "checkpoint": not_needed(
-            "checkpoints are whole or absent, and load with any number of ranks"
-        ),
+        "checkpoint": honoured("see checkpoint"),
         "prescale_gradients": not_needed(_EXACT),
         "gradient_predivide_factor": not_needed(_EXACT),
         "disable_allgather": not_needed(_COMMUNICATION),
@@ -253,6 +251,17 @@ ZENFLOW = KeyTable(
         )
     },
 )
+_WHOLE = "a checkpoint is whole or absent, and loads with any number of ranks"
+CHECKPOINT = KeyTable(
+    "checkpoint",
+    {
+        "tag_validation": not_needed(_WHOLE),
+        "parallel_write": not_needed("each rank always writes its part"),
+        "writer": not_needed("each rank always writes its part"),
+        "load_universal": refused("`hetero convert` reads universal checkpoints"),
+        "use_node_local_storage": refused("all ranks must see one folder"),
+    },
+)
 TABLES = (
     TOP,
     ZERO,
@@ -262,6 +271,7 @@ TABLES = (
     BF16,
     DATA_TYPES,
     ACTIVATIONS,
+    CHECKPOINT,
     AIO,
     ZENFLOW,
 )

@@ -111,8 +111,8 @@ def read_options(
     top = config_keys.TOP.read(load(config))
     _refuse_auto("the DeepSpeed configuration", top)
     zero = _read_zero(top.get("zero_optimization", {}))
-    if "aio" in top:
-        config_keys.AIO.read(top["aio"])
+    for table in (config_keys.AIO, config_keys.CHECKPOINT):
+        table.read(top.get(table.name, {}))
     stage = _stage(zero.get("stage", 0))
     if stage == 0:
         log_not_needed(
@@ -137,6 +137,11 @@ def read_options(
         options["prefetch"] = False
     micro, accumulation = _batch_sizes(top, ranks)
     shard_size = zero.get("mics_shard_size", -1)
+    if shard_size != -1:
+        _whole("mics_shard_size", shard_size)
+    steps_per_print = top.get("steps_per_print")
+    if steps_per_print is not None:
+        _whole("steps_per_print", steps_per_print)
     return DeepSpeedOptions(
         Config.make(options, **top.get("hetero", {})),
         accumulation,
@@ -146,7 +151,7 @@ def read_options(
         _named("scheduler", top.get("scheduler")),
         state_dtype,
         scale,
-        top.get("steps_per_print"),
+        steps_per_print,
         bool(top.get("dataloader_drop_last", False)),
         stage,
         shard_size if shard_size > 0 else None,
@@ -194,7 +199,7 @@ def _placement(zero: Mapping[str, Any]) -> dict[str, Any]:
     if "nvme" in devices:
         options = {"placement_policy": "nvme", "nvme_path": paths if len(paths) > 1 else paths[0]}
     elif "cpu" in devices:
-        ratio = zero["offload_optimizer"].get("ratio", 1.0)
+        ratio = _number("ratio", zero["offload_optimizer"].get("ratio", 1.0))
         options = {"placement_policy": "cpu" if ratio == 1 else "auto"}
     return options
 
@@ -216,12 +221,12 @@ def _precision(top: Mapping[str, Any]) -> tuple[str, ScalePolicy | None, str]:
     return (
         "fp16",
         ScalePolicy(
-            initial=2.0 ** fp16.get("initial_scale_power", 16),
-            growth_interval=fp16.get("loss_scale_window", 1000),
+            initial=2.0 ** _number("initial_scale_power", fp16.get("initial_scale_power", 16)),
+            growth_interval=_whole("loss_scale_window", fp16.get("loss_scale_window", 1000)),
             grows_late=True,
-            hysteresis=fp16.get("hysteresis", 2),
+            hysteresis=_whole("hysteresis", fp16.get("hysteresis", 2)),
             refills_hysteresis=bool(fp16.get("consecutive_hysteresis", False)),
-            least=float(fp16.get("min_loss_scale", 1)),
+            least=_number("min_loss_scale", fp16.get("min_loss_scale", 1)),
         ),
         state_dtype,
     )
@@ -231,11 +236,8 @@ def _batch_sizes(top: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     """The micro-batch's size and the number of micro-batches; what is missing follows."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for name in names:
-        value = top.get(name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}")
+        if top.get(name) is not None:
+            _whole(name, top[name])
     whole, micro, accumulation = (top.get(name) for name in names)
     if whole is not None and micro is None:
         micro = max(1, whole // (ranks * (accumulation or 1)))
@@ -275,6 +277,12 @@ def _dtype(name: str, value: object) -> str:
     if value not in _DTYPES:
         raise ValueError(f"{name} must be fp16, bf16 or fp32, not {value!r}")
     return _DTYPES[str(value)]
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}")
+    return value
 
 
 def _number(name: str, value: object) -> float:

@@ -57,6 +57,41 @@ def train(rank: int, world: int, stage: int, path: str, **zero: Any) -> dict[str
     return found
 
 
+def train_on_nvme(rank: int, world: int, path: str) -> dict[str, Any]:
+    """train() where zero.Init knows nothing of the NVMe that the configuration has."""
+    on_disk = {"device": "nvme", "nvme_path": path}
+    return train(rank, world, 3, "", offload_param=on_disk, offload_optimizer=on_disk)
+
+
+def replicas_that_come_late(rank: int, world: int) -> str:
+    """What becomes of a mesh that zero.Init did not know of."""
+    try:
+        train(rank, world, 3, "", mics_shard_size=1)
+    except hetero.HeteroError as error:
+        return str(error)
+    return ""
+
+
+def overflow_on_the_second(rank: int, world: int) -> list[Any]:
+    """Steps in fp16 of which the first overflows on one rank only."""
+    torch.manual_seed(0)
+    model = run_megatron(OURS, 2)
+    config = {
+        "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1},
+        "zero_optimization": {"stage": 2},
+        "optimizer": ADAMW,
+    }
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+    found = []
+    for step in range(2):
+        loss = loss_of(engine, seed_of(rank, step, 0))
+        engine.backward(loss * (1e6 if rank == 1 and step == 0 else 1.0))
+        engine.step()
+        found.append((engine.was_step_applied(), engine.skipped_steps, engine.cur_scale))
+    engine.destroy()
+    return found
+
+
 def train_replicas(rank: int, world: int) -> dict[str, Any]:
     """train() where each rank is a replica of its own (MiCS with one rank a shard)."""
     return train(rank, world, 2, "", mics_shard_size=1)

@@ -163,6 +163,16 @@ def test_further_keys() -> None:
         ({"curriculum_learning": {"enabled": True}}, "hetero has no such feature"),
         ({"gradient_clipping": "auto"}, "'auto', which Hugging Face's Trainer fills in"),
         ({"zero_optimization": 3}, "must be a mapping"),
+        ({"zero_optimization": {"mics_shard_size": 0}}, "mics_shard_size must be a whole number"),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"ratio": "x"}}},
+            "ratio",
+        ),
+        ({"fp16": {"enabled": True, "hysteresis": 1.5}}, "hysteresis must be a whole number"),
+        ({"fp16": {"enabled": True, "initial_scale_power": "x"}}, "initial_scale_power must be"),
+        ({"steps_per_print": "x"}, "steps_per_print must be a whole number"),
+        ({"checkpoint": {"load_universal": True}}, "hetero convert"),
+        ({"checkpoint": {"tag_validations": "Warn"}}, "did you mean tag_validation"),
     ],
 )
 def test_what_cannot_be_is_refused(top: dict[str, Any], message: str) -> None:

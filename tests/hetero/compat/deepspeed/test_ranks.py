@@ -43,6 +43,24 @@ def test_the_tutorial_on_two_ranks(
         assert found["sent"] > 0
 
 
+def test_a_configuration_with_nvme_that_comes_late(
+    ranks2: RankPool, expected: tuple[list[torch.Tensor], float], tmp_path: Path
+) -> None:
+    for found in ranks2.run(deepspeed_ranks.train_on_nvme, str(tmp_path)):
+        for master, weight in zip(found["masters"], expected[0], strict=True):
+            torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_that_come_late_are_refused(ranks2: RankPool) -> None:
+    for said in ranks2.run(deepspeed_ranks.replicas_that_come_late):
+        assert said.startswith("the model was built with another mesh")
+
+
+def test_an_overflow_of_one_rank_skips_the_step_of_all(ranks2: RankPool) -> None:
+    for found in ranks2.run(deepspeed_ranks.overflow_on_the_second):
+        assert found == [(False, 1, 128.0), (True, 1, 128.0)]
+
+
 def test_shards_within_some_ranks_only(
     ranks2: RankPool, expected: tuple[list[torch.Tensor], float]
 ) -> None:
