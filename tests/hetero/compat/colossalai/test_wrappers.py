@@ -156,6 +156,27 @@ def test_clipping_scaling_and_overflows() -> None:
     optimizer.engine.close()
 
 
+def test_a_scheduler_of_the_wrapper() -> None:
+    model = built(shard_param=True)
+    sharded = ShardedModelV2(model, None, tensor_placement_policy="cpu")
+    optimizer = ShardedOptimizerV2(sharded, HybridAdam(model.parameters(), lr=1e-2))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    wanted, adamw = plain()
+    rates = torch.optim.lr_scheduler.StepLR(adamw, 1, gamma=0.5)
+    for seed in range(2):
+        optimizer.backward(loss_of(sharded, seed))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        adamw.zero_grad()
+        loss_of(wanted, seed).backward()
+        adamw.step()
+        rates.step()
+    assert optimizer.optim.param_groups[0]["lr"] == 1e-2 / 4
+    assert_same(model, wanted)
+    optimizer.engine.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "policy", "stage"),
     [
