@@ -204,7 +204,7 @@ BF16 = KeyTable(
         "enabled": mapped('`dtype="bf16"`'),
         "bf16_optimizer_states": mapped('`state_dtype="bf16"` of the optimizer'),
         "immediate_grad_update": not_needed("gradients are taken in as they come"),
-        "check_grad_overflow": not_needed("step() refuses factors that are not finite"),
+        "check_grad_overflow": honoured("a step whose gradients are not finite is left out"),
         "bf16_master_weights_and_grads": not_needed("an exact master costs 2 bytes beside bf16's"),
     },
 )

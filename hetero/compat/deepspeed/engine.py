@@ -60,6 +60,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self._ranks = ranks()
         self._scale = GradScale(options.scale)
         self._boundary: bool | None = None  # as the loop has set it
+        self._is_scaled = False  # gradients are times the loss scale
         self._unsynced = False  # inside no_sync()
         self._was_applied = False
         self._norm: float | None = None
@@ -89,6 +90,7 @@ class DeepSpeedEngine(torch.nn.Module):
         engine = self._engine
         if scale_wrt_gas and self.options.accumulation_steps > 1:
             loss = loss / self.options.accumulation_steps
+        self._is_scaled = True
         with self._kept_here():
             engine.backward(self._scale.scaled(loss), retain_graph=retain_graph)
         return loss
@@ -123,7 +125,9 @@ class DeepSpeedEngine(torch.nn.Module):
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         engine, optimizer = self._engine, self._optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        overflow = self._scale.unscale(engine, params)
+        # (Gradients of the loop's own loss.backward() are not scaled.)
+        overflow = self._is_scaled and self._scale.unscale(engine, params)
+        self._is_scaled = False
         if not overflow:
             if self.options.gradient_clipping > 0:
                 self._norm = float(clip_grad_norm_(params, self.options.gradient_clipping))
@@ -277,7 +281,9 @@ class DeepSpeedEngine(torch.nn.Module):
             extra["scheduler"] = self.lr_scheduler
         save(Path(save_dir) / name, self.module, self._optimizer, extra=extra)
         if save_latest and rank() == 0:
-            (Path(save_dir) / _LATEST).write_text(name)
+            new = Path(save_dir) / f"{_LATEST}.new"
+            new.write_text(name)
+            new.replace(Path(save_dir) / _LATEST)  # at once: a crash leaves one of the two names
         barrier()
         return True
 

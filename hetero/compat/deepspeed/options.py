@@ -45,7 +45,8 @@ class DeepSpeedOptions:
         gradient_clipping: limit of the total norm; 0: none.
         optimizer, scheduler: None if the configuration has none.
         state_dtype: of an optimizer that the configuration names.
-        scale: how fp16's losses are scaled; None for other dtypes.
+        scale: how fp16's losses are scaled, and by 1 if bf16's gradients are to be checked; None:
+            steps are made whatever gradients are.
         steps_per_print: steps between two lines in the log; None: none.
         drop_last: the loader leaves out the last, smaller batch.
         stage: as it was given, 0 to 3.
@@ -213,8 +214,11 @@ def _precision(top: Mapping[str, Any]) -> tuple[str, ScalePolicy | None, str]:
     state_dtype = "bf16" if bf16.get("bf16_optimizer_states") else "fp32"
     if fp16.get("enabled") and bf16.get("enabled"):
         raise ValueError("fp16 and bf16 are both enabled; enable one of them")
+    if bf16.get("enabled"):
+        checked = ScalePolicy.fixed(1.0) if bf16.get("check_grad_overflow") else None
+        return "bf16", checked, state_dtype
     if not fp16.get("enabled"):
-        return ("bf16" if bf16.get("enabled") else "fp32"), None, state_dtype
+        return "fp32", None, state_dtype
     fixed = _number("fp16.loss_scale", fp16.get("loss_scale", 0))
     if fixed:
         return "fp16", ScalePolicy.fixed(fixed), state_dtype

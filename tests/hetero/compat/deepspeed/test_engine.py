@@ -217,6 +217,34 @@ def test_fp16_trains_as_a_grad_scaler_does() -> None:
     optimizer.engine.close()
 
 
+@pytest.mark.parametrize("checked", [False, True])
+def test_gradients_in_bf16_may_be_checked(checked: bool) -> None:
+    engine = engine_of(bf16={"enabled": True, "check_grad_overflow": checked})
+    engine.backward(loss_of(engine) * float("inf"))
+    engine.step()
+    assert (engine.skipped_steps, engine.was_step_applied()) == (int(checked), not checked)
+    finite = all(bool(m.isfinite().all()) for m in hetero.masters(engine.module.parameters()))
+    assert finite == checked
+    assert engine.cur_scale == 1.0
+    engine.destroy()
+
+
+def test_a_backward_of_the_loops_own_is_not_scaled() -> None:
+    engine = engine_of(fp16={"enabled": True, "loss_scale": 256})
+    loss_of(engine).backward()
+    found = hetero.grads(engine.module.parameters())
+    seen: list[Any] = []
+    step = engine.optimizer.step
+    engine.optimizer.step = lambda: (
+        seen.extend(hetero.grads(engine.module.parameters())),
+        step(),
+    )
+    engine.step()
+    for before, then in zip(found, seen, strict=True):
+        assert before is then is None or torch.equal(before, then)
+    engine.destroy()
+
+
 def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     config = {
         "gradient_accumulation_steps": 2,
