@@ -16,6 +16,7 @@ import psutil
 
 from hetero.chunks.dtypes import Dtypes, check_dtype, default_dtype
 from hetero.chunks.layout import pack
+from hetero.option_checks import check_choice, check_integer, checked_patterns, is_number
 from hetero.overlap import OverlapUpdates
 from offload.device.backend import Backend, CpuBackend, EmulatedBackend
 from offload.device.cuda_backend import CudaBackend, cuda_available, default_device_bytes
@@ -71,9 +72,15 @@ class Config:
             later: unfrozen ones, and those of new param groups. In bf16 with Adam they need about
             14 bytes per element. Default: none. It is missing for everything else.
         activation_memory: bytes of host_memory for what autograd saves for backward; the rest goes
-            to nvme_path and comes back ahead of its use. Default: autograd keeps all, uncounted.
+            to nvme_path and comes back ahead of its use. Default: autograd keeps all, uncounted;
+            "auto" with process_memory.
             "auto": a quarter of host_memory, and what finds no room stays uncounted; with a number
             that is an error. With a separate device, an eighth of device_memory is for them, too.
+        recompute: which of the model's blocks, alike modules in a ModuleList or Sequential, compute
+            their forward again in backward, so that less has to be kept or brought back. Only where
+            activations have a budget. "auto" (default): as many as make a step shortest, by the
+            bytes and seconds that steps have shown; engine.explain() says which. "none"; "all"; or
+            patterns of modules' names (["*.layers.*"]), from which to choose as "auto" does.
         device_memory: hard limit of device memory: for parameters while they are used, gradients
             on their way to RAM, and what has its home there. Needed by "emulated". Default with
             CUDA: "auto", 70 % of what is free at first, and after two steps all that a step leaves
@@ -162,6 +169,7 @@ class Config:
     host_memory: int | str | None = None
     reserve_memory: int | str | None = None
     activation_memory: int | str | None = None
+    recompute: str | Sequence[str] = "auto"
     device_memory: int | str | None = None
     nvme_path: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
     nvme_capacity: int | str | None = None
@@ -186,8 +194,8 @@ class Config:
     process_memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("placement_policy", self.placement_policy, get_args(Policy))
-        _check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
+        check_choice("placement_policy", self.placement_policy, get_args(Policy))
+        check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
         for name in _MEMORY_OPTIONS:
             value = getattr(self, name)
             if name == "device_memory" and value == "auto":
@@ -198,7 +206,7 @@ class Config:
                 except ValueError as error:
                     hint = ", or 'auto'" if name in _AUTO_OPTIONS else ""
                     raise ValueError(f"{name}: {error}{hint}") from None
-        _check_choice("backend", self.backend, get_args(BackendName))
+        check_choice("backend", self.backend, get_args(BackendName))
         if self.backend == "auto":
             self._set("backend", "cuda" if cuda_available() else "cpu")
         compute = (
@@ -209,11 +217,11 @@ class Config:
         self._set("dtype", compute)
         if self.grad_dtype is not None:
             self._set("grad_dtype", check_dtype(self.grad_dtype, "grad_dtype"))
-        _check_choice("zero_stage", self.zero_stage, (1, 2, 3))
+        check_choice("zero_stage", self.zero_stage, (1, 2, 3))
         strategy = getattr(self.shard_strategy, "name", self.shard_strategy)
-        _check_choice("shard_strategy", strategy, get_args(StrategyName))
+        check_choice("shard_strategy", strategy, get_args(StrategyName))
         self._set("shard_strategy", strategy)
-        _check_choice("grad_reduce", self.grad_reduce, ("exact", "backend"))
+        check_choice("grad_reduce", self.grad_reduce, ("exact", "backend"))
         if self.reduce_dtype is not None:
             reduce = check_dtype(self.reduce_dtype, "reduce_dtype")
             self._set("reduce_dtype", reduce)
@@ -223,34 +231,34 @@ class Config:
                     f"they are kept, in {self.grad_dtype or compute}; set grad_dtype, or "
                     f"zero_stage=2"
                 )
-        if not _is_number(self.rank_timeout_s) or not 0 < self.rank_timeout_s < math.inf:
+        if not is_number(self.rank_timeout_s) or not 0 < self.rank_timeout_s < math.inf:
             raise ValueError(
                 f"rank_timeout_s must be a number of seconds, such as 600, not "
                 f"{self.rank_timeout_s!r}"
             )
-        patterns = self.keep_fp32
-        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
-            raise ValueError(
-                f"keep_fp32 must be a list of patterns of parameters' names, such as "
-                f"['*.norm.weight'], not {patterns!r}"
-            )
-        self._set("keep_fp32", tuple(patterns))
+        patterns = checked_patterns("keep_fp32", self.keep_fp32, "parameters", "*.norm.weight")
+        self._set("keep_fp32", patterns)
+        if isinstance(self.recompute, str):
+            check_choice("recompute", self.recompute, ("auto", "none", "all"))
+        else:
+            patterns = checked_patterns("recompute", self.recompute, "modules", "*.layers.*")
+            self._set("recompute", patterns)
         if self.chunk_numel is not None:
-            _check_integer("chunk_numel", self.chunk_numel)
+            check_integer("chunk_numel", self.chunk_numel)
             pack([], self.chunk_numel)
-        _check_integer("loss_scale_window", self.loss_scale_window, at_least=1)
+        check_integer("loss_scale_window", self.loss_scale_window, at_least=1)
         scale = self.initial_loss_scale
-        if scale is not None and not (_is_number(scale) and 1 <= scale < math.inf):
+        if scale is not None and not (is_number(scale) and 1 <= scale < math.inf):
             raise ValueError(
                 f"initial_loss_scale must be a number from 1 on, such as 65536, or None, "
                 f"not {scale!r}"
             )
-        _check_integer("commit_every", self.commit_every, at_least=0)
+        check_integer("commit_every", self.commit_every, at_least=0)
         for name in ("prefetch", "undoable_steps", "durable", "verify_reads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         overlaps = [overlap.value for overlap in OverlapUpdates]
-        _check_choice("overlap_updates", self.overlap_updates, overlaps)
+        check_choice("overlap_updates", self.overlap_updates, overlaps)
         self._set("overlap_updates", OverlapUpdates(self.overlap_updates))
         self._check_backend()
         if self.nvme_path is not None:
@@ -297,7 +305,7 @@ class Config:
                     "backend='emulated' needs device_memory, the bytes that the emulated device has"
                 )
             gbps = DEFAULT_LINK_GBPS if self.link_gbps is None else self.link_gbps
-            if not _is_number(gbps) or not 1e-6 <= gbps < math.inf:
+            if not is_number(gbps) or not 1e-6 <= gbps < math.inf:
                 raise ValueError(
                     f"link_gbps must be a number of GB/s of at least 1e-6, such as 16, not {gbps!r}"
                 )
@@ -391,14 +399,21 @@ class Config:
     def activation_bytes(self, host_bytes: int, device_bytes: int | None) -> tuple[int, int]:
         """The bytes of RAM, and of a DEVICE that is not RAM, that activations have.
 
-        Of budgets of so many bytes; None: DEVICE is RAM. (0, 0) if activation_memory is None.
+        Of budgets of so many bytes; None: DEVICE is RAM. (0, 0) without activation_limit.
         """
-        if self.activation_memory is None:
+        if self.activation_limit is None:
             return 0, 0
         on_device = 0 if device_bytes is None else device_bytes // _ACTIVATION_SHARES[1]
-        if self.activation_memory == "auto":
+        if self.activation_limit == "auto":
             return host_bytes // _ACTIVATION_SHARES[0], on_device
-        return parse_bytes(self.activation_memory), on_device
+        return parse_bytes(self.activation_limit), on_device
+
+    @property
+    def activation_limit(self) -> int | str | None:
+        """activation_memory; "auto" if it was not given and process_memory limits the process."""
+        if self.activation_memory is None and self.process_bytes() is not None:
+            return "auto"
+        return self.activation_memory
 
     @classmethod
     def make(
@@ -467,25 +482,6 @@ def _paths(value: object) -> list[str | PathLike[str]]:
             f"nvme_path must be a directory's path, or a list of such paths, not {value!r}"
         )
     return cast("list[str | PathLike[str]]", paths)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_integer(option: str, value: object, at_least: int | None = None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or (at_least is not None and cast(int, value) < at_least):
-        least = "" if at_least is None else f" of at least {at_least}"
-        raise ValueError(f"{option} must be an integer{least}, not {value!r}")
-
-
-def _check_choice(option: str, value: object, choices: Sequence[object]) -> None:
-    if isinstance(value, bool) or value not in choices:
-        known = [str(choice) for choice in choices]
-        near = difflib.get_close_matches(str(value), known, n=2, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"{option} must be one of {', '.join(known)}, not {value!r}{hint}")
 
 
 def _no_cuda() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -61,6 +62,9 @@ class ActivationStore:
         # By storage, what was brought back, and some of which the slots were given up.
         self._handed_out: dict[int, Activation] = {}
         self._is_open = True
+        self.saved_bytes = 0  # so far, of all storages that were new
+        # Seconds for which compute could not go on so far, in forward and in backward.
+        self.pack_s = self.unpack_s = 0.0
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -87,24 +91,31 @@ class ActivationStore:
         """
         if _is_leaf(tensor) or (tensor._base is not None and _is_leaf(tensor._base)):
             return None
+        began_s = time.perf_counter()
         with self._locked():
-            if not self._is_open:
-                return None
-            back = self._brought_back(tensor.untyped_storage()._cdata)
-            if back is not None:
-                return self._save_again(back, tensor)
-            activation = self._kept.find(tensor)
-            if activation is not None and activation.state is ActivationState.LEAVING:
-                self.movement.finish_leaving(activation)
-                activation = None
-            if activation is None:
-                activation = self._keep(tensor)
-            if activation is None:
-                return None
-            saved = SavedActivation(self, activation, next(self._numbers), tensor)
-            activation.add(saved.key, tensor)
-            self._keys[activation] = self._keys.get(activation, 0) + 1
-            return saved
+            try:
+                return self._pack(tensor)
+            finally:
+                self.pack_s += time.perf_counter() - began_s
+
+    def _pack(self, tensor: torch.Tensor) -> SavedActivation | None:
+        if not self._is_open:
+            return None
+        back = self._brought_back(tensor.untyped_storage()._cdata)
+        if back is not None:
+            return self._save_again(back, tensor)
+        activation = self._kept.find(tensor)
+        if activation is not None and activation.state is ActivationState.LEAVING:
+            self.movement.finish_leaving(activation)
+            activation = None
+        if activation is None:
+            activation = self._keep(tensor)
+        if activation is None:
+            return None
+        saved = SavedActivation(self, activation, next(self._numbers), tensor)
+        activation.add(saved.key, tensor)
+        self._keys[activation] = self._keys.get(activation, 0) + 1
+        return saved
 
     def _brought_back(self, storage: int) -> Activation | None:
         """The activation that has handed the storage out, and has it still."""
@@ -138,6 +149,7 @@ class ActivationStore:
             return None
         self._kept.add(activation)
         self._order.append(activation)
+        self.saved_bytes += activation.nbytes
         return activation
 
     def _make_room(self, activation: Activation) -> str | None:
@@ -176,24 +188,31 @@ class ActivationStore:
     @uninterrupted
     def unpack(self, saved: SavedActivation) -> torch.Tensor:
         """SavedActivation.unpack()."""
+        began_s = time.perf_counter()
         with self._locked():
-            activation = saved.activation
-            if activation.state in _KEPT:
-                found = activation.kept(saved.key)
-                self._read_ahead(activation)
-                return found
-            if not self._is_open:
-                raise ClosedError(f"{activation.words} is gone: the engine was closed")
-            activation.check(saved.key)
-            if not self.movement.begin_return(activation, must=True):
-                gc.collect()  # pins may hang in reference cycles, of an exception's frames say
-                self._drop_forgotten()
-                if not self.movement.begin_return(activation, must=True):
-                    raise BudgetError(self.movement.no_way_back(activation))
+            try:
+                return self._unpack(saved)
+            finally:
+                self.unpack_s += time.perf_counter() - began_s
+
+    def _unpack(self, saved: SavedActivation) -> torch.Tensor:
+        activation = saved.activation
+        if activation.state in _KEPT:
+            found = activation.kept(saved.key)
             self._read_ahead(activation)
-            back = self.movement.finish_return(activation)
-            self._handed_out[back.storage] = activation
-            return saved.view(back.flat)
+            return found
+        if not self._is_open:
+            raise ClosedError(f"{activation.words} is gone: the engine was closed")
+        activation.check(saved.key)
+        if not self.movement.begin_return(activation, must=True):
+            gc.collect()  # pins may hang in reference cycles, of an exception's frames say
+            self._drop_forgotten()
+            if not self.movement.begin_return(activation, must=True):
+                raise BudgetError(self.movement.no_way_back(activation))
+        self._read_ahead(activation)
+        back = self.movement.finish_return(activation)
+        self._handed_out[back.storage] = activation
+        return saved.view(back.flat)
 
     def _read_ahead(self, activation: Activation) -> None:
         """What backward needs next begins to come back, as far as there is room."""
@@ -245,6 +264,16 @@ class ActivationStore:
         return self._kept.nbytes
 
     @property
+    def keepable_bytes(self) -> int:
+        """What tensors may keep where compute happens."""
+        return self.movement.kept_limit(self._kept.largest_bytes)
+
+    @property
+    def elsewhere_bytes(self) -> int | None:
+        """What may have left; None: any number of bytes, to the file."""
+        return None if self.movement.file is not None else self.movement.elsewhere_bytes
+
+    @property
     def moved_bytes(self) -> tuple[int, int, int, int]:
         """Bytes so far: to a device and from it, and read from NVMe and written there."""
         file = self.movement.file
@@ -256,6 +285,11 @@ class ActivationStore:
         """Bytes read and written by an I/O engine that is the store's alone."""
         file = self.movement.file
         return (0, 0) if file is None else file.own_io_bytes
+
+    @property
+    def own_io_s(self) -> float:
+        """Seconds for which that engine was busy."""
+        return 0.0 if self.movement.file is None else self.movement.file.own_io_s
 
     def close(self) -> None:
         """Frees everything; idempotent. Graphs that are left can use what they keep alone."""

@@ -26,6 +26,7 @@ from hetero.runtime.modules.all_params import AddsParams, AllParams
 from hetero.runtime.modules.call_stack import EnteredCalls
 from hetero.runtime.modules.module_hooks import ModelHooks, ModuleHooks, refuse_use
 from hetero.runtime.modules.param_uses import ParamUses
+from hetero.runtime.recompute.recompute import Recompute
 from hetero.runtime.relocation.budget_moves import BudgetMoves
 from hetero.runtime.relocation.memory_limit import BesideMemory
 from hetero.runtime.relocation.migration import InUseError
@@ -112,10 +113,13 @@ class Engine:
                 model, self.chunk_groups, beside, self.params.note_forward, self.hooks
             )
             self.hooks.callback(beside.close)
+            uses = self.param_uses.saved_tensors
+            self.recompute = Recompute(model, self.chunk_groups, shared, uses, activations)
+            self.hooks.callback(self.recompute.close)
             relocation = Relocation(self.params, shared, self._pause, self.homes_moved)
             self.budget_moves = BudgetMoves(relocation, beside)
             self.predictions = StepPredictions(
-                self.chunk_groups, shared, self.budget_moves.group_plans, self.tracer
+                self.chunk_groups, shared, self.budget_moves.group_plans, self.tracer, activations
             )
         except BaseException:
             self._detach_params()
@@ -292,6 +296,7 @@ class Engine:
         for chunk_group in self.chunk_groups:
             chunk_group.order.end_step()
         self.predictions.end_step()
+        self.recompute.end_step(self.tracer.latest, self.predictions.learned.per_step)
         self.budget_moves.end_step(host_bytes, device_bytes)
         self.last_step.tell()
 
@@ -316,6 +321,7 @@ class Engine:
             return
         self.check_usable()
         self.schedule.finish_awaited()  # of a step() that an error ended
+        self.recompute.begin_forward()
         if torch.is_grad_enabled():
             self.backend.check_not_capturing()  # hooks take gradients; a replay does not run them
             # By all ranks together, so not in evaluation, which may be one rank's alone.
@@ -382,7 +388,7 @@ class Engine:
         Seconds are those of the saved profile of this machine (hetero profile), or of this
         training's own steps. Bytes are of this rank. Takes a few placements' time.
         """
-        return self.predictions.explain()
+        return "\n\n".join(filter(None, (self.predictions.explain(), self.recompute.words())))
 
     # Facts
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
+from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from offload.device.backend import Backend
 from offload.profile.machine_profile import Rates
@@ -36,9 +37,15 @@ class Counters:
         return Counters(*((now - before) / steps for now, before in pairs))
 
 
-def counters_of(chunk_groups: Sequence[ChunkGroup], backend: Backend) -> Counters:
-    """What the chunk groups' disks, pipelines and link have counted so far."""
+def counters_of(
+    chunk_groups: Sequence[ChunkGroup],
+    backend: Backend,
+    activations: ActivationStore | None = None,
+) -> Counters:
+    """What disks, pipelines and link have counted so far."""
     nvme_bytes = nvme_s = update_bytes = update_s = 0.0
+    if activations is not None:
+        nvme_bytes, nvme_s = float(sum(activations.own_io_bytes)), activations.own_io_s
     for chunk_group in chunk_groups:
         if chunk_group.disk is not None:
             disk = chunk_group.disk.io.stats

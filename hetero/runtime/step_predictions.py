@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from hetero.activations.store import ActivationStore
 from hetero.chunk_groups.chunk_group import ChunkGroup
 from hetero.chunk_groups.shared import Shared
 from hetero.planning.group_plans import ChunkGroupPlan
@@ -34,17 +35,20 @@ class StepPredictions:
         shared: Shared,
         group_plans: Callable[[], Sequence[ChunkGroupPlan]],
         tracer: StepTracer,
+        activations: ActivationStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Predicts steps of `chunk_groups`, of which more may come.
 
-        `group_plans` gives them as they are placed now, `tracer` the latest step.
+        `group_plans` gives them as they are placed now, `tracer` the latest step; `activations`
+        may have an I/O engine of their own.
         """
         self._shared = shared
         self._world = chunk_groups[0].world
         self._group_plans = group_plans
         self._tracer = tracer
-        self.learned = LearnedRates(lambda: counters_of(chunk_groups, shared.backend), clock)
+        backend = shared.backend
+        self.learned = LearnedRates(lambda: counters_of(chunk_groups, backend, activations), clock)
         self._has_noted = False
 
     def plans(self, grad_factors: bool = False) -> list[Plan]:

@@ -345,8 +345,8 @@ def _build(
     if config.dtype == "fp16" and config.initial_loss_scale is not None:
         loss_scale = LossScale(config.initial_loss_scale, config.loss_scale_window)
     limits: ActivationLimits | None = None
-    if config.activation_memory is not None:
-        limits = ActivationLimits(*bytes_of, is_strict=config.activation_memory != "auto")
+    if config.activation_limit is not None:
+        limits = ActivationLimits(*bytes_of, is_strict=config.activation_limit != "auto")
     ledger = construction.ledger
     shared = Shared(config, backend, ledger, notes, loss_scale, state_files, limits)
     chunk_groups: list[ChunkGroup] = []

@@ -77,6 +77,13 @@ class ActivationFile:
         read, written = (now[n] - before[n] for n in ("read_bytes", "written_bytes"))
         return read, written
 
+    @property
+    def own_io_s(self) -> float:
+        """Seconds for which that engine was busy."""
+        if self._own_io is None:
+            return 0.0
+        return float(self._own_io.stats["busy_s"] - self._measuring["busy_s"])
+
     def take(self, nbytes: int, what: str) -> int:
         """Allocates `nbytes`, whole pages; returns their offset.
 

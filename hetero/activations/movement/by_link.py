@@ -207,6 +207,10 @@ class ByLink(Movement):
             self.file.close()
 
     @property
+    def elsewhere_bytes(self) -> int:
+        return self._limits.host_bytes
+
+    @property
     def device_bytes(self) -> tuple[int, int]:
         return self._devices.fetched_bytes, self._left_bytes
 

@@ -25,6 +25,10 @@ class InRam(Movement):
             return host_bytes
         return host_bytes - self._limits.window_bytes(largest_bytes)
 
+    @property
+    def elsewhere_bytes(self) -> int:
+        return 0
+
     def staying_limit(self, limit: int) -> int:
         return limit
 

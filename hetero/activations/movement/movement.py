@@ -125,6 +125,11 @@ class Movement(ABC):
     # Numbers
 
     @property
+    @abstractmethod
+    def elsewhere_bytes(self) -> int:
+        """What may be in slots of RAM that is not where compute happens."""
+
+    @property
     def device_bytes(self) -> tuple[int, int]:
         """Bytes copied so far to a device with memory of its own, and from it."""
         return 0, 0

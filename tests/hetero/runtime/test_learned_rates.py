@@ -128,7 +128,7 @@ class Steps:
         )
         monkeypatch.setattr(step_predictions, "counters_of", lambda *_: self.counting.now)
         self.predictions = StepPredictions(
-            [group], shared, lambda: [self.group], self.tracer, lambda: self.counting.now_s
+            [group], shared, lambda: [self.group], self.tracer, None, lambda: self.counting.now_s
         )
 
     def make(self, moved: Counters, seconds: float, computing_s: float, count: int = 1) -> None:

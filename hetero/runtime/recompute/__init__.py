@@ -1,0 +1,1 @@
+"""Blocks whose forward is computed again in backward, so that less of it has to be kept."""

@@ -1,0 +1,186 @@
+"""Which calls of blocks are computed again, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hetero.activations.store import ActivationStore
+from hetero.runtime.recompute.block_calls import Forward
+from hetero.runtime.recompute.choice import CallCost, Choice, StepRates, choose, of_count
+from offload.memory.sizes import format_bytes
+
+_FIRST_STEPS = 2, 3  # whose ends choose by what was seen: the first step is like no other
+_EVERY = 16  # steps, after which is chosen anew: a disk's speed changes within minutes
+_LEAST_GAIN = 0.05  # of a micro-batch; for less the order of gathers is not changed
+_MORE_BYTES = 1 << 30
+# Of activations on the way, where no transfer has shown it yet: an ordinary NVMe disk's.
+ASSUMED_BYTES_PER_S = 1e9
+_UNIT = 1e12  # ranks agree on whole numbers: picoseconds, and bytes per 1,000 s
+
+Agree = Callable[[int, Callable[[Iterable[int]], int], str], int]
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """What a step has shown.
+
+    Attributes:
+        forward_s, backward_s: of compute alone, of all its micro-batches.
+        micro_batches: how many it had.
+        moved_bytes: per step, on the way that activations take: over the link to a device, or else
+            to NVMe and from it.
+        moving_s: seconds for which that was busy.
+    """
+
+    forward_s: float
+    backward_s: float
+    micro_batches: int
+    moved_bytes: float
+    moving_s: float
+
+
+class RecomputePolicy:
+    """Chooses by bytes alone in the first steps, then by bytes and seconds.
+
+    With several ranks seconds are agreed on, so that ranks whose inputs have the same shapes
+    compute the same calls again, and their gathers stay in one order.
+    """
+
+    def __init__(
+        self, mode: str | Sequence[str], activations: ActivationStore, agree: Agree
+    ) -> None:
+        """
+        Args:
+            mode: Config.recompute, other than "none".
+            activations: what has room for how much.
+            agree: ProcessGroups.agree().
+        """
+        self._is_all = mode == "all"
+        self._activations = activations
+        self._agree = agree
+        self._steps = 0
+        self._moved_bytes = 0.0  # of activations, until the last step's end
+        # What was chosen by; none until steps have shown it.
+        self._costs: list[CallCost] = []
+        self._rates: StepRates | None = None
+        self._choices: dict[float, Choice] = {}  # by the share of the input's bytes in `_costs`'
+
+    # In a forward
+
+    def recomputes(self, number: int, input_bytes: int, expected: Sequence[CallCost]) -> bool:
+        """Whether a call is computed again; arguments as Decides."""
+        if self._is_all:
+            return True
+        choice = self._choice(number, input_bytes, expected)
+        # More calls than there were, of a model whose depth changes: what saves most bytes.
+        return choice.recomputed[number] if number < len(choice.recomputed) else choice.count > 0
+
+    def _choice(self, number: int, input_bytes: int, expected: Sequence[CallCost]) -> Choice:
+        costs = self._costs or expected
+        one = costs[min(number, len(costs) - 1)].input_bytes
+        share = input_bytes / one if one else 1.0
+        if not self._costs:
+            return self._choose([cost.times(share) for cost in costs])
+        if share not in self._choices:
+            if len(self._choices) > _EVERY:  # inputs of any length
+                self._choices.clear()
+            self._choices[share] = self._choose([cost.times(share) for cost in costs], share)
+        return self._choices[share]
+
+    def _choose(self, costs: Sequence[CallCost], share: float = 1.0, more_bytes: int = 0) -> Choice:
+        rates = None if self._rates is None else self._rates.times(share)
+        kept_bytes = self._activations.keepable_bytes + more_bytes
+        return choose(costs, kept_bytes, self._activations.elsewhere_bytes, rates)
+
+    # Between steps
+
+    def end_step(self, forward: Forward, seen: SeenStep | None) -> None:
+        """A step is over, of which `forward` is the last micro-batch's; on all ranks.
+
+        Raises PeerError if a rank does not come.
+        """
+        moved_bytes = float(sum(self._activations.moved_bytes))
+        of_step, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes
+        self._steps += 1
+        due = self._steps in _FIRST_STEPS or self._steps % _EVERY == 0
+        if not due or self._is_all:
+            return
+        is_known = seen is not None and sum(cost.saved_bytes for cost in forward.costs) > 0
+        if not self._agree(int(is_known), min, "what is computed again"):
+            return
+        assert seen is not None
+        self._take(*self._agreed(forward, seen, of_step))
+
+    def _agreed(
+        self, forward: Forward, seen: SeenStep, activation_bytes: float
+    ) -> tuple[list[CallCost], StepRates]:
+        def agree(value: float, choose_one: Callable[[Iterable[int]], int]) -> float:
+            return self._agree(int(value * _UNIT), choose_one, "what is computed again") / _UNIT
+
+        saved = sum(cost.saved_bytes for cost in forward.costs)
+        block_s = sum(cost.forward_s for cost in forward.costs)
+        # Seconds per byte are the same for all blocks, which are alike as a rule: single calls are
+        # too short to be measured well, and ranks have one number to agree on.
+        s_per_byte = agree(block_s / saved, max)
+        costs = [replace(c, forward_s=c.saved_bytes * s_per_byte) for c in forward.costs]
+        parts = seen.micro_batches
+        bytes_per_s = ASSUMED_BYTES_PER_S
+        if seen.moving_s > 0 and seen.moved_bytes > 0:
+            bytes_per_s = seen.moved_bytes / seen.moving_s
+        rates = StepRates(
+            agree(seen.forward_s / parts, max),
+            agree(max(0.0, seen.backward_s / parts - forward.again_s), max),
+            agree(bytes_per_s / _UNIT, min) * _UNIT,
+            agree(max(0.0, seen.moved_bytes - activation_bytes) / parts / _UNIT, max) * _UNIT,
+        )
+        return costs, rates
+
+    def _take(self, costs: list[CallCost], rates: StepRates) -> None:
+        """Chooses by these from now on, unless that gains next to nothing over what is chosen."""
+        before = self._choices.get(1.0)
+        old = self._costs, self._rates, self._choices
+        self._costs, self._rates, self._choices = costs, rates, {}
+        new = self._choose(costs)
+        self._choices[1.0] = new
+        if before is None or new.micro_batch_s is None or len(before.recomputed) != len(costs):
+            return
+        kept, elsewhere = self._activations.keepable_bytes, self._activations.elsewhere_bytes
+        same = of_count(costs, before.count, kept, elsewhere, rates)
+        assert same.micro_batch_s is not None
+        if same.is_possible and same.micro_batch_s - new.micro_batch_s < (
+            _LEAST_GAIN * same.micro_batch_s
+        ):
+            self._costs, self._rates, self._choices = old
+
+    # Words
+
+    def words(self, forward: Forward) -> str:
+        """What became of the calls of `forward`, what is expected of it, and what more RAM would
+        change."""
+        if not forward.costs:
+            return "No block has been called yet, so none is computed again in backward."
+        again, calls = sum(forward.recomputed), len(forward.costs)
+        saved = sum(cost.saved_bytes for cost in forward.costs) // calls
+        inputs = sum(cost.input_bytes for cost in forward.costs) // calls
+        block_s = sum(cost.forward_s for cost in forward.costs) / calls
+        lines = [
+            f"Of {calls} calls of blocks {again} are computed again in backward; one saves about "
+            f"{format_bytes(saved)}, its input has {format_bytes(inputs)}, its forward takes "
+            f"{block_s:.2g} s."
+        ]
+        if self._is_all:
+            return lines[0]
+        if self._rates is None:
+            lines.append(
+                "They were chosen by bytes: steps have not shown yet what seconds it takes."
+            )
+            return " ".join(lines)
+        now, more = self._choose(self._costs), self._choose(self._costs, more_bytes=_MORE_BYTES)
+        lines.append(
+            f"{format_bytes(now.leaving_bytes)} leave for slower memory at "
+            f"{self._rates.bytes_per_s / 1e9:.2g} GB/s; a micro-batch is expected to take "
+            f"{now.micro_batch_s:.3g} s, with one more GiB for activations "
+            f"{more.micro_batch_s:.3g} s, {more.count} of them computed again."
+        )
+        return " ".join(lines)
