@@ -24,7 +24,14 @@ from torch.utils._pytree import tree_map_only
 from hetero.api.access import no_sync
 from hetero.api.optimizer import HybridOptimizer, unmanaged
 from hetero.compat import torch_optimizers as optim
-from hetero.compat.key_table import KeyTable, log_not_needed, mapped, not_needed, refused
+from hetero.compat.key_table import (
+    KeyTable,
+    log_not_needed,
+    mapped,
+    not_needed,
+    refuse_unknown,
+    refused,
+)
 from hetero.compat.late_start import start
 from hetero.config import Config
 from offload.errors import HeteroError
@@ -181,8 +188,10 @@ def fully_shard(
         The same module, or list, with FSDPModule among its classes.
 
     Raises:
-        ValueError: for arguments that are refused.
+        ValueError: for arguments that are refused, and for unknown ones, with the nearest name.
     """
+    fields = [field.name for field in dataclasses.fields(Config)]
+    refuse_unknown("fully_shard", options, [*ARGUMENTS.keys, *fields])
     ARGUMENTS.read({"ignored_params": ignored_params or None, "dp_mesh_dims": dp_mesh_dims})
     if shard_placement_fn is not None:
         ARGUMENTS.read({"shard_placement_fn": shard_placement_fn})

@@ -136,6 +136,9 @@ def read_options(
         options["activation_memory"] = "auto"
     if zero.get("stage3_prefetch_bucket_size") == 0:
         options["prefetch"] = False
+    own = top.get("hetero", {})
+    if not isinstance(own, Mapping):
+        raise ValueError(f"hetero must be a mapping of hetero's options, not {own!r}")
     micro, accumulation = _batch_sizes(top, ranks)
     shard_size = zero.get("mics_shard_size", -1)
     if shard_size != -1:
@@ -144,7 +147,7 @@ def read_options(
     if steps_per_print is not None:
         _whole("steps_per_print", steps_per_print)
     return DeepSpeedOptions(
-        Config.make(options, **top.get("hetero", {})),
+        Config.make(options, **own),
         accumulation,
         micro,
         _number("gradient_clipping", top.get("gradient_clipping", 0.0)),

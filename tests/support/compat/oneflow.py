@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hetero
@@ -38,6 +39,7 @@ def run_on_a_rank(rank: int, world: int, enable: str) -> dict[str, Any]:
         "inferred": [Inference()(x), model(x).detach()],
         "stage": engine.config.zero_stage,
     }
+    dist.barrier()  # no rank closes while another one infers
     engine.close()
     return found
 

@@ -159,6 +159,7 @@ def test_further_keys() -> None:
         ({"optimizer": {"type": "Adam", "parms": {}}}, "did you mean params"),
         ({"optimizer": "Adam"}, "optimizer must have a type and params"),
         ({"hetero": {"host_memry": 1}}, "did you mean host_memory"),
+        ({"hetero": "1GiB"}, "hetero must be a mapping"),
         ({"amp": {"enabled": True}}, "refused: use bf16 or fp16"),
         ({"curriculum_learning": {"enabled": True}}, "hetero has no such feature"),
         ({"gradient_clipping": "auto"}, "'auto', which Hugging Face's Trainer fills in"),
