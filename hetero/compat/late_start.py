@@ -116,8 +116,8 @@ def start(
         The optimizer.
 
     Raises:
-        HeteroError: parts of the model are on disk, or with other ranks, and memory or disk would
-            change; or the context had other ranks.
+        HeteroError: memory or disk would change, and parts of the model are on disk, or with other
+            ranks, or its context was hetero.ZeroInitContext; or the context had other ranks.
         Exception: as hetero.initialize().
     """
     construction = construction_of(model)
@@ -128,7 +128,7 @@ def start(
     for name, given, before in zip(
         ("process_group", "mesh"), (process_group, mesh), early, strict=True
     ):
-        if given is not None and given not in (before, _all_ranks()):
+        if given is not None and given != (before or _all_ranks()):
             raise HeteroError(
                 f"the model was built with another {name}; give it, or the configuration that has "
                 f"it, to the context that builds the model"
@@ -139,10 +139,10 @@ def start(
         construction.take_options(config)
         initialize(model, optimizer)
         return optimizer
-    if construction.any_offloaded:
+    if construction.any_offloaded or construction not in _ranks:
         raise HeteroError(
-            f"the model was built with other values of {', '.join(others)}, and parts of it are on "
-            f"disk, or with other ranks; give the configuration to the context that builds it"
+            f"the model was built with other values of {', '.join(others)}, and parts of it may be "
+            f"on disk, or with other ranks; give the configuration to the context that builds it"
         )
     construction.restore(model.parameters())
     construction.world.close()

@@ -69,6 +69,23 @@ def test_what_is_on_disk_already_keeps_its_budget(tmp_path: Path, nothing_left: 
     engine.destroy()
 
 
+def test_models_of_heteros_own_context(tmp_path: Path, nothing_left: None) -> None:
+    """Options may come late, but those of memory and disk."""
+    torch.manual_seed(0)
+    with hetero.ZeroInitContext(backend="auto"):
+        model = Net()
+    on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with pytest.raises(hetero.HeteroError, match="built with other values of nvme_path"):
+        deepspeed.initialize(
+            model=model,
+            config={"optimizer": ADAMW, "zero_optimization": {"offload_param": on_disk}},
+        )
+    engine, _, _, _ = deepspeed.initialize(model=model, config={"optimizer": ADAMW})
+    step(engine)
+    assert_same(model, expected())
+    engine.destroy()
+
+
 def test_models_that_were_built_outside_and_plain_ones() -> None:
     torch.manual_seed(0)
     model = Net()
