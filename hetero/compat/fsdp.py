@@ -73,6 +73,8 @@ _SCHEDULED = (
     "set_allocate_memory_from_process_group_for_comm",
     "reset_iter_state",
 )
+# Attributes of a fully sharded module, which copies have not.
+_OWN = ("_fsdp_policy", "_unsynced", "_sync_later")
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", None: None}
 
 
@@ -104,8 +106,11 @@ class FSDPModule:
         module: Any = self
         if torch.is_grad_enabled() and not _is_managed(module):
             _initialize(module)
+            if "_sync_later" in module.__dict__ and _is_managed(module):
+                self.set_requires_gradient_sync(module.__dict__.pop("_sync_later"))
         precision = _policy_of(module).precision
-        args, kwargs = _cast((args, kwargs), precision.param_dtype)
+        if _is_managed(module):  # before that parameters are as they were made
+            args, kwargs = _cast((args, kwargs), precision.param_dtype)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return _cast(output, precision.output_dtype)
 
@@ -135,11 +140,14 @@ class FSDPModule:
             recurse: True: this is for the whole model.
 
         Raises:
-            UnmanagedParameterError: before the first forward.
+            ValueError: for recurse=False.
         """
         if not recurse:
             raise ValueError("set_requires_gradient_sync(recurse=False): it is for whole models")
         module: Any = self
+        if not _is_managed(module):
+            module.__dict__["_sync_later"] = requires_gradient_sync
+            return
         held: ExitStack | None = module.__dict__.pop("_unsynced", None)
         if held is not None:
             held.close()
@@ -230,7 +238,7 @@ def _sharded_class(plain: type) -> type:
         def reduce_ex(module: torch.nn.Module, protocol: Any) -> Any:
             """Copies, and what is unpickled, are of the plain class."""
             made: Any = object.__reduce_ex__(module, 2)
-            state = {k: v for k, v in made[2].items() if k not in ("_fsdp_policy", "_unsynced")}
+            state = {k: v for k, v in made[2].items() if k not in _OWN}
             return (_new, (plain,), state, *made[3:])
 
         members = {"__module__": plain.__module__, "__reduce_ex__": reduce_ex}

@@ -162,16 +162,25 @@ def test_some_modules_keep_fp32() -> None:
     optimizer.engine.close()
 
 
+def test_inference_before_training() -> None:
+    model = sharded(mp_policy=BF16)
+    with torch.no_grad():
+        before = model(data(0, 0))
+    torch.manual_seed(0)
+    assert torch.equal(before, Model()(data(0, 0)))
+
+
 def test_gradients_that_are_not_sent_yet() -> None:
     model = sharded()
     optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
-    loss_of(model, 9).backward()
-    optimizer.zero_grad()
-    model.set_requires_gradient_sync(False)
-    loss_of(model, 0).backward()
-    model.set_requires_gradient_sync(True)
-    loss_of(model, 1).backward()
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)  # (first before there is an engine)
+        loss_of(model, micro).backward()
+        intake = optimizer.engine.grad_intake
+        assert bool(intake._unsynced) == (micro == 0)
     optimizer.step()
+    with pytest.raises(ValueError, match="it is for whole models"):
+        model.set_requires_gradient_sync(True, recurse=False)
     torch.manual_seed(0)
     wanted = Model()
     adamw = torch.optim.AdamW(wanted.parameters(), lr=1e-2)
