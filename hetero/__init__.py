@@ -8,12 +8,6 @@ from hetero.api.access import (
     masters,
     no_sync,
 )
-from hetero.api.compat import (
-    BucketTensorShardStrategy,
-    TensorShardStrategy,
-    register_external_parameter,
-    unregister_external_parameter,
-)
 from hetero.api.offload_activations import offload_activations
 from hetero.api.optimizer import HybridOptimizer
 from hetero.api.optimizers import (
@@ -31,6 +25,11 @@ from hetero.checkpoint.load import Checkpoint, load
 from hetero.checkpoint.pretrained.load import load_pretrained
 from hetero.checkpoint.pretrained.save import save_pretrained
 from hetero.checkpoint.save import Save, save
+from hetero.compat.external_params import (
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from hetero.compat.shard_strategies import BucketTensorShardStrategy, TensorShardStrategy
 from hetero.config import Config
 from hetero.cpu_threads import set_threads
 from hetero.durable.commits import commit, resume

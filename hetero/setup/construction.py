@@ -7,7 +7,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -49,9 +48,8 @@ class ConstructionArena:
         """An arena without parameters; all ranks of `world` make one."""
         self.given_config, self.world = config, world
         self.process_share = ProcessShare(config, world.local_ranks)
-        budgets = FirstBudgets(config, world, self.process_share.host_bytes)
-        self._limits_activations = budgets.limits_activations
-        self.config = self._effective(config)
+        self._budgets = budgets = FirstBudgets(config, world, self.process_share.host_bytes)
+        self.config = budgets.effective(config)
         self.host_bytes, self.disk_bytes = budgets.host_bytes, budgets.disk_bytes
         self.device_bytes = budgets.device_bytes
         self.ledger = Ledger(
@@ -77,9 +75,6 @@ class ConstructionArena:
         self._untrimmed_bytes = 0
         self._largest_bytes = 0  # of a parameter that was whole in RAM
 
-    def _effective(self, config: Config) -> Config:
-        return replace(config, activation_memory="auto") if self._limits_activations else config
-
     @property
     def notes(self) -> list[str]:
         """What the user should know of the scratch file; nothing after close()."""
@@ -98,6 +93,10 @@ class ConstructionArena:
     def has_no_others_than(self, params: Iterable[torch.nn.Parameter]) -> bool:
         """Whether these are all parameters that are under construction."""
         return self._records.keys() <= {id(param) for param in params}
+
+    def take_options(self, config: Config) -> None:
+        """initialize() is going to use `config`; those of memory and disk must be as before."""
+        self.given_config, self.config = config, self._budgets.effective(config)
 
     def begin_block(self) -> None:
         """The block of a ZeroInitContext begins."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hetero.config import Config
 from hetero.ranks.process_groups import ProcessGroups
 
@@ -13,8 +15,6 @@ class FirstBudgets:
         host_bytes: of RAM.
         disk_bytes: of the scratch file; 0 without a directory.
         device_bytes: None unless DEVICE has memory of its own.
-        limits_activations: activation_memory was not given and is "auto", because the process of
-            one rank at least has a limit. That is one of all (BudgetMoves).
     """
 
     def __init__(self, config: Config, world: ProcessGroups, host_bytes: int) -> None:
@@ -24,8 +24,13 @@ class FirstBudgets:
             return world.agree(nbytes, min, "budgets")
 
         follows = config.activation_memory is None and config.activation_limit == "auto"
-        self.limits_activations = bool(world.agree(int(follows), max, "a limit"))
+        self._limits_activations = bool(world.agree(int(follows), max, "a limit"))
         self.host_bytes = agreed(host_bytes)
         self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
         device_bytes = config.device_share(world.local_ranks)
         self.device_bytes = None if device_bytes is None else agreed(device_bytes)
+
+    def effective(self, config: Config) -> Config:
+        """`config`, with the activations counted if the process of any rank has a limit: that is
+        one of all ranks (BudgetMoves)."""
+        return replace(config, activation_memory="auto") if self._limits_activations else config

@@ -1,10 +1,11 @@
-"""docs/compatibility.md: a head, and a table for each section of touches."""
+"""docs/compatibility.md: a head, a table for each section of touches, and other projects' names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.compatibility.other_projects import other_projects
 from tests.support.compatibility.runs import COLUMNS
 from tests.support.compatibility.touches import SECTIONS
 
@@ -59,6 +60,7 @@ def page_of(cell_of: Callable[[str, str], str]) -> str:
             cells = {column: cell_of(touch.name, column) for column in COLUMNS}
             parts.append(row_of(touch.name, cells))
         parts.append("")
+    parts.append(other_projects())
     return "\n".join(parts)
 
 

@@ -1,20 +1,8 @@
-"""Names of ColossalAI and DeepSpeed, so that code written for them runs unchanged."""
+"""Parameters that a module uses and does not own."""
 
 from __future__ import annotations
 
 import torch
-
-
-class TensorShardStrategy:
-    """ColossalAI's name for `Config(shard_strategy="tensor")`: one chunk per tensor."""
-
-    name = "tensor"
-
-
-class BucketTensorShardStrategy:
-    """ColossalAI's name for `Config(shard_strategy="bucket")`: one chunk per module's tensors."""
-
-    name = "bucket"
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

@@ -1,0 +1,176 @@
+"""The arguments and configuration keys of ColossalAI, and what becomes of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hetero.compat.key_table import KeyTable, honoured, mapped, not_needed, refused
+from hetero.config import Config
+
+_SEARCHED = "sizes of chunks and slots are searched (hetero: chunk_numel sets them)"
+_EXACT = "ranks exchange parts and sum them in fp32, which needs no scaling and has fixed bits"
+_FREE = "what a step leaves free on the device is found out and used (hetero: device_memory)"
+_NO_SUCH = "hetero has no such feature"
+_PAGE_LOCKED = "buffers to and from a device are always page-locked"
+_RANKS = "the context that built the model knows the ranks"
+
+INIT_CONTEXT = KeyTable(
+    "ZeroInitContext",
+    {
+        "target_device": not_needed("placement_policy says where parameters live"),
+        "shard_strategy": mapped("`shard_strategy`"),
+        "shard_param": mapped("`zero_stage`: 3, or 2 if it is false"),
+        "convert_fp16": mapped("`dtype`: fp16, or fp32 if it is false"),
+        "seed": honoured("torch.manual_seed() at the block's beginning, undone at its end"),
+        "default_dtype": honoured("parameters are drawn in it"),
+        "model_numel_tensor": refused("sum(p.numel() for p in model.parameters()) counts them"),
+        "convert_cuda": not_needed("placement_policy says where parameters live"),
+        "shard_grad": not_needed("gradients are sharded from stage 2 on"),
+        "rm_torch_payload_on_the_fly": not_needed("construction keeps to its budget always"),
+        "replicated": not_needed("all parameters are"),
+    },
+)
+SHARDED_MODEL = KeyTable(
+    "ShardedModelV2",
+    {
+        "shard_strategy": mapped("`shard_strategy`"),
+        "process_group": mapped("`process_group` of hetero.initialize()"),
+        "tensor_placement_policy": mapped("`placement_policy`; cuda without a GPU: auto"),
+        "fp32_reduce_scatter": mapped('`reduce_dtype="fp32"`'),
+        "gradient_predivide_factor": not_needed(_EXACT),
+        "reuse_fp16_shard": not_needed("gradients have homes of their own, and may accumulate"),
+        "reduce_scatter_bucket_size_mb": not_needed(_SEARCHED),
+        "reduce_scatter_process_group": not_needed(_RANKS),
+        "use_memory_tracer": not_needed("the ledger counts every byte"),
+        "offload_config": not_needed("tensor_placement_policy says it"),
+        "reshard_after_forward": not_needed("slots are given up when others need them"),
+        "mixed_precision": not_needed("masters are always kept in fp32"),
+    },
+)
+_SCALE = {
+    "initial_scale": honoured("the first loss scale"),
+    "min_scale": honoured("its least"),
+    "max_scale": honoured("its largest"),
+    "growth_factor": honoured("by which it grows"),
+    "backoff_factor": honoured("by which it becomes smaller"),
+    "growth_interval": honoured("steps without overflow until it grows"),
+    "hysteresis": honoured("overflows until it becomes smaller"),
+}
+SHARDED_OPTIMIZER = KeyTable(
+    "ShardedOptimizerV2",
+    {
+        **_SCALE,
+        "gpu_margin_mem_ratio": not_needed(_FREE),
+        "dp_process_group": not_needed(_RANKS),
+        "mp_process_group": not_needed("there is no model parallelism"),
+        "cpu_offload": not_needed("tensor_placement_policy says it"),
+        "verbose": not_needed("engine.explain() says what was chosen"),
+    },
+)
+GEMINI = KeyTable(
+    "GeminiDDP",
+    {
+        "placement_policy": mapped("`placement_policy`; static: by the two fractions below"),
+        "offload_optim_frac": mapped("static: 0 cuda, 1 cpu, between auto"),
+        "offload_param_frac": mapped("static: above 0 cpu"),
+        "shard_param_frac": mapped("`zero_stage`: 2 if it is 0, else 3"),
+        "strict_ddp_mode": mapped("`zero_stage=1`"),
+        "mixed_precision": mapped("`dtype`"),
+        "force_outputs_fp32": honoured("floating outputs become fp32"),
+        "zero_group": mapped("`process_group` of hetero.initialize()"),
+        "device": not_needed("parameters come to where compute happens"),
+        "chunk_config_dict": not_needed(_SEARCHED),
+        "chunk_init_device": not_needed("placement_policy says it"),
+        "search_range_m": not_needed(_SEARCHED),
+        "search_range_mb": not_needed(_SEARCHED),
+        "hidden_dim": not_needed(_SEARCHED),
+        "min_chunk_size_m": not_needed(_SEARCHED),
+        "min_chunk_size_mb": not_needed(_SEARCHED),
+        "enable_gradient_accumulation": not_needed("gradients always accumulate until zero_grad()"),
+        "max_prefetch": not_needed("four uses are gathered ahead"),
+        "warmup_non_model_data_ratio": not_needed(_FREE),
+        "steady_cuda_cap_ratio": not_needed(_FREE),
+        "memstats": not_needed(_FREE),
+        "pin_memory": not_needed(_PAGE_LOCKED),
+        "scatter_after_inference": not_needed("slots are given up when others need them"),
+        "master_weights": not_needed("masters cost 2 bytes beside bf16, and are exact"),
+        "enable_async_reduce": not_needed("communication overlaps with compute always"),
+        "verbose": not_needed("engine.explain() says what was chosen"),
+        "process_group": mapped("`process_group` of hetero.initialize()"),
+        "extra_dp_group": refused("give hetero.ZeroInitContext a mesh of two dimensions"),
+        "fp8_communication": refused(_NO_SUCH),
+        "use_fp8": refused(_NO_SUCH),
+    },
+)
+GEMINI_OPTIMIZER = KeyTable(
+    "GeminiOptimizer",
+    {
+        **_SCALE,
+        "max_norm": honoured("step() clips the total norm"),
+        "norm_type": honoured("2, or infinity"),
+        "gpu_margin_mem_ratio": not_needed(_FREE),
+        "verbose": not_needed("engine.explain() says what was chosen"),
+        "tp_group": refused(_NO_SUCH),
+        "params_info": not_needed("parameters are known by their names"),
+    },
+)
+# What GeminiPlugin has beside the arguments of GeminiDDP and GeminiOptimizer.
+PLUGIN = KeyTable(
+    "GeminiPlugin",
+    {
+        "precision": mapped("`dtype`: fp16, bf16 or fp32"),
+        "enable_tensor_parallelism": refused(_NO_SUCH),
+        "tp_size": not_needed("there is no tensor parallelism"),
+        "extra_dp_size": not_needed("there is no tensor parallelism"),
+        "enable_all_optimization": refused("use models that are optimized already"),
+        "enable_fused_normalization": refused("use models that are optimized already"),
+        "enable_flash_attention": refused("use models that are optimized already"),
+        "enable_jit_fused": refused("use models that are optimized already"),
+        "enable_sequence_parallelism": refused(_NO_SUCH),
+        "enable_sequence_overlap": refused(_NO_SUCH),
+        **{
+            name: key
+            for table in (GEMINI, GEMINI_OPTIMIZER)
+            for name, key in table.keys.items()
+            if name not in ("mixed_precision", "tp_group", "params_info", "zero_group", "device")
+        },
+    },
+)
+CONFIGURATION = KeyTable(
+    "the ColossalAI configuration",
+    {
+        "zero": honoured(
+            "model_config for ShardedModelV2, optimizer_config for ShardedOptimizerV2"
+        ),
+        "gradient_accumulation": honoured("micro-batches between steps; losses are divided"),
+        "clip_grad_norm": honoured("the total norm is clipped before each step"),
+        "gradient_handler": not_needed("gradients are averaged as they come"),
+        "cudnn_benchmark": honoured("torch.backends.cudnn.benchmark"),
+        "cudnn_deterministic": honoured("torch.backends.cudnn.deterministic"),
+        "parallel": refused("hetero has data parallelism alone"),
+        "fp16": refused("the dtype is the context's (convert_fp16)"),
+    },
+)
+TABLES = (
+    INIT_CONTEXT,
+    SHARDED_MODEL,
+    SHARDED_OPTIMIZER,
+    GEMINI,
+    GEMINI_OPTIMIZER,
+    PLUGIN,
+    CONFIGURATION,
+)
+
+
+def read_arguments(
+    table: KeyTable, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a call's honoured and mapped arguments, and hetero's own options in it.
+
+    Raises ValueError for an unknown argument, with the nearest name, and for a refused one.
+    """
+    fields = {field.name for field in dataclasses.fields(Config)} - set(table.keys)
+    own = {name: value for name, value in given.items() if name in fields}
+    return table.read({name: v for name, v in given.items() if name not in own}), own

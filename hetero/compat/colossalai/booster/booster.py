@@ -1,0 +1,159 @@
+"""colossalai.booster.Booster: a plugin applied to what trains, and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.api.access import no_sync
+from hetero.checkpoint.load import load
+from hetero.checkpoint.save import save
+from hetero.compat.colossalai.booster.plugin import GeminiPlugin
+from hetero.compat.colossalai.scaled_optimizer import ScaledOptimizer
+from hetero.compat.colossalai.wrapped_model import WrappedModel
+from hetero.compat.key_table import log_not_needed
+from hetero.compat.ranks import barrier, rank
+
+
+class Booster:
+    """Applies a plugin to a model, its optimizer and its scheduler, and saves and loads them.
+
+    Args:
+        device: not needed: parameters come to where compute happens.
+        mixed_precision: not needed: the plugin's `precision` says it.
+        plugin: a GeminiPlugin. Default: one without arguments.
+
+    Raises:
+        ValueError: another plugin.
+    """
+
+    def __init__(
+        self, device: Any = None, mixed_precision: Any = None, plugin: GeminiPlugin | None = None
+    ) -> None:
+        if device is not None:
+            log_not_needed("Booster: device", "parameters come to where compute happens")
+        if mixed_precision is not None:
+            log_not_needed("Booster: mixed_precision", "the plugin's precision says it")
+        self.plugin = GeminiPlugin() if plugin is None else plugin
+        if not isinstance(self.plugin, GeminiPlugin):
+            raise ValueError(f"the plugin must be a GeminiPlugin, not {type(plugin).__name__}")
+
+    def boost(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Callable[..., torch.Tensor] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """The same five things, of which the first two are wrapped.
+
+        Args:
+            model: built inside ZeroInitContext, or outside.
+            optimizer: as of ShardedOptimizerV2.
+            criterion, dataloader: come back as they are.
+            lr_scheduler: of the optimizer.
+
+        Returns:
+            The model, the optimizer, the criterion, the loader and the scheduler.
+
+        Raises:
+            Exception: as hetero.initialize().
+        """
+        wrapped, scaled = self.plugin.configure(model, optimizer)
+        if scaled is not None:
+            scaled.follow(lr_scheduler)
+        return wrapped, scaled, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: torch.Tensor, optimizer: ScaledOptimizer) -> None:
+        """optimizer.backward(loss)."""
+        optimizer.backward(loss)
+
+    def no_sync(self, model: WrappedModel, optimizer: Any = None) -> AbstractContextManager[None]:
+        """hetero.no_sync() of the model."""
+        return no_sync(model.module)
+
+    def save_model(
+        self, model: WrappedModel, checkpoint: str | Path, shard: bool = False, **options: Any
+    ) -> None:
+        """Saves parameters; all ranks call it.
+
+        Args:
+            model: of boost().
+            checkpoint: a file for torch.load(); or with `shard` a folder of hetero.save().
+            shard: each rank writes its part.
+            options: not needed.
+        """
+        _name_options("save_model", options)
+        if shard:
+            save(checkpoint, model.module)
+        else:
+            _save_whole(model.module.state_dict(), checkpoint)
+
+    def load_model(self, model: WrappedModel, checkpoint: str | Path, strict: bool = True) -> None:
+        """Loads what save_model() saved; all ranks call it.
+
+        Args:
+            model: of boost().
+            checkpoint: the file or folder.
+            strict: all parameters must be there; for files.
+        """
+        if Path(checkpoint).is_dir():
+            load(checkpoint, model.module)
+        else:
+            model.module.load_state_dict(torch.load(checkpoint), strict=strict)
+
+    def save_optimizer(
+        self,
+        optimizer: ScaledOptimizer,
+        checkpoint: str | Path,
+        shard: bool = False,
+        **options: Any,
+    ) -> None:
+        """Saves optimizer state; all ranks call it.
+
+        Args:
+            optimizer: of boost().
+            checkpoint: a file for torch.load(); or with `shard` a folder of hetero.save(), which
+                has the parameters, too.
+            shard: each rank writes its part.
+            options: not needed.
+        """
+        _name_options("save_optimizer", options)
+        if shard:
+            extra = {"loss_scale": optimizer.grad_scale}
+            save(checkpoint, optimizer.model.module, optimizer.optim, extra=extra)
+        else:
+            _save_whole(optimizer.state_dict(), checkpoint)
+
+    def load_optimizer(self, optimizer: ScaledOptimizer, checkpoint: str | Path) -> None:
+        """Loads what save_optimizer() saved; all ranks call it."""
+        if Path(checkpoint).is_dir():
+            extra = {"loss_scale": optimizer.grad_scale}
+            load(checkpoint, optimizer.model.module, optimizer.optim, extra=extra)
+        else:
+            optimizer.load_state_dict(torch.load(checkpoint))
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Saves a scheduler's state; all ranks call it."""
+        _save_whole(lr_scheduler.state_dict(), checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Loads it."""
+        lr_scheduler.load_state_dict(torch.load(checkpoint))
+
+
+def _save_whole(state: Any, path: str | Path) -> None:
+    """The first rank writes a file."""
+    if rank() == 0:
+        torch.save(state, path)
+    barrier()
+
+
+def _name_options(call: str, options: dict[str, Any]) -> None:
+    for name in options:
+        log_not_needed(f"Booster.{call}: {name}", "files are of the format that the call names")

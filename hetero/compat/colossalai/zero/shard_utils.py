@@ -1,0 +1,5 @@
+"""colossalai.zero.shard_utils: what a chunk holds."""
+
+from hetero.compat.shard_strategies import BucketTensorShardStrategy, TensorShardStrategy
+
+__all__ = ["BucketTensorShardStrategy", "TensorShardStrategy"]

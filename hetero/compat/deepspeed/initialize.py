@@ -1,0 +1,157 @@
+"""deepspeed.initialize()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from hetero.api.optimizer import HybridOptimizer, ParamGroups
+from hetero.compat.deepspeed.engine import DeepSpeedEngine
+from hetero.compat.deepspeed.named_optimizers import make_optimizer
+from hetero.compat.deepspeed.options import DeepSpeedOptions, read_options
+from hetero.compat.deepspeed.schedules import make_schedule
+from hetero.compat.key_table import log_not_needed
+from hetero.compat.late_start import start
+from hetero.compat.meshes import shard_mesh
+from hetero.compat.ranks import join, rank, ranks
+from hetero.compat.torch_optimizers import follow, hybrid_optimizer
+
+_OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
+_SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | _OptimizerMaker | None = None,
+    model_parameters: ParamGroups | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any | _SchedulerMaker | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | PathLike[str] | None = None,
+) -> tuple[DeepSpeedEngine, HybridOptimizer | None, Any, Any]:
+    """Makes the engine that trains a model as a DeepSpeed configuration says.
+
+    Args:
+        args: an object with the configuration's path as `deepspeed_config`, if `config` is None.
+        model: built inside zero.Init, or outside.
+        optimizer: of hetero, or torch.optim.Adam, AdamW, SGD or Adagrad before its first step, or a
+            function that makes one of parameters. It goes before the configuration's.
+        model_parameters: parameters, or param groups, of the optimizer that the configuration
+            names. Default: all of the model's that require gradients.
+        training_data: a dataset, of which a loader is made.
+        lr_scheduler: of the optimizer, or a function that makes one of the optimizer. It goes
+            before the configuration's.
+        distributed_port, dist_init_required: not needed: torchrun says where ranks meet.
+        mpu: an object whose get_data_parallel_group() gives the ranks to shard over.
+        collate_fn: of the loader.
+        config: a mapping, or the path of a JSON file.
+        mesh_param: not needed: there is no sequence parallelism.
+        config_params: another name of config.
+
+    Returns:
+        The engine, its optimizer (None for inference), the loader and the scheduler (or None).
+
+    Raises:
+        ValueError: an unknown key (with the nearest name), one that is refused or wrong, or an
+            optimizer that hetero has not.
+        Exception: as hetero.initialize().
+    """
+    if model is None:
+        raise ValueError("deepspeed.initialize() needs a model")
+    if dist_init_required is False or distributed_port != 29500:
+        log_not_needed("initialize: distributed_port, dist_init_required", "torchrun says it")
+    if mesh_param is not None:
+        log_not_needed("initialize: mesh_param", "there is no sequence parallelism")
+    join()
+    options = read_options(_given(args, config, config_params), ranks())
+    made, source = _optimizer(model, optimizer, model_parameters, options)
+    group = None if mpu is None else mpu.get_data_parallel_group()
+    scheduler: Any = None
+    if made is not None:
+        scheduler = _scheduler(lr_scheduler, made, source, options)
+        mesh = shard_mesh(options.shard_size, group)
+        start(model, made, options.config, process_group=group, mesh=mesh)
+    loader = None
+    if training_data is not None:
+        loader = _loader(training_data, collate_fn, options)
+    return DeepSpeedEngine(model, options, made, scheduler, loader), made, loader, scheduler
+
+
+def _given(args: Any, *configs: Any) -> Any:
+    """The one configuration that was given. Raises ValueError for none and for several."""
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    found = [config for config in (*configs, of_args) if config is not None]
+    if len(found) != 1:
+        raise ValueError(
+            f"deepspeed.initialize() needs one configuration and got {len(found)}: give config, or "
+            f"args with deepspeed_config"
+        )
+    return found[0]
+
+
+def _optimizer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | _OptimizerMaker | None,
+    model_parameters: ParamGroups | None,
+    options: DeepSpeedOptions,
+) -> tuple[HybridOptimizer | None, torch.optim.Optimizer | None]:
+    """hetero's optimizer, and the one it was made from, which schedulers may know."""
+    params: Any = model_parameters
+    if params is None:
+        params = [param for param in model.parameters() if param.requires_grad]
+    elif not isinstance(params, torch.Tensor):
+        params = list(params) if isinstance(params, Iterable) else params
+    if optimizer is None:
+        if options.optimizer is None:
+            return None, None
+        made = make_optimizer(options.optimizer, params, options.state_dtype)
+        return made, made
+    source = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(params)
+    if options.optimizer is not None:
+        log_not_needed("the configuration's optimizer", "initialize() was given another one")
+    return hybrid_optimizer(source), source
+
+
+def _scheduler(
+    given: Any,
+    optimizer: HybridOptimizer,
+    source: torch.optim.Optimizer | None,
+    options: DeepSpeedOptions,
+) -> Any:
+    """The scheduler of the optimizer; None if there is none."""
+    if given is None:
+        return None if options.scheduler is None else make_schedule(options.scheduler, optimizer)
+    if options.scheduler is not None:
+        log_not_needed("the configuration's scheduler", "initialize() was given another one")
+    if not hasattr(given, "step"):
+        return given(optimizer)
+    assert source is not None
+    follow(given, source, optimizer)
+    return given
+
+
+def _loader(
+    data: Dataset[Any], collate_fn: Callable[..., Any] | None, options: DeepSpeedOptions
+) -> DataLoader[Any]:
+    """Micro-batches of this rank's part of the data, shuffled."""
+    sampler: Any = None
+    if ranks() > 1:
+        sampler = DistributedSampler(data, num_replicas=ranks(), rank=rank())
+    return DataLoader(
+        data,
+        options.micro_batch_size,
+        shuffle=sampler is None,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=options.drop_last,
+    )

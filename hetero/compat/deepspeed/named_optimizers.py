@@ -1,0 +1,54 @@
+"""The optimizer that a DeepSpeed configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hetero.api.optimizer import HybridOptimizer, ParamGroups
+from hetero.api.optimizers import HybridAdagrad, HybridAdam, HybridLion
+from hetero.compat.deepspeed.options import Named
+from hetero.compat.key_table import log_not_needed, nearest, refuse_unknown
+from hetero.compat.torch_optimizers import SGD, check_torch_options
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+# By the name in lower case: the class, and the options that it takes.
+_KINDS: Mapping[str, tuple[type[HybridOptimizer], tuple[str, ...]]] = {
+    "adam": (HybridAdam, (*_ADAM, "adam_w_mode", "torch_adam")),
+    "adamw": (HybridAdam, (*_ADAM, "torch_adam")),
+    "lion": (HybridLion, ("lr", "betas", "weight_decay")),
+    "adagrad": (HybridAdagrad, ("lr", "lr_decay", "eps", "weight_decay")),
+    "sgd": (SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
+}
+_OF_TORCH = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
+
+
+def make_optimizer(named: Named, params: ParamGroups, state_dtype: str) -> HybridOptimizer:
+    """The optimizer that the configuration names, over `params`.
+
+    DeepSpeed's "Adam" is AdamW unless adam_w_mode is false.
+
+    Raises ValueError for a type that hetero has not, and for unknown or wrong arguments.
+    """
+    kind = _KINDS.get(named.type.lower())
+    if kind is None:
+        names = ["Adam", "AdamW", "Lion", "Adagrad", "SGD"]
+        raise ValueError(
+            f"optimizer: the type {named.type!r} is none that hetero has; "
+            f"{nearest(named.type, names)} (Muon beside Adam: hetero.initialize(model, [muon, "
+            f"adam]))"
+        )
+    made, known = kind
+    where = f"the params of the optimizer {named.type}"
+    refuse_unknown(where, named.params, [*known, *_OF_TORCH])
+    options: dict[str, Any] = dict(named.params)
+    check_torch_options(named.type, options)
+    if options.pop("torch_adam", False):
+        log_not_needed(f"{named.type}: torch_adam", "hetero has one kernel")
+    if "adam_w_mode" in options:
+        options["adamw_mode"] = options.pop("adam_w_mode")
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    build: Any = made
+    optimizer: HybridOptimizer = build(params, **options, state_dtype=state_dtype)
+    return optimizer

@@ -1,0 +1,368 @@
+"""FSDP2's fully_shard() over hetero's engine: `from hetero.compat.fsdp import fully_shard`.
+
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)     # hetero.compat.fsdp.optim, or hetero's
+
+The outermost module's first forward with gradients initializes the engine, when the optimizers are
+there; until then parameters are as they were made, on the meta device perhaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.utils._pytree import tree_map_only
+
+from hetero.api.access import no_sync
+from hetero.api.optimizer import HybridOptimizer, unmanaged
+from hetero.compat import torch_optimizers as optim
+from hetero.compat.key_table import (
+    KeyTable,
+    log_not_needed,
+    mapped,
+    not_needed,
+    refuse_unknown,
+    refused,
+)
+from hetero.compat.late_start import start
+from hetero.config import Config
+from offload.errors import HeteroError
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "fully_shard",
+    "optim",
+]
+
+ARGUMENTS = KeyTable(
+    "fully_shard",
+    {
+        "mesh": mapped("`mesh` of hetero.initialize(): one dimension shards, two replicate, too"),
+        "reshard_after_forward": mapped("`zero_stage`: 2 if it is False, else 3"),
+        "mp_policy": mapped(
+            "`dtype`, `reduce_dtype`, `keep_fp32`; gradients are kept in fp32; output_dtype casts"
+        ),
+        "offload_policy": mapped('`placement_policy="cpu"` for CPUOffloadPolicy'),
+        "shard_placement_fn": not_needed("a chunk is divided evenly, wherever tensors end"),
+        "ignored_params": refused(
+            "freeze them (requires_grad_(False)): they get no optimizer state"
+        ),
+        "dp_mesh_dims": refused("give a mesh of one or two dimensions"),
+    },
+)
+# Methods of FSDPModule that say when FSDP2 communicates.
+_SCHEDULED = (
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+    "set_reshard_after_forward",
+    "set_reshard_after_backward",
+    "set_is_last_backward",
+    "set_unshard_in_backward",
+    "set_requires_all_reduce",
+    "set_allocate_memory_from_process_group_for_comm",
+    "reset_iter_state",
+)
+# Attributes of a fully sharded module, which copies have not.
+_OWN = ("_fsdp_policy", "_unsynced", "_sync_later")
+_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", None: None}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Policy:
+    """What fully_shard() was told of a module."""
+
+    mesh: DeviceMesh | None
+    stage: int
+    precision: MixedPrecisionPolicy
+    placement: str
+    options: tuple[tuple[str, Any], ...]
+
+
+class Unshard:
+    """What FSDPModule.unshard() returns: parameters come in wherever they are used."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
+class FSDPModule:
+    """The class that fully_shard() adds to a module's.
+
+    The module that is called outermost with gradients initializes the engine.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        if torch.is_grad_enabled() and not _is_managed(module):
+            _initialize(module)
+            if "_sync_later" in module.__dict__ and _is_managed(module):
+                self.set_requires_gradient_sync(module.__dict__.pop("_sync_later"))
+        precision = _policy_of(module).precision
+        if _is_managed(module):  # before that parameters are as they were made
+            args, kwargs = _cast((args, kwargs), precision.param_dtype)
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return _cast(output, precision.output_dtype)
+
+    def unshard(self, async_op: bool = False) -> Unshard | None:
+        """Not needed: parameters come in wherever they are used.
+
+        Args:
+            async_op: whether a handle is returned.
+
+        Returns:
+            None, or the handle.
+        """
+        log_not_needed("FSDPModule.unshard", "parameters come in wherever they are used")
+        return Unshard() if async_op else None
+
+    def reshard(self) -> None:
+        """Not needed: a slot is given up when another parameter needs it."""
+        log_not_needed("FSDPModule.reshard", "slots are given up when others need them")
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """False: from now on gradients are only added up on each rank, as in hetero.no_sync().
+
+        Args:
+            requires_gradient_sync: True: the next backward averages them.
+            recurse: True: this is for the whole model.
+
+        Raises:
+            ValueError: for recurse=False.
+        """
+        if not recurse:
+            raise ValueError("set_requires_gradient_sync(recurse=False): it is for whole models")
+        module: Any = self
+        if not _is_managed(module):
+            module.__dict__["_sync_later"] = requires_gradient_sync
+            return
+        held: ExitStack | None = module.__dict__.pop("_unsynced", None)
+        if held is not None:
+            held.close()
+        if not requires_gradient_sync:
+            block = ExitStack()
+            block.enter_context(no_sync(module))
+            module.__dict__["_unsynced"] = block
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SCHEDULED:
+            return lambda *_, **__: log_not_needed(
+                f"FSDPModule.{name}", "the engine knows the order of uses, and overlaps"
+            )
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[torch.nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    **options: Any,
+) -> Any:
+    """Says how the state of a module is to be kept; the outermost module's engine keeps all.
+
+    Layers may be given first, as FSDP2 wants it: their policies must say the same, but that some
+    may keep fp32 (mp_policy.param_dtype None or torch.float32) beside others.
+
+    Args:
+        module: a module, or a list of some.
+        mesh: one dimension shards, two replicate and shard. Default: all ranks shard.
+        reshard_after_forward: False: parameters stay whole on each rank (stage 2).
+        shard_placement_fn: not needed: chunks are divided evenly.
+        mp_policy: dtypes. Default: fp32. Gradients are kept in fp32, as FSDP2 keeps them.
+        offload_policy: CPUOffloadPolicy() keeps all state in RAM. Default: placement_policy "auto".
+        ignored_params: empty.
+        dp_mesh_dims: None.
+        options: hetero's, as host_memory and nvme_path, of the outermost module.
+
+    Returns:
+        The same module, or list, with FSDPModule among its classes.
+
+    Raises:
+        ValueError: for arguments that are refused, and for unknown ones, with the nearest name.
+    """
+    fields = [field.name for field in dataclasses.fields(Config)]
+    refuse_unknown("fully_shard", options, [*ARGUMENTS.keys, *fields])
+    ARGUMENTS.read({"ignored_params": ignored_params or None, "dp_mesh_dims": dp_mesh_dims})
+    if shard_placement_fn is not None:
+        ARGUMENTS.read({"shard_placement_fn": shard_placement_fn})
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        log_not_needed(
+            "fully_shard: a number as reshard_after_forward",
+            "slots keep what is gathered as long as they have room",
+        )
+    precision = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    if not precision.cast_forward_inputs:
+        raise ValueError(
+            "mp_policy: cast_forward_inputs=False: hetero casts a model's inputs always"
+        )
+    policy = _Policy(
+        mesh,
+        2 if reshard_after_forward is False else 3,
+        precision,
+        "cpu" if isinstance(offload_policy, CPUOffloadPolicy) else "auto",
+        tuple(options.items()),
+    )
+    for each in module if isinstance(module, (list, tuple)) else [module]:
+        if isinstance(each, FSDPModule):
+            raise ValueError(f"fully_shard() was called on this {type(each).__name__} before")
+        each.__class__ = _sharded_class(type(each))
+        each.__dict__["_fsdp_policy"] = policy
+    return module
+
+
+_classes: dict[type, type] = {}
+
+
+def _sharded_class(plain: type) -> type:
+    """The class of a fully sharded module; one for each plain class."""
+    if plain not in _classes:
+
+        def reduce_ex(module: torch.nn.Module, protocol: Any) -> Any:
+            """Copies, and what is unpickled, are of the plain class."""
+            made: Any = object.__reduce_ex__(module, 2)
+            state = {k: v for k, v in made[2].items() if k not in _OWN}
+            return (_new, (plain,), state, *made[3:])
+
+        members = {"__module__": plain.__module__, "__reduce_ex__": reduce_ex}
+        _classes[plain] = type(f"FSDP{plain.__name__}", (FSDPModule, plain), members)
+    return _classes[plain]
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """The values with their floating tensors in the dtype; None: as they are."""
+    if dtype is None:
+        return values
+    return tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values
+    )
+
+
+def _new(plain: Any) -> Any:
+    return plain.__new__(plain)
+
+
+def _policy_of(module: torch.nn.Module) -> _Policy:
+    policy: _Policy = module.__dict__["_fsdp_policy"]
+    return policy
+
+
+def _is_managed(module: torch.nn.Module) -> bool:
+    """Whether an engine has the module's parameters; one without parameters needs none."""
+    param = next(module.parameters(), None)
+    return param is None or hasattr(param, "_hetero_engine")
+
+
+def _initialize(root: torch.nn.Module) -> None:
+    """Initializes the engine of the outermost module with the optimizers of its parameters.
+
+    Without an optimizer nothing is done: the forward is that of the plain module.
+    """
+    owned = {id(param) for param in root.parameters()}
+    optimizers = [each for each in unmanaged if not owned.isdisjoint(_ids(each))]
+    if not optimizers:
+        if root.training:
+            raise HeteroError(
+                f"the first forward of a fully sharded {type(root).__name__} needs its optimizer: "
+                f"make it of hetero.compat.fsdp.optim, or of hetero, and before the forward; or "
+                f"evaluate under torch.no_grad()"
+            )
+        return
+    policy = _policy_of(root)
+    # In the order in which they were made of the model's parameters.
+    order = {id(param): number for number, param in enumerate(root.parameters())}
+    optimizers.sort(key=lambda each: min(order.get(key, len(order)) for key in _ids(each)))
+    given: Any = optimizers[0] if len(optimizers) == 1 else optimizers
+    start(root, given, _config(root, policy), mesh=policy.mesh)
+
+
+def _ids(optimizer: HybridOptimizer) -> Iterable[int]:
+    return [id(param) for group in optimizer.param_groups for param in group["params"]]
+
+
+def _config(root: torch.nn.Module, policy: _Policy) -> Config:
+    """hetero's options, from the policies of the root and of the modules inside it.
+
+    Raises ValueError if two policies say different things that one engine cannot do.
+    """
+    parts: list[tuple[str, Any]] = [
+        (name, m) for name, m in root.named_modules() if isinstance(m, FSDPModule)
+    ]
+    dtypes = {
+        name: _dtype("param_dtype", _policy_of(m).precision.param_dtype) or "fp32"
+        for name, m in parts
+    }
+    compute = dtypes[""]
+    keep_fp32 = _kept(root, parts, dtypes) if compute != "fp32" else []
+    _check_same("reshard_after_forward", parts, lambda p: p.stage)
+    _check_same("mesh", parts, lambda p: p.mesh)
+    _check_same("offload_policy", parts, lambda p: p.placement)
+    _check_same("mp_policy.reduce_dtype", parts, lambda p: p.precision.reduce_dtype)
+    for name, dtype in dtypes.items():
+        if dtype not in ("fp32", compute):
+            raise ValueError(
+                f"mp_policy: param_dtype of {name} is {dtype}, and that of the whole model "
+                f"{compute}; parts may only keep fp32 beside it"
+            )
+    reduce_dtype = _dtype("reduce_dtype", policy.precision.reduce_dtype) or compute
+    return Config.make(
+        {
+            "backend": "auto",
+            "dtype": compute,
+            "grad_dtype": "fp32",
+            "reduce_dtype": reduce_dtype,
+            "keep_fp32": keep_fp32,
+            "zero_stage": policy.stage,
+            "placement_policy": policy.placement,
+            "initial_loss_scale": None,  # as FSDP2's, which leave it to a GradScaler
+        },
+        **dict(policy.options),
+    )
+
+
+def _kept(
+    root: torch.nn.Module, parts: Sequence[tuple[str, Any]], dtypes: dict[str, str]
+) -> list[str]:
+    """The names of parameters whose nearest fully sharded module keeps fp32."""
+    names = [name for name, _ in parts]
+    kept = []
+    for param_name, _ in root.named_parameters():
+        around = [name for name in names if not name or param_name.startswith(f"{name}.")]
+        if dtypes[max(around, key=len)] == "fp32":
+            kept.append(param_name)
+    return kept
+
+
+def _check_same(
+    what: str, parts: Sequence[tuple[str, Any]], value_of: Callable[[_Policy], Any]
+) -> None:
+    first_name, first = parts[0]
+    for name, module in parts[1:]:
+        if value_of(_policy_of(module)) != value_of(_policy_of(first)):
+            raise ValueError(
+                f"{what} differs between {first_name or 'the whole model'} and {name}, which have "
+                f"one engine; give both the same"
+            )
+
+
+def _dtype(what: str, dtype: torch.dtype | None) -> str | None:
+    if dtype not in _DTYPES:
+        raise ValueError(f"mp_policy: {what} must be a dtype of 16 or 32 bits, not {dtype}")
+    return _DTYPES[dtype]

@@ -1,0 +1,139 @@
+"""What becomes of each key of another project's configuration.
+
+Vocabulary: a key is *honoured* (it does here what it does there), *mapped* (to an option of hetero
+that says the same in other words), *not needed* (accepted, and the reason is logged once), or
+*refused* (training would be another one without it; only a value that switches it off is accepted).
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+logger = logging.getLogger("hetero.compat")
+_logged: set[tuple[str, str]] = set()
+
+
+class Treatment(Enum):
+    """What becomes of a key."""
+
+    HONOURED = "honoured"
+    MAPPED = "mapped"
+    NOT_NEEDED = "not needed"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: its treatment, and what comes of it or why it is not needed or refused."""
+
+    treatment: Treatment
+    text: str
+
+
+def honoured(text: str) -> Key:
+    """A key that does what it does in the other project."""
+    return Key(Treatment.HONOURED, text)
+
+
+def mapped(text: str) -> Key:
+    """A key that becomes an option of hetero's Config; `text` says which."""
+    return Key(Treatment.MAPPED, text)
+
+
+def not_needed(text: str) -> Key:
+    """A key that hetero does not need, because `text`."""
+    return Key(Treatment.NOT_NEEDED, text)
+
+
+def refused(text: str) -> Key:
+    """A key without which training would be another one; `text` says what to do instead."""
+    return Key(Treatment.REFUSED, text)
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """The keys of one mapping.
+
+    Attributes:
+        name: how errors and messages name the mapping ("zero_optimization").
+        keys: by name.
+        aliases: other spellings of keys.
+    """
+
+    name: str
+    keys: Mapping[str, Key]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, given: object) -> dict[str, Any]:
+        """The values of honoured and mapped keys, under their usual names.
+
+        Logs once, in the logger "hetero.compat", each key that is not needed.
+
+        Raises:
+            ValueError: `given` is no mapping; a key is unknown, refused, or given under two names.
+        """
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{self.name} must be a mapping of keys to values, not {given!r}")
+        values: dict[str, Any] = {}
+        for spelling, value in given.items():
+            name = self.aliases.get(spelling, spelling)
+            key = self.keys.get(name)
+            if key is None:
+                raise ValueError(
+                    f"unknown key {spelling!r} in {self.name}; "
+                    f"{nearest(str(spelling), [*self.keys, *self.aliases])}"
+                )
+            if key.treatment is Treatment.REFUSED:
+                if not _is_off(value):
+                    said = f"{spelling}={reprlib.repr(value)}"
+                    raise ValueError(f"{self.name}: {said} is refused: {key.text}")
+            elif key.treatment is Treatment.NOT_NEEDED:
+                log_not_needed(f"{self.name}: {spelling}", key.text)
+            elif values.setdefault(name, value) != value:
+                raise ValueError(
+                    f"{self.name}: {name} is given under two names, with {values[name]!r} and "
+                    f"{value!r}; give it once"
+                )
+        return values
+
+
+def log_not_needed(what: str, reason: str) -> None:
+    """Logs once in a process, on the first rank, that `what` is accepted and not needed."""
+    if (what, reason) not in _logged and os.environ.get("RANK", "0") == "0":
+        _logged.add((what, reason))
+        logger.warning("%s is not needed here, because %s", what, reason)
+
+
+def forget_logged() -> None:
+    """Everything is logged anew; for tests."""
+    _logged.clear()
+
+
+def refuse_unknown(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises ValueError for a name in `given` that is not `known`, with the nearest one."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"unknown key {name!r} in {where}; {nearest(name, known)}")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What an error about an unknown name says of the names that there are."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"known: {', '.join(sorted(known))}"
+
+
+def _is_off(value: object) -> bool:
+    """Whether a value switches its feature off."""
+    if isinstance(value, Mapping):
+        return not value.get("enabled", False)
+    named = isinstance(value, (str, int, float)) and value in (0, "none", "None")
+    return value is None or named

@@ -1,0 +1,189 @@
+"""oneflow.nn: torch's modules, which may be made global, and graphs.
+
+A module or tensor is *global* in OneFlow if a placement says on which ranks it is and an SBP how it
+is divided. Here each rank has its own part of the data, and the engine has the parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hetero.api.optimizer import HybridOptimizer, unmanaged
+from hetero.compat.key_table import log_not_needed
+from hetero.compat.late_start import start
+from hetero.compat.oneflow.global_view import check_model_view
+from hetero.compat.oneflow.graph_config import GraphConfig
+
+_classes: dict[str, type] = {}
+
+
+class _Global:
+    """What OneFlow's modules have beside torch's."""
+
+    def to_global(self, placement: Any = None, sbp: Any = None) -> Any:
+        """The same module; the engine has its parameters, from the first call of a graph on.
+
+        Args:
+            placement: all ranks.
+            sbp: broadcast; enable_zero() says what is shared out.
+
+        Raises:
+            ValueError: for other ranks, or another SBP.
+        """
+        check_model_view(placement, sbp)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As of torch.nn.Module, but parameters stay on the CPU: the engine moves them."""
+        places = (*args, kwargs.pop("device", None))
+        kept = [arg for arg in places if arg is not None and not _is_device(arg)]
+        if len(kept) < len([arg for arg in places if arg is not None]):
+            log_not_needed("Module.to: a device", "parameters come to where compute happens")
+        return super().to(*kept, **kwargs) if kept or kwargs else self  # type: ignore[misc]
+
+    def cuda(self, device: Any = None) -> Any:
+        """As to("cuda")."""
+        return self.to("cuda")
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, int, torch.device))
+
+
+class CrossEntropyLoss(_Global, torch.nn.CrossEntropyLoss):
+    """torch's; labels of shape (N, 1) are those of shape (N,)."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        is_column = target.ndim == 2 == input.ndim and target.shape[1] == 1
+        classes = target.squeeze(1) if is_column and input.shape[1] > 1 else target
+        return super().forward(input, classes)
+
+
+class Graph:
+    """A training step, or an inference, as one call.
+
+    A subclass assigns its modules in __init__(), adds an optimizer to train them, and writes
+    build(); with an optimizer build() calls backward() on the loss. Each call makes one step. After
+    training the modules, and graphs without optimizer, infer as they are.
+
+    Attributes:
+        config: which stage of ZeRO, and others.
+    """
+
+    def __init__(self) -> None:
+        self.config = GraphConfig()
+        self._optimizer: HybridOptimizer | None = None
+        self._scheduler: Any = None
+        self._root: torch.nn.Module | None = None  # the engine does not keep it alive
+
+    def add_optimizer(
+        self, optim: HybridOptimizer, *, lr_sch: Any = None, is_sparse: bool = False
+    ) -> None:
+        """The graph trains the parameters of this optimizer.
+
+        Args:
+            optim: of hetero.compat.oneflow.optim, or of hetero.
+            lr_sch: a scheduler of its rates, which each call steps.
+            is_sparse: False.
+
+        Raises:
+            ValueError: for another optimizer, a second one, or is_sparse.
+        """
+        if not isinstance(optim, HybridOptimizer):
+            raise ValueError(
+                f"the optimizer must be of hetero.compat.oneflow.optim, or of hetero, not "
+                f"{type(optim).__name__}"
+            )
+        if self._optimizer is not None:
+            raise ValueError("the graph has an optimizer; give its param groups to one")
+        if is_sparse:
+            raise ValueError("is_sparse=True: gradients are dense")
+        self._optimizer, self._scheduler = optim, lr_sch
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call does; a subclass writes it."""
+        raise NotImplementedError("a graph needs build()")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """build(), and with an optimizer an update.
+
+        Raises as hetero.initialize() at the first call, and as step() of hetero's optimizers.
+        """
+        optimizer = self._optimizer
+        if optimizer is None:
+            with torch.no_grad():
+                return self.build(*args, **kwargs)
+        if optimizer in unmanaged:
+            start(self._modules(), optimizer, self.config.made())
+        optimizer.zero_grad()
+        outputs = [self.build(*a, **k) for a, k in self._micro_batches(args, kwargs)]
+        steps = self.config.accumulation_steps
+        if steps > 1:
+            engine = optimizer.engine
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            engine.grad_factors.multiply(engine.with_grads(params), 1.0 / steps)
+        optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return outputs[0] if steps == 1 else _joined(outputs)
+
+    def _modules(self) -> torch.nn.Module:
+        """The module that has all of the graph's."""
+        found = [each for each in vars(self).values() if isinstance(each, torch.nn.Module)]
+        trained = [each for each in found if next(each.parameters(), None) is not None]
+        if not trained:
+            raise ValueError(
+                f"{type(self).__name__} has an optimizer and no module with parameters; assign "
+                f"the model in __init__()"
+            )
+        self._root = trained[0] if len(trained) == 1 else torch.nn.ModuleList(trained)
+        return self._root
+
+    def _micro_batches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each micro-batch: tensors are divided along their first dimension."""
+        steps = self.config.accumulation_steps
+        if steps == 1:
+            return [(args, kwargs)]
+
+        def part(value: Any, number: int) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.shape[0] % steps:
+                raise ValueError(
+                    f"{value.shape[0]} rows of an input cannot be divided into {steps} parts"
+                )
+            rows = value.shape[0] // steps
+            return value[number * rows : (number + 1) * rows]
+
+        return [
+            (
+                tuple(part(value, number) for value in args),
+                {name: part(value, number) for name, value in kwargs.items()},
+            )
+            for number in range(steps)
+        ]
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """The outputs of the micro-batches as those of one batch."""
+    first = outputs[0]
+    if isinstance(first, (list, tuple)):
+        return type(first)(_joined(list(parts)) for parts in zip(*outputs, strict=True))
+    if not isinstance(first, torch.Tensor):
+        return outputs
+    return torch.stack(outputs) if first.ndim == 0 else torch.cat(outputs)
+
+
+def __getattr__(name: str) -> Any:
+    """torch.nn's, of which classes of modules may be made global."""
+    found = getattr(torch.nn, name)
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        return found
+    if name not in _classes:
+        _classes[name] = type(name, (_Global, found), {"__module__": __name__})
+    return _classes[name]

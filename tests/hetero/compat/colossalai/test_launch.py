@@ -1,0 +1,98 @@
+"""hetero/compat/colossalai: launching, configurations, loaders, and the Trainer's loop."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from hetero.compat import colossalai
+from hetero.compat.colossalai.booster.plugin import GeminiPlugin
+from hetero.compat.colossalai.core import Options
+from hetero.compat.colossalai.core import global_context as gpc
+from hetero.compat.colossalai.trainer import Hook, LRSchedulerHook, Trainer
+from hetero.compat.colossalai.utils import get_current_device, get_dataloader, is_main_process
+
+
+def test_launch_says_what_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "before")  # which it puts back
+        monkeypatch.delenv(name)
+    colossalai.launch({"SEQ": {"length": 3}}, 0, 1, "127.0.0.1", 29500, seed=3)
+    assert [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    assert gpc.config.SEQ.length == 3
+    assert (gpc.get_global_rank(), gpc.get_world_size()) == (0, 1)
+    with pytest.raises(AttributeError, match="has no 'LENGTH'"):
+        _ = gpc.config.LENGTH
+    assert Options({"a": {"b": 1}}).a.b == 1
+    colossalai.launch_from_torch(config={"cudnn_benchmark": True})
+    assert torch.backends.cudnn.benchmark
+    colossalai.launch_from_torch()
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_the_default_parser() -> None:
+    args = colossalai.get_default_parser().parse_args(["--config", "a.py", "--port", "5"])
+    assert (args.config, args.port, args.backend) == ("a.py", 5, "nccl")
+
+
+def test_loaders_and_utilities() -> None:
+    data = TensorDataset(torch.arange(10))
+    sizes = [len(x) for (x,) in get_dataloader(data, batch_size=4)]
+    assert sizes == [4, 4, 2]
+    orders = [
+        torch.cat([x for (x,) in get_dataloader(data, shuffle=True, batch_size=4)]).tolist()
+        for _ in range(2)
+    ]
+    assert orders[0] == orders[1] != list(range(10))
+    loader = GeminiPlugin().prepare_dataloader(data, 4, drop_last=True)
+    assert [len(x) for (x,) in loader] == [4, 4]
+    assert get_current_device().type in ("cpu", "cuda")
+    assert is_main_process()
+
+
+class Count(Hook):
+    """What was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith(("before_", "after_")):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+def test_the_trainers_loop(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text("clip_grad_norm = 1.0\nNUM_EPOCHS = 2\n")
+    colossalai.launch_from_torch(config=str(path))
+    model = torch.nn.Linear(2, 2)
+    optimizer = colossalai.nn.optimizer.CPUAdam(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine, train, test, _ = colossalai.initialize(
+        model,
+        optimizer,
+        torch.nn.functional.mse_loss,
+        [([torch.ones(1, 2)], torch.zeros(1, 2)), ({"input": torch.ones(1, 2)}, torch.ones(1, 2))],
+        [(torch.ones(1, 2), torch.zeros(1, 2))],
+        scheduler,
+    )
+    trainer, count = Trainer(engine), Count()
+    hooks = [count, LRSchedulerHook(scheduler, by_epoch=True)]
+    trainer.fit(train, gpc.config.NUM_EPOCHS, test_dataloader=test, test_interval=2, hooks=hooks)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert count.calls.count("after_train_iter") == 4
+    assert count.calls.count("after_test_iter") == 1
+    assert (count.calls[0], count.calls[-1]) == ("before_train", "after_train")
+    trainer.fit(train, 5, max_steps=5)
+    assert trainer.cur_step == 5
+    engine.optimizer.engine.close()

@@ -1,0 +1,351 @@
+"""hetero/compat/colossalai: wrappers of models and optimizers, plugin and booster."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.compat.colossalai.booster import Booster
+from hetero.compat.colossalai.booster.plugin import GeminiPlugin
+from hetero.compat.colossalai.logging import disable_existing_loggers, get_dist_logger
+from hetero.compat.colossalai.nn.optimizer import CPUAdam, HybridAdam
+from hetero.compat.colossalai.zero import (
+    BucketTensorShardStrategy,
+    GeminiDDP,
+    GeminiOptimizer,
+    ShardedModelV2,
+    ShardedOptimizerV2,
+    TensorShardStrategy,
+    ZeroInitContext,
+)
+from hetero.compat.key_table import forget_logged
+from tests.support.training.small_net import Net, assert_same, loss_of, plain
+
+CPU = torch.device("cpu")
+
+
+def built(**arguments: Any) -> Net:
+    torch.manual_seed(0)
+    with ZeroInitContext(CPU, convert_fp16=False, **arguments):
+        return Net()
+
+
+def expected(max_norm: float = 0.0, steps: int = 2) -> Net:
+    model, adamw = plain()
+    for seed in range(steps):
+        adamw.zero_grad()
+        loss_of(model, seed).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        adamw.step()
+    return model
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
+    for seed in range(steps):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, seed))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", [TensorShardStrategy, BucketTensorShardStrategy])
+@pytest.mark.parametrize("policy", ["cuda", "cpu", "auto"])
+def test_sharded_models(strategy: Any, policy: str, nothing_left: None) -> None:
+    model = built(shard_strategy=strategy(), shard_param=True)
+    sharded = ShardedModelV2(model, strategy(), tensor_placement_policy=policy)
+    optimizer = ShardedOptimizerV2(
+        sharded, CPUAdam(sharded.parameters(), lr=1e-2), initial_scale=2**5
+    )
+    train(sharded, optimizer)
+    assert_same(model, expected())
+    config = optimizer.engine.config
+    assert config.placement_policy == ("auto" if policy == "cuda" else policy)
+    assert (config.shard_strategy, config.zero_stage) == (strategy.name, 3)
+    assert list(sharded.state_dict()) == list(model.state_dict())
+    assert optimizer.loss_scale == 1.0
+    optimizer.engine.close()
+
+
+def test_parameters_may_be_whole_on_each_rank() -> None:
+    model = built()
+    sharded = ShardedModelV2(model, TensorShardStrategy(), fp32_reduce_scatter=True)
+    optimizer = ShardedOptimizerV2(sharded, HybridAdam(model.parameters()))
+    config = optimizer.engine.config
+    assert (config.zero_stage, config.reduce_dtype) == (2, "fp32")
+    optimizer.engine.close()
+
+
+def test_states_on_nvme_by_the_optimizers_arguments(tmp_path: Path, nothing_left: None) -> None:
+    for fraction, policy in ((1.0, "nvme"), (0.5, "auto")):
+        model = built(shard_param=True)
+        sharded = ShardedModelV2(model, None, tensor_placement_policy="cpu")
+        adam = HybridAdam(
+            model.parameters(),
+            lr=1e-2,
+            nvme_offload_fraction=fraction,
+            nvme_offload_dir=str(tmp_path),
+        )
+        optimizer = ShardedOptimizerV2(sharded, adam)
+        assert optimizer.engine.config.placement_policy == policy
+        train(sharded, optimizer)
+        assert_same(model, expected())
+        optimizer.engine.close()
+    with pytest.raises(ValueError, match="needs nvme_offload_dir"):
+        HybridAdam(nn.Linear(2, 2).parameters(), nvme_offload_fraction=0.5)
+    with pytest.raises(ValueError, match="from 0 to 1, not 2"):
+        CPUAdam(nn.Linear(2, 2).parameters(), nvme_offload_fraction=2)
+
+
+def test_a_budget_that_is_smaller_than_the_model(tmp_path: Path, nothing_left: None) -> None:
+    """hetero's own options are arguments of the context, and later ones do not lose them."""
+    torch.manual_seed(0)
+    with ZeroInitContext(
+        CPU,
+        shard_param=True,
+        convert_fp16=False,
+        host_memory="192KiB",
+        nvme_path=str(tmp_path),
+        chunk_numel=4096,
+    ):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    sharded = ShardedModelV2(model, None, tensor_placement_policy="nvme")
+    optimizer = ShardedOptimizerV2(sharded, HybridAdam(model.parameters()), initial_scale=2**5)
+    assert optimizer.engine.config.host_memory == 192 << 10
+    assert optimizer.engine.config.placement_policy == "nvme"
+    optimizer.engine.close()
+
+
+def test_clipping_scaling_and_overflows() -> None:
+    torch.manual_seed(0)
+    with ZeroInitContext(CPU, shard_param=True):
+        model = Net()
+    sharded = ShardedModelV2(model, None, tensor_placement_policy="cpu")
+    optimizer = ShardedOptimizerV2(
+        sharded,
+        torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0),
+        initial_scale=16,
+        hysteresis=1,
+        growth_interval=1,
+        max_scale=32,
+    )
+    before = hetero.masters(model.parameters())
+    optimizer.backward(loss_of(sharded) * 1e6)
+    assert optimizer.clip_grad_norm(sharded, 1.0) == -1.0
+    assert optimizer.step() is False
+    assert optimizer.loss_scale == 8
+    assert all(map(torch.equal, before, hetero.masters(model.parameters())))
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(sharded))
+    norm = optimizer.clip_grad_norm(sharded, 0.05)
+    assert optimizer.step() is None
+    assert optimizer.loss_scale == 16
+    wanted = plain(torch.float16)[0]
+    loss_of(wanted).backward()
+    exact = torch.stack([p.grad.float().norm() for p in wanted.parameters() if p.grad is not None])
+    assert norm == pytest.approx(float(exact.norm()), rel=1e-2)
+    state = optimizer.state_dict()
+    optimizer.grad_scale.update(True)
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == 16
+    optimizer.engine.close()
+
+
+def test_a_scheduler_of_the_wrapper() -> None:
+    model = built(shard_param=True)
+    sharded = ShardedModelV2(model, None, tensor_placement_policy="cpu")
+    optimizer = ShardedOptimizerV2(sharded, HybridAdam(model.parameters(), lr=1e-2))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    wanted, adamw = plain()
+    rates = torch.optim.lr_scheduler.StepLR(adamw, 1, gamma=0.5)
+    for seed in range(2):
+        optimizer.backward(loss_of(sharded, seed))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        adamw.zero_grad()
+        loss_of(wanted, seed).backward()
+        adamw.step()
+        rates.step()
+    assert optimizer.optim.param_groups[0]["lr"] == 1e-2 / 4
+    assert_same(model, wanted)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy", "stage"),
+    [
+        ({}, "auto", 3),  # "cuda" where there is a GPU
+        ({"offload_optim_frac": 1.0}, "cpu", 3),
+        ({"offload_optim_frac": 1.0, "offload_param_frac": 1.0}, "cpu", 3),
+        ({"offload_optim_frac": 0.5}, "auto", 3),
+        ({"placement_policy": "cpu"}, "cpu", 3),
+        ({"placement_policy": "auto", "shard_param_frac": 0.0}, "auto", 2),
+        ({"strict_ddp_mode": True}, "auto", 1),
+    ],
+)
+def test_gemini(arguments: dict[str, Any], policy: str, stage: int) -> None:
+    model = built(shard_param=True)
+    gemini = GeminiDDP(model, mixed_precision=torch.float32, **arguments)
+    optimizer = GeminiOptimizer(
+        HybridAdam(model.parameters(), lr=1e-2), gemini, max_norm=0.05, initial_scale=2**5
+    )
+    config = optimizer.engine.config
+    assert (config.placement_policy, config.zero_stage, config.dtype) == (policy, stage, "fp32")
+    train(gemini, optimizer)
+    assert_same(model, expected(0.05))
+    optimizer.engine.close()
+
+
+def test_outputs_in_fp32() -> None:
+    model = built(shard_param=True)
+    gemini = GeminiDDP(model, mixed_precision=torch.bfloat16, force_outputs_fp32=True)
+    optimizer = GeminiOptimizer(HybridAdam(model.parameters()), gemini)
+    assert model.last.weight.dtype == torch.bfloat16
+    assert gemini(torch.zeros(1, 64)).dtype == torch.float32
+    optimizer.engine.close()
+
+
+def test_booster(tmp_path: Path, nothing_left: None) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(adamw, 1, gamma=0.5)
+    booster = Booster(plugin=GeminiPlugin(precision="fp32", placement_policy="auto", max_norm=0.05))
+    boosted, optimizer, criterion, loader, scheduler = booster.boost(
+        model, adamw, loss_of, [1, 2], scheduler
+    )
+    assert (criterion, loader) == (loss_of, [1, 2])
+    wanted, reference = plain()
+    rates = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.5)
+
+    def step(seed: int) -> None:
+        booster.backward(loss_of(boosted, seed), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    def reference_step(seed: int) -> None:
+        reference.zero_grad()
+        loss_of(wanted, seed).backward()
+        nn.utils.clip_grad_norm_(wanted.parameters(), 0.05)
+        reference.step()
+        rates.step()
+
+    for seed in range(2):
+        step(seed)
+        reference_step(seed)
+    assert_same(model, wanted)
+    for shard in (False, True):
+        paths = [tmp_path / f"{name}-{shard}" for name in ("model", "optimizer", "scheduler")]
+        booster.save_model(boosted, paths[0], shard=shard)
+        booster.save_optimizer(optimizer, paths[1], shard=shard)
+        booster.save_lr_scheduler(scheduler, paths[2])
+        step(2)
+        after = hetero.masters(model.parameters())
+        booster.load_model(boosted, paths[0])
+        booster.load_optimizer(optimizer, paths[1])
+        booster.load_lr_scheduler(scheduler, paths[2])
+        assert optimizer.param_groups[0]["lr"] == 1e-2 / 4
+        step(2)
+        assert all(map(torch.equal, after, hetero.masters(model.parameters())))
+        booster.load_model(boosted, paths[0])
+        booster.load_optimizer(optimizer, paths[1])
+        booster.load_lr_scheduler(scheduler, paths[2])
+    reference_step(2)
+    step(2)
+    assert_same(model, wanted)
+    with booster.no_sync(boosted, optimizer):
+        booster.backward(loss_of(boosted), optimizer)
+    optimizer.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: ZeroInitContext(CPU, shard_params=True), "did you mean shard_param"),
+        (lambda m: ZeroInitContext(CPU, host_memry=3), "unknown key 'host_memry'"),
+        (
+            lambda m: ZeroInitContext(CPU, model_numel_tensor=torch.ones(1)),
+            "numel.* counts them",
+        ),
+        (lambda m: ShardedModelV2(m, None, tensor_placement_polcy="cpu"), "tensor_placement_poli"),
+        (lambda m: ShardedModelV2(m, None, tensor_placement_policy="gpu"), "placement_policy"),
+        (lambda m: ShardedModelV2(GeminiDDP(m)), "GeminiDDP already|is a ShardedModelV2 already"),
+        (lambda m: GeminiDDP(m, use_fp8=True), "hetero has no such feature"),
+        (lambda m: GeminiDDP(m, mixed_precision=torch.int8), "must be a floating dtype"),
+        (
+            lambda m: ShardedOptimizerV2(m, HybridAdam(m.parameters())),
+            "must be wrapped first.*is a Net",
+        ),
+        (
+            lambda m: ShardedOptimizerV2(
+                ShardedModelV2(m), HybridAdam(m.parameters()), inital_scale=3
+            ),
+            "did you mean initial_scale",
+        ),
+        (
+            lambda m: ShardedOptimizerV2(
+                ShardedModelV2(m), HybridAdam(m.parameters()), initial_scale=0.5
+            ),
+            "the first loss scale",
+        ),
+        (lambda m: GeminiPlugin(precision="int8"), "precision must be fp16, bf16 or fp32"),
+        (lambda m: GeminiPlugin(enable_flash_attention=True), "optimized already"),
+        (lambda m: GeminiPlugin(placement_polic="cpu"), "did you mean placement_policy"),
+        (lambda m: Booster(plugin="gemini"), "must be a GeminiPlugin, not str"),
+    ],
+)
+def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(Net())
+
+
+def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    forget_logged()
+    with caplog.at_level(logging.WARNING, "hetero.compat"):
+        ShardedModelV2(Net(), None, reduce_scatter_bucket_size_mb=25)
+        GeminiDDP(Net(), pin_memory=True)
+        Booster(device="cuda", mixed_precision="fp16", plugin=GeminiPlugin(verbose=True))
+    named = [message.split(" is not needed")[0] for message in caplog.messages]
+    assert named == [
+        "ShardedModelV2: reduce_scatter_bucket_size_mb",
+        "GeminiDDP: pin_memory",
+        "GeminiPlugin: verbose",
+        "Booster: device",
+        "Booster: mixed_precision",
+    ]
+
+
+def test_the_seed_and_dtype_of_construction() -> None:
+    state = torch.get_rng_state()
+    with ZeroInitContext(CPU, seed=7, default_dtype=torch.float64):
+        model = nn.Linear(2, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() is torch.float32
+    torch.manual_seed(7)
+    assert torch.equal(model.weight.detach().clone(), nn.Linear(2, 2, dtype=torch.float64).weight)
+
+
+def test_loggers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = get_dist_logger("of this test")
+    assert get_dist_logger("of this test") is logger
+    logger.log_to_file(tmp_path, suffix="a")
+    with caplog.at_level(logging.INFO, "of this test"):
+        logger.info("said", ranks=[0])
+        logger.info("not said", ranks=[1])
+        logger.warning("to all")
+        logger.set_level("ERROR")
+        logger.warning("too little")
+        logger.error("enough")
+        logger.debug("too little")
+    assert caplog.messages == ["said", "to all", "enough"]
+    assert (tmp_path / "rank_0_a.log").read_text().split() == ["said", "to", "all", "enough"]
+    other = logging.getLogger("another of this test")
+    disable_existing_loggers(include=["another of this test"])
+    assert other.level == logging.ERROR

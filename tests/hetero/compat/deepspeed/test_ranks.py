@@ -1,0 +1,71 @@
+"""hetero/compat/deepspeed on two ranks: DeepSpeed's tutorial beside plain PyTorch over all data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.compat import deepspeed_ranks
+from tests.support.compat.deepspeed_ranks import MICRO, STEPS, seed_of
+from tests.support.compat.megatron import PLAIN, loss_of, run_megatron
+from tests.support.ranks.processes import RankPool
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[torch.Tensor], float]:
+    """Weights and the last norm of plain PyTorch over the micro-batches of both ranks."""
+    torch.manual_seed(0)
+    plain = run_megatron(PLAIN, 0)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    for step in range(STEPS):
+        for rank in range(2):
+            for micro in range(MICRO):
+                (loss_of(plain, seed_of(rank, step, micro)) / (2 * MICRO)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        adamw.step()
+        adamw.zero_grad()
+    return [param.detach() for param in plain.parameters()], norm.item()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_tutorial_on_two_ranks(
+    stage: int, ranks2: RankPool, expected: tuple[list[torch.Tensor], float], tmp_path: Path
+) -> None:
+    weights, norm = expected
+    path = str(tmp_path) if stage == 3 else ""
+    for found in ranks2.run(deepspeed_ranks.train, stage, path):
+        for master, weight in zip(found["masters"], weights, strict=True):
+            torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-5)
+        assert found["norm"] == pytest.approx(norm, rel=1e-5)
+        assert found["batch"] == 2 * MICRO * 2
+        assert found["sent"] > 0
+
+
+def test_a_configuration_with_nvme_that_comes_late(
+    ranks2: RankPool, expected: tuple[list[torch.Tensor], float], tmp_path: Path
+) -> None:
+    for found in ranks2.run(deepspeed_ranks.train_on_nvme, str(tmp_path)):
+        for master, weight in zip(found["masters"], expected[0], strict=True):
+            torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_that_come_late_are_refused(ranks2: RankPool) -> None:
+    for said in ranks2.run(deepspeed_ranks.replicas_that_come_late):
+        assert said.startswith("the model was built with another mesh")
+
+
+def test_an_overflow_of_one_rank_skips_the_step_of_all(ranks2: RankPool) -> None:
+    for found in ranks2.run(deepspeed_ranks.overflow_on_the_second):
+        assert found == [(False, 1, 128.0), (True, 1, 128.0)]
+
+
+def test_shards_within_some_ranks_only(
+    ranks2: RankPool, expected: tuple[list[torch.Tensor], float]
+) -> None:
+    """MiCS: each rank keeps all, and both are replicas."""
+    for found in ranks2.run(deepspeed_ranks.train_replicas):
+        assert found["replicas"] == 2
+        for master, weight in zip(found["masters"], expected[0], strict=True):
+            torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-5)

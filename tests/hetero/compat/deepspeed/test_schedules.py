@@ -1,0 +1,170 @@
+"""hetero/compat/deepspeed/schedules: the learning rate of each step, by hand and beside torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hetero.compat.deepspeed.options import Named
+from hetero.compat.deepspeed.schedules import make_schedule
+
+
+def optimizer(groups: int = 1) -> torch.optim.Optimizer:
+    params = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)]
+    return torch.optim.AdamW(params, lr=0.5)
+
+
+def rates(name: str, steps: int, **params: object) -> list[float]:
+    """The rate with which each of so many steps is made."""
+    made = optimizer()
+    schedule = make_schedule(Named(name, params), made)
+    found = []
+    for _ in range(steps):
+        found.append(made.param_groups[0]["lr"])
+        schedule.step()
+        assert schedule.get_last_lr() == [made.param_groups[0]["lr"]]
+    return found
+
+
+def test_a_warm_up_is_linear_or_logarithmic() -> None:
+    given = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 4}
+    linear = rates("WarmupLR", 8, warmup_type="linear", **given)
+    assert linear == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
+    logarithmic = rates("WarmupLR", 6, **given)
+    expected = [0.1, *(0.1 + 0.4 * math.log(i) / math.log(4) for i in range(1, 5)), 0.5]
+    assert logarithmic == pytest.approx(expected)
+
+
+def test_a_warm_up_ends_at_the_optimizers_rate() -> None:
+    assert rates("WarmupLR", 4, warmup_num_steps=2)[-1] == 0.5
+
+
+def test_a_decay_ends_at_zero() -> None:
+    found = rates(
+        "WarmupDecayLR",
+        10,
+        total_num_steps=8,
+        warmup_max_lr=1.0,
+        warmup_num_steps=4,
+        warmup_type="linear",
+    )
+    assert found == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_a_cosine_falls_to_its_least() -> None:
+    found = rates(
+        "WarmupCosineLR",
+        10,
+        total_num_steps=8,
+        warmup_num_steps=4,
+        warmup_type="linear",
+        cos_min_ratio=0.2,
+    )
+    warm = [0, 0, 0.25, 0.5, 0.75]
+    falls = [0.2 + 0.8 * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4, 4)]
+    assert found == pytest.approx([0.5 * factor for factor in (*warm, *falls)])
+
+
+@pytest.mark.parametrize("staircase", [False, True])
+def test_a_range_test_rises(staircase: bool) -> None:
+    found = rates(
+        "LRRangeTest",
+        7,
+        lr_range_test_min_lr=0.1,
+        lr_range_test_step_size=2,
+        lr_range_test_step_rate=3.0,
+        lr_range_test_staircase=staircase,
+    )
+    rise: Callable[[float], float] = math.floor if staircase else float
+    assert found == pytest.approx([0.1 * (1 + 3 * rise(k / 2)) for k in range(7)])
+
+
+def test_one_cycle_rises_falls_and_decays() -> None:
+    made = optimizer()
+    schedule = make_schedule(
+        Named(
+            "OneCycle",
+            {
+                "cycle_min_lr": 0.1,
+                "cycle_max_lr": 0.5,
+                "cycle_first_step_size": 2,
+                "cycle_second_step_size": 4,
+                "decay_lr_rate": 1.0,
+                "decay_step_size": 2,
+                "decay_mom_rate": 0.1,
+            },
+        ),
+        made,
+    )
+    lrs, moms = [], []
+    for _ in range(10):
+        lrs.append(made.param_groups[0]["lr"])
+        moms.append(made.param_groups[0]["betas"][0])
+        schedule.step()
+    cycle = [0, 0.5, 1, 0.75, 0.5, 0.25, 0]
+    decay = [0.5, 1.0, 1.5]
+    assert lrs == pytest.approx([*(0.1 + 0.4 * h for h in cycle), *(0.1 / (1 + d) for d in decay)])
+    assert moms[1:7] == pytest.approx([0.9 - 0.1 * h for h in cycle[1:]])
+    assert moms[7:] == pytest.approx([0.9 * (1 + 0.1 * d) for d in decay])
+
+
+def test_one_cycle_in_stairs_without_momentum() -> None:
+    found = rates(
+        "OneCycle",
+        9,
+        cycle_min_lr=0.0,
+        cycle_max_lr=1.0,
+        cycle_first_step_size=4,
+        cycle_first_stair_count=2,
+        cycle_momentum=False,
+    )
+    assert found == pytest.approx([0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0])
+
+
+def test_each_param_group_may_have_its_own() -> None:
+    made = optimizer(2)
+    schedule = make_schedule(
+        Named("WarmupLR", {"warmup_min_lr": [0.1, 0.2], "warmup_num_steps": 2}), made
+    )
+    assert [group["lr"] for group in made.param_groups] == [0.1, 0.2]
+    schedule.step(5)
+    assert schedule.get_last_lr() == [0.5, 0.5]
+
+
+def test_a_state_goes_on() -> None:
+    made = optimizer()
+    schedule = make_schedule(Named("WarmupLR", {"warmup_num_steps": 10}), made)
+    for _ in range(4):
+        schedule.step()
+    other = make_schedule(Named("WarmupLR", {"warmup_num_steps": 10, "warmup_max_lr": 0.5}), made)
+    other.load_state_dict(schedule.state_dict())
+    schedule.step()
+    expected = schedule.get_last_lr()
+    other.step()
+    assert other.get_last_lr() == expected
+
+
+def test_schedules_of_torchs_may_be_named() -> None:
+    made = optimizer()
+    schedule = make_schedule(Named("StepLR", {"step_size": 1, "gamma": 0.5}), made)
+    made.step()
+    schedule.step()
+    assert made.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("WarmUpLR", {}, "there is no type 'WarmUpLR'; did you mean WarmupLR"),
+        ("WarmupLR", {"warmup_steps": 3}, "scheduler: .*warmup_steps"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "from 1 on, not 0"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "log or linear, not 'cubic'"),
+        ("WarmupLR", {"warmup_min_lr": [1, 2]}, "has 2 values, and the optimizer has 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(name: str, params: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_schedule(Named(name, params), optimizer())

@@ -1,0 +1,99 @@
+"""DeepSpeed's tutorial of ZeRO, its code and its configurations, beside plain PyTorch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import hetero
+from hetero.compat import deepspeed
+from hetero.compat.key_table import forget_logged
+from tests.support.compat.document import DOCUMENTS
+from tests.support.compat.megatron import PLAIN, loss_of, run_megatron
+
+OURS = "from hetero.compat import deepspeed"
+# Large, because the gradient of an attention's key bias is zero but for rounding.
+EPS = 1e-4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_tutorials_model_and_configurations(
+    stage: int, nothing_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model by its code, trained as its three configuration files say."""
+    forget_logged()
+    with caplog.at_level(logging.WARNING, "hetero.compat"):
+        torch.manual_seed(0)
+        model = run_megatron(OURS, stage)
+        params = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=EPS)
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=params, config=str(DOCUMENTS / f"deepspeed_zero_{stage}.json")
+        )
+    torch.manual_seed(0)
+    plain = run_megatron(PLAIN, stage)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS)
+    for seed in range(3):
+        loss = loss_of(engine, seed)
+        expected = loss_of(plain, seed)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        engine.backward(loss)
+        engine.step()
+        expected.backward()
+        adamw.step()
+        adamw.zero_grad()
+    masters = hetero.masters(model.parameters())
+    for found, weight in zip(masters, plain.parameters(), strict=True):
+        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
+    assert optimizer.engine.config.zero_stage == engine.zero_optimization_stage() == stage
+    if stage == 3:
+        assert optimizer.engine.config.placement_policy == "cpu"
+    said = "\n".join(caplog.messages)
+    configured = (DOCUMENTS / f"deepspeed_zero_{stage}.json").read_text()
+    for key in ("reduce_bucket_size", "overlap_comm", "stage3_param_persitance_threshold"):
+        assert (key in said) == (key in configured)
+    engine.destroy()
+
+
+def test_first_values_are_those_of_plain_construction() -> None:
+    """Also those that the tutorial's code writes with GatheredParameters."""
+    torch.manual_seed(1)
+    model = run_megatron(OURS, 3)
+    torch.manual_seed(1)
+    plain = run_megatron(PLAIN, 3)
+    for (name, found), weight in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.detach().clone(), weight), name
+
+
+def test_built_and_trained_on_nvme(tmp_path: Path, nothing_left: None) -> None:
+    """The third configuration, with state on NVMe and a budget in which it does not fit."""
+    config = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)},
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "eps": EPS}},
+        "hetero": {"host_memory": "192KiB"},
+    }
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = run_megatron(OURS, 3, remote="nvme")  # (a context inside the other one)
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+    assert optimizer is not None
+    assert optimizer.engine.config.placement_policy == "nvme"
+    torch.manual_seed(0)
+    plain = run_megatron(PLAIN, 3)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS)
+    for seed in range(2):
+        engine.backward(loss_of(engine, seed))
+        engine.step()
+        loss_of(plain, seed).backward()
+        adamw.step()
+        adamw.zero_grad()
+    assert optimizer.engine.traffic.disk_read > 0
+    for found, weight in zip(hetero.masters(model.parameters()), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
+    engine.destroy()

@@ -1,0 +1,278 @@
+"""hetero/compat/oneflow: graphs, their configuration, global modules and tensors."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.compat import oneflow as flow
+from hetero.compat.key_table import forget_logged
+from tests.support.training.small_net import Net, assert_same, loss_of, plain
+
+P, B, S0 = flow.placement("cpu", ranks=[0]), flow.sbp.broadcast, flow.sbp.split(0)
+
+
+class Training(flow.nn.Graph):
+    """A step on a net under seed 0."""
+
+    def __init__(self, setting: Callable[[Any], object] = lambda config: None, **more: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = flow.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.add_optimizer(self.optimizer, **more)
+        setting(self.config)
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.model(x)
+        (output.float() - 1).square().mean().backward()
+        return output
+
+
+class Mine(flow.nn.Module):
+    """A user's own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = flow.nn.Linear(2, 2)
+
+
+def data(seed: int) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_graph_trains(stage: int, nothing_left: None) -> None:
+    graph = Training(lambda config: config.enable_zero(True, stage=stage))
+    expected, adamw = plain()
+    for seed in range(3):
+        adamw.zero_grad()
+        loss_of(expected, seed).backward()
+        adamw.step()
+        output = graph(data(seed))
+        assert output.shape == (4, 64)
+    assert_same(graph.model, expected)
+    assert graph.optimizer.engine.config.zero_stage == stage
+    graph.optimizer.engine.close()
+
+
+def test_micro_batches_and_a_scheduler() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = flow.optim.AdamW(model.parameters(), lr=1e-2)
+
+    class Accumulating(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.config.set_gradient_accumulation_steps(2)
+            rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            self.add_optimizer(optimizer, lr_sch=rates)
+
+        def build(self, x: torch.Tensor, scale: float) -> Any:
+            output = self.model(x)
+            loss = scale * (output - 1).square().mean()
+            loss.backward()
+            return output, loss, "plain"
+
+    graph = Accumulating()
+    expected, adamw = plain()
+    rates = torch.optim.lr_scheduler.StepLR(adamw, 1, gamma=0.5)
+    for seed in range(2):
+        adamw.zero_grad()
+        loss_of(expected, seed).backward()
+        adamw.step()
+        rates.step()
+        output, losses, said = graph(data(seed), scale=1.0)
+        assert output.shape == (4, 64)
+        assert losses.shape == (2,)
+        assert said == ["plain", "plain"]
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / 4
+    assert_same(model, expected)
+    with pytest.raises(ValueError, match="3 rows of an input cannot be divided into 2"):
+        graph(torch.zeros(3, 64), scale=1.0)
+    optimizer.engine.close()
+
+
+def test_two_graphs_of_one_model(nothing_left: None) -> None:
+    """The second finds the engine of the first; and inference needs no graph."""
+    graph = Training()
+    other = type("Other", (Training,), {"__init__": lambda self: flow.nn.Graph.__init__(self)})()
+    other.model, other.optimizer = graph.model, graph.optimizer
+    other.add_optimizer(graph.optimizer)
+    graph(data(0))
+    engine = graph.optimizer.engine
+    other(data(1))
+    assert graph.optimizer.engine is engine
+
+    class Inference(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = graph.model
+
+        def build(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)
+
+    inferred = Inference()(data(2))
+    assert not inferred.requires_grad
+    assert torch.equal(inferred, graph.model(data(2)))
+    engine.close()
+
+
+def test_several_modules_of_a_graph() -> None:
+    class Two(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.loss = flow.nn.Linear(4, 4), flow.nn.MSELoss()
+            self.last = flow.nn.Linear(4, 2)
+            params = [*self.first.parameters(), *self.last.parameters()]
+            self.optimizer = flow.optim.SGD(params, lr=0.1)
+            self.add_optimizer(self.optimizer)
+
+        def build(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.loss(self.last(self.first(x)), torch.zeros(3, 2))
+            loss.backward()
+            return loss.detach()
+
+    graph = Two()
+    losses = [float(graph(torch.ones(3, 4))) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    graph.optimizer.engine.close()
+
+
+def test_options(tmp_path: Path) -> None:
+    def setting(config: Any) -> None:
+        config.enable_amp(True)
+        config.set_hetero_options(placement_policy="nvme", nvme_path=str(tmp_path))
+        config.set_hetero_options(host_memory="1MiB")
+
+    graph = Training(setting)
+    graph(data(0))
+    config = graph.optimizer.engine.config
+    assert (config.dtype, config.placement_policy) == ("bf16", "nvme")
+    assert config.host_memory == 1 << 20
+    graph.optimizer.engine.close()
+
+
+def test_optimizers() -> None:
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    adam = flow.optim.Adam(params, do_bias_correction=False)
+    assert adam.param_groups[0]["bias_correction"] is False
+    assert adam.param_groups[0]["adamw_mode"] is False
+    adamw = flow.optim.AdamW(params)
+    assert (adamw.param_groups[0]["adamw_mode"], adamw.param_groups[0]["weight_decay"]) == (True, 0)
+    assert isinstance(flow.optim.Adagrad(params), hetero.HybridAdagrad)
+    with pytest.raises(ValueError, match="maximize=True"):
+        flow.optim.SGD(params, maximize=True)
+
+
+def test_modules_and_tensors_may_be_global() -> None:
+    model = flow.nn.Sequential(flow.nn.Linear(2, 2), flow.nn.ReLU())
+    assert isinstance(model, torch.nn.Sequential)
+    assert model.to("cuda").cuda().to_global(placement=P, sbp=B) is model
+    assert model[0].weight.device.type == "cpu"
+    assert model.to(torch.float64)[0].weight.dtype == torch.float64
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
+    assert issubclass(Mine, torch.nn.Module)
+    assert flow.nn.functional is torch.nn.functional
+    x = flow.randn(3, 2, device="cuda").to("cuda")
+    mine = x.to_global(placement=P, sbp=S0)
+    assert type(mine) is torch.Tensor
+    assert torch.equal(mine, x)
+    assert flow.ones(2, dtype=flow.int64).to(device="cuda").dtype == torch.int64
+    assert flow.nn.CrossEntropyLoss()(torch.zeros(3, 4), torch.ones(3, 1, dtype=torch.int64)) > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Mine().to_global(placement=P, sbp=S0), ValueError, "sbp must be broadcast"),
+        (
+            lambda: Mine().to_global(placement=flow.placement("cpu", ranks=[0, 1]), sbp=B),
+            ValueError,
+            "has the ranks .0, 1., and the training 1",
+        ),
+        (
+            lambda: flow.randn(2, 2).to_global(placement=P, sbp=flow.sbp.split(1)),
+            ValueError,
+            "along dimension 0, not 1",
+        ),
+        (lambda: Training(lambda c: c.enable_zero(stage=4)), ValueError, "must be 1, 2 or 3"),
+        (
+            lambda: Training(lambda c: c.set_zero_redundancy_optimizer_mode("all")),
+            ValueError,
+            "distributed_split or non",
+        ),
+        (
+            lambda: Training(lambda c: c.set_gradient_accumulation_steps(0)),
+            ValueError,
+            "must be 1 or more",
+        ),
+        (lambda: Training(lambda c: c.enable_zeros()), AttributeError, "did you mean enable_zero"),
+        (
+            lambda: Training(lambda c: c.enable_xla_jit(True)),
+            ValueError,
+            r"call torch\.compile",
+        ),
+        (
+            lambda: Training(lambda c: c.set_hetero_options(host_memry=1)),
+            ValueError,
+            "did you mean host_memory",
+        ),
+        (
+            lambda: flow.nn.Graph().add_optimizer(torch.optim.SGD([torch.zeros(1)])),
+            ValueError,
+            "must be of hetero.compat.oneflow.optim",
+        ),
+        (lambda: Training(is_sparse=True), ValueError, "gradients are dense"),
+        (lambda: (g := Training()).add_optimizer(g.optimizer), ValueError, "has an optimizer"),
+        (lambda: flow.nn.Graph()(), NotImplementedError, "needs build"),
+        (lambda: flow.nn.Nothing, AttributeError, "Nothing"),
+        (lambda: flow.nothing, AttributeError, "nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_graph_without_a_module() -> None:
+    class Empty(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_optimizer(flow.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+
+    with pytest.raises(ValueError, match="no module with parameters"):
+        Empty()()
+
+
+def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    forget_logged()
+    with caplog.at_level(logging.WARNING, "hetero.compat"):
+        config = flow.nn.Graph().config
+        config.enable_zero(shard_min_size=1, shard_restore_level=0)
+        config.allow_fuse_add_to_output(True)
+        config.set_zero_redundancy_optimizer_min_size_after_split(1)
+        config.enable_xla_jit(False)
+        config.enable_amp(dtype=torch.float16)
+        Mine().to("cuda")
+        flow.optim.SGD([torch.nn.Parameter(torch.zeros(1))], contiguous_params=True)
+    named = [message.split(" is not needed")[0] for message in caplog.messages]
+    assert named == [
+        "nn.Graph.config: shard_min_size",
+        "nn.Graph.config: shard_restore_level",
+        "nn.Graph.config: allow_fuse_add_to_output",
+        "nn.Graph.config: set_zero_redundancy_optimizer_min_size_after_split",
+        "enable_amp: dtype",
+        "Module.to: a device",
+        "SGD: contiguous_params",
+    ]

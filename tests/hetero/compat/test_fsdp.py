@@ -1,0 +1,299 @@
+"""hetero/compat/fsdp: FSDP2's loop on the engine, beside FSDP2 itself and plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.compat import fsdp
+from hetero.compat.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from hetero.compat.key_table import forget_logged
+from tests.support.compat.document import run_document
+from tests.support.compat.fsdp import Layer, Model, data, train
+from tests.support.ranks.processes import RankPool
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def sharded(**keywords: Any) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, **keywords)
+    return fully_shard(model, **keywords)
+
+
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
+    return (model(data(0, step)).float() - 1).square().mean()
+
+
+def expected(steps: int = 2, **options: Any) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    for step in range(steps):
+        adamw.zero_grad()
+        loss_of(model, step).backward()
+        adamw.step()
+    return model
+
+
+def assert_same(model: nn.Module, wanted: nn.Module) -> None:
+    masters = hetero.masters(model.parameters())
+    for found, weight in zip(masters, wanted.parameters(), strict=True):
+        torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reshard", "mesh"),
+    [("float32", True, True), ("float32", False, False), ("bfloat16", True, False)],
+)
+def test_two_ranks_beside_fsdp2(dtype: str, reshard: bool, mesh: bool, ranks2: RankPool) -> None:
+    theirs = ranks2.run(train, True, dtype, reshard, mesh)
+    ours = ranks2.run(train, False, dtype, reshard, mesh)
+    for (found, norms), (wanted, expected_norms) in zip(ours, theirs, strict=True):
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        for mine, weight in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, weight, rtol=1e-5, atol=1e-6)
+
+
+def test_the_tutorials_loop(nothing_left: None) -> None:
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(11, 16)
+            self.layers = nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    sizes = {"epochs": 2, "vocab_size": 11, "batch_size": 2, "seq_len": 4, "max_norm": 1.0}
+    names = run_document(
+        "fsdp2_tutorial.txt",
+        {
+            "from torch.distributed.fsdp import fully_shard, FSDPModule, MixedPrecisionPolicy": (
+                "from hetero.compat.fsdp import fully_shard, FSDPModule, MixedPrecisionPolicy"
+            ),
+            "from torch import optim": "from hetero.compat.fsdp import optim",
+        },
+        {"torch": torch, "Transformer": Transformer, "device": "cpu", **sizes},
+    )
+    config = names["optim"].engine.config
+    assert (config.dtype, config.grad_dtype, config.reduce_dtype) == ("bf16", "fp32", "fp32")
+    assert config.zero_stage == 3
+    assert all(m.step == 2 for m in names["optim"].engine.managed_params())
+    names["optim"].engine.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: fsdp.optim.AdamW(p, lr=1e-2),
+        lambda p: hetero.HybridAdam(p, lr=1e-2, weight_decay=1e-2),
+    ],
+)
+def test_the_first_forward_initializes(make: Callable[..., Any], nothing_left: None) -> None:
+    model = sharded(offload_policy=CPUOffloadPolicy(), chunk_numel=4096)
+    before = model(data(0, 0)) if not model.training else None
+    assert before is None
+    optimizer = make(model.parameters())
+    with torch.no_grad():
+        model(data(0, 0))  # as it was made
+    with pytest.raises(hetero.UnmanagedParameterError):
+        _ = optimizer.engine
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    config = optimizer.engine.config
+    assert (config.placement_policy, config.chunk_numel) == ("cpu", 4096)
+    assert optimizer.engine.is_of(model)
+    assert_same(model, expected(weight_decay=1e-2))
+    optimizer.engine.close()
+
+
+def test_a_model_on_the_meta_device(nothing_left: None) -> None:
+    with torch.device("meta"):
+        model = Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.load_state_dict(Model().state_dict())
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert_same(model, expected())
+    optimizer.engine.close()
+
+
+def test_some_modules_keep_fp32() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    whole = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+    for layer in model.layers:
+        fully_shard(layer.norm, mp_policy=whole)
+        fully_shard(layer, mp_policy=BF16)
+    fully_shard(model, mp_policy=BF16)
+    seen: list[Any] = []
+    model.layers[0].norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    optimizer.step()
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    for name, dtype in dtypes.items():
+        assert dtype == (torch.float32 if ".norm." in name else torch.bfloat16)
+    assert seen == [torch.float32]
+    optimizer.engine.close()
+
+
+def test_inference_before_training() -> None:
+    model = sharded(mp_policy=BF16)
+    with torch.no_grad():
+        before = model(data(0, 0))
+    torch.manual_seed(0)
+    assert torch.equal(before, Model()(data(0, 0)))
+
+
+def test_gradients_that_are_not_sent_yet() -> None:
+    model = sharded()
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)  # (first before there is an engine)
+        loss_of(model, micro).backward()
+        intake = optimizer.engine.grad_intake
+        assert bool(intake._unsynced) == (micro == 0)
+    optimizer.step()
+    with pytest.raises(ValueError, match="it is for whole models"):
+        model.set_requires_gradient_sync(True, recurse=False)
+    torch.manual_seed(0)
+    wanted = Model()
+    adamw = torch.optim.AdamW(wanted.parameters(), lr=1e-2)
+    (loss_of(wanted, 0) + loss_of(wanted, 1)).backward()
+    adamw.step()
+    assert_same(model, wanted)
+    optimizer.engine.close()
+
+
+def test_two_optimizers() -> None:
+    model = sharded()
+    first = fsdp.optim.SGD(model.first.parameters(), lr=1e-2)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("first")]
+    second = fsdp.optim.AdamW(rest, lr=1e-2)
+    loss_of(model).backward()
+    for optimizer in (first, second):
+        optimizer.step()
+        assert optimizer.engine is first.engine
+    first.engine.close()
+
+
+def test_state_on_nvme(tmp_path: Path, nothing_left: None) -> None:
+    model = sharded(placement_policy="nvme", nvme_path=str(tmp_path))
+    optimizer = fsdp.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert_same(model, expected())
+    assert optimizer.engine.traffic.disk_write > 0
+    optimizer.engine.close()
+
+
+def test_copies_are_plain() -> None:
+    model = sharded()
+    plain = copy.deepcopy(model)
+    assert type(plain) is Model
+    assert not any(isinstance(module, FSDPModule) for module in plain.modules())
+    with torch.no_grad():
+        assert torch.equal(plain(data(0, 0)), model(data(0, 0)))
+
+
+def test_what_is_not_needed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    forget_logged()
+    model = Model()
+    with caplog.at_level(logging.WARNING, "hetero.compat"):
+        assert fully_shard([model.first, model.last], reshard_after_forward=2) is not None
+        fully_shard(model, shard_placement_fn=lambda param: None)
+        handle = model.unshard(async_op=True)
+        assert handle is not None
+        handle.wait()
+        assert model.unshard() is None
+        model.reshard()
+        model.set_modules_to_forward_prefetch([model.first])
+    named = [message.split(" is not needed")[0] for message in caplog.messages]
+    assert named == [
+        "fully_shard: a number as reshard_after_forward",
+        "fully_shard: shard_placement_fn",
+        "FSDPModule.unshard",
+        "FSDPModule.reshard",
+        "FSDPModule.set_modules_to_forward_prefetch",
+    ]
+    with pytest.raises(AttributeError, match="set_modules_to_forward_prefetc'"):
+        model.set_modules_to_forward_prefetc([])
+
+
+@pytest.mark.parametrize(
+    ("shard", "error", "message"),
+    [
+        (
+            lambda m: fully_shard(m, ignored_params={m.first.weight}),
+            ValueError,
+            "ignored_params=.*freeze them",
+        ),
+        (lambda m: fully_shard(m, dp_mesh_dims=1), ValueError, "mesh of one or two dimensions"),
+        (lambda m: fully_shard(fully_shard(m)), ValueError, "on this FSDPModel before"),
+        (
+            lambda m: fully_shard(m, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)),
+            ValueError,
+            "cast_forward_inputs=False",
+        ),
+        (
+            lambda m: (fully_shard(m.layers, mp_policy=BF16), fully_shard(m)),
+            ValueError,
+            "param_dtype of layers is bf16, and that of the whole model fp32",
+        ),
+        (
+            lambda m: (fully_shard(m.layers, reshard_after_forward=False), fully_shard(m)),
+            ValueError,
+            "reshard_after_forward differs between the whole model and layers",
+        ),
+        (lambda m: fully_shard(m, host_memry=1), ValueError, "did you mean host_memory"),
+        (
+            lambda m: fully_shard(m, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64)),
+            ValueError,
+            "param_dtype must be a dtype of 16 or 32 bits",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    shard: Callable[[Model], Any], error: type[Exception], message: str
+) -> None:
+    model = Model()
+    with pytest.raises(error, match=message):
+        shard(model)
+        optimizer = fsdp.optim.AdamW(model.parameters())
+        loss_of(model)
+        del optimizer
+
+
+def test_a_forward_without_optimizer() -> None:
+    model = sharded()
+    with pytest.raises(hetero.HeteroError, match="needs its optimizer"):
+        loss_of(model)
+    model.eval()
+    assert loss_of(model).requires_grad  # the plain module's

@@ -1,0 +1,74 @@
+"""hetero/compat/key_table: keys of other projects' configurations."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hetero.compat.key_table import (
+    KeyTable,
+    forget_logged,
+    honoured,
+    log_not_needed,
+    mapped,
+    not_needed,
+    refused,
+)
+
+TABLE = KeyTable(
+    "things",
+    {
+        "size": mapped("`chunk_numel`"),
+        "count": honoured("so many"),
+        "buckets": not_needed("there are chunks"),
+        "magic": refused("do it by hand"),
+    },
+    {"sise": "size"},
+)
+
+
+def test_values_come_back_under_their_usual_names() -> None:
+    assert TABLE.read({"sise": 3, "count": 0, "buckets": 7}) == {"size": 3, "count": 0}
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown key 'bucket' in things; did you mean buckets"):
+        TABLE.read({"bucket": 1})
+    with pytest.raises(ValueError, match="known: buckets, count, magic, sise, size"):
+        TABLE.read({"zzzzzz": 1})
+
+
+@pytest.mark.parametrize("off", [False, None, 0, "none", {"enabled": False}, {}])
+def test_a_refused_key_may_be_off(off: object) -> None:
+    assert TABLE.read({"magic": off}) == {}
+
+
+@pytest.mark.parametrize("on", [True, 2, "yes", {"enabled": True}])
+def test_a_refused_key_says_what_to_do(on: object) -> None:
+    with pytest.raises(ValueError, match="refused: do it by hand"):
+        TABLE.read({"magic": on})
+
+
+def test_two_names_of_a_key_must_agree() -> None:
+    assert TABLE.read({"size": 3, "sise": 3}) == {"size": 3}
+    with pytest.raises(ValueError, match="size is given under two names, with 3 and 4"):
+        TABLE.read({"size": 3, "sise": 4})
+
+
+def test_what_is_no_mapping_is_refused() -> None:
+    with pytest.raises(ValueError, match="things must be a mapping"):
+        TABLE.read([("size", 3)])
+
+
+def test_what_is_not_needed_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_logged()
+    with caplog.at_level(logging.WARNING, "hetero.compat"):
+        for _ in range(2):
+            TABLE.read({"buckets": 1})
+        assert caplog.messages == ["things: buckets is not needed here, because there are chunks"]
+        monkeypatch.setenv("RANK", "1")
+        log_not_needed("another", "only the first rank says so")
+    assert len(caplog.messages) == 1
