@@ -16,8 +16,7 @@ from hetero.ranks.process_groups import ProcessGroups
 from hetero.setup.construction_file import BLOCK_BYTES, ConstructionFile
 from hetero.setup.construction_parts import change_part, exchange_parts, part_of
 from hetero.setup.construction_record import Record, check_adoptable, may_be_offloaded, weakly
-from hetero.setup.first_budgets import FirstBudgets
-from hetero.setup.process_share import ProcessShare
+from hetero.setup.process_share import FirstBudgets, ProcessShare
 from hetero.stand_ins.construction_uses import ConstructionUses, arena_of
 from hetero.stand_ins.parameter_classes import become, become_plain, memory_in
 from hetero.stand_ins.tile_changes import TileChange

@@ -1,10 +1,13 @@
-"""The part of process_memory that model state gets before a step was seen."""
+"""The budgets before a step was seen, of which process_memory leaves a part for what steps need."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from hetero.config import FIRST_STATE_SHARE, Config
 from hetero.planning.placement import PlacementError
 from hetero.planning.refusal import process_too_small
+from hetero.ranks.process_groups import ProcessGroups
 from offload.memory.process_memory import resident_bytes
 
 
@@ -44,3 +47,31 @@ class ProcessShare:
         if why is None or least <= self.host_bytes:
             return refusal
         return PlacementError(why, least, refusal.smallest_device_bytes)
+
+
+class FirstBudgets:
+    """The smallest of all ranks' budgets: with others their plans would differ.
+
+    Attributes:
+        host_bytes: of RAM.
+        disk_bytes: of the scratch file; 0 without a directory.
+        device_bytes: None unless DEVICE has memory of its own.
+    """
+
+    def __init__(self, config: Config, world: ProcessGroups, host_bytes: int) -> None:
+        """All ranks of `world` call this; `host_bytes` are this one's."""
+
+        def agreed(nbytes: int) -> int:
+            return world.agree(nbytes, min, "budgets")
+
+        follows = config.activation_memory is None and config.activation_limit == "auto"
+        self._limits_activations = bool(world.agree(int(follows), max, "a limit"))
+        self.host_bytes = agreed(host_bytes)
+        self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
+        device_bytes = config.device_share(world.local_ranks)
+        self.device_bytes = None if device_bytes is None else agreed(device_bytes)
+
+    def effective(self, config: Config) -> Config:
+        """`config`, with the activations counted if the process of any rank has a limit: that is
+        one of all ranks (BudgetMoves)."""
+        return replace(config, activation_memory="auto") if self._limits_activations else config
