@@ -10,6 +10,7 @@ from offload.memory.ledger import Ledger
 from offload.memory.process_memory import ResidentMemory, margin_bytes
 from offload.memory.tiers import Tier
 
+_DEVICE_MARGIN = 64  # one part in so many of a device's limit stays free
 _RESERVE = 32  # one part in so many of a device: for what its allocator cannot use, and for others
 
 
@@ -98,7 +99,10 @@ class MemoryLimit:
     def state_bytes(self, beside_bytes: int, margin: bool = True) -> int:
         """Bytes that model state may have beside `beside_bytes` of anything else, and a margin."""
         others = self.beside.shared_bytes(self.tier)
-        free = margin_bytes(self.limit) if margin else 0
+        free = 0
+        if margin:
+            is_host = self.tier is Tier.HOST
+            free = margin_bytes(self.limit) if is_host else self.limit // _DEVICE_MARGIN
         return min(self.wanted_bytes, self.limit - free - beside_bytes - others)
 
 
