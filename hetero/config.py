@@ -421,6 +421,12 @@ class Config:
         parts = [host_bytes // share for share in shares]
         return [(part, on_device) for part in (*parts, min(parts[-1], _LEAST_ACTIVATION_BYTES))]
 
+    def least_activation_bytes(self, state_bytes: int) -> int:
+        """The least that activation_bytes() says of RAM in which model state takes so many."""
+        if self.activation_limit != "auto":
+            return self.activation_bytes(0, None)[0][0]
+        return min(-(-state_bytes // (_HOST_SHARES[-1] - 1)), _LEAST_ACTIVATION_BYTES)
+
     @property
     def activation_limit(self) -> int | str | None:
         """activation_memory; "auto" if it was not given and process_memory limits the process."""

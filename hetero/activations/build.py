@@ -64,15 +64,18 @@ def build_activation_store(
         movement = InRam(limits, kept, ram, file, config.prefetch, excess)
     else:
         arena = backend.host_arena(slots, slot_bytes, ledger, Account.ACTIVATION)
-        nbytes = slots * slot_bytes
-        pool = RunPool(arena, lambda: nbytes, in_one=True)
+
+        def behind_link() -> int:
+            return limits.host_bytes
+
+        pool = RunPool(arena, behind_link, in_one=True)
         devices = DeviceCopies(
             backend,
             ledger,
             limits.device_bytes // KEPT_SHARE,
             limits.slot_bytes(limits.device_bytes),
         )
-        unwritten_bytes = int(nbytes * _UNWRITTEN_SHARE)
-        ram = RamCopies(pool, lambda: nbytes, file, unwritten_bytes, devices.wait_for_one)
+        unwritten_bytes = int(slots * slot_bytes * _UNWRITTEN_SHARE)
+        ram = RamCopies(pool, behind_link, file, unwritten_bytes, devices.wait_for_one)
         movement = ByLink(limits, kept, ram, file, config.prefetch, backend, devices)
     return ActivationStore(limits, kept, movement, notes)

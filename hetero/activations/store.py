@@ -65,6 +65,8 @@ class ActivationStore:
         self.saved_bytes = 0  # so far, of all storages that were new
         # Of the storages that graphs have, wherever their bytes are; and the most there ever were.
         self.alive_bytes = self.peak_alive_bytes = 0
+        # Of RAM, what would have been needed to count the largest that found no room.
+        self.refused_host_bytes = 0
         self.recomputes = False  # blocks are computed again, so that less is saved
         # Seconds for which compute could not go on so far, in forward and in backward.
         self.pack_s = self.unpack_s = 0.0
@@ -146,6 +148,8 @@ class ActivationStore:
         if refusal is not None:
             if self.limits.is_strict:
                 raise BudgetError(refusal)
+            beside = 2 * nbytes if self.movement.file is not None else self.alive_bytes
+            self.refused_host_bytes = max(self.refused_host_bytes, beside + nbytes)
             note = "some saved tensors stay in memory that no budget counts: " + refusal
             if not any(line.startswith(note[:40]) for line in self._notes):
                 self._notes.append(note)
@@ -271,16 +275,16 @@ class ActivationStore:
 
     @property
     def least_host_bytes(self) -> int:
-        """Of RAM, what the largest saved tensor so far needs to leave and to come back."""
-        return 3 * self._kept.largest_bytes
+        """Of RAM, what the largest saved tensor so far needs to leave and to come back; what
+        cannot be given back at least."""
+        return max(3 * self._kept.largest_bytes, self.movement.fixed_bytes)
 
     @property
     def wanted_host_bytes(self) -> int:
         """Of RAM, what steps like those so far need so that nothing has to leave; all that there
-        is if that is less, or if blocks are computed again for want of more."""
-        if self.recomputes:
-            return self.limits.host_bytes
-        return min(self.limits.host_bytes, self.peak_alive_bytes * 3 // 2 + self.least_host_bytes)
+        is at least, if blocks are computed again for want of more."""
+        wanted = self.peak_alive_bytes * 3 // 2 + self.least_host_bytes
+        return max(wanted, self.limits.host_bytes) if self.recomputes else wanted
 
     @property
     def keepable_bytes(self) -> int:
@@ -326,4 +330,5 @@ class ActivationStore:
                 else:
                     self.movement.drop(activation)
             self._keys.clear()
+            self.alive_bytes = 0
             self.movement.close()

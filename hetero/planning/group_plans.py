@@ -149,7 +149,10 @@ def arrange(
             return Arrangement(tuple(params), plan(beside, shard, policy=policy), activations)
         except PlacementError as error:
             refusal = error
+            least = config.least_activation_bytes(error.smallest_host_bytes - activations[0])
     assert refusal is not None
+    if refusal.smallest_host_bytes > host_bytes:  # of more RAM activations have more
+        plan(replace(beside, activations_host=least), shard, policy=policy)
     raise refusal
 
 

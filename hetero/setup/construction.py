@@ -47,7 +47,7 @@ class ConstructionArena:
         """An arena without parameters; all ranks of `world` make one."""
         self.given_config, self.world = config, world
         self.process_share = ProcessShare(config, world.local_ranks)
-        self._budgets = budgets = FirstBudgets(config, world, self.process_share.host_bytes)
+        self.first_budgets = budgets = FirstBudgets(config, world, self.process_share)
         self.config = budgets.effective(config)
         self.host_bytes, self.disk_bytes = budgets.host_bytes, budgets.disk_bytes
         self.device_bytes = budgets.device_bytes
@@ -95,7 +95,7 @@ class ConstructionArena:
 
     def take_options(self, config: Config) -> None:
         """initialize() is going to use `config`; those of memory and disk must be as before."""
-        self.given_config, self.config = config, self._budgets.effective(config)
+        self.given_config, self.config = config, self.first_budgets.effective(config)
 
     def begin_block(self) -> None:
         """The block of a ZeroInitContext begins."""

@@ -171,9 +171,9 @@ def _arrange(
 
     Raises PlacementError, ValueError.
     """
-    share = construction.process_share
+    first = construction.first_budgets.first_host_bytes
     refusal: PlacementError | None = None
-    for host_bytes in share.first_host_bytes(construction.host_bytes):
+    for host_bytes in dict.fromkeys((first, construction.host_bytes)):
         try:
             arrangement = arrange(
                 model,
@@ -191,7 +191,7 @@ def _arrange(
             construction.host_bytes = host_bytes
             return arrangement
     assert refusal is not None
-    raise share.in_its_words(refusal) from None
+    raise construction.process_share.in_its_words(refusal) from None
 
 
 def _check_for_ranks(config: Config, shard: Shard) -> None:

@@ -21,12 +21,14 @@ class ProcessShare:
         self._beside_bytes = resident_bytes()
         self.host_bytes = config.host_bytes(local_ranks, self._beside_bytes)
 
-    def first_host_bytes(self, host_bytes: int) -> tuple[int, ...]:
-        """What model state and activations get of `host_bytes` until steps were seen: two thirds
-        where that follows from process_memory, all if that is not enough."""
+    @property
+    def first_host_bytes(self) -> int:
+        """What model state and activations get of the host budget until steps were seen: at most
+        two thirds of what follows from process_memory."""
         if self._limit is None:
-            return (host_bytes,)
-        return host_bytes * 2 // 3, host_bytes
+            return self.host_bytes
+        share = int((self._limit - self._beside_bytes) * FIRST_STATE_SHARE)
+        return max(1, min(self.host_bytes, share * 2 // 3))
 
     def too_small(self, what: str, least: int) -> str | None:
         """Why `least` bytes of state do not fit, if the host budget follows from process_memory.
@@ -54,19 +56,21 @@ class FirstBudgets:
 
     Attributes:
         host_bytes: of RAM.
+        first_host_bytes: of RAM until steps were seen, if that is enough.
         disk_bytes: of the scratch file; 0 without a directory.
         device_bytes: None unless DEVICE has memory of its own.
     """
 
-    def __init__(self, config: Config, world: ProcessGroups, host_bytes: int) -> None:
-        """All ranks of `world` call this; `host_bytes` are this one's."""
+    def __init__(self, config: Config, world: ProcessGroups, share: ProcessShare) -> None:
+        """All ranks of `world` call this; `share` is this one's."""
 
         def agreed(nbytes: int) -> int:
             return world.agree(nbytes, min, "budgets")
 
         follows = config.activation_memory is None and config.activation_limit == "auto"
         self._limits_activations = bool(world.agree(int(follows), max, "a limit"))
-        self.host_bytes = agreed(host_bytes)
+        self.host_bytes = agreed(share.host_bytes)
+        self.first_host_bytes = agreed(share.first_host_bytes)
         self.disk_bytes = agreed(config.disk_bytes(world.local_ranks))
         device_bytes = config.device_share(world.local_ranks)
         self.device_bytes = None if device_bytes is None else agreed(device_bytes)

@@ -29,6 +29,7 @@ class Ledger:
         self._accounts: Counter[tuple[Tier, Account]] = Counter()
         self._in_use = dict.fromkeys(Tier, 0)
         self._peak = dict.fromkeys(Tier, 0)
+        self._recent_peak = dict.fromkeys(Tier, 0)  # since take_peak()
         self._lock = threading.RLock()
         self._relieve = relieve
 
@@ -77,6 +78,13 @@ class Ledger:
         self._accounts[tier, account] += nbytes
         self._in_use[tier] += nbytes
         self._peak[tier] = max(self._peak[tier], self._in_use[tier])
+        self._recent_peak[tier] = max(self._recent_peak[tier], self._in_use[tier])
+
+    def take_peak(self, tier: Tier) -> int:
+        """The most bytes of `tier` at any time since this was asked last."""
+        with self._lock:
+            peak, self._recent_peak[tier] = self._recent_peak[tier], self._in_use[tier]
+            return peak
 
     def used(self, tier: Tier, account: Account) -> int:
         """Bytes of one account now."""

@@ -32,8 +32,9 @@ class RunPool:
             arena: has the slots. More than there may be at once, so that long runs are found:
                 what is not charged costs addresses alone.
             room: the bytes that may be charged in all, at the time.
-            in_one: all slots are charged at the first use, and stay: RAM that is page-locked, which
-                takes its time and may not be cut, and memory of a device.
+            in_one: the slots for which there is room are charged at the first use, and stay: RAM
+                that is page-locked, which takes its time and may not be cut, and memory of a
+                device.
         """
         self.arena = arena
         self._room = room
@@ -57,6 +58,8 @@ class RunPool:
     def take(self, slots: int) -> Run | None:
         """Allocates a run; None if there is no room. Raises BudgetError if the ledger has none."""
         self._sweep()
+        if self._in_one and not self.charged_bytes:
+            self._charge_all()
         first = self._free.take(slots)
         if first is None:
             return None
@@ -67,13 +70,18 @@ class RunPool:
         self.used_bytes += slots * self.arena.slot_bytes
         return run
 
+    def _charge_all(self) -> None:
+        """There are as many slots from now on as there is room for."""
+        slots = min(self.arena.slots, self._room() // self.arena.slot_bytes)
+        self.arena.commit(0, slots)
+        self._mark(Run(0, slots), True)
+        self._free = FreeSpace()
+        self._free.give(0, slots)
+
     def _charge(self, run: Run) -> bool:
         """Whether there is room for the slots of `run` that are not charged, which then are."""
         slot_bytes = self.arena.slot_bytes
         if self._in_one:
-            if not self.charged_bytes:
-                self.arena.commit(0, self.arena.slots)
-                self._mark(Run(0, self.arena.slots), True)
             return True
         fresh = run.slots - sum(self._charged[run.first : run.first + run.slots])
         excess = self.charged_bytes + fresh * slot_bytes - self._room()

@@ -61,6 +61,10 @@ class ByLink(Movement):
     def kept_limit(self, largest_bytes: int) -> int:
         return self._limits.device_bytes // KEPT_SHARE
 
+    @property
+    def fixed_bytes(self) -> int:
+        return self._ram.pool.charged_bytes
+
     def staying_limit(self, limit: int) -> int:
         return limit // 2
 

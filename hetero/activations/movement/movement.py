@@ -130,6 +130,11 @@ class Movement(ABC):
         """What may be in slots of RAM that is not where compute happens."""
 
     @property
+    def fixed_bytes(self) -> int:
+        """Of slots of RAM, what was taken in one piece and is not given back."""
+        return 0
+
+    @property
     def device_bytes(self) -> tuple[int, int]:
         """Bytes copied so far to a device with memory of its own, and from it."""
         return 0, 0

@@ -40,7 +40,11 @@ class BudgetMoves:
         state, of which `activations` have a part that nobody chose if activation_memory is "auto".
         """
         self._activations = activations
-        self._is_auto = relocation.shared.config.activation_limit == "auto"
+        is_auto = relocation.shared.config.activation_limit == "auto"
+        self._adjustable = activations if is_auto else None
+        self._first_activation_bytes = 0 if activations is None else activations.limits.host_bytes
+        self._given_back_bytes = 0  # by activations, until budgets are raised
+        self._not_given_bytes = 0  # that activations need, and for which there is no placement
         self._relocation = relocation
         self._chunk_groups, self._shared = relocation.chunk_groups, relocation.shared
         self._config, self._ledger = self._shared.config, self._shared.ledger
@@ -76,12 +80,13 @@ class BudgetMoves:
         """
         device_bytes = max(device_bytes, self._beside.device_bytes())
         needed = {Tier.HOST: host_bytes, Tier.DEVICE: device_bytes}
-        # What the ledger has charged at most, activations included, may have been there then.
-        peak = self._beside.new_peak()
-        needed[Tier.HOST] = max(host_bytes, peak - self._ledger.peak_bytes[Tier.HOST.value])
+        peak, beside_bytes = self._beside.new_peak()
+        needed[Tier.HOST] = max(host_bytes, beside_bytes)
         if self._shared.excess is not None:
             needed[Tier.HOST] = max(needed[Tier.HOST], self._shared.excess.take_peak_beside())
         self._beside.reset()
+        if self._activations is not None:  # a graph that somebody keeps would keep it lent
+            self._activations.limits.lent_bytes = 0
         self._steps += 1
         refusal = None
         for tier, limit in self.limits.items():
@@ -91,6 +96,8 @@ class BudgetMoves:
             self._raise_once()
         if refusal is not None:
             raise refusal
+        if Tier.HOST in self.limits:
+            self._give_more()
 
     def _keep_within(self, limit: MemoryLimit, needed: int, peak: int) -> BudgetError | None:
         """Lowers a budget if its limit is passed, or was in the step that had `needed` beside it,
@@ -131,24 +138,54 @@ class BudgetMoves:
         try:
             return self._place(self._budgets({tier: left}))
         except PlacementError as refusal:
-            if tier is not Tier.HOST or self._activations is None or not self._is_auto:
+            store = self._adjustable
+            if tier is not Tier.HOST or store is None:
                 raise
-            limits = self._activations.limits
-            before = limits.host_bytes
-            limits.host_bytes = left - (refusal.smallest_host_bytes - before)
-            if not self._activations.least_host_bytes <= limits.host_bytes < before:
-                limits.host_bytes = before
+            before = store.limits.host_bytes
+            least = self._agree(store.least_host_bytes, max, "activation_memory")
+            fits = left - (refusal.smallest_host_bytes - before)
+            if not least <= fits < before:
                 raise
-            return self._place(self._budgets({tier: left}))
+            store.limits.host_bytes = fits
+            try:
+                return self._place(self._budgets({tier: left}))
+            except PlacementError:
+                store.limits.host_bytes = before
+                raise
 
-    def _take_back(self) -> int:
-        """Of the RAM that was left for activations, the bytes that steps have not needed."""
-        if self._activations is None or not self._is_auto:
-            return 0
-        limits = self._activations.limits
-        wanted = self._agree(self._activations.wanted_host_bytes, max, "activation_memory")
-        given_back, limits.host_bytes = limits.host_bytes - wanted, wanted
-        return given_back
+    def _take_back(self) -> None:
+        """Activations give back what steps have not needed of the RAM that was left for them."""
+        if self._adjustable is None:
+            return
+        limits = self._adjustable.limits
+        wanted = self._agree(self._adjustable.wanted_host_bytes, max, "activation_memory")
+        self._given_back_bytes += max(0, limits.host_bytes - wanted)
+        limits.host_bytes = min(limits.host_bytes, wanted)
+
+    def _give_more(self) -> None:
+        """Activations get what they need to be counted, if one was not for want of room: steps
+        have become larger. Model state gives way, if it has a placement then."""
+        store = self._adjustable
+        if store is None or self._shared.backend.separate:  # there the device has no room
+            return
+        least = self._agree(store.refused_host_bytes, max, "activation_memory")
+        wanted = self._agree(store.wanted_host_bytes, max, "activation_memory")
+        before = store.limits.host_bytes
+        if least <= max(before, self._not_given_bytes):
+            return
+        for nbytes in (max(least, min(wanted, self._first_activation_bytes)), least):
+            store.limits.host_bytes = nbytes
+            try:
+                placements = self._place(self._budgets({}))
+            except PlacementError:
+                continue
+            why = f"saved tensors need {format_bytes(nbytes)}, and had {format_bytes(before)}"
+            stays = all(map(same, self._placements(), placements))
+            if not stays and self._change(placements, {}, why) is not None:
+                store.limits.host_bytes = before  # the next step tries again
+            return
+        store.limits.host_bytes = before
+        self._not_given_bytes = least
 
     def _raise_once(self) -> None:
         """Budgets of which a part was left for what steps need become what steps have shown."""
@@ -158,8 +195,8 @@ class BudgetMoves:
             before = self._ledger.budget_bytes[tier.value] or 0
             allowed = self._agree(limit.state_bytes(limit.peak_bytes), min, "a budget")
             limit.was_raised = True
-            taken_back = self._take_back() if tier is Tier.HOST else 0
-            if allowed <= before and not taken_back:
+            given_back = self._given_back_bytes if tier is Tier.HOST else 0
+            if allowed <= before and not given_back:
                 continue
             allowed = max(allowed, before)
             try:
@@ -225,6 +262,7 @@ class BudgetMoves:
         except PlacementError as refusal:
             policy = self._config.placement_policy
             raise BudgetError(cannot_become(wanted, budgets, policy, refusal)) from None
+        self._not_given_bytes = 0
         words = [f"{t.value}_memory={format_bytes(nbytes)}" for t, nbytes in wanted.items()]
         self._go_over(placements, wanted, f"set_budget({', '.join(words)})")
         self._keeps_optim_states = keeps

@@ -29,18 +29,28 @@ class BesideMemory:
         self._process = os.getpid()
         self._ledger = ledger
         self._backend = backend
+        self._take_managed_peak()  # what was there before is no step's
 
     def __call__(self) -> tuple[int, int]:
         """(in RAM, on a DEVICE that is not RAM) now."""
         host = self._resident.nbytes() - self.managed_bytes(Tier.HOST)
         return max(0, host), self.device_bytes()
 
-    def new_peak(self) -> int:
-        """The most bytes that the process ever held, if that is more than when it was asked last;
-        else 0. The kernel counts it, so what a step had for a moment is in it."""
+    def new_peak(self) -> tuple[int, int]:
+        """The most bytes that the process ever held, if that is more than when it was asked last,
+        and how many of them at least were not model state; else (0, 0).
+
+        The kernel counts it, so what a step had for a moment is in it. All that was charged at most
+        since then may have been there at that moment.
+        """
         peak, before = self._resident.peak(), self._peak
+        managed_bytes = self._take_managed_peak()
         self._peak = max(peak, before)
-        return peak if peak > before else 0
+        return (peak, max(0, peak - managed_bytes)) if peak > before else (0, 0)
+
+    def _take_managed_peak(self) -> int:
+        host = self._ledger.take_peak(Tier.HOST)
+        return host + (self._ledger.take_peak(Tier.DEVICE) if self._device_is_ram else 0)
 
     def device_bytes(self) -> int:
         """The most bytes beside model state on a DEVICE that is not RAM since the last reset()."""
@@ -54,9 +64,13 @@ class BesideMemory:
         """Bytes of the memory that is `tier` which the ledger has charged to any tier."""
         return self._ledger.in_use_bytes[tier.value] + self.shared_bytes(tier)
 
+    @property
+    def _device_is_ram(self) -> bool:
+        return self._backend.kind == "emulated"
+
     def shared_bytes(self, tier: Tier) -> int:
         """Of managed_bytes(), those of another tier: an emulated DEVICE is in RAM."""
-        if self._backend.kind != "emulated" or tier is not Tier.HOST:
+        if not self._device_is_ram or tier is not Tier.HOST:
             return 0
         return self._ledger.in_use_bytes[Tier.DEVICE.value]
 

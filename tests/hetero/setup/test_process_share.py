@@ -77,3 +77,23 @@ def test_the_systems_limit_is_called_so(tmp_path: Path, monkeypatch: pytest.Monk
         hetero.ZeroInitContext(process_memory="auto", placement_policy="cpu"),
     ):
         nn.Linear(512, 512)
+
+
+@pytest.mark.parametrize("limit", ["process_memory", "host_memory"])
+def test_the_smallest_that_works_does_with_activations_that_have_a_share(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more RAM activations have more: what is said counts that."""
+    monkeypatch.setattr("hetero.setup.process_share.resident_bytes", lambda: 0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(64)))
+
+    def place(nbytes: int) -> None:
+        optimizer = hetero.HybridAdam(model.parameters())
+        options = {limit: nbytes, "activation_memory": "auto", "placement_policy": "cpu"}
+        hetero.initialize(model, optimizer, **options)
+        optimizer.engine.close()
+
+    with pytest.raises(hetero.PlacementError) as error:
+        place(24 << 20)
+    numbers = [int(found) for found in re.findall(r"\((\d+) bytes\)", str(error.value))]
+    place(numbers[-1])

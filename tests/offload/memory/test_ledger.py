@@ -154,3 +154,14 @@ def test_threads_together_never_pass_the_budget():
         thread.join()
     assert ledger.in_use_bytes["host"] == ledger.used(HOST, PARAM) == 0
     assert ledger.peak_bytes["host"] <= 9
+
+
+def test_a_peak_is_of_the_time_since_it_was_asked_last():
+    ledger = Ledger({})
+    ledger.charge(HOST, PARAM, 50)
+    ledger.release(HOST, PARAM, 40)
+    assert ledger.take_peak(HOST) == 50
+    assert ledger.take_peak(HOST) == 10
+    ledger.charge(HOST, PARAM, 20)
+    assert ledger.take_peak(HOST) == 30
+    assert ledger.peak_bytes["host"] == 50

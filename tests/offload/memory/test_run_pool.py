@@ -119,3 +119,11 @@ def test_runs_never_overlap_and_the_charge_is_bounded(data: Any) -> None:
         assert len(slots_taken) <= charged(ledger) <= room
         assert pool.charged_bytes == charged(ledger) * SLOT
     pool.close()
+
+
+def test_all_in_one_is_what_there_is_room_for_at_the_first_use() -> None:
+    pool, ledger = make(8, room=5, in_one=True)
+    assert pool.take(6) is None
+    assert charged(ledger) == 5
+    assert pool.take(5) == Run(0, 5)
+    pool.close()

@@ -90,6 +90,26 @@ def limited(rank: int, world: int, path: str) -> tuple[int, str, int]:
         return *found, budget
 
 
+def with_a_limit_of_one(rank: int, world: int, path: str) -> tuple[str, int | None]:
+    """Only one rank's system has a limit, before a step was made."""
+    with pytest.MonkeyPatch.context() as patch:
+        limit = 2 * (1 << 20) if rank else None
+        patch.setattr("hetero.config.allowed_bytes", lambda: limit)
+        patch.setattr("hetero.setup.process_share.resident_bytes", lambda: 0)
+        _, optimizer = start(Path(path), rank_timeout_s=60.0, process_memory="auto")
+        engine = optimizer.engine
+        found = repr(engine.placement), engine.ledger.budget_bytes["host"]
+        engine.close()
+        return found
+
+
+def test_first_budgets_are_the_least_of_all_ranks(ranks2: RankPool, tmp_path: Path) -> None:
+    """What only one rank leaves for steps is left by all, or their placements would differ."""
+    one, other = ranks2.run(with_a_limit_of_one, str(tmp_path))
+    assert one == other
+    assert one[1] == 512 << 10
+
+
 def test_a_limit_of_one_rank_is_that_of_all(ranks2: RankPool, tmp_path: Path) -> None:
     one, other = ranks2.run(limited, str(tmp_path))
     assert one == other
@@ -239,6 +259,12 @@ class TestProcessMemory:
         process.beside_bytes = 12 << 20
         _, optimizer = self.start(process, tmp_path)
         assert optimizer.engine.ledger.budget_bytes["host"] == 2 << 20
+        optimizer.engine.close()
+
+    def test_a_small_host_memory_is_placed_at_once(self, process: Process, tmp_path: Path) -> None:
+        """Where host_memory is what limits state, enough is left for steps anyway."""
+        _, optimizer = self.start(process, tmp_path, host_memory="4MiB")
+        assert optimizer.engine.ledger.budget_bytes["host"] == 4 << 20
         optimizer.engine.close()
 
     def test_a_user_s_budget_is_not_raised(self, process: Process, tmp_path: Path) -> None:
