@@ -59,6 +59,9 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "next tokens": next_tokens,
     "capped": capped,
     "scaled": lambda x: F.cross_entropy((x * 0.25).flatten(0, 1), LABELS.flatten()),
+    "flat, of a part": lambda x: F.cross_entropy(
+        x[:, :-1].flatten(0, 1).float(), LABELS[:, 1:].flatten()
+    ),
     "last": lambda x: F.cross_entropy(x[:, -1], LABELS[:, -1]),
     "last, float": lambda x: F.cross_entropy(x.float()[:, -1, :], LABELS[:, -1]),
     "some": lambda x: F.cross_entropy(x[1, 3:7], LABELS[1, 3:7], label_smoothing=0.1),
