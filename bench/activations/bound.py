@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.activations.crossing import Block, Crossing, crossing
-from bench.activations.options import add_model_arguments, hetero_options, model_shape
+from bench.activations.options import add_counts, add_model_arguments, model_shape, turn
 from bench.activations.training import Spec
 from bench.activations.trial import run_trial, tell
 from bench.harness.machine import describe_machine
@@ -78,16 +78,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for option, default, text in (
+    add_counts(
+        parser,
         ("--seq-len", 4096, "tokens of a sequence"),
         ("--batch-size", 1, "sequences"),
         ("--steps", 2, "that count, of each process"),
         ("--skip-steps", 3, "before them, after which what is recomputed is chosen"),
         ("--rounds", 1, "turns of each contender"),
-    ):
-        parser.add_argument(
-            option, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+    )
     parser.add_argument("--process-memory", default="2560MiB", metavar="SIZE")
     parser.add_argument("--recompute", default=",".join(RECOMPUTE), metavar="LIST")
     parser.add_argument("--compute", choices=("hetero", "torch"), default="hetero")
@@ -121,10 +119,8 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         )
         file = stack.enter_context(measured_file(folder, io_shape.size_bytes))
         for number in range(arguments.rounds):
-            order = list(specs)
-            order = order[number % len(order) :] + order[: number % len(order)]
             rounds.append({})
-            for name in order:
+            for name in turn(list(specs), number):
                 sample = _sample(name, specs[name], folder, arguments.timeout)
                 kind = sample["io_engine"]
                 if kind is not None:
@@ -158,9 +154,11 @@ def _specs(arguments: argparse.Namespace, chosen: Sequence[str], budget: int) ->
         )
     }
     for recompute in chosen:
-        options = hetero_options(
-            recompute, placement_policy=arguments.policy, process_memory=budget
-        )
+        options = {
+            "recompute": recompute,
+            "placement_policy": arguments.policy,
+            "process_memory": budget,
+        }
         specs[recompute] = Spec("hetero", shape, arguments.vocabulary, options, **steps)
     return specs
 

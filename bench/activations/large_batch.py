@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.activations.options import add_model_arguments, hetero_options, model_shape
+from bench.activations.options import add_counts, add_model_arguments, model_shape, turn
 from bench.activations.training import Spec
 from bench.activations.trial import run_trial, tell
 from bench.harness.machine import describe_machine
@@ -58,17 +58,15 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for option, default, text in (
+    add_counts(
+        parser,
         ("--seq-len", 256, "tokens of a sequence"),
         ("--batch-size", 1, "sequences of a micro-batch"),
         ("--factor", 8, "micro-batches of a step"),
         ("--steps", 2, "that count, of each process"),
         ("--skip-steps", 3, "before them, after which what is recomputed is chosen"),
         ("--rounds", 1, "turns of each contender"),
-    ):
-        parser.add_argument(
-            option, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+    )
     parser.add_argument(
         "--host-memory", default="1GiB", metavar="SIZE", help="activations included"
     )
@@ -94,8 +92,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     rounds: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(dir=arguments.path, prefix="bench-large-batch-") as folder:
         for number in range(arguments.rounds):
-            order = list(specs)
-            order = order[number % len(order) :] + order[: number % len(order)]
+            order = turn(list(specs), number)
             rounds.append({name: _sample(name, specs[name], folder, arguments) for name in order})
     return {
         "machine": describe_machine(),
@@ -110,12 +107,12 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
 
 
 def _specs(arguments: argparse.Namespace) -> dict[str, Spec]:
-    options = hetero_options(
-        arguments.recompute,
-        placement_policy=arguments.policy,
-        host_memory=parse_size("--host-memory", arguments.host_memory),
-        activation_memory=parse_size("--activation-memory", arguments.activation_memory),
-    )
+    options = {
+        "recompute": arguments.recompute,
+        "placement_policy": arguments.policy,
+        "host_memory": parse_size("--host-memory", arguments.host_memory),
+        "activation_memory": parse_size("--activation-memory", arguments.activation_memory),
+    }
     specs = {}
     for name, batches, micro_batches in (
         (ONE, 1, 1),

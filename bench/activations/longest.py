@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.activations.options import add_model_arguments, hetero_options, model_shape
+from bench.activations.options import add_counts, add_model_arguments, model_shape
 from bench.activations.search import longest
 from bench.activations.training import CONTENDERS, Spec
 from bench.activations.trial import run_trial, tell
@@ -89,15 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=120.0, metavar="N", help="of a try (default: %(default)s)"
     )
-    for option, default, text in (
+    add_counts(
+        parser,
         ("--steps", 2, "of a try; the last one is timed"),
         ("--first-tokens", 1024, "of a step in the first try"),
         ("--most-tokens", 1 << 17, "beyond which nothing is tried"),
         ("--bisections", 2, "after doubling"),
-    ):
-        parser.add_argument(
-            option, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+    )
     add_model_arguments(parser)
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="FILE", help="Python that has DeepSpeed"
@@ -219,7 +217,7 @@ class _Search:
             seq_len, batch_size = BATCH_SEQ_LEN, tokens // BATCH_SEQ_LEN
         arguments, options = self._arguments, {}
         if self._name == "hetero":
-            options = hetero_options(placement_policy=arguments.policy, process_memory=budget)
+            options = {"placement_policy": arguments.policy, "process_memory": budget}
         spec = Spec(
             self._name,
             vars(model_shape(arguments, seq_len, batch_size)),

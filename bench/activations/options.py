@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
 
 from bench.work.gpt import VOCABULARY, Shape
 
 POLICIES = ("nvme", "auto")
+
+
+def add_counts(parser: argparse.ArgumentParser, *counts: tuple[str, int, str]) -> None:
+    """Options that take a whole number: each one's name, default and what it says."""
+    for option, default, text in counts:
+        parser.add_argument(
+            option, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+
+
+def turn(names: Sequence[str], number: int) -> list[str]:
+    """The contenders in the order of a round: each is the first in its turn."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +49,3 @@ def model_shape(arguments: argparse.Namespace, seq_len: int, batch_size: int) ->
     if arguments.width % arguments.heads:
         raise ValueError(f"--width {arguments.width} is no multiple of --heads {arguments.heads}")
     return Shape(arguments.layers, arguments.width, arguments.heads, seq_len, batch_size)
-
-
-def hetero_options(recompute: str = "auto", **options: Any) -> dict[str, Any]:
-    """Of hetero.ZeroInitContext(), for JSON."""
-    return {"recompute": recompute, **options}
