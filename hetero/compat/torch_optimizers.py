@@ -51,8 +51,9 @@ class Adam(HybridAdam):
         **options: Any,
     ) -> None:
         decoupled = bool(options.pop("decoupled_weight_decay", self._decoupled))
+        corrects = bool(options.pop("bias_correction", True))
         check_torch_options(type(self).__name__, options)
-        super().__init__(params, lr, True, betas, eps, weight_decay, decoupled, **options)
+        super().__init__(params, lr, corrects, betas, eps, weight_decay, decoupled, **options)
 
 
 class AdamW(Adam):

@@ -62,10 +62,8 @@ class Adam(torch_optimizers.Adam):
         **options: Any,
     ) -> None:
         own = _own_options(type(self).__name__, options)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad=amsgrad, **own)
-        self.defaults["bias_correction"] = do_bias_correction
-        for group in self.param_groups:
-            group["bias_correction"] = do_bias_correction
+        own |= {"amsgrad": amsgrad, "bias_correction": do_bias_correction}
+        super().__init__(params, lr, betas, eps, weight_decay, **own)
 
 
 class AdamW(Adam):

@@ -43,38 +43,8 @@ class HybridAdam(optimizers.HybridAdam):
         )
 
 
-class CPUAdam(optimizers.CPUAdam):
-    """hetero.CPUAdam with ColossalAI's arguments.
-
-    Args:
-        model_params: parameters, or param groups.
-        lr, bias_correction, betas, eps, weight_decay, adamw_mode: as of hetero.HybridAdam.
-        nvme_offload_fraction, nvme_offload_dir: as of HybridAdam.
-        defaults: state_dtype of hetero.HybridAdam.
-
-    Raises:
-        ValueError: an option is out of range, or a fraction has no directory.
-    """
-
-    def __init__(
-        self,
-        model_params: ParamGroups,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adamw_mode: bool = True,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | None = None,
-        **defaults: Any,
-    ) -> None:
-        self.nvme_offload_fraction, self.nvme_offload_dir = _offload(
-            nvme_offload_fraction, nvme_offload_dir
-        )
-        super().__init__(
-            model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, **defaults
-        )
+class CPUAdam(HybridAdam, optimizers.CPUAdam):
+    """hetero.CPUAdam with ColossalAI's arguments, which are HybridAdam's."""
 
 
 def _offload(fraction: float, folder: str | None) -> tuple[float, str | None]:

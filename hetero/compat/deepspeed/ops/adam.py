@@ -5,11 +5,7 @@ from __future__ import annotations
 from hetero.api.optimizer import ParamGroups
 from hetero.api.optimizers import CPUAdam, HybridAdam
 from hetero.compat.key_table import log_not_needed
-
-
-def _refuse_amsgrad(amsgrad: bool) -> None:
-    if amsgrad:
-        raise ValueError("amsgrad=True is another update, which hetero has not")
+from hetero.compat.torch_optimizers import check_torch_options
 
 
 class DeepSpeedCPUAdam(CPUAdam):
@@ -37,7 +33,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse_amsgrad(amsgrad)
+        check_torch_options("DeepSpeedCPUAdam", {"amsgrad": amsgrad})
         super().__init__(
             model_params,
             lr,
@@ -76,7 +72,7 @@ class FusedAdam(HybridAdam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _refuse_amsgrad(amsgrad)
+        check_torch_options("FusedAdam", {"amsgrad": amsgrad})
         if not set_grad_none:
             log_not_needed("FusedAdam: set_grad_none", "zero_grad(set_to_none=False) says it")
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adam_w_mode)
