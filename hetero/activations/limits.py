@@ -15,6 +15,7 @@ _LEAST_BYTES = 256 << 10
 _LEAST_SHARE = 64
 # Of RAM that compute uses in place, for slots: bytes on their way to the file, and back.
 _WINDOW_SHARE = 4
+# The saved tensors of its size that a device's slots must hold together for one to leave.
 _HANDFUL = 8
 _LEAST_KEPT = 8  # one part in so many is never lent
 
@@ -24,7 +25,8 @@ class ActivationLimits:
     """Bytes that activations may have, and what follows from them.
 
     Attributes:
-        host_bytes: of RAM, saved tensors and slots together. It may become less between steps.
+        host_bytes: of RAM, saved tensors and slots together. It changes between steps if nobody
+            has chosen it.
         device_bytes: of a device with memory of its own, likewise; 0 without one.
         is_strict: whether a saved tensor without room is an error. If not, it is left to autograd,
             in memory that no budget counts.

@@ -20,25 +20,27 @@ class ProcessShare:
         self._is_auto = config.process_memory == "auto"
         self._beside_bytes = resident_bytes()
         self.host_bytes = config.host_bytes(local_ranks, self._beside_bytes)
+        # What follows for the host budget; None: the process has no limit.
+        self._share_bytes: int | None = None
+        if self._limit is not None:
+            self._share_bytes = int((self._limit - self._beside_bytes) * FIRST_STATE_SHARE)
 
     @property
     def first_host_bytes(self) -> int:
         """What model state and activations get of the host budget until steps were seen: at most
         two thirds of what follows from process_memory."""
-        if self._limit is None:
+        if self._share_bytes is None:
             return self.host_bytes
-        share = int((self._limit - self._beside_bytes) * FIRST_STATE_SHARE)
-        return max(1, min(self.host_bytes, share * 2 // 3))
+        return max(1, min(self.host_bytes, self._share_bytes * 2 // 3))
 
     def too_small(self, what: str, least: int) -> str | None:
         """Why `least` bytes of state do not fit, if the host budget follows from process_memory.
 
         `what` is the part of model state that takes them.
         """
-        if self._limit is None:
+        if self._limit is None or self._share_bytes is None:
             return None
-        share = int((self._limit - self._beside_bytes) * FIRST_STATE_SHARE)
-        if self.host_bytes < share:  # host_memory, or its default, is what limits it
+        if self.host_bytes < self._share_bytes:  # host_memory, or its default, is what limits it
             return None
         return process_too_small(self._limit, self._is_auto, self._beside_bytes, what, least)
 

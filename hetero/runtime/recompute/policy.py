@@ -17,7 +17,7 @@ _MORE_BYTES = 1 << 30
 # Of activations on the way, where no transfer has shown it yet: an ordinary NVMe disk's.
 ASSUMED_BYTES_PER_S = 1e9
 _USUAL = 1.0, 0  # the key of the choice for inputs as they were, and no other graphs
-_UNIT = 1e12  # ranks agree on whole numbers: picoseconds, and bytes per 1,000 s
+_PS = 1e-12  # ranks agree on whole numbers: picoseconds, and bytes
 
 Agree = Callable[[int, Callable[[Iterable[int]], int], str], int]
 
@@ -127,24 +127,27 @@ class RecomputePolicy:
         self._take(*self._agreed(forward, seen), forward.other_bytes or 0)
 
     def _agreed(self, forward: Forward, seen: SeenStep) -> tuple[list[CallCost], StepRates]:
-        def agree(value: float, choose_one: Callable[[Iterable[int]], int]) -> float:
-            return self._agree(int(value * _UNIT), choose_one, "what is computed again") / _UNIT
+        def agree(value: float, choose_one: Callable[[Iterable[int]], int]) -> int:
+            return self._agree(int(value), choose_one, "what is computed again")
+
+        def slowest(seconds: float) -> float:
+            return agree(seconds / _PS, max) * _PS
 
         saved = sum(cost.saved_bytes for cost in forward.costs)
         block_s = sum(cost.forward_s for cost in forward.costs)
         # Seconds per byte are the same for all blocks, which are alike as a rule: single calls are
         # too short to be measured well, and ranks have one number to agree on.
-        s_per_byte = agree(block_s / saved * 1e9, max) / 1e9
+        s_per_byte = slowest(block_s / saved * 1e9) / 1e9
         costs = [replace(c, forward_s=c.saved_bytes * s_per_byte) for c in forward.costs]
         parts = seen.micro_batches
         bytes_per_s = ASSUMED_BYTES_PER_S
         if seen.moving_s > 0 and seen.moved_bytes > 0:
             bytes_per_s = seen.moved_bytes / seen.moving_s
         rates = StepRates(
-            agree(seen.forward_s / parts, max),
-            agree(max(0.0, seen.backward_s / parts - forward.again_s), max),
-            agree(bytes_per_s / _UNIT, min) * _UNIT,
-            agree(max(0.0, seen.moved_bytes - seen.activation_bytes) / parts / _UNIT, max) * _UNIT,
+            slowest(seen.forward_s / parts),
+            slowest(max(0.0, seen.backward_s / parts - forward.again_s)),
+            agree(bytes_per_s, min),
+            agree(max(0.0, seen.moved_bytes - seen.activation_bytes) / parts, max),
         )
         return costs, rates
 
