@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hetero.ranks.failed_ranks import name_error
 from hetero.ranks.messages import Requests, as_bytes, padded, text_in
-from hetero.ranks.peers import Channel, Operation
+from hetero.ranks.peers import Channel, Operation, PeerClosedError
 from offload.errors import HeteroError, PeerError
 from offload.interrupts import deliver_signals
 
@@ -92,6 +92,9 @@ class Collectives(Requests):
                 if waited_s > _TELL_S and not has_told:
                     self.tell_wait(operation, what)
                     has_told = True
+        except PeerClosedError:
+            self._abandon(work, operation.channel)
+            raise
         except PeerError as error:
             # Told first: the others would take this rank for the cause of what breaks now. (A
             # channel that this rank has given up itself it has given up with a reason, which the
@@ -124,9 +127,9 @@ class Collectives(Requests):
             raise self.failure_of_all(operation, what, str(error)) from error
         return True
 
-    def _abandon(self, work: Any) -> None:
-        """Until work that cannot be done any more has let go of its memory."""
-        self.break_off()
+    def _abandon(self, work: Any, only: Channel | None = None) -> None:
+        """Until work that cannot be done any more has let go of its memory; as break_off()."""
+        self.break_off(only)
         until = time.monotonic() + _END_S
         while not work.is_completed() and time.monotonic() < until:
             time.sleep(0.001)

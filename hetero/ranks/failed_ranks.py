@@ -12,8 +12,11 @@ _LONGEST_CAUSE = 1000  # characters of an error that is told to other ranks
 class Connections(Protocol):
     """What connects this rank with others: a Communicator."""
 
-    def tell_end(self, why: str) -> None:
-        """Tells the others that this rank makes no more common operations, and why."""
+    def tell_end(self, why: str, answers: bool = False) -> None:
+        """Tells the others that this rank makes no more common operations, and why.
+
+        `answers`: it goes on answering requests until they have ended, too.
+        """
 
     def break_off(self) -> None:
         """Ends all transfers and waits, here and on the other ranks."""
@@ -53,10 +56,13 @@ class FailedRanks:
         """These end with the others."""
         self._connections.add(connections)
 
-    def tell(self, why: str) -> None:
-        """Tells the other ranks that this one makes no more common operations, and why."""
+    def tell(self, why: str, answers: bool = False) -> None:
+        """Tells the other ranks that this one makes no more common operations, and why.
+
+        `answers`: it goes on answering requests until they have ended, too.
+        """
         for connections in list(self._connections):
-            connections.tell_end(why)
+            connections.tell_end(why, answers)
 
     def end(self, why: str) -> None:
         """Tells the other ranks that this one ends, and breaks off all connections; idempotent.

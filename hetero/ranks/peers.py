@@ -57,11 +57,17 @@ class End:
         attempt: FailedRanks.attempt at that time.
         made: how many operations it had made, by channel; it makes no others.
         why: a sentence.
+        answers: whether it goes on answering requests until the other ranks have ended, too.
     """
 
     attempt: int
     made: Sequence[int]
     why: str
+    answers: bool
+
+
+class PeerClosedError(PeerError):
+    """Another rank takes part in no more all-gathers, and answers requests for what it has."""
 
 
 class Peers:
@@ -253,6 +259,9 @@ class Peers:
         """The error for a common operation that failed; it names a rank that did not take part."""
         if self.has_given_up(operation.channel):
             return self._given_up_error(what)
+        closed = self._closed_error(operation, what)
+        if closed is not None:
+            return closed
         if self.failures.own_end is None:
             if "imed out" in why:
                 return self.failure(self._missing(operation), what, why, waited_s)
@@ -260,6 +269,21 @@ class Peers:
             if peer is not None:
                 return self.failure(peer, what, why, waited_s)
         return self.failure(self.others[0], what, why, waited_s)
+
+    def _closed_error(self, operation: Operation, what: str) -> PeerClosedError | None:
+        """The error of an all-gather that is in vain because a member has closed its engine.
+
+        That is no failure, because what the member has can still be read from it. It may also have
+        taken part in this all-gather, and a rank that knew of its end have broken off the channel.
+        None if it is something else.
+        """
+        is_failure = self.failures.own_end is not None or self.failures.first is not None
+        if operation.channel is not Channel.GATHERS or is_failure:
+            return None
+        ends = [end for end in map(self._end_of, self.others) if end is not None]
+        if not ends or not all(end.answers for end in ends):
+            return None
+        return PeerClosedError(f"{ends[0].why} ({self.name(self.rank)} needed it for {what})")
 
     def _broken_peer(self, channel: Channel) -> int | None:
         """A member whose connection is broken: the first that is known, else one that told its end,
@@ -340,13 +364,15 @@ class Peers:
 
     # The end
 
-    def tell_end(self, why: str) -> None:
+    def tell_end(self, why: str, answers: bool = False) -> None:
         """Tells the other members that this one makes no more common operations, and why.
 
         A wait for one that it has not made ends then. What it has made, and answers to requests,
-        arrive as before.
+        arrive as before; with `answers` it also goes on answering those that are made later, until
+        the other members have ended, too.
         """
-        end = End(self.failures.attempt, [self._begun[channel] for channel in Channel], why)
+        made = [self._begun[channel] for channel in Channel]
+        end = End(self.failures.attempt, made, why, answers)
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
             self._store.set(f"end/{self.rank}", json.dumps(asdict(end)))
             self._store.set("ended", "")
@@ -369,7 +395,7 @@ class Peers:
         for peer in self.others:
             end = self._end_of(peer)
             if end is not None and end.made[operation.channel] <= operation.number:
-                raise self.failure(peer, what, end.why)
+                raise self._closed_error(operation, what) or self.failure(peer, what, end.why)
 
     def wait_for(self, has_ended: threading.Event, operation: Operation, what: str) -> None:
         """Until another thread of this rank has ended what began with a common operation.
@@ -402,10 +428,12 @@ class Peers:
         for channel, group in self._groups.items():
             if only is None or only is channel:
                 # gloo closes all connections of a group of which one transfer has timed out; it
-                # has no other way to end what waits for them.
-                with contextlib.suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
-                    group.recv([nothing], self.others[0], _NEVER_SENT).wait(AT_ONCE)
+                # has no other way to end what waits for them. A connection that is closed already
+                # fails at once, and leaves the others open.
+                for peer in self.others:
+                    with contextlib.suppress(RuntimeError):
+                        nothing = torch.empty(1, dtype=torch.uint8)
+                        group.recv([nothing], peer, _NEVER_SENT).wait(AT_ONCE)
 
     def close(self) -> None:
         """Drops the connections."""

@@ -256,7 +256,8 @@ class ProcessGroups:
         if error is not None:
             self.failures.end(f"{self.name} ended by {name_error(error)}")
         elif self.failures.own_end is None and first is None:
-            self.failures.tell(f"{self.name} closed its engine, or its program ended")
+            why = f"{self.name} closed its engine, or its program ended"
+            self.failures.tell(why, answers=True)
         elif first is not None:
             self.failures.end(f"{self.name} closed its engine, after this: {first[1]}")
 

@@ -14,7 +14,7 @@ import torch
 from hetero.chunks.layout import Chunk
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.gather_news import GatherNews
-from hetero.ranks.peers import Channel, Operation
+from hetero.ranks.peers import Channel, Operation, PeerClosedError
 from hetero.ranks.shard_server import ShardServer, Versions
 from hetero.ranks.waiting import LOOK_S, SOON_S
 from hetero.state.gathering.param_shards import ParamShards
@@ -59,7 +59,8 @@ class CommonGather:
     def wait(self) -> None:
         """Until the chunk is whole for what is computed next.
 
-        If the other ranks do not come for long, their shards are read one-sided.
+        If the other ranks do not come for long, or have closed their engines, their shards are
+        read one-sided.
 
         Raises PeerError, what opening this rank's shard raises, and an OSError after cancel().
         """
@@ -73,6 +74,7 @@ class CommonGather:
                     if self.target.let_go():
                         read()
                         break
+                    self._stream.check_comes(gather=self)
                 if self.error is None:
                     self.target.follow()
             finally:
@@ -138,6 +140,7 @@ class GatherStream:
         self._prepared = 0  # of those that were started this rank has values, or has told why not
         self._told = -_OFTEN_TOLD  # the others were told that so many were started
         self._stalled_at = -1  # how many were made when this rank gave up waiting
+        self._closed: PeerClosedError | None = None  # no more are made, because a rank has left
         self.wait_s = 0.0  # seconds of waiting for them
         self._digest = blake2b(digest_size=7)
         self._all_in_ram = False
@@ -184,14 +187,23 @@ class GatherStream:
 
     def _make(self, gather: CommonGather) -> None:
         """In the worker's thread."""
-        gather.end(self._gather(gather))
+        if self._closed is not None:
+            return
+        closed: PeerClosedError | None = None
+        try:
+            gather.end(self._gather(gather))
+        except PeerClosedError as error:
+            closed = error.with_traceback(None)
         with self._has_made:
-            self.made = gather.number + 1
+            self._closed = closed
+            if closed is None:
+                self.made = gather.number + 1
             self._has_made.notify_all()
 
     def _gather(self, gather: CommonGather) -> BaseException | None:
-        """Returns what went wrong."""
+        """Returns what went wrong. Raises PeerClosedError."""
         self._lent = (*self._lent[-1:], gather.chunk.id)
+        error: BaseException | None = None
         try:
             error = self._find_failure(gather)
             what = f"gathering {gather.chunk.name}"
@@ -210,6 +222,12 @@ class GatherStream:
                 self.transport.gather(gather.target, shard, what, opened, gather.keeps_shards)
             self._lent = (gather.chunk.id,) if gather.keeps_shards else ()
             return error or self._news.failure_of(gather.number)
+        except PeerClosedError:
+            # (A rank that has no values may have closed its engine because of that.)
+            error = error or self._news.failure_of(gather.number)
+            if error is None:
+                raise
+            return error
         except Exception as failure:
             return failure.with_traceback(None)
 
@@ -235,23 +253,32 @@ class GatherStream:
         """For CommonGather: until it is made. Returns False if the others do not come."""
         began_s = time.monotonic()
         while not self._is_made_soon(gather.number):
+            if self._closed is not None:
+                return False
             self._tell_wanted()
             if self.is_stalled or time.monotonic() - began_s > STALL_S:
                 self._stalled_at = self.made
                 return False
         return True
 
+    def check_comes(self, gather: CommonGather) -> None:
+        """Raises PeerError if the gather is not made, and will not be."""
+        if self._closed is not None and gather.number >= self.made:
+            raise copy.copy(self._closed)
+
     @property
     def is_stalled(self) -> bool:
-        """Whether this rank has given up waiting for others, and none has come since."""
-        return self._stalled_at == self.made < self.started
+        """Whether this rank waits for others no more, because none has come since it gave up, or
+        because one has closed its engine."""
+        return self._closed is not None or self._stalled_at == self.made < self.started
 
     def _is_made_soon(self, number: int) -> bool:
         """Waits for a moment: a short one if other ranks had to be told a moment ago."""
         patience_s = SOON_S if self.started - self._told < _OFTEN_TOLD else LOOK_S
         with self._has_made:
-            if self._has_made.wait_for(lambda: self.made > number, patience_s):
-                return True
+            is_known = lambda: self.made > number or self._closed is not None  # noqa: E731
+            if self._has_made.wait_for(is_known, patience_s):
+                return self.made > number
         deliver_signals()
         return False
 
@@ -264,10 +291,12 @@ class GatherStream:
     def wait_for(self, number: int) -> None:
         """Until the gather of this number is made by all ranks, or has failed.
 
-        Raises PeerError if another rank did not come in time.
+        Raises PeerError if another rank did not come in time, or has closed its engine.
         """
         began_s = time.monotonic()
         while number < self.started and not self._is_made_soon(number):
+            if self._closed is not None:
+                raise copy.copy(self._closed)
             self._tell_wanted()
             waited_s = time.monotonic() - began_s
             if waited_s > self._peers.timeout_s:

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 import hetero
+from hetero.ranks import peers
 from hetero.ranks.communicator import Communicator
 from hetero.ranks.peers import Peers
 from hetero.ranks.shard_server import ShardServer
 from hetero.ranks.start.meeting import Meeting
 from hetero.ranks.start.polled_store import PolledStore
+from hetero.ranks.waiting import wait_for_job
 from hetero.runtime import engine
 from tests.support.ranks.rank_training import Experts, Layers, inputs
 from tests.support.ranks.scripts import Place
@@ -152,9 +154,17 @@ def _say_when_waiting(place: Place, where: str) -> None:
         wait(self, say_and_wait, peer, what)
 
     def finish_and_say(self: Communicator, work: Any, operation: Any, what: str) -> None:
-        if WAITS.get(where, "(elsewhere)") in what:
+        # (A mean is finished in another thread, perhaps before this rank's program waits for it.)
+        if where != "backward" and WAITS.get(where, "(elsewhere)") in what:
             place.say("waiting")
         finish(self, work, operation, what)
+
+    def wait_for_job_and_say(job: Any, look: Callable[[], None], *rest: Any) -> None:
+        def say_and_look() -> None:
+            place.say("waiting")
+            look()
+
+        wait_for_job(job, say_and_look, *rest)
 
     def close_and_say(self: ShardServer) -> bool:
         place.say("waiting")
@@ -171,6 +181,8 @@ def _say_when_waiting(place: Place, where: str) -> None:
     else:
         patch.setattr(Peers, "wait", wait_and_say)
         patch.setattr(Communicator, "finish", finish_and_say)
+        if where == "backward":
+            patch.setattr(peers, "wait_for_job", wait_for_job_and_say)
 
 
 def _answer_only_after(place: Place, word: str) -> None:
