@@ -213,6 +213,11 @@ class TrainOptions:
         " meanwhile. The last step is saved, too, and SIGTERM saves and ends (default: none)",
         least=1,
     )
+    save_model: bool = _option(
+        "write the trained weights at the end, to the folder `model` of the run folder, which"
+        " hetero generate and transformers read (default: on)",
+        True,
+    )
     commit_every: int | None = _option(
         "steps between commits: the state stays in files in --nvme-path, and after a crash --resume"
         " goes on from the last commit; costs less than checkpoints that often (default: none)",
