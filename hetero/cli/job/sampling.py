@@ -56,6 +56,21 @@ class ByteVocabulary:
         return bytes(token for token in tokens if token < BYTE_VALUES).decode(errors="replace")
 
 
+class TokenizerVocabulary:
+    """That of a tokenizer of transformers; its special tokens are not shown."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(text)
+        return found
+
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
 def load_model(folder: Path) -> tuple[Any, Vocabulary]:
     """A model folder's causal language model, ready to generate, and its vocabulary.
 
@@ -72,7 +87,8 @@ def load_model(folder: Path) -> tuple[Any, Vocabulary]:
         has_tokenizer = any(folder.glob("tokenizer*")) or (folder / "vocab.json").is_file()
         vocabulary: Vocabulary = ByteVocabulary()
         if has_tokenizer:
-            vocabulary = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            vocabulary = TokenizerVocabulary(tokenizer)
     except (OSError, KeyError) as error:
         raise ValueError(f"{folder}: {error}") from error
     return model.eval(), vocabulary
