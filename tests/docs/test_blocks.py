@@ -1,0 +1,131 @@
+"""Every code block of README.md and docs/ is run, or, a command line, parsed as its program does.
+
+Python blocks of a page run one after the other in one namespace, in an empty folder. What their
+comments mean is in tests/README.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.documents.blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of
+from tests.support.documents.commands import check, commands_of
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+ALL = [block for blocks in BLOCKS.values() for block in blocks]
+# Blocks that no test runs, each with its reason in the page. Let there not be more of them.
+MOST_NOT_RUN = 6
+# What documents write for a directory on NVMe, for which a test has one of its own.
+NVME = re.compile(r"/mnt/nvme[\w-]*(?:/[\w-]+)*")
+
+
+def is_run(block: Block) -> bool:
+    """Whether a test executes the block."""
+    wanted = block.language == "python" or "run" in block.says
+    return wanted and "not run" not in block.says
+
+
+def is_parsed(block: Block) -> bool:
+    """Whether a test has the block's command lines parsed."""
+    return block.language == "bash" and not {"run", "not run"} & set(block.says)
+
+
+def pages_with(chosen: Callable[[Block], bool]) -> list[Path]:
+    """Pages that have such blocks."""
+    return [page for page, blocks in BLOCKS.items() if any(map(chosen, blocks))]
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory; torch is as it was afterwards."""
+    monkeypatch.chdir(tmp_path)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    yield tmp_path
+    torch.set_rng_state(state)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("block", ALL, ids=lambda block: block.place)
+def test_a_block_is_fenced_and_names_its_language(block: Block) -> None:
+    assert block.language in LANGUAGES, f"{block.place}: write ```python, ```bash or ```text"
+    assert block.says.get("not run", "reason"), f"{block.place}: not run, without a reason"
+
+
+def test_few_blocks_are_not_run() -> None:
+    listed = [f"{b.place}: {b.says['not run']}" for b in ALL if "not run" in b.says]
+    print("\n".join(["not run:", *listed]))
+    assert len(listed) <= MOST_NOT_RUN, "\n".join(listed)
+
+
+@pytest.mark.parametrize("page", pages_with(is_run), ids=name_of)
+def test_what_is_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"__name__": "document", "monkeypatch": monkeypatch}
+    for block in filter(is_run, BLOCKS[page]):
+        text = with_folders(block.text, folder)
+        if "file" in block.says:
+            (folder / block.says["file"]).write_text(text)
+        run_python(with_folders(block.says.get("setup", ""), folder), block, 0, names)
+        if block.language == "python":
+            run_python(text, block, block.line - 1, names)
+        else:
+            run_shell(text, block, folder)
+
+
+@pytest.mark.parametrize("page", pages_with(is_parsed), ids=name_of)
+def test_what_is_parsed(page: Path) -> None:
+    wrong = []
+    for block in filter(is_parsed, BLOCKS[page]):
+        for words in commands_of(block.text):
+            try:
+                check(words)
+            except (AssertionError, ImportError, ValueError) as error:
+                wrong.append(f"{block.place}: {shlex.join(words)}\n    {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def with_folders(text: str, folder: Path) -> str:
+    """The text with directories of the test in the place of those on NVMe."""
+    for found in NVME.findall(text):
+        (folder / found[1:]).mkdir(parents=True, exist_ok=True)
+    return NVME.sub(lambda found: str(folder / found[0][1:]), text)
+
+
+def run_python(text: str, block: Block, lines_before: int, names: dict[str, Any]) -> None:
+    """Python, of which tracebacks name the page's lines."""
+    try:
+        exec(compile("\n" * lines_before + text, block.page, "exec"), names)
+    except Exception:
+        pytest.fail(f"{block.place}\n{traceback.format_exc()}", pytrace=False)
+
+
+def run_shell(text: str, block: Block, folder: Path) -> None:
+    """A shell block, with the commands of this environment."""
+    bash = shutil.which("bash")
+    assert bash is not None
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": search, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [bash, "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{block.place}\n{done.stdout}\n{done.stderr}"
