@@ -33,8 +33,8 @@ NVME = re.compile(r"/mnt/nvme[\w-]*(?:/[\w-]+)*")
 
 def is_run(block: Block) -> bool:
     """Whether a test executes the block."""
-    wanted = block.language == "python" or "run" in block.says
-    return wanted and "not run" not in block.says
+    wanted = block.language == "python" or {"run", "output"} & set(block.says)
+    return bool(wanted) and "not run" not in block.says
 
 
 def is_parsed(block: Block) -> bool:
@@ -74,8 +74,10 @@ def test_few_blocks_are_not_run() -> None:
 
 
 @pytest.mark.parametrize("page", pages_with(is_run), ids=name_of)
+@pytest.mark.usefixtures("nothing_left")
 def test_what_is_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": "document", "monkeypatch": monkeypatch}
+    printed = ""
     for block in filter(is_run, BLOCKS[page]):
         text = with_folders(block.text, folder)
         if "file" in block.says:
@@ -83,8 +85,10 @@ def test_what_is_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
         run_python(with_folders(block.says.get("setup", ""), folder), block, 0, names)
         if block.language == "python":
             run_python(text, block, block.line - 1, names)
+        elif "run" in block.says:
+            printed = run_shell(text, block, folder)
         else:
-            run_shell(text, block, folder)
+            assert without_ends(printed) == without_ends(text), block.place
 
 
 @pytest.mark.parametrize("page", pages_with(is_parsed), ids=name_of)
@@ -114,8 +118,8 @@ def run_python(text: str, block: Block, lines_before: int, names: dict[str, Any]
         pytest.fail(f"{block.place}\n{traceback.format_exc()}", pytrace=False)
 
 
-def run_shell(text: str, block: Block, folder: Path) -> None:
-    """A shell block, with the commands of this environment."""
+def run_shell(text: str, block: Block, folder: Path) -> str:
+    """What a shell block prints, with the commands of this environment."""
     bash = shutil.which("bash")
     assert bash is not None
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -129,3 +133,9 @@ def run_shell(text: str, block: Block, folder: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, f"{block.place}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def without_ends(text: str) -> list[str]:
+    """Lines without blanks at their ends, of which tables have some."""
+    return [line.rstrip() for line in text.strip().splitlines()]
