@@ -6,6 +6,8 @@ comments mean is in tests/README.md.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetero.cli.main import main as hetero_main
 from tests.support.documents.blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of
 from tests.support.documents.commands import check, commands_of
 
@@ -53,9 +56,10 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory; torch is as it was afterwards."""
+    """An empty working directory; torch is as it was afterwards. Models are small: one thread."""
     monkeypatch.chdir(tmp_path)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)
     yield tmp_path
     torch.set_rng_state(state)
     torch.set_num_threads(threads)
@@ -119,7 +123,16 @@ def run_python(text: str, block: Block, lines_before: int, names: dict[str, Any]
 
 
 def run_shell(text: str, block: Block, folder: Path) -> str:
-    """What a shell block prints, with the commands of this environment."""
+    """What a shell block prints, with the commands of this environment.
+
+    Those of hetero alone run in this process, which has imported what they need.
+    """
+    commands = commands_of(text)
+    if all(words[0] == "hetero" for words in commands):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            codes = [hetero_main(words[1:]) for words in commands]
+        assert not any(codes), f"{block.place}\n{printed.getvalue()}"
+        return printed.getvalue()
     bash = shutil.which("bash")
     assert bash is not None
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
