@@ -61,8 +61,8 @@ class Drawing:
         """A line of text."""
         weight = ' font-weight="bold"' if bold else ""
         self._parts.append(
-            f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}" fill="{fill}"{weight}>'
-            f"{text}</text>"
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}" fill="{fill}"'
+            f"{weight}>{text}</text>"
         )
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
@@ -86,9 +86,10 @@ def chunks_and_tiers() -> None:
     drawing.words(20, 42, "parameters", bold=True)
     drawing.words(20, 60, "as the model has them", size=11, fill=GREY)
     sizes = [[106], [48, 8, 44], [60, 40], [48, 8, 44], [60, 40], [48, 8, 36]]
-    names = [["embedding"], ["qkv", "", "proj"], ["mlp", "mlp"], ["qkv", "", "proj"], ["mlp", "mlp"],
-             ["qkv", "", "proj"]]  # fmt: skip
-    for x, parts, labels in zip(columns, sizes, names, strict=True):
+    attention, mlp = ["qkv", "", "proj"], ["mlp", "mlp"]
+    names = [["embedding"], attention, mlp, attention, mlp, attention]
+    for column, parts, labels in zip(columns, sizes, names, strict=True):
+        x = column
         for part, label in zip(parts, labels, strict=True):
             drawing.box(x, 26, part, 30, "#ffffff", label)
             x += part
@@ -169,8 +170,8 @@ def step() -> None:
         done = forward_end + (chunks - number) * 2 * unit
         drawing.box(done - 0.2 * unit, lanes["gradients"], 0.9 * unit, 28, GRAD, str(number))
     for place, number in enumerate((5, 4, 3, 2, 1)):
-        x = forward_end + (2.6 + 2 * place) * unit
-        drawing.box(x, lanes["optimizer state"], 1.8 * unit, 28, OPTIM, str(number))
+        start = forward_end + (2.6 + 2 * place) * unit
+        drawing.box(start, lanes["optimizer state"], 1.8 * unit, 28, OPTIM, str(number))
     drawing.box(backward_end + 0.7 * unit, lanes["optimizer state"], 1.2 * unit, 28, OPTIM, "0")
     end = next_begin + chunks * unit
     drawing.arrow(left, 290, end + 10, 290)

@@ -119,6 +119,7 @@ def _check_arguments(main: Callable[[list[str]], object], rest: list[str]) -> No
         except _Parsed:
             return
         except SystemExit as end:
-            assert end.code in (0, None), said.getvalue().strip().splitlines()[-1]
+            if end.code not in (0, None):
+                raise AssertionError(said.getvalue().strip().splitlines()[-1]) from None
             return
     raise AssertionError(f"{main.__module__} has parsed no arguments")
