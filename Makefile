@@ -15,14 +15,14 @@ BUILD_INPUTS := setup.py pyproject.toml CMakeLists.txt \
 TEST_JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -x -q
 
-PYTHON_SOURCES := hetero offload bench tests setup.py
+PYTHON_SOURCES := hetero offload bench tests docs/site setup.py
 NATIVE_SOURCES = $(shell find native tests -name '*.h' -o -name '*.cpp')
 # Those that may have locks; without liburing its engine cannot be read.
 LOCK_SOURCES = $(shell find native -name '*.cpp' -not -path '*/isa/*' -not -path '*/bindings/*' \
 	$(if $(wildcard /usr/include/liburing.h),,-not -name 'uring_*'))
 
 .PHONY: help train test test-all bench bench-io bench-adam bench-step bench-checkpoint bench-durable \
-	cuda-check lint tidy format clean
+	docs cuda-check lint tidy format clean
 
 help:
 	@echo "make train   train a language model of 304M parameters in a process of 1.5 GiB, about"
@@ -42,6 +42,7 @@ help:
 	@echo "             steps that survive a crash beside plain ones; options as for bench-io"
 	@echo "make cuda-check  on a machine with a GPU: builds in \$$(PYTHON) as it is, without network,"
 	@echo "             runs the tests that need a GPU and measures; skipped where there is none"
+	@echo "make docs    the documents as a site, with an API reference, in build/site"
 	@echo "make lint    the checks alone"
 	@echo "make tidy    clang-tidy over the native core"
 	@echo "make format  puts all sources into the project's format"
@@ -78,6 +79,10 @@ bench-durable: $(VENV)/bench.stamp
 cuda-check:
 	@$(PYTHON) -m bench.cuda_check $(ARGS)
 
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
@@ -104,15 +109,18 @@ clean:
 	rm -f offload/_native.*.so
 	find hetero offload bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The extras of `test` hold those of `train`, so either is enough to train. For tests, compiler
-# warnings are errors.
+# The extras of `test` hold those of `train` and `docs`. For tests, compiler warnings are errors.
 $(VENV)/train.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	$(BIN)/pip install --quiet -e ".[train]"
 	@touch $@
 
 $(VENV)/test.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	HETERO_WERROR=1 $(BIN)/pip install --quiet -e ".[test]"
-	@touch $@ $(VENV)/train.stamp
+	@touch $@ $(VENV)/train.stamp $(VENV)/docs.stamp
+
+$(VENV)/docs.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
+	$(BIN)/pip install --quiet -e ".[docs]"
+	@touch $@
 
 $(VENV)/bench.stamp: $(BUILD_INPUTS) $(VENV)/torch.stamp $(VENV)/liburing.stamp
 	$(BIN)/pip install --quiet -e ".[bench]"

@@ -1,4 +1,4 @@
-"""The loop of the README with a durable state, as torchrun starts it; a rank may be killed in it.
+"""The loop of docs/checkpoints.md with a durable state, under torchrun; a rank may be killed in it.
 
     torchrun --max-restarts 1 -m tests.support.durable.elastic_loop FOLDER STEPS KILLED_STEP
 

@@ -1,0 +1,155 @@
+"""Every code block of README.md and docs/ is run, or, a command line, parsed as its program does.
+
+Python blocks of a page run one after the other in one namespace, in an empty folder. What their
+comments mean is in tests/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.cli.main import main as hetero_main
+from tests.support.documents.blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of
+from tests.support.documents.commands import check, commands_of
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+ALL = [block for blocks in BLOCKS.values() for block in blocks]
+# Blocks that no test runs, each with its reason in the page. Let there not be more of them.
+MOST_NOT_RUN = 6
+# What documents write for a directory on NVMe, for which a test has one of its own.
+NVME = re.compile(r"/mnt/nvme[\w-]*(?:/[\w-]+)*")
+
+
+def is_run(block: Block) -> bool:
+    """Whether a test executes the block."""
+    wanted = block.language == "python" or {"run", "output", "file"} & set(block.says)
+    return bool(wanted) and "not run" not in block.says
+
+
+def is_parsed(block: Block) -> bool:
+    """Whether a test has the block's command lines parsed."""
+    return block.language == "bash" and not {"run", "not run"} & set(block.says)
+
+
+def pages_with(chosen: Callable[[Block], bool]) -> list[Path]:
+    """Pages that have such blocks."""
+    return [page for page, blocks in BLOCKS.items() if any(map(chosen, blocks))]
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory; torch is as it was afterwards. Models are small: one thread."""
+    monkeypatch.chdir(tmp_path)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_rng_state(state)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("block", ALL, ids=lambda block: block.place)
+def test_a_block_is_fenced_and_names_its_language(block: Block) -> None:
+    assert block.language in LANGUAGES, f"{block.place}: write ```python, ```bash or ```text"
+    assert block.says.get("not run", "reason"), f"{block.place}: not run, without a reason"
+
+
+def test_few_blocks_are_not_run() -> None:
+    listed = [f"{b.place}: {b.says['not run']}" for b in ALL if "not run" in b.says]
+    print("\n".join(["not run:", *listed]))
+    assert len(listed) <= MOST_NOT_RUN, "\n".join(listed)
+
+
+@pytest.mark.parametrize("page", pages_with(is_run), ids=name_of)
+@pytest.mark.usefixtures("nothing_left")
+def test_what_is_run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"__name__": "document", "monkeypatch": monkeypatch}
+    printed = ""
+    for block in filter(is_run, BLOCKS[page]):
+        text = with_folders(block.text, folder)
+        if "file" in block.says:
+            (folder / block.says["file"]).write_text(text)
+        run_python(with_folders(block.says.get("setup", ""), folder), block, 0, names)
+        if block.language == "python":
+            run_python(text, block, block.line - 1, names)
+        elif "run" in block.says:
+            printed = run_shell(text, block, folder)
+        elif "output" in block.says:
+            assert without_ends(printed) == without_ends(text), block.place
+
+
+@pytest.mark.parametrize("page", pages_with(is_parsed), ids=name_of)
+def test_what_is_parsed(page: Path) -> None:
+    wrong = []
+    for block in filter(is_parsed, BLOCKS[page]):
+        for words in commands_of(block.text):
+            try:
+                check(words)
+            except (AssertionError, ImportError, ValueError) as error:
+                wrong.append(f"{block.place}: {shlex.join(words)}\n    {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def with_folders(text: str, folder: Path) -> str:
+    """The text with directories of the test in the place of those on NVMe."""
+    for found in NVME.findall(text):
+        (folder / found[1:]).mkdir(parents=True, exist_ok=True)
+    return NVME.sub(lambda found: str(folder / found[0][1:]), text)
+
+
+def run_python(text: str, block: Block, lines_before: int, names: dict[str, Any]) -> None:
+    """Python, of which tracebacks name the page's lines."""
+    try:
+        exec(compile("\n" * lines_before + text, block.page, "exec"), names)
+    except Exception:
+        pytest.fail(f"{block.place}\n{traceback.format_exc()}", pytrace=False)
+
+
+def run_shell(text: str, block: Block, folder: Path) -> str:
+    """What a shell block prints, with the commands of this environment.
+
+    Those of hetero alone run in this process, which has imported what they need.
+    """
+    commands = commands_of(text)
+    if all(words[0] == "hetero" for words in commands):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            codes = [hetero_main(words[1:]) for words in commands]
+        assert not any(codes), f"{block.place}\n{printed.getvalue()}"
+        return printed.getvalue()
+    bash = shutil.which("bash")
+    assert bash is not None
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": search, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables["XDG_CACHE_HOME"] = str(folder / "cache")
+    done = subprocess.run(
+        [bash, "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{block.place}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def without_ends(text: str) -> list[str]:
+    """Lines without blanks at their ends, of which tables have some."""
+    return [line.rstrip() for line in text.strip().splitlines()]

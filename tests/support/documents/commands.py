@@ -1,0 +1,125 @@
+"""Commands of shell blocks: whether the program that a line names takes what the line gives it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+from hetero.cli.main import main as hetero_main
+from tests.support.documents.blocks import ROOT
+
+_ASSIGNMENT = re.compile(r"[A-Z_]+=")
+_MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+class _Parsed(Exception):
+    """A program has taken its arguments."""
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The commands of a shell block, in words: comments are gone, and lines that go on are one."""
+    joined = text.replace("\\\n", " ")
+    commands = []
+    for line in joined.splitlines():
+        words = shlex.split(line.split(" > ")[0], comments=True)
+        while words and _ASSIGNMENT.match(words[0]):
+            words = words[1:]
+        if words:
+            commands.append(words)
+    return commands
+
+
+def check(words: Sequence[str]) -> None:
+    """A command that exists, with options that it has.
+
+    Raises:
+        AssertionError: there is no such command, or it refuses its options.
+    """
+    program, rest = words[0], list(words[1:])
+    if program == "hetero":
+        _check_arguments(hetero_main, rest)
+    elif program == "python" and rest[:1] == ["-m"]:
+        _check_module(rest[1], rest[2:])
+    elif program == "torchrun":
+        _check_torchrun(rest)
+    elif program == "make":
+        _check_make(rest)
+    elif program == "pip" and rest[:1] == ["install"]:
+        _check_extras(rest[1:])
+    else:
+        raise AssertionError("no command that is known here: <!-- run --> before the block runs it")
+
+
+def _check_module(name: str, rest: list[str]) -> None:
+    if name == "hetero.cli":
+        _check_arguments(hetero_main, rest)
+        return
+    if name == "pytest":
+        missing = [word for word in rest if "/" in word and not (ROOT / word).exists()]
+        assert not missing, missing
+        return
+    assert name.split(".")[0] in ("bench", "tests"), f"python -m {name} is not of this project"
+    found = importlib.import_module(name)
+    if hasattr(found, "__path__"):
+        found = importlib.import_module(f"{name}.__main__")
+    if rest or hasattr(found, "main"):
+        _check_arguments(found.main, rest)
+
+
+def _check_torchrun(rest: list[str]) -> None:
+    options = argparse.ArgumentParser(prog="torchrun", exit_on_error=False)
+    for name in ("--nproc-per-node", "--max-restarts", "--nnodes"):
+        options.add_argument(name, type=int)
+    options.add_argument("--standalone", action="store_true")
+    options.add_argument("-m", dest="module", action="store_true")
+    options.add_argument("program")
+    options.add_argument("rest", nargs=argparse.REMAINDER)
+    given = options.parse_args(rest)
+    if given.module:
+        _check_module(given.program, given.rest)
+
+
+def _check_make(rest: list[str]) -> None:
+    for word in rest:
+        if "=" not in word and not word.startswith("-"):
+            assert re.search(rf"^{re.escape(word)}:", _MAKEFILE, re.MULTILINE), f"make {word}"
+        elif word.startswith("ARGS=") and rest[0] == "train":
+            _check_arguments(hetero_main, ["train", *shlex.split(word.removeprefix("ARGS="))])
+
+
+def _check_extras(rest: list[str]) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for word in rest:
+        for extras in re.findall(r"^\.\[([\w,]+)\]$", word):
+            for extra in extras.split(","):
+                assert re.search(rf"^{extra} = \[", project, re.MULTILINE), f"no extra {extra}"
+
+
+def _check_arguments(main: Callable[[list[str]], object], rest: list[str]) -> None:
+    """`main` is called up to where its parser has taken the arguments."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser, *args: object) -> None:
+        parse(parser, *args)
+        raise _Parsed
+
+    said = io.StringIO()
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_only),
+        contextlib.redirect_stderr(said),
+    ):
+        try:
+            main(rest)
+        except _Parsed:
+            return
+        except SystemExit as end:
+            if end.code not in (0, None):
+                raise AssertionError(said.getvalue().strip().splitlines()[-1]) from None
+            return
+    raise AssertionError(f"{main.__module__} has parsed no arguments")
