@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,11 @@ import torch
 import transformers
 
 from hetero.checkpoint.load import load
-from hetero.checkpoint.pretrained.save import save_pretrained
 from hetero.checkpoint.save import save
 from hetero.config import Config
 from hetero.integrations.accelerator import CHECKPOINT_NAME, Accelerator, plain_optimizer
 from hetero.integrations.adapters import adapter_state, has_adapters
+from hetero.integrations.exports import export_into
 from hetero.integrations.figures import step_figures
 from hetero.integrations.trainer_options import check_arguments, check_precision, optimizer_of
 from hetero.runtime.engine import Engine
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     _Base = transformers.Trainer
 else:
     _Base = object
-
-_EXPORT_NAME = "export"  # beside hetero's checkpoint while files are on their way
 
 
 class HeteroTrainerMixin(_Base):
@@ -119,14 +116,9 @@ class HeteroTrainerMixin(_Base):
             self._export(Path(output_dir or self.args.output_dir or "."))
 
     def _export(self, folder: Path) -> None:
-        # Into a folder of its own first, because an export replaces what it finds.
-        beside = folder / _EXPORT_NAME
-        save_pretrained(self._model, beside)
+        export_into(self._model, folder, self.args.should_save)
         if not self.args.should_save:
             return
-        for file in beside.iterdir():
-            os.replace(file, folder / file.name)
-        beside.rmdir()
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
