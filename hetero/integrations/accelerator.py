@@ -109,13 +109,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _managed(self) -> tuple[torch.nn.Module, list[HybridOptimizer]]:
         """The one model and its optimizers. Raises HeteroError."""
         models = [self.unwrap_model(each) for each in self._models]
-        optimizers = [plain_optimizer(each) for each in self._optimizers]
         if len(models) != 1:
             raise HeteroError(
                 f"{len(models)} models were prepared, and a checkpoint of hetero is of one; save "
                 f"the others by hetero.save() or their state_dict()"
             )
-        return models[0], optimizers
+        return models[0], [plain_optimizer(each) for each in self._optimizers]
 
 
 def plain_optimizer(optimizer: Any) -> HybridOptimizer:

@@ -51,7 +51,7 @@ def stream(texts: Sequence[Sequence[int]], seq_len: int, place: str) -> list[Row
             f"{place} has {len(tokens)} tokens, and a sequence {seq_len}; give more text, or a "
             f"smaller --seq-len"
         )
-    rows = []
+    rows: list[Row] = []
     for begin in range(0, len(tokens) - seq_len + 1, seq_len):
         row = tokens[begin : begin + seq_len]
         rows.append([Example(row, [NOT_LEARNED, *row[1:]], place)])
